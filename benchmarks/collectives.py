@@ -22,7 +22,7 @@ from harness.script import begin, parser, table, write_json
 from rich.console import Console
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from caesura.scheduler.parallel import process_group, shared_memory
+from caesura.scheduler.parallel import host_group, torch_group
 from caesura.scheduler.parallel.group import TensorParallel
 
 ELEMENTS = (1 << 14, 1 << 16, 1 << 18)
@@ -62,16 +62,16 @@ def serve(pipe: Any, rank: int, size: int, rounds: int, calls: int) -> None:
     torch.set_num_threads(1)
     memory: Any
     if rank == 0:
-        memory, address = shared_memory.found(size)
-        store, host = process_group.listen("127.0.0.1", 0, size)
+        memory, address = host_group.found(size)
+        store, host = torch_group.listen("127.0.0.1", 0, size)
         pipe.send((address, host))
     else:
         memory, host = pipe.recv()
         name, _, port = host.rpartition(":")
         store = TCPStore(name, int(port), size, is_master=False)
     groups: dict[str, TensorParallel] = {
-        "shared memory": shared_memory.join(memory, rank, size),
-        "gloo": process_group.join(store, rank, size, CPU, torch.float32),
+        "shared memory": host_group.join(memory, rank, size),
+        "gloo": torch_group.join(store, rank, size, CPU, torch.float32),
     }
     found = list(operations(groups, store, rank, size))
     times: dict[tuple[str, str], list[float]] = {}

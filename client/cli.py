@@ -7,7 +7,8 @@ paths) can neither move the cursor nor style anything.
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from pathlib import Path
 from time import localtime, strftime, time
 from typing import Any, NoReturn
@@ -18,20 +19,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..io_struct import MAX_TRACE_STEPS, CaesuraError, Message
+from ..io_struct import MAX_TRACE_STEPS, CaesuraError, GetStatusReqOutput, Message
 from ..io_struct.control import MAX_DURATION_S
 from ..io_struct.field_errors import printable
 from .connection.blocking import SchedulerClient
-from .connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
+from .connection.endpoints import CLIENT_KEY_VARIABLE, FORMS, SERVER_KEY_VARIABLE
 from .exceptions import TimedOut
 from .keygen import keygen
 from .launch.launcher import engine_command, worker_command
 from .launch.supervisor import supervise
 from .serve.command import serve
-from .status_rows import MIB, status_rows
 
+MIB = 1 << 20
 ENDPOINT_VARIABLE = "CAESURA_ENDPOINT"
 Command = Callable[..., None]
+Rows = Iterable[tuple[str, str]]
+Verb = Callable[..., Message | tuple[Message, Rows] | None]
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -40,67 +43,74 @@ def cli() -> None:
     """Caesura: a rollout engine for reinforcement learning that can be paused at any step."""
 
 
-def _key_option(name: str, variable: str, text: str) -> Callable[[Command], Command]:
-    """Return an option that every verb hands to its client unread."""
-
-    def keep(context: click.Context, option: click.Parameter, value: str | None) -> None:
-        context.ensure_object(dict)[option.name] = value
-
-    return click.option(
-        name, envvar=variable, expose_value=False, callback=keep, help=f"{text}  [env: {variable}]"
-    )
-
-
 def _endpoint(_: click.Context, __: click.Parameter, value: str | None) -> str:
     """Require an endpoint."""
     if value is None:
         raise click.UsageError(
             f"which scheduler? Give --endpoint, or set {ENDPOINT_VARIABLE}, to its address: "
-            "ipc://PATH or tcp://HOST:PORT, as "
-            "given to `caesura scheduler --endpoint`"
+            f"{FORMS}, as given to `caesura scheduler --endpoint`"
         )
     return value
 
 
-def _client(endpoint: str) -> SchedulerClient:
-    return SchedulerClient(endpoint, **click.get_current_context().ensure_object(dict))
+def _verb(default_timeout: float | None, name: str | None = None) -> Callable[[Verb], Command]:
+    """Register a function as a verb that speaks to a running engine.
 
+    It gets a client, ``timeout`` and its own options, and returns the reply, if need be with rows of a table.
+    """
 
-def _talks(default_timeout: float | None) -> Callable[[Command], Command]:
-    """Add the options of every verb that speaks to a running engine."""
+    def register(verb: Verb) -> Command:
+        @wraps(verb)
+        def command(
+            endpoint: str,
+            as_json: bool,
+            curve_server_key: str | None,
+            curve_client_key_file: str | None,
+            **options: Any,
+        ) -> None:
+            with SchedulerClient(
+                endpoint, curve_server_key=curve_server_key, curve_client_key_file=curve_client_key_file
+            ) as client:
+                answer = verb(client, **options)
+            if isinstance(answer, tuple):
+                _show(answer[0], as_json, answer[1])
+            elif answer is not None:
+                _show(answer, as_json)
 
-    def decorate(command: Command) -> Command:
-        options = (
-            click.option(
-                "--endpoint",
-                envvar=ENDPOINT_VARIABLE,
-                callback=_endpoint,
-                help=f"Address of the scheduler: ipc://PATH or tcp://HOST:PORT.  [env: {ENDPOINT_VARIABLE}]",
-            ),
-            _key_option(
-                "--curve-server-key",
-                SERVER_KEY_VARIABLE,
-                "The engine's CURVE public key, or a file that contains it.",
-            ),
-            _key_option(
-                "--curve-client-key-file",
-                CLIENT_KEY_VARIABLE,
-                "File with this client's CURVE key pair; needed for an engine with keys.",
-            ),
-            click.option("--json", "as_json", is_flag=True, help="Print the reply as one line of JSON."),
-            click.option(
-                "--timeout",
-                type=float,
-                default=default_timeout,
-                help="Maximum seconds to wait for the reply.",
-                show_default=default_timeout is not None,
-            ),
-        )
-        for option in reversed(options):
+        for option in reversed(
+            (
+                click.option(
+                    "--endpoint",
+                    envvar=ENDPOINT_VARIABLE,
+                    callback=_endpoint,
+                    help=f"Address of the scheduler: {FORMS}.  [env: {ENDPOINT_VARIABLE}]",
+                ),
+                click.option(
+                    "--curve-server-key",
+                    envvar=SERVER_KEY_VARIABLE,
+                    help="The engine's CURVE public key, or a file that contains it."
+                    f"  [env: {SERVER_KEY_VARIABLE}]",
+                ),
+                click.option(
+                    "--curve-client-key-file",
+                    envvar=CLIENT_KEY_VARIABLE,
+                    help="File with this client's CURVE key pair; needed for an engine with keys."
+                    f"  [env: {CLIENT_KEY_VARIABLE}]",
+                ),
+                click.option("--json", "as_json", is_flag=True, help="Print the reply as one line of JSON."),
+                click.option(
+                    "--timeout",
+                    type=float,
+                    default=default_timeout,
+                    help="Maximum seconds to wait for the reply.",
+                    show_default=default_timeout is not None,
+                ),
+            )
+        ):
             command = option(command)
-        return command
+        return cli.command(name)(command)
 
-    return decorate
+    return register
 
 
 _FORWARDED = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -125,17 +135,14 @@ cli.add_command(keygen)
 cli.add_command(supervise)
 
 
-@cli.command()
-@_talks(10.0)
-def status(endpoint: str, as_json: bool, timeout: float | None) -> None:
+@_verb(10.0)
+def status(client: SchedulerClient, timeout: float | None) -> tuple[Message, Rows]:
     """Show the state of the engine."""
-    with _client(endpoint) as client:
-        reply = client.status(timeout=timeout)
-    _show(reply, as_json, status_rows(reply))
+    reply = client.status(timeout=timeout)
+    return reply, status_rows(reply)
 
 
-@cli.command()
-@_talks(60.0)
+@_verb(60.0)
 @click.option(
     "--mode",
     type=click.Choice(["abort", "retract", "in_place"]),
@@ -162,31 +169,26 @@ def status(endpoint: str, as_json: bool, timeout: float | None) -> None:
     "or it stays, without an owner.",
 )
 def pause(
-    endpoint: str,
-    as_json: bool,
+    client: SchedulerClient,
     timeout: float | None,
     mode: Any,
     owner: str | None,
     lease_s: float | None,
     on_lease_expiry: Any,
-) -> None:
+) -> tuple[Message, Rows]:
     """Pause generation; returns when no step is in flight."""
     if lease_s is not None and owner is None:
         raise click.UsageError("--lease needs --owner: commands of that owner renew the lease")
-    with _client(endpoint) as client:
-        reply = client.pause(
-            mode, owner=owner, lease_s=lease_s, on_lease_expiry=on_lease_expiry, timeout=timeout
-        )
-        # a pause that is somebody else's already takes no lease, so what holds is asked for
-        lease = None if lease_s is None else client.renew_pause_lease(owner, timeout=timeout)
+    reply = client.pause(mode, owner=owner, lease_s=lease_s, on_lease_expiry=on_lease_expiry, timeout=timeout)
     rows = list(_rows(msgspec.to_builtins(reply)))
-    if lease is not None:
-        rows.append(("lease", _lease(lease.lease_left_s, on_lease_expiry)))
-    _show(reply, as_json, rows)
+    if lease_s is not None:
+        # a pause that is somebody else's already takes no lease, so what holds is asked for
+        left_s = client.renew_pause_lease(owner, timeout=timeout).lease_left_s
+        rows.append(("lease", _lease(left_s, on_lease_expiry)))
+    return reply, rows
 
 
-@cli.command("continue")
-@_talks(60.0)
+@_verb(60.0, "continue")
 @click.option(
     "--torch-empty-cache/--no-torch-empty-cache",
     default=True,
@@ -194,24 +196,12 @@ def pause(
 )
 @click.option("--owner", help="Owner that was given to pause.")
 @click.option("--force", is_flag=True, help="Continue even if the pause has another owner.")
-def continue_(
-    endpoint: str,
-    as_json: bool,
-    timeout: float | None,
-    torch_empty_cache: bool,
-    owner: str | None,
-    force: bool,
-) -> None:
+def continue_(client: SchedulerClient, **options: Any) -> Message:
     """Continue generation after a pause."""
-    with _client(endpoint) as client:
-        reply = client.continue_generation(
-            torch_empty_cache=torch_empty_cache, owner=owner, force=force, timeout=timeout
-        )
-    _show(reply, as_json)
+    return client.continue_generation(**options)
 
 
-@cli.command()
-@_talks(60.0)
+@_verb(60.0)
 @click.option(
     "--torch-empty-cache/--no-torch-empty-cache",
     default=True,
@@ -224,17 +214,12 @@ def continue_(
     default=0.0,
     help="Maximum seconds to wait for the engine to become idle.",
 )
-def flush(
-    endpoint: str, as_json: bool, timeout: float | None, torch_empty_cache: bool, timeout_s: float
-) -> None:
+def flush(client: SchedulerClient, **options: Any) -> Message:
     """Flush the prefix cache. The engine must be idle."""
-    with _client(endpoint) as client:
-        reply = client.flush_cache(torch_empty_cache=torch_empty_cache, timeout_s=timeout_s, timeout=timeout)
-    _show(reply, as_json)
+    return client.flush_cache(**options)
 
 
-@cli.command()
-@_talks(None)
+@_verb(None)
 @click.argument("model_path", type=click.Path())
 @click.option("--weight-version", help="Version label of the new weights.")
 @click.option(
@@ -245,43 +230,25 @@ def flush(
 )
 @click.option("--torch-empty-cache", is_flag=True, help="Empty the device allocator's cache afterwards.")
 @click.option("--abort-all-requests", is_flag=True, help="Abort all requests first.")
-def update(
-    endpoint: str,
-    as_json: bool,
-    timeout: float | None,
-    model_path: str,
-    weight_version: str | None,
-    flush_cache: bool,
-    torch_empty_cache: bool,
-    abort_all_requests: bool,
-) -> None:
+def update(client: SchedulerClient, model_path: str, **options: Any) -> Message:
     """Update the weights from the checkpoint folder MODEL_PATH."""
-    with _client(endpoint) as client:
-        reply = client.update_weights_from_disk(
-            os.path.abspath(model_path),  # the engine has its own working directory
-            weight_version=weight_version,
-            flush_cache=flush_cache,
-            torch_empty_cache=torch_empty_cache,
-            abort_all_requests=abort_all_requests,
-            timeout=timeout,
-        )
-    _show(reply, as_json)
+    return client.update_weights_from_disk(
+        os.path.abspath(model_path),  # the engine has its own working directory
+        **options,
+    )
 
 
-@cli.command()
-@_talks(10.0)
+@_verb(10.0)
 @click.argument("rid", required=False)
 @click.option("--all", "abort_all", is_flag=True, help="Abort all requests.")
-def abort(endpoint: str, as_json: bool, timeout: float | None, rid: str | None, abort_all: bool) -> None:
+def abort(client: SchedulerClient, timeout: float | None, rid: str | None, abort_all: bool) -> Message:
     """Abort the request RID, or all requests with --all."""
     if (rid is None) != abort_all:
         raise click.UsageError("give either a RID or --all")
-    with _client(endpoint) as client:
-        _show(client.abort(rid, abort_all=abort_all, timeout=timeout), as_json)
+    return client.abort(rid, abort_all=abort_all, timeout=timeout)
 
 
-@cli.command()
-@_talks(600.0)
+@_verb(600.0)
 @click.option(
     "--num-steps",
     type=click.IntRange(1, MAX_TRACE_STEPS),
@@ -295,32 +262,21 @@ def abort(endpoint: str, as_json: bool, timeout: float | None, rid: str | None, 
 )
 @click.option("--record-shapes", is_flag=True, help="Also record the shapes of the operations' inputs.")
 def profile(
-    endpoint: str,
-    as_json: bool,
-    timeout: float | None,
-    num_steps: int,
-    output_dir: str | None,
-    with_stack: bool,
-    record_shapes: bool,
-) -> None:
+    client: SchedulerClient, timeout: float | None, output_dir: str | None, **options: Any
+) -> Message:
     """Record a trace of the engine's next steps with torch's profiler; prints its file, for chrome://tracing
     or Perfetto.
 
     The file is written by the engine, on its machine. An idle engine makes no steps: send it requests.
     """
-    with _client(endpoint) as client:
-        client.start_profile(
-            output_dir, num_steps=num_steps, with_stack=with_stack, record_shapes=record_shapes, timeout=10.0
-        )
-        try:
-            reply = client.stop_profile(wait=True, timeout=timeout)
-        except (KeyboardInterrupt, TimedOut):
-            reply = client.stop_profile(timeout=timeout)
-        _show(reply, as_json)
+    client.start_profile(output_dir, timeout=10.0, **options)
+    try:
+        return client.stop_profile(wait=True, timeout=timeout)
+    except (KeyboardInterrupt, TimedOut):
+        return client.stop_profile(timeout=timeout)
 
 
-@cli.command()
-@_talks(10.0)
+@_verb(10.0)
 @click.option(
     "--html",
     "page",
@@ -342,8 +298,7 @@ def profile(
     "--last", type=click.IntRange(1), default=30, show_default=True, help="Maximum number of events to print."
 )
 def memory(
-    endpoint: str,
-    as_json: bool,
+    client: SchedulerClient,
     timeout: float | None,
     page: Path | None,
     live: bool,
@@ -356,22 +311,22 @@ def memory(
     from .memory_view.live import events
     from .serve.pages.document import write_page
 
-    with _client(endpoint) as client:
-        record = fetch(client, timeout=timeout)
-        if page is not None:
-            write_page(record, page)
-            click.echo(f"wrote {page}: {len(record.events)} events", err=as_json)
-        if as_json:
-            for event in record.events:
-                click.echo(msgspec.json.encode(event))
-        elif live:
-            watch(client, Console(), interval_s=interval, seconds=seconds, timeout=timeout)
-        elif page is None:
-            terminal = Console()
-            (terminal if terminal.is_terminal else Console(width=140)).print(events(record, last))
+    as_json = click.get_current_context().params["as_json"]
+    record = fetch(client, timeout=timeout)
+    if page is not None:
+        write_page(record, page)
+        click.echo(f"wrote {page}: {len(record.events)} events", err=as_json)
+    if as_json:
+        for event in record.events:
+            click.echo(msgspec.json.encode(event))
+    elif live:
+        watch(client, Console(), interval_s=interval, seconds=seconds, timeout=timeout)
+    elif page is None:
+        terminal = Console()
+        (terminal if terminal.is_terminal else Console(width=140)).print(events(record, last))
 
 
-def _show(reply: Message, as_json: bool, rows: Iterable[tuple[str, str]] | None = None) -> None:
+def _show(reply: Message, as_json: bool, rows: Rows | None = None) -> None:
     if as_json:
         click.echo(msgspec.json.encode(reply))
         return
@@ -383,7 +338,7 @@ def _show(reply: Message, as_json: bool, rows: Iterable[tuple[str, str]] | None 
     Console().print(table)
 
 
-def _rows(fields: dict[str, Any]) -> Iterable[tuple[str, str]]:
+def _rows(fields: dict[str, Any]) -> Rows:
     for name, value in fields.items():
         if name in ("type", "id") or value is None or (name == "ranks" and not value):
             continue
@@ -409,9 +364,92 @@ def _lease(left_s: float | None, then: str) -> str:
     return f"until {until} (for {left_s:.1f} s), then {then}; a command with the same --owner renews it"
 
 
-def main() -> NoReturn:
+def status_rows(status: GetStatusReqOutput) -> Rows:
+    """Yield the rows of a status; those of an engine that makes images are others."""
+    pause = "" if status.pause_mode is None else f" ({_pause(status)})"
+    weights = f"{status.weights}, version {status.weight_version}, epoch {status.weights_epoch}"
+    if status.weights_detail is not None:
+        weights += f": {status.weights_detail}"
+    yield "generation", status.generation + pause
+    yield "weights", weights
+    if status.session is not None:
+        yield (
+            "session",
+            f"{status.session.kind}, {status.session.age_s:.1f} s, {status.session.written_tensors} tensors",
+        )
+    if status.update is not None:
+        done = f"{status.update.written_bytes / MIB:.0f} of {status.update.total_bytes / MIB:.0f} MiB"
+        yield "update", f"{status.update.source}, {done}, {status.update.age_s:.1f} s"
+    tags = ", ".join(status.released_tags)
+    released = f" ({tags}): nothing is generated before resume_memory" if tags else ""
+    yield "memory", status.memory + released
+    yield "requests", _requests(status)
+    age = "none yet" if status.last_step_age_s is None else f"last {status.last_step_age_s:.1f} s ago"
+    unit = "tokens" if status.images is None else "denoise steps"
+    yield "throughput", f"{status.gen_throughput:.1f} {unit}/s in the last seconds"
+    yield (
+        "steps",
+        f"{status.step} ({age}), {status.generated_tokens} {unit}, {status.num_retractions} retractions",
+    )
+    failures = status.step_failures
+    if failures.failed:
+        of = "tokens" if status.images is None else "samples"
+        limit = "" if failures.token_limit is None else f", at most {failures.token_limit} {of} for now"
+        yield (
+            "failures",
+            f"{failures.failed} steps, {failures.retried} computed again, {failures.splits} splits{limit}",
+        )
+    kv = status.kv
+    if status.images is None:
+        yield "KV tokens", f"{kv.free} free + {kv.cached} cached + {kv.held} held = {kv.total}"
+    memory = status.device_memory
+    available = "unknown" if memory.available is None else f"{memory.available / MIB:.1f}"
+    yield (
+        "device",
+        (
+            f"{status.device}: {memory.reserved / MIB:.1f} MiB reserved, "
+            f"{memory.allocated / MIB:.1f} allocated, "
+            f"{available} available; weights {memory.weights / MIB:.1f}"
+            + ("" if status.images is not None else f", KV {memory.kv_cache / MIB:.1f}")
+        ),
+    )
+    for part in status.components:
+        there, size = part.device_bytes / MIB, part.nbytes / MIB
+        yield part.name, f"{part.residency}, {there:.1f} of {size:.1f} MiB on the device"
+    yield "kernels", _kernels(status)
+    limits = f", context {status.context_len}, vocabulary {status.vocab_size}"
+    yield "model", f"{status.model_path} ({status.dtype}{limits if status.images is None else ''})"
+    yield "process", f"pid {status.pid}, up {status.uptime_s:.0f} s, version {status.version}"
+
+
+def _requests(status: GetStatusReqOutput) -> str:
+    load = status.images
+    if load is None:
+        running = f"{status.running_requests} running, {status.prefilling_requests} prefilling"
+    else:
+        running = f"{load.encoding} encoding, {load.denoising} denoising, {load.decoding} decoding"
+    return f"{running}, {status.waiting_requests} waiting (limit {status.max_running_requests})"
+
+
+def _pause(status: GetStatusReqOutput) -> str:
+    age = status.pause_age_s or 0.0
+    since = strftime("%Y-%m-%d %H:%M:%S", localtime(time() - age))
+    owner = "no owner" if status.pause_owner is None else f"owner {status.pause_owner}"
+    lease = "no lease" if status.lease_left_s is None else f"lease ends in {status.lease_left_s:.1f} s"
+    return f"{status.pause_mode}, for {age:.1f} s, since {since}, {owner}, {lease}"
+
+
+def _kernels(status: GetStatusReqOutput) -> str:
+    operations: dict[str, list[str]] = {}
+    for operation, name in status.kernels.items():
+        operations.setdefault(name, []).append(operation)
+    text = "; ".join(f"{name}: {', '.join(served)}" for name, served in operations.items()) or "unknown"
+    return text if status.kernels_reason is None else f"{text} ({status.kernels_reason})"
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
-        status = cli(standalone_mode=False)
+        status = cli(arguments, standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

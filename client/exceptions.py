@@ -18,23 +18,7 @@ if TYPE_CHECKING:
     from .connection.results import GenerateOutput
 
 
-RETRYABLE = frozenset(
-    {
-        ErrorCode.QUEUE_FULL,
-        ErrorCode.PAUSED,
-        ErrorCode.NOT_IDLE,
-        ErrorCode.BUSY,
-        ErrorCode.SESSION_OPEN,
-        ErrorCode.EPOCH_BEHIND,
-        ErrorCode.WEIGHTS_POISONED,
-        ErrorCode.WEIGHTS_INVALID,
-        ErrorCode.MEMORY_RELEASED,
-        ErrorCode.STATE_FILE_ERROR,
-        ErrorCode.SHUTTING_DOWN,
-        ErrorCode.ENGINE_DIED,
-        ErrorCode.ENGINE_RESTARTING,
-    }
-)
+RETRYABLE: set[str] = set()
 """Codes for conditions of the engine, which can pass; the same call may succeed later."""
 
 
@@ -52,137 +36,101 @@ class EngineError(CaesuraError):
     output: "GenerateOutput | None" = None
     outputs: "tuple[GenerateOutput, ...] | tuple[ImageOutput, ...]" = ()
 
+    def __init_subclass__(cls, code: ErrorCode | None = None, passes: bool = False) -> None:
+        """Give a class its code; its condition ``passes`` if the same call may succeed later."""
+        super().__init_subclass__()
+        if code is not None:
+            cls.error_code = code
+        if passes:
+            RETRYABLE.add(cls.error_code)
+
     def __init__(self, message: str, **detail: Any) -> None:
         super().__init__(self.error_code, message, **detail)
 
     @property
     def retryable(self) -> bool:
-        """True if the same call may succeed later; False if it may have been executed already
-        (:class:`TimedOut`).
-        """
+        """True if the same call may succeed later, and cannot have been executed already."""
         return self.code in RETRYABLE
 
 
-class MalformedMessage(EngineError):
+class MalformedMessage(EngineError, code=ErrorCode.MALFORMED_MESSAGE):
     """The engine could not read the request: wrong types or unknown fields. Nothing was done."""
 
-    error_code = ErrorCode.MALFORMED_MESSAGE
 
-
-class VersionMismatch(EngineError):
+class VersionMismatch(EngineError, code=ErrorCode.VERSION_MISMATCH):
     """Client and engine use different major versions of the wire."""
 
-    error_code = ErrorCode.VERSION_MISMATCH
 
-
-class InvalidRequest(EngineError):
+class InvalidRequest(EngineError, code=ErrorCode.INVALID_REQUEST):
     """A value is out of its range."""
 
-    error_code = ErrorCode.INVALID_REQUEST
 
-
-class PromptTooLong(EngineError):
+class PromptTooLong(EngineError, code=ErrorCode.PROMPT_TOO_LONG):
     """Prompt plus ``max_new_tokens`` exceeds the context length."""
 
-    error_code = ErrorCode.PROMPT_TOO_LONG
 
-
-class ExceedsKVPool(EngineError):
+class ExceedsKVPool(EngineError, code=ErrorCode.EXCEEDS_KV_POOL):
     """The request needs more KV than the whole pool has."""
 
-    error_code = ErrorCode.EXCEEDS_KV_POOL
 
-
-class DuplicateRid(EngineError):
+class DuplicateRid(EngineError, code=ErrorCode.DUPLICATE_RID):
     """A live generation already has this rid."""
 
-    error_code = ErrorCode.DUPLICATE_RID
 
-
-class IdConflict(EngineError):
+class IdConflict(EngineError, code=ErrorCode.ID_CONFLICT):
     """The message id was used before with a different body."""
 
-    error_code = ErrorCode.ID_CONFLICT
 
-
-class AnswerForgotten(EngineError):
+class AnswerForgotten(EngineError, code=ErrorCode.ANSWER_FORGOTTEN):
     """The message was answered before and its answer is no longer stored; nothing was done again."""
 
-    error_code = ErrorCode.ANSWER_FORGOTTEN
 
-
-class QueueFull(EngineError):
+class QueueFull(EngineError, code=ErrorCode.QUEUE_FULL, passes=True):
     """Too many requests are waiting; try again later."""
 
-    error_code = ErrorCode.QUEUE_FULL
 
-
-class EpochBehind(EngineError):
+class EpochBehind(EngineError, code=ErrorCode.EPOCH_BEHIND, passes=True):
     """The engine's weights are older than ``min_weights_epoch``."""
 
-    error_code = ErrorCode.EPOCH_BEHIND
 
-
-class EnginePaused(EngineError):
+class EnginePaused(EngineError, code=ErrorCode.PAUSED, passes=True):
     """The engine is paused and configured to refuse requests meanwhile."""
 
-    error_code = ErrorCode.PAUSED
 
-
-class NotIdle(EngineError):
+class NotIdle(EngineError, code=ErrorCode.NOT_IDLE, passes=True):
     """The command needs an idle engine; ``detail`` lists the unfinished work."""
 
-    error_code = ErrorCode.NOT_IDLE
 
-
-class Busy(EngineError):
+class Busy(EngineError, code=ErrorCode.BUSY, passes=True):
     """Another exclusive command is running."""
 
-    error_code = ErrorCode.BUSY
 
-
-class NotOwner(EngineError):
+class NotOwner(EngineError, code=ErrorCode.NOT_OWNER):
     """The pause has another owner; ``force`` overrides it."""
 
-    error_code = ErrorCode.NOT_OWNER
 
-
-class NoSession(EngineError):
+class NoSession(EngineError, code=ErrorCode.NO_SESSION):
     """No such weight session is open: none was begun, or it has ended or expired."""
 
-    error_code = ErrorCode.NO_SESSION
 
-
-class SessionOpen(EngineError):
+class SessionOpen(EngineError, code=ErrorCode.SESSION_OPEN, passes=True):
     """A weight session is open that the command does not belong to."""
 
-    error_code = ErrorCode.SESSION_OPEN
 
-
-class WeightsPoisoned(EngineError):
+class WeightsPoisoned(EngineError, code=ErrorCode.WEIGHTS_POISONED, passes=True):
     """An update failed after its first byte; only a complete update makes the weights valid again."""
 
-    error_code = ErrorCode.WEIGHTS_POISONED
+
+class WeightsInvalid(EngineError, code=ErrorCode.WEIGHTS_INVALID, passes=True):
+    """The weights were released, or lost in a restart; a complete update makes them valid."""
 
 
-class WeightsInvalid(EngineError):
-    """The weights were released and not loaded again, or lost in a restart; a complete update makes them
-    valid.
-    """
-
-    error_code = ErrorCode.WEIGHTS_INVALID
-
-
-class MemoryReleased(EngineError):
+class MemoryReleased(EngineError, code=ErrorCode.MEMORY_RELEASED, passes=True):
     """The command needs memory that is released; resume it first."""
 
-    error_code = ErrorCode.MEMORY_RELEASED
 
-
-class GroupError(EngineError):
+class GroupError(EngineError, code=ErrorCode.GROUP_ERROR):
     """A weight update group is unknown, dead, or was not joined by every rank in time."""
-
-    error_code = ErrorCode.GROUP_ERROR
 
 
 class PartialUpdate(GroupError):
@@ -206,92 +154,64 @@ class PartialUpdate(GroupError):
         self.errors = errors
 
 
-class CheckpointError(EngineError):
+class CheckpointError(EngineError, code=ErrorCode.CHECKPOINT_ERROR):
     """A checkpoint is missing, truncated or not safetensors."""
 
-    error_code = ErrorCode.CHECKPOINT_ERROR
 
-
-class WeightMismatch(EngineError):
+class WeightMismatch(EngineError, code=ErrorCode.WEIGHT_MISMATCH):
     """Names, shapes, dtypes or config fields differ from the model's; all are listed in ``detail``."""
 
-    error_code = ErrorCode.WEIGHT_MISMATCH
 
-
-class WeightsNotFinite(EngineError):
+class WeightsNotFinite(EngineError, code=ErrorCode.WEIGHTS_NOT_FINITE):
     """An update has values that are NaN or infinite, and the engine checks for them: it was not committed."""
 
-    error_code = ErrorCode.WEIGHTS_NOT_FINITE
 
-
-class UnsupportedModel(EngineError):
+class UnsupportedModel(EngineError, code=ErrorCode.UNSUPPORTED_MODEL):
     """The model config requires something that this engine does not implement."""
 
-    error_code = ErrorCode.UNSUPPORTED_MODEL
 
-
-class EngineOutOfMemory(EngineError):
+class EngineOutOfMemory(EngineError, code=ErrorCode.OUT_OF_MEMORY):
     """The engine ran out of device or host memory for this request."""
 
-    error_code = ErrorCode.OUT_OF_MEMORY
 
-
-class DeadlineExceeded(EngineError):
+class DeadlineExceeded(EngineError, code=ErrorCode.DEADLINE_EXCEEDED):
     """The operation's own deadline passed inside the engine."""
 
-    error_code = ErrorCode.DEADLINE_EXCEEDED
 
-
-class StateFileError(EngineError):
+class StateFileError(EngineError, code=ErrorCode.STATE_FILE_ERROR, passes=True):
     """The engine's state file cannot be read or written, or another engine holds it."""
 
-    error_code = ErrorCode.STATE_FILE_ERROR
 
-
-class EndpointInUse(EngineError):
+class EndpointInUse(EngineError, code=ErrorCode.ENDPOINT_IN_USE):
     """Another scheduler owns this endpoint."""
 
-    error_code = ErrorCode.ENDPOINT_IN_USE
 
-
-class Unsupported(EngineError):
+class Unsupported(EngineError, code=ErrorCode.UNSUPPORTED):
     """The engine does not support this message in its configuration."""
 
-    error_code = ErrorCode.UNSUPPORTED
 
-
-class ShuttingDown(EngineError):
+class ShuttingDown(EngineError, code=ErrorCode.SHUTTING_DOWN, passes=True):
     """The engine is shutting down."""
 
-    error_code = ErrorCode.SHUTTING_DOWN
 
-
-class InternalError(EngineError):
+class InternalError(EngineError, code=ErrorCode.INTERNAL):
     """A defect of the engine, or a failed step; ``detail["traceback"]`` if there is one."""
 
-    error_code = ErrorCode.INTERNAL
 
-
-class EngineDied(EngineError):
+class EngineDied(EngineError, code=ErrorCode.ENGINE_DIED, passes=True):
     """The scheduler process has ended, the connection was lost, or this client was closed."""
 
-    error_code = ErrorCode.ENGINE_DIED
 
-
-class EngineRestarting(EngineError):
+class EngineRestarting(EngineError, code=ErrorCode.ENGINE_RESTARTING, passes=True):
     """The scheduler process has ended and its supervisor is starting a new one."""
 
-    error_code = ErrorCode.ENGINE_RESTARTING
 
-
-class TimedOut(EngineError, TimeoutError):
+class TimedOut(EngineError, TimeoutError, code=ErrorCode.TIMED_OUT):
     """No reply within the caller's timeout. The command may still complete.
 
     Attributes:
         message_id: pass it as ``message_id=`` with the same arguments to attach to the command or its answer.
     """
-
-    error_code = ErrorCode.TIMED_OUT
 
     @property
     def message_id(self) -> str:

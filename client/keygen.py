@@ -50,7 +50,6 @@ def keygen(directory: Path, names: tuple[str, ...]) -> None:
 
 
 def _texts(directory: Path, names: tuple[str, ...]) -> dict[Path, str]:
-    """Return every file that is to be written, secret parts first."""
     places = {directory / name: directory / CLIENTS / name for name in dict.fromkeys(names)}
     if not (directory / (SERVER + SECRET_SUFFIX)).exists():
         places[directory / SERVER] = directory / SERVER

@@ -16,7 +16,7 @@ os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from support import engine_template, late_lines
+from support import engine_template
 from support.time_limit import (  # noqa: F401 (hooks)
     pytest_runtest_logfinish,
     pytest_timeout_cancel_timer,
@@ -46,8 +46,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 if engine_template.is_wanted():
     engine_template.install()
 
-
-late_lines.install()
 LaunchedScheduler.__init__.__kwdefaults__["startup_timeout"] = PATIENCE_S
 
 
@@ -60,25 +58,6 @@ def pytest_sessionfinish() -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Tests that are marked so have real processes."""
     with engine_template.executing(executing=item.get_closest_marker("executed") is not None):
-        return (yield)
-
-
-# Within what pytest itself does around the three phases, which is where it captures.
-@pytest.hookimpl(wrapper=True, trylast=True)
-def pytest_runtest_setup() -> Iterator[None]:
-    with late_lines.lines.phase():
-        return (yield)
-
-
-@pytest.hookimpl(wrapper=True, trylast=True)
-def pytest_runtest_call() -> Iterator[None]:
-    with late_lines.lines.phase():
-        return (yield)
-
-
-@pytest.hookimpl(wrapper=True, trylast=True)
-def pytest_runtest_teardown() -> Iterator[None]:
-    with late_lines.lines.phase():
         return (yield)
 
 

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ...io_struct import AbortReq, AbortReqOutput, GenerateImagesReqInput, GenerateReqInput, Message, Request
 from ..exceptions import EngineDied, EngineError
@@ -23,9 +23,6 @@ from .link import Frames, Link
 from .options import ChannelOptions
 from .prompts import timed_out
 from .results import TokenDelta
-
-if TYPE_CHECKING:
-    import zmq
 
 Result = asyncio.Future[Any]
 Deltas = asyncio.Queue[TokenDelta | None]
@@ -173,21 +170,14 @@ class LoopChannel:
 
     def _connect(self) -> Link:
         loop = self._bind()
-
-        def watch(socket: "zmq.Socket[bytes]") -> None:
-            loop.add_reader(socket.FD, self._turn)
-
-        def unwatch(socket: "zmq.Socket[bytes]") -> None:
-            loop.remove_reader(socket.FD)
-
         return Link(
             self._endpoint,
             self._options,
             pending=lambda: self._connection.pending > 0,
             receive=self._connection.receive,
             lost=self._on_lost,
-            watch=watch,
-            unwatch=unwatch,
+            watch=lambda socket: loop.add_reader(socket.FD, self._turn),
+            unwatch=lambda socket: loop.remove_reader(socket.FD),
         )
 
     def _turn(self) -> None:

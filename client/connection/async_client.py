@@ -5,7 +5,8 @@ Invariant: a ``generate`` that fails or is interrupted aborts what it started, u
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Unpack, overload
 
 from ...io_struct import (
@@ -25,11 +26,12 @@ from .async_channel import Deltas, Result, next_delta, wait_for_all
 from .async_control_client import AsyncControlClient
 from .connection import Generation, ImageGeneration
 from .fork import Process
-from .images import ImageOptions, ImagePlan, plan_images
-from .options import GenerateOptions, id_of, seconds
-from .prompts import Ids, Plan, Prompts, Sampling, collect, one_request, plan
+from .images import ImageOptions, plan_images
+from .options import CallOptions, GenerateOptions, seconds
+from .prompts import Ids, Plan, Prompts, RequestT, Sampling, Scores, one_request, plan
 from .results import GenerateOutput, TokenDelta, decode_output
-from .scoring import Scores
+
+InFlight = Generation[Result, Deltas] | ImageGeneration[Result]
 
 
 class AsyncGenerationHandle:
@@ -61,10 +63,10 @@ class AsyncGenerationHandle:
         return outputs[0]
 
     async def results(self, timeout: float | None = None) -> list[GenerateOutput]:
-        """Return the outputs of all samples, in order.
+        """Return the outputs of all samples, in order; after ``timeout`` seconds TimedOut says what the
+        engine waits for.
 
         Raises:
-            TimedOut: not all ended within ``timeout`` seconds; they continue. The message says why.
             EngineError: it was refused or failed; ``.output`` and ``.outputs`` have what was generated.
         """
         self._process.require()
@@ -82,9 +84,8 @@ class AsyncGenerationHandle:
         return await self._client.abort(self.rid, timeout=timeout)
 
     async def deltas(self, timeout: float | None = None) -> AsyncIterator[TokenDelta]:
-        """Yield every token once, in order per sample; waits at most ``timeout`` seconds for each delta.
-
-        Raises like :meth:`results` at the end of the stream.
+        """Yield every token once, in order per sample, then raise like :meth:`results`; ``timeout`` limits
+        each wait.
         """
         self._process.require()
         timeout = seconds("timeout", timeout)
@@ -105,9 +106,7 @@ class AsyncGenerationHandle:
 
 
 class AsyncSchedulerClient(AsyncControlClient):
-    """A connection to one engine, with generation, scoring and traces; constructor and timeouts are those of
-    its base class.
-    """
+    """An :class:`AsyncControlClient` with generation, scoring and traces."""
 
     _wait_for_all = staticmethod(wait_for_all)
 
@@ -184,12 +183,8 @@ class AsyncSchedulerClient(AsyncControlClient):
             InvalidRequest: a prompt is text or no token ids, or a sampling parameter is unknown.
             EngineError: of the first prompt that was refused or failed; the others of this call are aborted.
         """
-        timeout = seconds("timeout", timeout)
         work = plan(input_ids, sampling_params, options, rid=rid, message_id=message_id)
-        try:
-            return await self._generate(work, timeout)
-        except TimedOut as error:
-            raise await self._explained(error) from None
+        return await self._carry_out(work, self._channel.start_generation, timeout)
 
     async def submit(
         self,
@@ -224,19 +219,12 @@ class AsyncSchedulerClient(AsyncControlClient):
         *,
         start: int | Sequence[int],
         temperature: float = ...,
-        message_id: str | None = ...,
-        timeout: float | None = ...,
+        **call: Unpack[CallOptions],
     ) -> list[list[float]]: ...
 
     @overload
     async def score(
-        self,
-        input_ids: Ids,
-        *,
-        start: int,
-        temperature: float = ...,
-        message_id: str | None = ...,
-        timeout: float | None = ...,
+        self, input_ids: Ids, *, start: int, temperature: float = ..., **call: Unpack[CallOptions]
     ) -> list[float]: ...
 
     async def score(
@@ -245,8 +233,7 @@ class AsyncSchedulerClient(AsyncControlClient):
         *,
         start: int | Sequence[int],
         temperature: float = 1.0,
-        message_id: str | None = None,
-        timeout: float | None = None,
+        **call: Unpack[CallOptions],
     ) -> Any:
         """Return logprobs of the tokens from ``start`` on (one value for all sequences, or one for each)
         under the engine's reference model: log-softmax over the full vocabulary after ``temperature``.
@@ -258,8 +245,8 @@ class AsyncSchedulerClient(AsyncControlClient):
             Unsupported: the engine has no reference model.
             EngineError: the call was refused; the message names the sequence.
         """
-        scores = Scores(input_ids, start, temperature, message_id)
-        return scores.decode(await self._call(scores.request, ScoreReqOutput, timeout))
+        scores = Scores(input_ids, start, temperature)
+        return scores.decode(await self._ask(scores.request, ScoreReqOutput, call))
 
     async def generate_images(
         self,
@@ -290,34 +277,20 @@ class AsyncSchedulerClient(AsyncControlClient):
             InvalidRequest: the engine refuses the request, with the field.
             EngineError: of the first image that was refused or failed; the others of this call are aborted.
         """
-        timeout = seconds("timeout", timeout)
         work = plan_images(prompt, embeds, options, rid=rid, message_id=message_id)
-        try:
-            return await self._generate_images(work, timeout)
-        except TimedOut as error:
-            raise await self._explained(error) from None
+        start = partial(self._channel.start_images, buffers=work.buffers)
+        return await self._carry_out(work, start, timeout)
 
     async def abort(
-        self,
-        rid: str | None = None,
-        *,
-        abort_all: bool = False,
-        message_id: str | None = None,
-        timeout: float | None = None,
+        self, rid: str | None = None, *, abort_all: bool = False, **call: Unpack[CallOptions]
     ) -> AbortReqOutput:
         """Abort a generation by rid, or all of them. Their own callers get the partial outputs."""
-        return await self._call(
-            AbortReq(id=id_of(message_id), rid=rid, abort_all=abort_all), AbortReqOutput, timeout
-        )
+        return await self._ask(AbortReq(rid=rid, abort_all=abort_all), AbortReqOutput, call)
 
-    async def fetch_result(
-        self, rid: str, *, message_id: str | None = None, timeout: float | None = None
-    ) -> list[GenerateOutput]:
-        """Return the results of generation ``rid``, which ended while its client could not be reached; empty
-        if none are stored.
-        """
-        request = FetchResultReqInput(id=id_of(message_id), rid=rid)
-        reply = await self._call(request, FetchResultReqOutput, timeout)
+    async def fetch_result(self, rid: str, **call: Unpack[CallOptions]) -> list[GenerateOutput]:
+        """Return the results of a generation that ended while its client could not be reached, if any."""
+        request = FetchResultReqInput(rid=rid)
+        reply = await self._ask(request, FetchResultReqOutput, call)
         return [decode_output(result) for result in reply.results]
 
     async def start_profile(
@@ -328,58 +301,41 @@ class AsyncSchedulerClient(AsyncControlClient):
         activities: Sequence[TraceActivity] | None = None,
         with_stack: bool = False,
         record_shapes: bool = False,
-        message_id: str | None = None,
-        timeout: float | None = None,
+        **call: Unpack[CallOptions],
     ) -> StartProfileReqOutput:
-        """Record a trace of the next steps with torch's profiler, until :meth:`stop_profile` or for
-        ``num_steps``.
-        """
+        """Record a trace of the next ``num_steps`` with torch's profiler, or until :meth:`stop_profile`."""
         request = StartProfileReqInput(
-            id=id_of(message_id),
             output_dir=None if output_dir is None else os.fspath(output_dir),
             num_steps=num_steps,
             activities=None if activities is None else list(activities),
             with_stack=with_stack,
             record_shapes=record_shapes,
         )
-        return await self._call(request, StartProfileReqOutput, timeout)
+        return await self._ask(request, StartProfileReqOutput, call)
 
-    async def stop_profile(
-        self, *, wait: bool = False, message_id: str | None = None, timeout: float | None = None
-    ) -> StopProfileReqOutput:
+    async def stop_profile(self, *, wait: bool = False, **call: Unpack[CallOptions]) -> StopProfileReqOutput:
         """End the trace (with ``wait``: let it end by itself); returns when its file is written."""
-        request = StopProfileReqInput(id=id_of(message_id), wait=wait)
-        return await self._call(request, StopProfileReqOutput, timeout)
+        request = StopProfileReqInput(wait=wait)
+        return await self._ask(request, StopProfileReqOutput, call)
 
-    async def _generate(self, work: Plan, timeout: float | None) -> Any:
-        generations: list[Generation[Result, Deltas]] = []
+    async def _carry_out(
+        self, work: Plan[RequestT], start: Callable[[RequestT], InFlight], timeout: float | None
+    ) -> Any:
+        timeout = seconds("timeout", timeout)
+        generations: list[InFlight] = []
         try:
             for request in work.requests:
-                generations.append(self._channel.start_generation(request))  # noqa: PERF401 (kept if the next raises)
+                generations.append(start(request))  # noqa: PERF401 (kept if the next raises)
             futures = [generation.waiter for generation in generations]
             await self._wait_for_all(futures, timeout)
             return work.collect(futures, timeout)
-        except TimedOut:
-            raise
+        except TimedOut as error:
+            raise await self._explained(error) from None
         except BaseException:
             self._abandon(generations)
             raise
 
-    async def _generate_images(self, work: ImagePlan, timeout: float | None) -> Any:
-        generations: list[ImageGeneration[Result]] = []
-        try:
-            for request in work.requests:
-                generations.append(self._channel.start_images(request, work.buffers))  # noqa: PERF401 (as above)
-            futures = [generation.waiter for generation in generations]
-            await self._wait_for_all(futures, timeout)
-            return collect(futures, work.message_id, timeout, single=work.single)
-        except TimedOut:
-            raise
-        except BaseException:
-            self._abandon(generations)
-            raise
-
-    def _abandon(self, generations: Sequence[Generation[Result, Deltas] | ImageGeneration[Result]]) -> None:
+    def _abandon(self, generations: Sequence[InFlight]) -> None:
         """Abort unfinished generations without waiting."""
         for generation in generations:
             if not generation.waiter.done():

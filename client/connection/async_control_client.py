@@ -10,17 +10,25 @@ Invariants:
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 from ... import io_struct as wire
 from ...io_struct.control import LeaseAction
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
-from ..exceptions import NoSession, TimedOut, is_answer
+from ..exceptions import (
+    DeadlineExceeded,
+    EngineDied,
+    NoSession,
+    NotIdle,
+    NotOwner,
+    TimedOut,
+    WeightMismatch,
+    is_answer,
+)
 from .async_channel import Channel, LoopChannel, Result, run, wait_for
-from .figures import figures
 from .options import (
+    CallOptions,
     ChannelOptions,
     CheckerAction,
     ConnectionOptions,
@@ -35,13 +43,13 @@ from .options import (
     seconds,
     tags_of,
     this_process,
+    update_fields,
 )
-from .sessions import OpenSession
-from .why_waiting import explained, time_to_ask
+from .status import explained, figures, time_to_ask
 
 if TYPE_CHECKING:
     from ..trainer import NamedTensors, SharedBuckets, WeightUpdateGroup
-    from ..trainer.steps import Send, Steps
+    from ..trainer.sending import Sender
 
 ReplyT = TypeVar("ReplyT", bound=wire.Message)
 
@@ -82,9 +90,7 @@ class AsyncControlClient:
         return self._channel.incarnation
 
     async def close(self) -> None:
-        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running.
-        Idempotent.
-        """
+        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running."""
         self._channel.close()
         if self._shared is not None:
             self._shared.close()
@@ -92,9 +98,7 @@ class AsyncControlClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     @property
@@ -116,14 +120,13 @@ class AsyncControlClient:
         owner: str | None = None,
         lease_s: float | None = None,
         on_lease_expiry: LeaseAction = "continue",
-        message_id: str | None = None,
-        timeout: float | None = None,
+        **call: Unpack[CallOptions],
     ) -> wire.PauseGenerationReqOutput:
         """Pause generation at the next step boundary. When this returns, no step is in flight."""
         request = wire.PauseGenerationReqInput(
-            id=id_of(message_id), mode=mode, owner=owner, lease_s=lease_s, on_lease_expiry=on_lease_expiry
+            mode=mode, owner=owner, lease_s=lease_s, on_lease_expiry=on_lease_expiry
         )
-        return await self._call(request, wire.PauseGenerationReqOutput, timeout)
+        return await self._ask(request, wire.PauseGenerationReqOutput, call)
 
     async def continue_generation(
         self,
@@ -131,21 +134,20 @@ class AsyncControlClient:
         torch_empty_cache: bool = True,
         owner: str | None = None,
         force: bool = False,
-        message_id: str | None = None,
-        timeout: float | None = None,
+        **call: Unpack[CallOptions],
     ) -> wire.ContinueGenerationReqOutput:
         """Continue generation, after emptying the device allocator's cache. A no-op on a running engine."""
         request = wire.ContinueGenerationReqInput(
-            id=id_of(message_id), torch_empty_cache=torch_empty_cache, owner=owner, force=force
+            torch_empty_cache=torch_empty_cache, owner=owner, force=force
         )
-        return await self._call(request, wire.ContinueGenerationReqOutput, timeout)
+        return await self._ask(request, wire.ContinueGenerationReqOutput, call)
 
     async def renew_pause_lease(
-        self, owner: str | None = None, *, message_id: str | None = None, timeout: float | None = None
+        self, owner: str | None = None, **call: Unpack[CallOptions]
     ) -> wire.RenewPauseLeaseReqOutput:
         """Renew the lease of the pause; every other command of the owner renews it as well."""
-        request = wire.RenewPauseLeaseReqInput(id=id_of(message_id), owner=owner)
-        return await self._call(request, wire.RenewPauseLeaseReqOutput, timeout)
+        request = wire.RenewPauseLeaseReqInput(owner=owner)
+        return await self._ask(request, wire.RenewPauseLeaseReqOutput, call)
 
     async def flush_cache(
         self,
@@ -153,17 +155,16 @@ class AsyncControlClient:
         torch_empty_cache: bool = True,
         timeout_s: float = 0.0,
         force: bool = False,
-        message_id: str | None = None,
-        timeout: float | None = None,
+        **call: Unpack[CallOptions],
     ) -> wire.FlushCacheReqOutput:
         """Flush the prefix cache; the engine waits up to ``timeout_s`` seconds to become idle.
 
         ``force`` also commits an implicit weight session of another sender.
         """
         request = wire.FlushCacheReqInput(
-            id=id_of(message_id), torch_empty_cache=torch_empty_cache, timeout_s=timeout_s, force=force
+            torch_empty_cache=torch_empty_cache, timeout_s=timeout_s, force=force
         )
-        return await self._call(request, wire.FlushCacheReqOutput, timeout)
+        return await self._ask(request, wire.FlushCacheReqOutput, call)
 
     async def update_weights_from_disk(
         self,
@@ -197,15 +198,15 @@ class AsyncControlClient:
         sent in several calls of one session: the open one of :meth:`weight_update`, else a new one.
         ``timeout`` limits each call.
         """
-        from ..trainer.steps import tensor_steps
+        from ..trainer.sending import send_tensors
 
-        steps = tensor_steps(
+        return await send_tensors(
+            self._sender(timeout),
             named_tensors,
             self._session.named(options),
             bucket_bytes=bucket_bytes,
             shared=self._shared_buckets(),
         )
-        return await self._drive(steps, timeout)
 
     async def update_weights_from_ipc(
         self,
@@ -215,19 +216,18 @@ class AsyncControlClient:
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> wire.WeightUpdateReqOutput:
-        """Pass weights in shared memory; the engine must run on this host as the same user. Needs torch.
-
-        Arguments are those of :meth:`update_weights_from_tensor`.
+        """Pass weights in shared memory, as :meth:`update_weights_from_tensor`, to an engine of this host and
+        user.
         """
-        from ..trainer.steps import ipc_steps
+        from ..trainer.sending import share_tensors
 
-        steps = ipc_steps(
+        return await share_tensors(
+            self._sender(timeout),
             named_tensors,
             self._session.named(options),
             bucket_bytes=bucket_bytes,
             shared=self._shared_buckets(),
         )
-        return await self._drive(steps, timeout)
 
     async def update_weights_from_distributed(
         self,
@@ -240,12 +240,13 @@ class AsyncControlClient:
     ) -> wire.WeightUpdateReqOutput:
         """Broadcast weights over ``group``, whose only other rank is this engine. Needs torch.
 
-        Other arguments are those of :meth:`update_weights_from_tensor`. :meth:`WeightUpdateGroup.update`
-        updates several engines.
+        Other arguments are those of :meth:`update_weights_from_tensor`.
         """
         require_group(group)
-        steps = group.steps(named_tensors, self._session.named(options), bucket_bytes=bucket_bytes)
-        return await self._drive(steps, timeout)
+        reply: wire.WeightUpdateReqOutput = await group.carry_out(
+            self._sender(timeout), named_tensors, self._session.named(options), bucket_bytes=bucket_bytes
+        )
+        return reply
 
     async def update_weights_from_checkpoint_engine(
         self,
@@ -256,8 +257,7 @@ class AsyncControlClient:
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> wire.WeightUpdateReqOutput:
-        """Let a checkpoint-engine parameter server run an update; needs an engine with
-        ``allow_legacy_pickle``.
+        """Let a checkpoint-engine parameter server run an update, of an engine with ``allow_legacy_pickle``.
 
         ``zmq_handles`` maps device UUID to its address. The server may be silent for ``timeout_s`` seconds.
         """
@@ -280,15 +280,13 @@ class AsyncControlClient:
         backend: Literal["gloo", "nccl"] | None = None,
         timeout_s: float = 60.0,
         broadcast_timeout_s: float = DEFAULT_BROADCAST_TIMEOUT_S,
-        message_id: str | None = None,
-        timeout: float | None = None,
+        **call: Unpack[CallOptions],
     ) -> wire.InitWeightsUpdateGroupReqOutput:
         """Have the engine join a process group as rank ``rank_offset``; returns when every rank has joined.
 
         Rank 0 is a trainer (``WeightUpdateGroup.create``), or an engine that :meth:`send_weights`.
         """
         request = wire.InitWeightsUpdateGroupReqInput(
-            id=id_of(message_id),
             master_address=master_address,
             master_port=master_port,
             rank_offset=rank_offset,
@@ -298,25 +296,21 @@ class AsyncControlClient:
             timeout_s=timeout_s,
             broadcast_timeout_s=broadcast_timeout_s,
         )
-        return await self._call(request, wire.InitWeightsUpdateGroupReqOutput, timeout)
+        return await self._ask(request, wire.InitWeightsUpdateGroupReqOutput, call)
 
     async def destroy_weights_update_group(
-        self,
-        group_name: str = DEFAULT_GROUP_NAME,
-        *,
-        message_id: str | None = None,
-        timeout: float | None = None,
+        self, group_name: str = DEFAULT_GROUP_NAME, **call: Unpack[CallOptions]
     ) -> wire.DestroyWeightsUpdateGroupReqOutput:
         """Have the engine leave a process group."""
-        request = wire.DestroyWeightsUpdateGroupReqInput(id=id_of(message_id), group_name=group_name)
-        return await self._call(request, wire.DestroyWeightsUpdateGroupReqOutput, timeout)
+        request = wire.DestroyWeightsUpdateGroupReqInput(group_name=group_name)
+        return await self._ask(request, wire.DestroyWeightsUpdateGroupReqOutput, call)
 
     async def weights_manifest(
-        self, *, component: str | None = None, message_id: str | None = None, timeout: float | None = None
+        self, *, component: str | None = None, **call: Unpack[CallOptions]
     ) -> wire.GetWeightsManifestReqOutput:
         """Return name, dtype and shape of every stored tensor, all of which :meth:`send_weights` can send."""
-        request = wire.GetWeightsManifestReqInput(id=id_of(message_id), component=component)
-        return await self._call(request, wire.GetWeightsManifestReqOutput, timeout)
+        request = wire.GetWeightsManifestReqInput(component=component)
+        return await self._ask(request, wire.GetWeightsManifestReqOutput, call)
 
     async def send_weights(
         self,
@@ -325,47 +319,35 @@ class AsyncControlClient:
         group_name: str = DEFAULT_GROUP_NAME,
         tensors_per_broadcast: Sequence[int] | None = None,
         component: str | None = None,
-        message_id: str | None = None,
-        timeout: float | None = None,
+        **call: Unpack[CallOptions],
     ) -> wire.SendWeightsReqOutput:
-        """Have the engine broadcast committed weights as rank 0 of a process group, while it goes on
-        generating.
+        """Have the engine broadcast committed weights as rank 0 of a process group, while it generates.
 
         The receivers' calls have the same ``specs`` (``tensor.spec()`` of :meth:`weights_manifest`) and the
-        same ``tensors_per_broadcast``: the number in each broadcast, or None for one each. ``clone_weights``
-        of ``caesura.client.trainer`` makes the group and all calls.
+        same ``tensors_per_broadcast``: the number in each broadcast, or None for one each.
         """
         request = wire.SendWeightsReqInput(
-            id=id_of(message_id),
             specs=list(specs),
             group_name=group_name,
             load_format=None if tensors_per_broadcast is None else "flattened_bucket",
             tensors_per_broadcast=None if tensors_per_broadcast is None else list(tensors_per_broadcast),
             component=component,
         )
-        return await self._call(request, wire.SendWeightsReqOutput, timeout)
+        return await self._ask(request, wire.SendWeightsReqOutput, call)
 
     async def release_memory(
-        self,
-        tags: wire.MemoryTag | Sequence[wire.MemoryTag] | None = None,
-        *,
-        message_id: str | None = None,
-        timeout: float | None = None,
+        self, tags: wire.MemoryTag | Sequence[wire.MemoryTag] | None = None, **call: Unpack[CallOptions]
     ) -> wire.ReleaseMemoryOccupationReqOutput:
         """Release device memory by tag; None means all tags. The values of released weights are lost."""
-        request = wire.ReleaseMemoryOccupationReqInput(id=id_of(message_id), tags=tags_of(tags))
-        return await self._call(request, wire.ReleaseMemoryOccupationReqOutput, timeout)
+        request = wire.ReleaseMemoryOccupationReqInput(tags=tags_of(tags))
+        return await self._ask(request, wire.ReleaseMemoryOccupationReqOutput, call)
 
     async def resume_memory(
-        self,
-        tags: wire.MemoryTag | Sequence[wire.MemoryTag] | None = None,
-        *,
-        message_id: str | None = None,
-        timeout: float | None = None,
+        self, tags: wire.MemoryTag | Sequence[wire.MemoryTag] | None = None, **call: Unpack[CallOptions]
     ) -> wire.ResumeMemoryOccupationReqOutput:
         """Allocate the released memory of ``tags`` again, all of it or none. None means all tags."""
-        request = wire.ResumeMemoryOccupationReqInput(id=id_of(message_id), tags=tags_of(tags))
-        return await self._call(request, wire.ResumeMemoryOccupationReqOutput, timeout)
+        request = wire.ResumeMemoryOccupationReqInput(tags=tags_of(tags))
+        return await self._ask(request, wire.ResumeMemoryOccupationReqOutput, call)
 
     async def begin_weight_update(
         self,
@@ -389,8 +371,7 @@ class AsyncControlClient:
         session_id: str | None = None,
         force: bool = False,
         weight_version: str | int | None = None,
-        message_id: str | None = None,
-        timeout: float | None = None,
+        **call: Unpack[CallOptions],
     ) -> wire.WeightUpdateReqOutput:
         """End a session: commit it, or abort it (then the weights stay valid only if nothing was written).
 
@@ -398,13 +379,12 @@ class AsyncControlClient:
         ``force`` aborts the open session, whoever opened it. A refused commit leaves it open.
         """
         request = wire.EndWeightUpdateReqInput(
-            id=id_of(message_id),
             commit=commit,
             session_id=session_id if session_id is not None else self._session.id,
             force=force,
             weight_version=label(weight_version),
         )
-        reply = await self._call(request, wire.WeightUpdateReqOutput, timeout)
+        reply = await self._ask(request, wire.WeightUpdateReqOutput, call)
         self._session.ended(self._session.id if force else request.session_id)
         return reply
 
@@ -434,56 +414,40 @@ class AsyncControlClient:
             raise
 
     async def check_weights(
-        self,
-        action: CheckerAction = "checksum",
-        *,
-        message_id: str | None = None,
-        timeout: float | None = None,
+        self, action: CheckerAction = "checksum", **call: Unpack[CallOptions]
     ) -> wire.WeightsCheckerReqOutput:
         """Return checksums of the weights, or compare them with an earlier snapshot."""
-        return await self._call(
-            wire.WeightsCheckerReqInput(id=id_of(message_id), action=action),
+        return await self._ask(
+            wire.WeightsCheckerReqInput(action=action),
             wire.WeightsCheckerReqOutput,
-            timeout,
+            call,
         )
 
     async def status(
-        self, *, owner: str | None = None, message_id: str | None = None, timeout: float | None = None
+        self, *, owner: str | None = None, **call: Unpack[CallOptions]
     ) -> wire.GetStatusReqOutput:
         """Return a consistent snapshot of the engine's state; answered in every state.
 
         ``owner=""`` sends it without an owner token, so that it renews no lease.
         """
-        request = wire.GetStatusReqInput(id=id_of(message_id), owner=owner)
-        return await self._call(request, wire.GetStatusReqOutput, timeout)
+        request = wire.GetStatusReqInput(owner=owner)
+        return await self._ask(request, wire.GetStatusReqOutput, call)
 
     async def metrics(self, *, timeout: float | None = None) -> dict[str, float]:
         """Return the engine's figures as ``{"caesura/…": number}``, for a trainer's log; renews no lease."""
         return figures(await self.status(owner="", timeout=timeout))
 
     async def memory_history(
-        self,
-        *,
-        after: int = 0,
-        owner: str | None = None,
-        message_id: str | None = None,
-        timeout: float | None = None,
+        self, *, after: int = 0, owner: str | None = None, **call: Unpack[CallOptions]
     ) -> wire.GetMemoryHistoryReqOutput:
-        """Return memory events with a ``seq`` above ``after``, oldest first. Call again while ``more`` is
-        set.
-
-        ``owner`` is as in :meth:`status`.
+        """Return memory events with a ``seq`` above ``after``, oldest first; ``more`` says that there are
+        others.
         """
-        request = wire.GetMemoryHistoryReqInput(id=id_of(message_id), after=after, owner=owner)
-        return await self._call(request, wire.GetMemoryHistoryReqOutput, timeout)
+        request = wire.GetMemoryHistoryReqInput(after=after, owner=owner)
+        return await self._ask(request, wire.GetMemoryHistoryReqOutput, call)
 
     async def shutdown(
-        self,
-        *,
-        drain: bool | None = None,
-        drain_s: float | None = None,
-        message_id: str | None = None,
-        timeout: float | None = None,
+        self, *, drain: bool | None = None, drain_s: float | None = None, **call: Unpack[CallOptions]
     ) -> wire.ShutdownReqOutput:
         """Shut the engine down: it replies, ends every request and exits.
 
@@ -492,9 +456,14 @@ class AsyncControlClient:
                 None means the engine's ``shutdown_mode``.
             drain_s: None means the engine's ``drain_timeout_s``.
         """
-        message_id, sender = id_of(message_id), this_process()
-        request = wire.ShutdownReqInput(id=message_id, drain=drain, timeout_s=drain_s, requested_by=sender)
-        return await self._call(request, wire.ShutdownReqOutput, timeout)
+        request = wire.ShutdownReqInput(drain=drain, timeout_s=drain_s, requested_by=this_process())
+        return await self._ask(request, wire.ShutdownReqOutput, call)
+
+    async def _ask(self, request: wire.Request, expects: type[ReplyT], call: CallOptions) -> ReplyT:
+        require_known("call", call, CallOptions)
+        if (message_id := call.get("message_id")) is not None:
+            request.id = message_id
+        return await self._call(request, expects, call.get("timeout"))
 
     async def _call(self, request: wire.Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
         timeout = seconds("timeout", timeout)
@@ -509,24 +478,21 @@ class AsyncControlClient:
         if isinstance(request, wire.ControlRequest) and request.owner is None:
             request.owner = self.owner
 
-    async def _drive(self, steps: "Steps", timeout: float | None) -> wire.WeightUpdateReqOutput:
-        from ..trainer.steps import drive
+    def _sender(self, timeout: float | None) -> "Sender":
+        """Return what sends an update; ``timeout`` limits each wait for a reply."""
+        from ..trainer.sending import Sender
 
         self._channel.require_own_process()
         timeout = seconds("timeout", timeout)
 
-        async def wait(ticket: Result, request: wire.Request) -> Any:
+        async def wait(ticket: Any, request: wire.Request) -> Any:
             try:
                 return await self._wait_for(ticket, request.id, timeout)
             except BaseException as error:
                 self._session.failed(request, error)
                 raise
 
-        def start(send: "Send") -> Result:
-            return self.start(send.request, send.expects, send.buffers)
-
-        reply: wire.WeightUpdateReqOutput = await drive(steps, start, wait, self._run)
-        return reply
+        return Sender(self.start, wait, self._run)
 
     async def _begin(
         self, request: wire.BeginWeightUpdateReqInput, timeout: float | None
@@ -564,3 +530,33 @@ class AsyncControlClient:
         if self._shared is None:
             self._shared = SharedBuckets()
         return self._shared
+
+
+_STILL_OPEN = (WeightMismatch, NotIdle, NotOwner)
+"""Refusals of an ``end`` that leave its session open."""
+
+
+class OpenSession:
+    def __init__(self) -> None:
+        self.id: str | None = None
+        """None if no session of this client is open."""
+
+    def named(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields of an update, with this session if the options name none."""
+        return update_fields({"session_id": self.id, **options})
+
+    def ended(self, session_id: str | None) -> None:
+        """Forget the session of that id, which has ended."""
+        if session_id == self.id:
+            self.id = None
+
+    def failed(self, request: wire.Request, error: BaseException) -> None:
+        """Note that ``request`` got no reply but ``error``."""
+        if isinstance(error, EngineDied):
+            self.id = None
+        elif isinstance(request, wire.WeightUpdateOptions | wire.EndWeightUpdateReqInput):
+            over = isinstance(request, wire.EndWeightUpdateReqInput) and is_answer(error)
+            if isinstance(error, NoSession | DeadlineExceeded) or (
+                over and not isinstance(error, _STILL_OPEN)
+            ):
+                self.ended(request.session_id)

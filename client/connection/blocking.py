@@ -8,7 +8,6 @@ import contextlib
 import operator
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import wraps
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, cast
 
 from ...io_struct import Message, Request
@@ -118,9 +117,7 @@ class ControlClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     close = blocking(AsyncSchedulerClient.close)
@@ -152,9 +149,7 @@ class ControlClient:
 
 
 class GenerationHandle:
-    """One submitted prompt; iterating yields :class:`TokenDelta` (all at once unless it streams). Methods are
-    those of :class:`AsyncGenerationHandle`.
-    """
+    """One submitted prompt: an :class:`AsyncGenerationHandle` without ``await``."""
 
     def __init__(
         self, client: "SchedulerClient", generation: Generation[channel.Result, channel.Deltas]
@@ -178,9 +173,8 @@ class GenerationHandle:
         return self._held.done()
 
     def deltas(self, timeout: float | None = None) -> Iterator[TokenDelta]:
-        """Yield every token once, in order per sample; waits at most ``timeout`` seconds for each delta.
-
-        Raises like :meth:`results` at the end of the stream.
+        """Yield every token once, in order per sample, then raise like :meth:`results`; ``timeout`` limits
+        each wait.
         """
         self.done()  # refused in a forked child
         timeout = seconds("timeout", timeout)
@@ -201,9 +195,7 @@ class GenerationHandle:
 
 
 class SchedulerClient(ControlClient):
-    """A connection to one engine, with generation, scoring and traces, for any number of threads; methods are
-    those of :class:`AsyncSchedulerClient`, the constructor that of :class:`ControlClient`.
-    """
+    """A :class:`ControlClient` with the methods of :class:`AsyncSchedulerClient`."""
 
     generate = blocking(AsyncSchedulerClient.generate)
     score = blocking(AsyncSchedulerClient.score)

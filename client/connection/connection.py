@@ -12,7 +12,7 @@ Not thread-safe: the owner serialises calls, and chooses the kind of waiter (a t
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -40,8 +40,6 @@ from .images import ImageOutput, decode_images
 from .results import (
     GenerateOutput,
     TokenDelta,
-    TokenDetails,
-    TokenLogprobs,
     decode_output,
     further_logprobs,
     known_logprobs,
@@ -54,8 +52,6 @@ logger = logging.getLogger(__name__)
 
 
 class Waiter(Protocol):
-    """``concurrent.futures.Future`` and ``asyncio.Future``."""
-
     def done(self) -> bool: ...
     def set_result(self, result: Any, /) -> None: ...
     def set_exception(self, exception: BaseException, /) -> None: ...
@@ -65,21 +61,20 @@ WaiterT = TypeVar("WaiterT", bound=Waiter)
 
 
 class DeltaQueue(Protocol):
-    """``queue.SimpleQueue`` and ``asyncio.Queue``; None marks the end of the stream."""
+    """None marks the end of the stream."""
 
     def put_nowait(self, item: TokenDelta | None, /) -> None: ...
 
 
 class Sink(Protocol):
-    """Takes tokens of a generation as they come, instead of a queue.
+    """Takes tokens of a generation as they come, while messages are read: it must return soon.
 
-    Called while messages are read: it must return soon. An exception ends its generation alone, with
-    ``internal``.
+    An exception ends its generation alone, with ``internal``.
     """
 
     def on_tokens(self, delta: TokenDelta, /) -> None: ...
     def on_finished(self, output: GenerateOutput, /) -> None:
-        """Take the end of a sample, after all its tokens."""
+        pass
 
 
 QueueT = TypeVar("QueueT", bound=DeltaQueue)
@@ -89,9 +84,13 @@ ItemT = TypeVar("ItemT")
 
 @dataclass(slots=True)
 class _Call(Generic[WaiterT]):
+    message_id: str
     frame: bytes
     expects: type[Message]
     waiter: WaiterT
+
+    def fail(self, error: EngineError) -> None:
+        resolve(self.waiter, error)
 
 
 class _InFlight(Generic[WaiterT, OutputT]):
@@ -152,65 +151,32 @@ class Generation(_InFlight[WaiterT, GenerateOutput], Generic[WaiterT, QueueT]):
         self.deltas = deltas
         self.sink = sink
         self._delivered: dict[int, int] = {}
-        """Number of delivered tokens of each sample."""
-
-    def add_tokens(
-        self,
-        index: int,
-        start: int,
-        tokens: list[int],
-        logprobs: list[float],
-        top: TokenLogprobs | None = None,
-        token_ids: TokenLogprobs | None = None,
-        details: TokenDetails | None = None,
-    ) -> None:
-        """Hand on what is new in one row of a stream delta."""
-        if self._streams:
-            self.deliver(
-                TokenDelta(
-                    index=index,
-                    start=start,
-                    output_ids=tokens,
-                    output_logprobs=known_logprobs(logprobs),
-                    output_top_logprobs=top,
-                    output_token_ids_logprobs=token_ids,
-                    details=details,
-                )
-            )
 
     def deliver(self, delta: TokenDelta) -> None:
         """Hand on what is new in a delta; one behind a gap is held back."""
         delivered = self._delivered.get(delta.index, 0)
         seen = delivered - delta.start
         count = len(delta.output_ids)
-        if not self._streams or delta.index in self._outputs or seen < 0 or seen >= count:
+        if not self.streams or delta.index in self._outputs or seen < 0 or seen >= count:
             return
         self._delivered[delta.index] = delta.start + count
         self._hand_on(delta.cut(seen))
 
-    def finish(self, wire: GenerateReqOutput) -> bool:
-        """Take the terminal result of one sample; return True when the whole request has ended."""
-        try:
-            output = decode_output(wire)
-        except InternalError as error:
-            self.fail(error)
-            return True
-        return self.complete(output)
-
     def complete(self, output: GenerateOutput) -> bool:
-        """Take a decoded result, like :meth:`finish`."""
+        """Take the terminal result of one sample; return True when the whole request has ended."""
         if output.index in self._outputs:
             return False
         self._outputs[output.index] = output
         delivered = self._delivered.get(output.index, 0)
-        if self._streams and delivered < len(output.output_ids):
+        if self.streams and delivered < len(output.output_ids):
             self._hand_on(output.as_delta(delivered))
         if self.sink is not None:
             self._tell(self.sink.on_finished, output)
         return self._end_if_complete()
 
     @property
-    def _streams(self) -> bool:
+    def streams(self) -> bool:
+        """True if somebody takes deltas."""
         return self.deltas is not None or self.sink is not None
 
     def _hand_on(self, delta: TokenDelta) -> None:
@@ -239,13 +205,8 @@ class Generation(_InFlight[WaiterT, GenerateOutput], Generic[WaiterT, QueueT]):
 
 
 class ImageGeneration(_InFlight[WaiterT, ImageOutput]):
-    def finish(self, wire: GenerateImagesReqOutput, frames: Sequence[bytes]) -> bool:
+    def complete(self, output: ImageOutput) -> bool:
         """Take the terminal result of one sample; return True when the whole request has ended."""
-        try:
-            output = decode_images(wire, frames)
-        except InternalError as error:
-            self.fail(error)
-            return True
         self._outputs.setdefault(output.index, output)
         return self._end_if_complete()
 
@@ -261,75 +222,63 @@ class Connection(Generic[WaiterT, QueueT]):
         self.failure: EngineError | None = None
         self._new_waiter = new_waiter
         self._new_queue = new_queue
-        self._calls: dict[str, _Call[WaiterT]] = {}
-        self._generations: dict[str, Generation[WaiterT, QueueT] | ImageGeneration[WaiterT]] = {}
+        self._pending: dict[str, _Call[WaiterT] | Generation[WaiterT, QueueT] | ImageGeneration[WaiterT]] = {}
         self._by_rid: dict[str, Generation[WaiterT, QueueT] | ImageGeneration[WaiterT]] = {}
 
     @property
     def pending(self) -> int:
-        """Number of requests without a final answer."""
-        return len(self._calls) + len(self._generations)
+        return len(self._pending)
 
     def start_call(self, request: Request, expects: type[Message]) -> tuple[WaiterT, bytes]:
         """Register a control message; returns its waiter and the frame to send.
 
         Raises:
-            EngineError: the engine is known to be gone.
-            IdConflict: the id is pending with another body.
-            InvalidRequest: the request cannot be encoded.
+            EngineError: the engine is gone, the id is pending with another body, or the request cannot be
+                encoded.
         """
-        frame = self._encode(request)
-        known = self._calls.get(request.id)
-        if known is not None:
-            _same_body(request.id, known.frame, frame)
-            return known.waiter, frame
-        if request.id in self._generations:
-            raise IdConflict(f"message id {request.id!r} is pending with another body", id=request.id)
-        call = _Call(frame, expects, self._new_waiter())
-        self._calls[request.id] = call
-        return call.waiter, frame
+        known, frame = self._known(request)
+        if known is None:
+            known = self._pending[request.id] = _Call(request.id, frame, expects, self._new_waiter())
+        elif not isinstance(known, _Call):
+            raise _conflict(request.id)
+        return known.waiter, frame
 
     def start_generation(
         self, request: GenerateReqInput, sink: Sink | None = None
     ) -> tuple[Generation[WaiterT, QueueT], bytes]:
-        """Register a generation; raises like :meth:`start_call`, and DuplicateRid if its rid is live in this
-        client.
-        """
-        frame = self._encode(request)
-        known = self._pending_generation(request.id, frame)
-        if isinstance(known, Generation):
-            return known, frame
-        deltas = self._new_queue() if request.stream and sink is None else None
-        generation = Generation(request, frame, self._new_waiter(), deltas, sink)
-        self._register(generation)
-        return generation, frame
+        """Register a generation; DuplicateRid if its rid is live. Raises like :meth:`start_call`."""
+        known, frame = self._known(request)
+        if known is None:
+            deltas = self._new_queue() if request.stream and sink is None else None
+            known = Generation(request, frame, self._new_waiter(), deltas, sink)
+            self._register(known)
+        elif not isinstance(known, Generation):
+            raise _conflict(request.id)
+        return known, frame
 
     def start_images(self, request: GenerateImagesReqInput) -> tuple[ImageGeneration[WaiterT], bytes]:
-        """Register an image request; raises like :meth:`start_generation`."""
-        frame = self._encode(request)
-        known = self._pending_generation(request.id, frame)
-        if isinstance(known, ImageGeneration):
-            return known, frame
-        generation = ImageGeneration(request, request.n, frame, self._new_waiter())
-        self._register(generation)
-        return generation, frame
+        known, frame = self._known(request)
+        if known is None:
+            known = ImageGeneration(request, request.n, frame, self._new_waiter())
+            self._register(known)
+        elif not isinstance(known, ImageGeneration):
+            raise _conflict(request.id)
+        return known, frame
 
-    def _pending_generation(
-        self, message_id: str, frame: bytes
-    ) -> Generation[WaiterT, QueueT] | ImageGeneration[WaiterT] | None:
-        """Return the generation that a request repeats, or None if its id is new."""
-        known = self._generations.get(message_id)
-        if known is not None:
-            _same_body(message_id, known.frame, frame)
-        if message_id in self._calls:
-            raise IdConflict(f"message id {message_id!r} is pending with another body", id=message_id)
-        return known
+    def _known(
+        self, request: Request
+    ) -> tuple[_Call[WaiterT] | Generation[WaiterT, QueueT] | ImageGeneration[WaiterT] | None, bytes]:
+        """Return the pending message that ``request`` repeats, if there is one, and its frame."""
+        frame = self._encode(request)
+        known = self._pending.get(request.id)
+        if known is not None and known.frame != frame:
+            raise _conflict(request.id)
+        return known, frame
 
     def _register(self, generation: Generation[WaiterT, QueueT] | ImageGeneration[WaiterT]) -> None:
         if generation.rid in self._by_rid:
             raise DuplicateRid(f"rid {generation.rid!r} is live in this client", rid=generation.rid)
-        self._generations[generation.message_id] = generation
-        self._by_rid[generation.rid] = generation
+        self._pending[generation.message_id] = self._by_rid[generation.rid] = generation
 
     def receive(self, frames: list[bytes]) -> None:
         """Process one message from the scheduler. An unreadable one fails only the request that it names."""
@@ -343,41 +292,34 @@ class Connection(Generic[WaiterT, QueueT]):
             return
         if isinstance(message, GenerateImagesReqOutput):
             images = self._by_rid.get(message.rid)
-            if isinstance(images, ImageGeneration) and images.finish(message, frames[1:]):
-                self._forget(images)
+            if isinstance(images, ImageGeneration):
+                self._finish(images, lambda: images.complete(decode_images(message, frames[1:])))
             return
         if isinstance(message, Keepalive):
             return
         if isinstance(message, ErrorReply):
             self._take_error(message.id, error_for(message.code, message.message, message.detail))
             return
-        call = self._calls.pop(message.id, None)
-        if call is None:
+        call = self._pending.get(message.id)
+        if not isinstance(call, _Call):
             logger.debug("dropped a %s for unknown message id %s", type(message).__name__, message.id)
-        elif isinstance(message, call.expects):
+            return
+        self._forget(call)
+        if isinstance(message, call.expects):
             resolve(call.waiter, message)
         else:
-            resolve(
-                call.waiter,
-                InternalError(
-                    f"expected {call.expects.__name__}, got {type(message).__name__}", id=message.id
-                ),
-            )
+            expected, got = call.expects.__name__, type(message).__name__
+            call.fail(InternalError(f"expected {expected}, got {got}", id=message.id))
 
     def awaits(self, message_id: Any) -> bool:
         """Return True if a message of that id has no final answer yet."""
-        return isinstance(message_id, str) and (message_id in self._calls or message_id in self._generations)
+        return isinstance(message_id, str) and message_id in self._pending
 
     def fail_all(self, error: EngineError, spare: Collection[str] = ()) -> None:
-        """Fail every waiter but those of the messages ``spare``, each with an instance of its own of
-        ``error``.
-        """
-        for message_id in [each for each in self._calls if each not in spare]:
-            call = self._calls.pop(message_id)
-            resolve(call.waiter, error_for(error.code, error.message, error.detail))
-        for generation in [each for each in self._generations.values() if each.message_id not in spare]:
-            self._forget(generation)
-            generation.fail(error_for(error.code, error.message, error.detail))
+        """Fail every waiter but those of ``spare``, each with an error of its own."""
+        for started in [each for each in self._pending.values() if each.message_id not in spare]:
+            self._forget(started)
+            started.fail(error_for(error.code, error.message, error.detail))
 
     def _encode(self, request: Request) -> bytes:
         if self.failure is not None:
@@ -409,7 +351,18 @@ class Connection(Generic[WaiterT, QueueT]):
         generation = self._by_rid.get(wire.rid)
         if not isinstance(generation, Generation):
             logger.debug("dropped a result for unknown rid %s", wire.rid)
-        elif generation.finish(wire):
+        else:
+            self._finish(generation, lambda: generation.complete(decode_output(wire)))
+
+    def _finish(
+        self, generation: Generation[WaiterT, QueueT] | ImageGeneration[WaiterT], complete: Callable[[], bool]
+    ) -> None:
+        try:
+            has_ended = complete()
+        except InternalError as error:
+            generation.fail(error)
+            has_ended = True
+        if has_ended:
             self._forget(generation)
 
     def _take_unread(self, reply: UnreadReply, broken: msgspec.DecodeError) -> None:
@@ -445,37 +398,38 @@ class Connection(Generic[WaiterT, QueueT]):
         ):
             end = offset + count
             generation = self._by_rid.get(rid)
-            if isinstance(generation, Generation):
-                generation.add_tokens(
-                    index,
-                    start,
-                    tokens[offset:end],
-                    logprobs[offset:end],
-                    top[row],
-                    token_ids[row],
-                    details[row],
+            if isinstance(generation, Generation) and generation.streams:
+                generation.deliver(
+                    TokenDelta(
+                        index=index,
+                        start=start,
+                        output_ids=tokens[offset:end],
+                        output_logprobs=known_logprobs(logprobs[offset:end]),
+                        output_top_logprobs=top[row],
+                        output_token_ids_logprobs=token_ids[row],
+                        details=details[row],
+                    )
                 )
             offset = end
 
     def _take_error(self, message_id: str, error: EngineError) -> None:
-        call = self._calls.pop(message_id, None)
-        generation = self._generations.get(message_id)
-        if call is not None:
-            resolve(call.waiter, error)
-        elif generation is not None:
-            generation.fail(error)
-            self._forget(generation)
-        else:
+        started = self._pending.get(message_id)
+        if started is None:
             logger.warning("an error for message id %r, which no call waits for: %s", message_id, error)
+            return
+        started.fail(error)
+        self._forget(started)
 
-    def _forget(self, generation: Generation[WaiterT, QueueT] | ImageGeneration[WaiterT]) -> None:
-        del self._generations[generation.message_id]
-        del self._by_rid[generation.rid]
+    def _forget(
+        self, started: _Call[WaiterT] | Generation[WaiterT, QueueT] | ImageGeneration[WaiterT]
+    ) -> None:
+        del self._pending[started.message_id]
+        if not isinstance(started, _Call):
+            del self._by_rid[started.rid]
 
 
-def _same_body(message_id: str, first: bytes, second: bytes) -> None:
-    if first != second:
-        raise IdConflict(f"message id {message_id!r} is pending with another body", id=message_id)
+def _conflict(message_id: str) -> IdConflict:
+    return IdConflict(f"message id {message_id!r} is pending with another body", id=message_id)
 
 
 def resolve(waiter: Waiter, result: Any) -> None:

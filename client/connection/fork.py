@@ -24,7 +24,6 @@ class Process:
         return os.getpid() == self._pid
 
     def require(self) -> None:
-        """Raise RuntimeError in a forked child."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"this {self._what} belongs to process {self._pid}; make a new client after a fork"
@@ -44,14 +43,11 @@ def not_forking() -> Iterator[None]:
 
 
 def keep_from_children(descriptor: int) -> None:
-    """Give children /dev/null under this number; call it in the :func:`not_forking` block that makes the
-    descriptor.
-    """
+    """Give children /dev/null under this number; call it in the :func:`not_forking` block that makes it."""
     _signs_of_life.add(descriptor)
 
 
 def close_sign_of_life(descriptor: int) -> None:
-    """Close a descriptor of :func:`keep_from_children`."""
     with _lock:
         _signs_of_life.discard(descriptor)
         os.close(descriptor)

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypedDict
 
-import msgspec
-
 from ...io_struct import (
     FinishReason,
     GenerateImagesReqInput,
@@ -23,10 +21,11 @@ from ...io_struct import (
     TensorSpec,
     WeightVersionSpan,
 )
-from ...io_struct.field_errors import field_error, nearest, one_of, shown
+from ...io_struct.field_errors import shown
 from ...transfer.safetensors import DTYPES
 from ..exceptions import InternalError, InvalidRequest
-from .options import id_of
+from .options import id_of, require_known
+from .prompts import Plan, struct_of
 
 _TYPESTR = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2",
@@ -55,9 +54,6 @@ class ImageOptions(TypedDict, total=False):
     return_embeds: bool
     output: str
     min_weights_epoch: int | None
-
-
-_OPTIONS = frozenset(ImageOptions.__annotations__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +130,7 @@ class ImageOutput:
     final_latents: ImageTensor | None
     """float32; None unless ``output`` is ``latents``, and for a sample that did not end."""
     embeds: dict[str, ImageTensor]
-    """Embeddings of the prompt by the names of the pipeline's arguments; another request takes them as
-    ``embeds``.
-    """
+    """Embeddings of the prompt by the pipeline's names for them; ``embeds`` of another request takes them."""
     num_retractions: int
     """Number of times that it began again from its seed."""
     queue_time: float
@@ -145,12 +139,15 @@ class ImageOutput:
     """Seconds from arrival to the end."""
 
 
-def decode_images(wire: GenerateImagesReqOutput, frames: Sequence[bytes]) -> ImageOutput:
-    """Decode a result for trainers.
+_SAME = (
+    "rid", "index", "finish_reason", "weight_versions", "seed", "steps", "steps_done", "step_indices",
+    "latent_indices", "num_retractions", "queue_time", "e2e_latency",
+)  # fmt: skip
+"""Fields that need no decoding."""
 
-    Raises:
-        InternalError: its parts do not fit each other.
-    """
+
+def decode_images(wire: GenerateImagesReqOutput, frames: Sequence[bytes]) -> ImageOutput:
+    """Decode a result; InternalError if its parts do not fit each other."""
     tensors: dict[str, ImageTensor] = {}
     for spec in wire.tensors:
         kind = DTYPES.get(spec.dtype)
@@ -159,7 +156,7 @@ def decode_images(wire: GenerateImagesReqOutput, frames: Sequence[bytes]) -> Ima
         if prod(spec.shape) * kind.nbytes != len(frames[spec.buffer]):
             raise _broken(wire, f"has {len(frames[spec.buffer])} bytes for {spec.name} {spec.shape}")
         tensors[spec.name] = ImageTensor(spec.dtype, tuple(spec.shape), frames[spec.buffer])
-    lists = {
+    lists: dict[str, Any] = {
         name: tensors.pop(name).floats() if name in tensors else []
         for name in ("log_probs", "noise_stds", "timesteps", "sigmas")
     }
@@ -170,38 +167,17 @@ def decode_images(wire: GenerateImagesReqOutput, frames: Sequence[bytes]) -> Ima
     if counts != (len(lists["log_probs"]), len(lists["noise_stds"]), places, covered):
         raise _broken(wire, "has parts of different lengths")
     return ImageOutput(
-        rid=wire.rid,
-        index=wire.index,
-        finish_reason=wire.finish_reason,
-        weight_versions=wire.weight_versions,
-        seed=wire.seed,
-        steps=wire.steps,
-        steps_done=wire.steps_done,
-        step_indices=wire.step_indices,
-        latent_indices=wire.latent_indices,
         latents=latents,
         image=image,
         final_latents=final,
         embeds=tensors,
-        num_retractions=wire.num_retractions,
-        queue_time=wire.queue_time,
-        e2e_latency=wire.e2e_latency,
         **lists,
+        **{name: getattr(wire, name) for name in _SAME},
     )
 
 
 def _broken(wire: GenerateImagesReqOutput, reason: str) -> InternalError:
     return InternalError(f"the result of image {wire.index} of {wire.rid} {reason}", rid=wire.rid)
-
-
-@dataclass(frozen=True, slots=True)
-class ImagePlan:
-    message_id: str
-    requests: list[GenerateImagesReqInput]
-    buffers: list[bytes]
-    """Frames of the only request, if the prompt is embeddings."""
-    single: bool
-    """True if the caller passed one prompt, not a list."""
 
 
 def plan_images(
@@ -211,26 +187,16 @@ def plan_images(
     *,
     rid: str | None,
     message_id: str | None,
-) -> ImagePlan:
-    """Lay out one ``generate_images`` call.
-
-    Raises:
-        InvalidRequest: a prompt is no text, or embeddings are no arrays.
-        TypeError: an option that there is not.
-    """
-    if unknown := sorted(options.keys() - _OPTIONS):
-        near = nearest(unknown[0], sorted(_OPTIONS))
-        hint = "" if near is None else f" (did you mean {near}?)"
-        raise TypeError(f"unknown image option {unknown[0]}{hint}; options are {one_of(sorted(_OPTIONS))}")
+) -> Plan[GenerateImagesReqInput]:
+    """Return the requests of one ``generate_images`` call, or raise InvalidRequest."""
+    require_known("image", options, ImageOptions)
     single = prompt is None or isinstance(prompt, str)
-    prompts: list[str | None] = [prompt] if prompt is None or isinstance(prompt, str) else []
-    if not single:
-        if not isinstance(prompt, Sequence) or not all(isinstance(each, str) for each in prompt):
-            raise InvalidRequest(f"prompt = {shown(prompt)} must be text, or a list of texts", field="prompt")
-        prompts = list(prompt)
+    prompts: Any = [prompt] if single else prompt
+    if not isinstance(prompts, Sequence) or not (single or all(isinstance(each, str) for each in prompts)):
+        raise InvalidRequest(f"prompt = {shown(prompt)} must be text, or a list of texts", field="prompt")
     specs, buffers = _frames(embeds or {})
     base = id_of(message_id)
-    fields: dict[str, Any] = {**options, "sde": _sde(options.get("sde"))}
+    fields: dict[str, Any] = {**options, "sde": struct_of("sde", options.get("sde"), SdeParams)}
     requests = [
         GenerateImagesReqInput(
             id=base if single else f"{base}-{number}",
@@ -241,21 +207,7 @@ def plan_images(
         )
         for number, each in enumerate(prompts)
     ]
-    return ImagePlan(base, requests, buffers, single)
-
-
-def _sde(given: Any) -> SdeParams:
-    if given is None:
-        return SdeParams()
-    if isinstance(given, SdeParams):
-        return given
-    if not isinstance(given, Mapping):
-        raise InvalidRequest(f"sde = {shown(given)} must be a SdeParams or a dict", field="sde")
-    try:
-        return msgspec.convert(dict(given), SdeParams)
-    except msgspec.ValidationError as error:
-        field, sentence = field_error(error, SdeParams, dict(given), prefix="sde")
-        raise InvalidRequest(sentence, field=field) from error
+    return Plan(base, requests, single, buffers)
 
 
 def _frames(embeds: Mapping[str, Any]) -> tuple[list[TensorSpec], list[bytes]]:
@@ -263,13 +215,9 @@ def _frames(embeds: Mapping[str, Any]) -> tuple[list[TensorSpec], list[bytes]]:
     buffers: list[bytes] = []
     for name, given in embeds.items():
         tensor = _tensor(name, given)
-        data = bytes(tensor.data)
-        specs.append(
-            TensorSpec(
-                name=name, dtype=tensor.dtype, shape=list(tensor.shape), nbytes=len(data), buffer=len(buffers)
-            )
-        )
-        buffers.append(data)
+        buffers.append(bytes(tensor.data))
+        place = {"nbytes": len(buffers[-1]), "buffer": len(buffers) - 1}
+        specs.append(TensorSpec(name=name, dtype=tensor.dtype, shape=list(tensor.shape), **place))
     return specs, buffers
 
 

@@ -17,6 +17,7 @@ process has exited or speaks another version).
 
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -37,41 +38,31 @@ from ...io_struct import (
     salvage_reply,
 )
 from ..exceptions import EngineDied, EngineError, VersionMismatch, raise_for
-from . import context
-from .curve import HANDSHAKE_FAILURES, configure, why_refused
-from .endpoints import check_endpoint, connect_to, nobody_at
+from .endpoints import HANDSHAKE_FAILURES, check_endpoint, configure, connect_to, nobody_at, why_refused
 from .options import ChannelOptions
 
 EXIT_GRACE_S = 1.0
-"""Seconds that a closed connection and the exit of its process wait for each other, so that the error names
-both.
-"""
+"""Seconds that a closed connection and the exit of its process wait for each other."""
 
 RETRY_S = 0.1
-"""Seconds between two tries to connect."""
 
 RECONNECT_S = 1.0
 """Seconds after a loss in which requests wait for a successor; later ones fail with the first try that fails.
 """
 
 ATTEMPT_S = 1.0
-"""Seconds of a try that is the only one."""
 
 STARTING_S = 300.0
 """Seconds that an engine may load after accepting the connection; only with a keepalive timeout."""
 
 LATE_S = 1.0
-"""Whoever looks at the clock this many seconds late was stopped or busy, and may have been sent much
-meanwhile.
-"""
+"""Whoever looks at the clock this many seconds late may have been sent much meanwhile."""
 
 SECOND_LOOK_S = 5.0
 """Seconds that it then listens before it calls the engine silent: more than two keepalives."""
 
 NEVER_MS = 1 << 30
-"""When libzmq reconnects by itself: in twelve days. Its own "never" (-1) drops what was received and not
-read.
-"""
+"""libzmq reconnects by itself in twelve days: its own "never" (-1) drops what was not read."""
 
 MONITORED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -87,13 +78,10 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 """Plain integers, which are faster: asked for with every message."""
 
 Frames = Sequence[bytes | memoryview]
-"""Header, then buffers."""
 
 
 def monitored(report: bytes) -> tuple[int, int]:
-    """Return event and value of a monitor's message. pyzmq's own parser makes enums and keeps every value
-    that came.
-    """
+    """Return event and value of a monitor's message; pyzmq's own parser keeps every value that came."""
     event, value = _REPORT.unpack(report)
     return event, value
 
@@ -119,8 +107,8 @@ class Link:
         pending: Callable[[], bool],
         receive: Callable[[list[bytes]], None],
         lost: Callable[[EngineError, bool], None],
-        watch: Callable[["zmq.Socket[bytes]"], None],
-        unwatch: Callable[["zmq.Socket[bytes]"], None],
+        watch: Callable[["zmq.Socket[bytes]"], object],
+        unwatch: Callable[["zmq.Socket[bytes]"], object],
     ) -> None:
         check_endpoint(endpoint)
         self.endpoint = endpoint
@@ -139,44 +127,36 @@ class Link:
         self._exit_reason: str | None = None
         self._held: list[Frames] = []
         self._grace_until: float | None = None
-        """Until when requests wait after a loss or a vain wait. None: connected since, or never tried to the
-        end.
-        """
+        """Until when requests wait after a loss or a vain wait; None if connected since."""
         self._is_only_try = False
-        """True if what is held fails with the try that is under way."""
         self._was_refused = False
         """The last try that ended found nobody; with ``_was_cut_off``, somebody who broke it off."""
         self._was_silent = False
         """The engine was lost by a silence, and has not answered since."""
         self._unheard: str | None = None
         """Why the last handshake failed, if known. It outlives a next try that nobody answers in time."""
-        self._context = context.acquire()
+        self._context = acquire_context()
         self._patience: float | None = None
-        """Until when what is held waits."""
         self._retry_at: float | None = None
         self._settle_at: float | None = None
-        """When a loss is reported without its explanation."""
         self._silence: float | None = None
-        """When a silent engine counts as hung."""
         try:
             self._open(connect=True)
         except BaseException:
-            context.release()
+            release_context()
             raise
 
     @property
     def deadline(self) -> float | None:
-        """Time on time.monotonic's clock at which :meth:`pump` must be called; None: only when a socket is
-        readable.
-        """
+        """Time at which :meth:`pump` must be called; None: only when a socket is readable."""
         if self._ready and self._settle_at is None:
             return self._silence
         times = (self._patience, self._retry_at, self._settle_at, self._silence)
         return min((at for at in times if at is not None), default=None)
 
     def send(self, frames: Frames) -> None:
-        """Hand over one message; never blocks. Buffers behind the header are not copied: they must not change
-        before the answer.
+        """Hand over one message; never blocks. Buffers are not copied: they must not change before the
+        answer.
         """
         if self._ready:
             self._hand_over(frames)
@@ -192,7 +172,6 @@ class Link:
         self._expects_exit = True
 
     def engine_exited(self, reason: str) -> None:
-        """Fail everything with ``reason``, after what the ended process had sent."""
         self._exit_reason = reason
         if not self._disconnected:
             self._settle_at = time.monotonic() + EXIT_GRACE_S
@@ -203,7 +182,6 @@ class Link:
             self.pump()
 
     def pump(self) -> None:
-        """Deliver what has arrived and notice what has gone."""
         self._pumping = True
         try:
             dealer = None
@@ -224,7 +202,7 @@ class Link:
         try:
             self._close_sockets()
         finally:
-            context.release()
+            release_context()
 
     def _open(self, *, connect: bool) -> None:
         self._connected = self._disconnected = self._ready = False
@@ -238,7 +216,6 @@ class Link:
         self._watch(self._monitor)
 
     def _make_sockets(self, failed: ExitStack, *, connect: bool) -> None:
-        """Create the sockets; ``failed`` closes them if this raises."""
         self._dealer = self._context.socket(zmq.DEALER)
         failed.callback(self._dealer.close, linger=0)
         self._dealer.linger = 0
@@ -364,12 +341,10 @@ class Link:
             )
 
     def _listen_from_now(self) -> None:
-        """Restart the limit on the engine's silence."""
         if self._keepalive_timeout is not None and self._ready:
             self._silence = time.monotonic() + self._keepalive_timeout if self._pending() else None
 
     def _begin_to_wait(self) -> None:
-        """Set the time limit for connecting."""
         now = time.monotonic()
         if self._connected:
             self._patience = self._greeting_limit()
@@ -409,7 +384,6 @@ class Link:
         )
 
     def _give_up(self, error: EngineError) -> None:
-        """Fail everything that was sent or held."""
         self._drain()  # libzmq reports the disconnect after the last message, not before it
         final = self._exit_reason is not None or isinstance(error, VersionMismatch)
         self._held.clear()
@@ -448,11 +422,8 @@ def hello_frame() -> bytes:
 
 
 def incarnation_in(frame: bytes, endpoint: str) -> str:
-    """Return the incarnation of the engine that has answered.
-
-    Raises:
-        VersionMismatch: it speaks another major version, or one from before the hello.
-        EngineError: another refusal, as the engine worded it.
+    """Return the incarnation of the engine that has answered; VersionMismatch if it speaks another major
+    version.
     """
     try:
         answer = decode_reply(frame)
@@ -485,3 +456,46 @@ def _mismatch(endpoint: str, engine: str) -> VersionMismatch:
         client=ours,
         engine=engine,
     )
+
+
+Context = zmq.Context["zmq.Socket[bytes]"]
+
+MAX_IO_THREADS = 4
+"""Maximum number of I/O threads of all connections; at most half of the cores."""
+
+_lock = threading.Lock()
+_context: Context | None = None
+_users = 0
+_inherited: list[Context | None] = []
+"""Contexts of the parent, which must not be ended here."""
+
+
+def acquire_context() -> Context:
+    """Return the shared context, made if there is none; :func:`release_context` must follow."""
+    global _context, _users
+    with _lock:
+        if _context is None:
+            _context = zmq.Context(max(1, min(MAX_IO_THREADS, (os.cpu_count() or 1) // 2)))
+            _context.set(zmq.MAX_SOCKETS, _context.get(zmq.SOCKET_LIMIT))
+        _users += 1
+        return _context
+
+
+def release_context() -> None:
+    """Give up one use of the context, after its sockets were closed."""
+    global _context, _users
+    with _lock:
+        _users -= 1
+        if _users == 0 and _context is not None:
+            _context.destroy(linger=0)  # term() would wait for ever for a socket that was left open
+            _context = None
+
+
+def _in_child() -> None:
+    global _context, _users
+    _inherited.append(_context)
+    _context, _users = None, 0
+    _lock.release()
+
+
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_in_child)

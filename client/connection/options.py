@@ -13,7 +13,7 @@ from ...io_struct import BeginWeightUpdateReqOutput, TensorSpec, WeightUpdateReq
 from ...io_struct.base import MAX_LABEL_LENGTH
 from ...io_struct.field_errors import nearest, one_of, shown
 from ..exceptions import InvalidRequest
-from .curve import ClientKeys, KeyOrFile
+from .endpoints import ClientKeys, KeyOrFile
 
 DEFAULT_CONNECT_TIMEOUT_S = 10.0
 DEFAULT_KEEPALIVE_TIMEOUT_S = 120.0
@@ -38,9 +38,7 @@ class ConnectionOptions(TypedDict, total=False):
     default, None means never (docs/reference/lifecycle.md, "Clients and lost engines").
     """
     curve_server_key: KeyOrFile | None
-    """CURVE public key of the engine, or a file with it from ``caesura keygen``. None: an engine without
-    keys.
-    """
+    """CURVE public key of the engine, or a file with it; None, the default: an engine without keys."""
     curve_client_key_file: KeyOrFile | None
     """File with this client's CURVE key pair; needed for an engine with keys."""
 
@@ -57,12 +55,7 @@ class ChannelOptions:
 
     @classmethod
     def of(cls, given: ConnectionOptions) -> Self:
-        """Check the keywords of a client.
-
-        Raises:
-            InvalidRequest: a time is not a number, or a key or its file cannot be used.
-            TypeError: an unknown option.
-        """
+        """Check the keywords of a client; InvalidRequest for a bad value, TypeError for an unknown option."""
         require_known("client", given, ConnectionOptions)
         keys = ClientKeys.read(given.get("curve_server_key"), given.get("curve_client_key_file"))
         return cls(
@@ -92,13 +85,22 @@ class GenerateOptions(TypedDict, total=False):
     stream_details: bool
 
 
+class CallOptions(TypedDict, total=False):
+    """Keywords of every command; all are optional."""
+
+    message_id: str | None
+    """Id of an earlier call with the same arguments that timed out, to attach to it."""
+    timeout: float | None
+    """Seconds for the call. None, the default, means until the engine answers or dies."""
+
+
 class UpdateOptions(TypedDict, total=False):
     """Keywords of every weight update; all are optional."""
 
     weight_version: str | int | None
     """The new version label, set at commit; a number becomes text. None, the default, means unchanged."""
     flush_cache: bool
-    """True, the default: running requests are retracted and the prefix cache is flushed. False: they are
+    """True, the default: running requests are retracted and the prefix cache is flushed, else they are
     frozen.
     """
     torch_empty_cache: bool
@@ -143,12 +145,7 @@ def require_known(kind: str, given: Mapping[str, Any], options: type) -> None:
 
 
 def seconds(name: str, value: Any) -> float | None:
-    """Check a timeout in seconds: None, infinity and extremely large values mean no limit; negative values
-    become 0.
-
-    Raises:
-        InvalidRequest: it is not a number.
-    """
+    """Check a timeout in seconds: very large values mean no limit, negative ones become 0."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
@@ -166,11 +163,7 @@ def this_process() -> str:
 
 
 def label(weight_version: Any) -> str | None:
-    """Return a version label as the wire has it; an integer, such as a step counter, becomes text.
-
-    Raises:
-        InvalidRequest: neither text nor an integer.
-    """
+    """Return a version label as the wire has it; an integer, such as a step counter, becomes text."""
     if weight_version is None or isinstance(weight_version, str):
         return weight_version
     if hasattr(weight_version, "__index__") and not isinstance(weight_version, bool):
@@ -181,12 +174,7 @@ def label(weight_version: Any) -> str | None:
 
 
 def update_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return :class:`UpdateOptions` as fields of a message.
-
-    Raises:
-        InvalidRequest: a label that is none.
-        TypeError: an unknown option.
-    """
+    """Return :class:`UpdateOptions` as fields of a message."""
     require_known("update", options, UpdateOptions)
     return {**options, "weight_version": label(options.get("weight_version"))}
 
@@ -201,7 +189,7 @@ def folder_of(model_path: Any) -> str:
 
 
 def require_group(group: Any) -> None:
-    if not hasattr(group, "steps"):
+    if not hasattr(group, "carry_out"):
         raise InvalidRequest(
             f"group = {shown(group)} must be a WeightUpdateGroup: "
             "WeightUpdateGroup.create([client]) makes one",

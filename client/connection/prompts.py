@@ -1,4 +1,4 @@
-"""From the arguments of ``generate`` to the requests on the wire.
+"""From the arguments of ``generate`` and ``score`` to the requests on the wire.
 
 Invariants: one request per prompt, in order; ids of a list are derived from the caller's (``name-0``,
 ``name-1``, …), so that repeating the call with the same ``message_id`` repeats the same messages. The engine
@@ -9,27 +9,29 @@ tensors are whatever has a ``tolist``.
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from ...io_struct import GenerateReqInput, SamplingParams
+from ...io_struct import GenerateReqInput, SamplingParams, ScoreReqInput, ScoreReqOutput
 from ...io_struct.field_errors import advice, field_error, nearest, one_of, other_name, shown
-from ..exceptions import InvalidRequest, TimedOut
+from ..exceptions import InternalError, InvalidRequest, TimedOut
 from .options import GenerateOptions, id_of
+from .results import read_floats
 
 _SAMPLING: dict[type, str] = {SamplingParams: "a SamplingParams", Mapping: "a dict"}
+RequestT = TypeVar("RequestT")
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 _TOKENIZES = "tokenize it first, or give text to caesura.client.text.TextClient or `caesura serve`"
 
 
 class Array(Protocol):
-    """A tensor or an array: torch's, numpy's, or any other that can become a list."""
+    """A tensor or an array."""
 
     def tolist(self) -> Any: ...
 
 
 Ids = Sequence[int] | Array
-"""One prompt."""
 Prompts = Ids | Sequence[Ids]
 """One prompt or several; an array of two dimensions is several."""
 Sampling = SamplingParams | Mapping[str, Any]
@@ -37,43 +39,39 @@ Sampling = SamplingParams | Mapping[str, Any]
 
 
 class Finished(Protocol):
-    """A thread's or an event loop's future, for reading."""
-
     def done(self) -> bool: ...
     def exception(self) -> BaseException | None: ...
     def result(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Generic[RequestT]):
+    """The requests of one call with several prompts."""
+
     message_id: str
     """The caller's id; a single prompt's request has it too."""
-    requests: list[GenerateReqInput]
+    requests: list[RequestT]
     single: bool
     """True if the caller passed one prompt, not a list."""
+    buffers: Sequence[bytes] = ()
 
     def collect(self, waiters: Sequence[Finished], timeout: float | None) -> Any:
-        """Return results in the caller's shape, one output or a flat prompt-major list, of what has ended by
-        now.
+        """Return what has ended by now: one output, or a flat prompt-major list.
 
         Raises:
             EngineError: of the first prompt that failed, with its position as a note.
             TimedOut: none failed, and not all have ended.
         """
-        return collect(waiters, self.message_id, timeout, single=self.single)
-
-
-def collect(waiters: Sequence[Finished], message_id: str, timeout: float | None, *, single: bool) -> Any:
-    for position, waiter in enumerate(waiters):
-        error = waiter.exception() if waiter.done() else None
-        if error is not None:
-            if not single:
-                error.add_note(f"prompt {position} of {len(waiters)}")
-            raise error
-    if not all(waiter.done() for waiter in waiters):
-        raise timed_out(message_id, timeout)
-    flat = [output for waiter in waiters for output in waiter.result()]
-    return flat[0] if single and len(flat) == 1 else flat
+        for position, waiter in enumerate(waiters):
+            error = waiter.exception() if waiter.done() else None
+            if error is not None:
+                if not self.single:
+                    error.add_note(f"prompt {position} of {len(waiters)}")
+                raise error
+        if not all(waiter.done() for waiter in waiters):
+            raise timed_out(self.message_id, timeout)
+        flat = [output for waiter in waiters for output in waiter.result()]
+        return flat[0] if self.single and len(flat) == 1 else flat
 
 
 def timed_out(message_id: str, timeout: float | None) -> TimedOut:
@@ -87,12 +85,9 @@ def plan(
     *,
     rid: str | Sequence[str] | None,
     message_id: str | None,
-) -> Plan:
-    """Return the requests of one ``generate`` call.
-
-    Raises:
-        InvalidRequest: no token ids, unknown sampling parameters, or lists of different lengths.
-        TypeError: an unknown option.
+) -> Plan[GenerateReqInput]:
+    """Return the requests of one ``generate`` call; InvalidRequest for prompts and parameters that there are
+    not.
     """
     fields = _fields(options)
     prompts, single = sequences(input_ids)
@@ -125,7 +120,6 @@ def one_request(
     message_id: str | None,
     stream: bool,
 ) -> GenerateReqInput:
-    """Return the request of one ``submit``; raises as :func:`plan`."""
     fields = _fields(options)
     prompts, single = sequences(input_ids)
     if not single:
@@ -144,33 +138,35 @@ def one_request(
 
 
 def per_prompt_sampling(given: Sampling | Sequence[Sampling] | None, count: int) -> list[Any]:
-    """Return the sampling parameters of each of ``count`` prompts, as they were given."""
     return _per_prompt("sampling_params", given, _SAMPLING, count)
 
 
 def sampling(given: Any) -> SamplingParams:
-    """Return sampling parameters as the wire has them; None means the defaults."""
-    if isinstance(given, SamplingParams):
+    if isinstance(given, Mapping):
+        given = {key: value for key, value in given.items() if value is not None or key == "max_new_tokens"}
+    return struct_of("sampling_params", given, SamplingParams, GenerateReqInput.__struct_fields__)
+
+
+def struct_of(field: str, given: Any, kind: type[StructT], beside: Sequence[str] = ()) -> StructT:
+    """Return ``given`` as a ``kind``, whose fields a mapping has, or InvalidRequest. None means the defaults.
+
+    ``beside`` are names that belong next to the mapping.
+    """
+    if isinstance(given, kind):
         return given
     if given is None:
-        return SamplingParams()
+        return kind()
     if not isinstance(given, Mapping):
-        raise InvalidRequest(
-            f"sampling_params = {shown(given)} must be {one_of(list(_SAMPLING.values()))}",
-            field="sampling_params",
-        )
-    fields = {name: value for name, value in given.items() if value is not None or name == "max_new_tokens"}
+        raise InvalidRequest(f"{field} = {shown(given)} must be a {kind.__name__} or a dict", field=field)
     try:
-        return msgspec.convert(fields, SamplingParams)
+        return msgspec.convert(dict(given), kind)
     except msgspec.ValidationError as error:
-        field, sentence = field_error(
-            error, SamplingParams, fields, prefix="sampling_params", beside=GenerateReqInput.__struct_fields__
-        )
-        raise InvalidRequest(sentence, field=field) from error
+        name, sentence = field_error(error, kind, dict(given), prefix=field, beside=beside)
+        raise InvalidRequest(sentence, field=name) from error
 
 
 def token_ids(prompt: Any, field: str = "input_ids") -> list[int]:
-    """Return token ids as plain integers; arrays and numpy's integers are taken, booleans are not."""
+    """Return plain integers; arrays and numpy's integers are taken, booleans are not."""
     prompt = _plain(prompt)
     try:
         ids = list(map(operator.index, prompt))
@@ -190,7 +186,6 @@ def sequences(input_ids: Any) -> tuple[list[Any], bool]:
 
 
 def is_single(input_ids: Sequence[Any]) -> bool:
-    """Return True for the ids of one sequence."""
     if len(input_ids) == 0:
         return True  # an empty prompt, which the engine refuses
     first = _plain(input_ids[0])
@@ -204,7 +199,6 @@ def _plain(given: Any) -> Any:
 
 
 def _no_ids(given: Any, field: str) -> str:
-    """Return why ``given`` is no list of token ids."""
     if isinstance(given, str):
         return f"{field} = {shown(given)} is text, and the scheduler takes token ids: {_TOKENIZES}"
     if isinstance(given, Mapping):
@@ -267,3 +261,26 @@ def _per_prompt(field: str, value: Any, kinds: dict[type, str], count: int) -> l
     if len(values) != count:
         raise InvalidRequest(f"{len(values)} {field} for {count} prompts", field=field, value=len(values))
     return values
+
+
+class Scores:
+    def __init__(self, input_ids: Prompts, start: int | Sequence[int], temperature: float) -> None:
+        each, self._single = sequences(input_ids)
+        ids = [token_ids(sequence) for sequence in each]
+        starts = [start] * len(ids) if isinstance(start, int) else token_ids(start, "start")
+        if len(starts) != len(ids):
+            raise InvalidRequest(
+                f"{len(starts)} start for {len(ids)} sequences", field="start", value=len(starts)
+            )
+        self.request = ScoreReqInput(input_ids=ids, start=starts, temperature=temperature)
+
+    def decode(self, reply: ScoreReqOutput) -> Any:
+        """Return ``list[float]``, or a list of them for several sequences; InternalError if broken."""
+        logprobs = [read_floats(data) for data in reply.logprobs]
+        wanted = [
+            len(ids) - start for ids, start in zip(self.request.input_ids, self.request.start, strict=True)
+        ]
+        got = [len(values) for values in logprobs]
+        if got != wanted:
+            raise InternalError(f"{got} log-probabilities for {wanted} tokens")
+        return logprobs[0] if self._single else logprobs

@@ -11,6 +11,8 @@ import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 from ...io_struct import (
     DeltaDetails,
@@ -80,9 +82,7 @@ class GenerateOutput:
     input_token_ids_logprobs: TokenLogprobs | None = None
     """The tokens of ``token_ids_logprob`` at each position of ``input_logprobs`` but the first."""
     sampling_mask: SamplingMask | None = None
-    """Tokens that top-k, top-p and min-p kept: ``sampling_mask.at(i)`` for ``output_ids[i]``. None unless
-    ``return_sampling_mask``.
-    """
+    """Tokens that top-k, top-p and min-p kept for each output token; None unless ``return_sampling_mask``."""
     routed_experts: RoutedExperts | None
     """Experts that computed each position but the last: ``numpy.asarray`` gives [rows, layers, top_k] without
     a copy. None unless ``return_routed_experts``, and if an error ended the sample.
@@ -106,19 +106,21 @@ class GenerateOutput:
 
     def as_delta(self, start: int = 0) -> "TokenDelta":
         """Return the tokens from ``start`` to the end, as one delta."""
-        logprobs = self.output_logprobs
         return TokenDelta(
             index=self.index,
             start=start,
             output_ids=self.output_ids[start:],
-            output_logprobs=None if logprobs is None else logprobs[start:],
-            output_top_logprobs=_from(self.output_top_logprobs, start),
-            output_token_ids_logprobs=_from(self.output_token_ids_logprobs, start),
+            output_logprobs=cut(self.output_logprobs, start),
+            output_top_logprobs=cut(self.output_top_logprobs, start),
+            output_token_ids_logprobs=cut(self.output_token_ids_logprobs, start),
         )
 
 
-def _from(values: TokenLogprobs | None, start: int) -> TokenLogprobs | None:
-    return None if values is None else values.cut(start)
+def cut(values: Any, start: int, end: int | None = None) -> Any:
+    """Return the tokens [start, end) of a list or of an object that can be cut; None stays None."""
+    if values is None:
+        return None
+    return values[start:end] if isinstance(values, list) else values.cut(start, end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,15 +146,14 @@ class TokenDelta:
         """Return the tokens [start, end) of this delta; None means to the last."""
         if start == 0 and end in (None, len(self.output_ids)):
             return self
-        top, token_ids = self.output_top_logprobs, self.output_token_ids_logprobs
         return replace(
             self,
             start=self.start + start,
             output_ids=self.output_ids[start:end],
-            output_logprobs=None if self.output_logprobs is None else self.output_logprobs[start:end],
-            output_top_logprobs=None if top is None else top.cut(start, end),
-            output_token_ids_logprobs=None if token_ids is None else token_ids.cut(start, end),
-            details=None if self.details is None else self.details.cut(start, end),
+            output_logprobs=cut(self.output_logprobs, start, end),
+            output_top_logprobs=cut(self.output_top_logprobs, start, end),
+            output_token_ids_logprobs=cut(self.output_token_ids_logprobs, start, end),
+            details=cut(self.details, start, end),
         )
 
 
@@ -171,12 +172,11 @@ class TokenDetails:
 
     def cut(self, start: int, end: int | None = None) -> "TokenDetails":
         """Return the tokens [start, end) of the delta; None means to the last."""
-        part = slice(start, end)
         return TokenDetails(
-            weights=self.weights[part],
-            raw_logprobs=None if self.raw_logprobs is None else self.raw_logprobs[part],
-            sampled_logprobs=None if self.sampled_logprobs is None else self.sampled_logprobs[part],
-            sampling_mask=None if self.sampling_mask is None else self.sampling_mask.cut(start, end),
+            weights=self.weights[start:end],
+            raw_logprobs=cut(self.raw_logprobs, start, end),
+            sampled_logprobs=cut(self.sampled_logprobs, start, end),
+            sampling_mask=cut(self.sampling_mask, start, end),
         )
 
 
@@ -204,15 +204,16 @@ def _fill(values: "array.array[int] | array.array[float]", data: bytes) -> None:
         values.byteswap()
 
 
-def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
-    """Decode a terminal result.
+_SAME = (
+    "rid", "index", "sampling_mask", "routed_experts", "finish_reason", "weight_versions", "prompt_tokens",
+    "cached_tokens", "seed", "num_retractions", "queue_time", "e2e_latency",
+)  # fmt: skip
+"""Fields that need no decoding."""
 
-    Raises:
-        InternalError: lengths of tokens, logprobs, spans and routed experts do not match.
-    """
+
+def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
+    """Decode a terminal result; InternalError if lengths of its parts do not match."""
     output = GenerateOutput(
-        rid=wire.rid,
-        index=wire.index,
         output_ids=read_ints(wire.output_ids),
         output_logprobs=_optional(wire.output_logprobs),
         raw_logprobs=_optional(wire.raw_logprobs),
@@ -222,16 +223,7 @@ def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
         input_logprobs=_input_logprobs(wire.input_logprobs),
         input_top_logprobs=_optional_rows(wire.input_top_logprobs),
         input_token_ids_logprobs=_optional_rows(wire.input_token_ids_logprobs),
-        sampling_mask=wire.sampling_mask,
-        routed_experts=wire.routed_experts,
-        finish_reason=wire.finish_reason,
-        weight_versions=wire.weight_versions,
-        prompt_tokens=wire.prompt_tokens,
-        cached_tokens=wire.cached_tokens,
-        seed=wire.seed,
-        num_retractions=wire.num_retractions,
-        queue_time=wire.queue_time,
-        e2e_latency=wire.e2e_latency,
+        **{name: getattr(wire, name) for name in _SAME},
     )
     _check_lengths(output)
     if output.sampling_mask is not None:
@@ -290,6 +282,18 @@ def _check_lengths(output: GenerateOutput) -> None:
         )
 
 
+def joined_rows(parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | None:
+    """Concatenate the positions of all parts, or return None if there is none."""
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    return TokenLogprobs(
+        k=known[0].k,
+        ids=list(chain.from_iterable(part.ids for part in known)),
+        logprobs=list(chain.from_iterable(part.logprobs for part in known)),
+    )
+
+
 def joined_masks(masks: Sequence[SamplingMask | None]) -> SamplingMask | None:
     """Concatenate the positions of all masks, or return None if there is none."""
     known = [mask for mask in masks if mask is not None]
@@ -333,11 +337,8 @@ def _known_mask(mask: SamplingMask) -> SamplingMask | None:
 
 
 def further_logprobs(wire: DeltaLogprobs | None, counts: list[int]) -> list[TokenLogprobs | None]:
-    """Return the logprobs of each row of a stream delta, or None where it did not ask; ``counts`` are its
-    tokens.
-
-    Raises:
-        InternalError: columns of different lengths.
+    """Return the logprobs of each row of a stream delta, or None where it did not ask; InternalError if
+    broken.
     """
     if wire is None:
         return [None] * len(counts)
@@ -353,11 +354,8 @@ def further_logprobs(wire: DeltaLogprobs | None, counts: list[int]) -> list[Toke
 
 
 def token_details(wire: DeltaDetails | None, counts: list[int]) -> list[TokenDetails | None]:
-    """Return the details of each row of a stream delta, or None where it did not ask; ``counts`` are its
-    tokens.
-
-    Raises:
-        InternalError: columns of different lengths, or weights that are not listed.
+    """Return the details of each row of a stream delta, or None where it did not ask; InternalError if
+    broken.
     """
     if wire is None:
         return [None] * len(counts)

@@ -8,7 +8,7 @@ Invariants:
   the first engine would have: the position counts prompt and output.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 
@@ -21,7 +21,7 @@ from ...io_struct import (
     SamplingMask,
     WeightVersionSpan,
 )
-from ..connection.results import GenerateOutput, TokenDelta, TokenLogprobs, joined_masks
+from ..connection.results import GenerateOutput, TokenDelta, TokenLogprobs, cut, joined_masks, joined_rows
 
 EpochOf = Callable[[int], int]
 """Maps an engine's weights epoch to the group's."""
@@ -161,12 +161,12 @@ def joined(
         output_logprobs=_behind(part.logprobs, last.output_logprobs),
         raw_logprobs=_behind(part.raw, last.raw_logprobs),
         sampled_logprobs=_behind(part.sampled, last.sampled_logprobs),
-        output_top_logprobs=_rows(part.top, last.output_top_logprobs),
-        output_token_ids_logprobs=_rows(part.token_ids, last.output_token_ids_logprobs),
+        output_top_logprobs=joined_rows([*part.top, last.output_top_logprobs]),
+        output_token_ids_logprobs=joined_rows([*part.token_ids, last.output_token_ids_logprobs]),
         sampling_mask=joined_masks([*part.masks, last.sampling_mask]),
         input_logprobs=None if last.input_logprobs is None else last.input_logprobs[:inputs],
-        input_top_logprobs=_first(last.input_top_logprobs, inputs - 1),
-        input_token_ids_logprobs=_first(last.input_token_ids_logprobs, inputs - 1),
+        input_top_logprobs=cut(last.input_top_logprobs, 0, inputs - 1),
+        input_token_ids_logprobs=cut(last.input_token_ids_logprobs, 0, inputs - 1),
         routed_experts=routed if complete or done == 0 else None,
         finish_reason=_later(last.finish_reason, done),
         weight_versions=[*part.spans(), *spans],
@@ -186,8 +186,8 @@ def ended_here(
         output_logprobs=list(part.logprobs) if request.return_logprob else None,
         raw_logprobs=list(part.raw) if request.return_raw_logprob else None,
         sampled_logprobs=list(part.sampled) if request.return_sampled_logprob else None,
-        output_top_logprobs=_rows(part.top, None),
-        output_token_ids_logprobs=_rows(part.token_ids, None),
+        output_top_logprobs=joined_rows(part.top),
+        output_token_ids_logprobs=joined_rows(part.token_ids),
         sampling_mask=joined_masks(part.masks),
         routed_experts=None,
         finish_reason=reason,
@@ -203,21 +203,6 @@ def ended_here(
 
 def _behind(earlier: list[float], later: list[float] | None) -> list[float] | None:
     return None if later is None else [*earlier, *later]
-
-
-def _rows(earlier: Iterable[TokenLogprobs], later: TokenLogprobs | None) -> TokenLogprobs | None:
-    rows = [*earlier, *([] if later is None else [later])]
-    if not rows:
-        return None
-    return TokenLogprobs(
-        k=rows[0].k,
-        ids=[token for each in rows for token in each.ids],
-        logprobs=[value for each in rows for value in each.logprobs],
-    )
-
-
-def _first(rows: TokenLogprobs | None, count: int) -> TokenLogprobs | None:
-    return None if rows is None else rows.cut(0, count)
 
 
 def _later(reason: FinishReason, done: int) -> FinishReason:

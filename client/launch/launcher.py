@@ -43,7 +43,7 @@ from ...process import private_directory
 from ...process.contract import EXIT_HUNG
 from ...process.options import EngineOptions
 from ..connection.blocking import SchedulerClient
-from ..connection.curve import ClientKeys, KeyOrFile
+from ..connection.endpoints import ClientKeys, KeyOrFile
 from ..connection.fork import Process, close_sign_of_life, keep_from_children, not_forking
 from ..connection.options import LONGEST_S, ConnectionOptions, seconds
 from ..exceptions import EngineDied, TimedOut, error_for

@@ -41,7 +41,7 @@ from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
 from ...process.log import server_log
 from ..connection.blocking import ControlClient
-from ..connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
+from ..connection.endpoints import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from ..connection.options import ConnectionOptions
 from ..exceptions import EngineDied, EngineError, InternalError, TimedOut
 from .launcher import USAGE_STATUS, Child, check_keys, engine_command, how_it_ended

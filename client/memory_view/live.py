@@ -5,7 +5,8 @@ event, since the engine looks at them only then. It ends with Ctrl-C, and with a
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from time import monotonic, sleep, time
 
 from rich.box import SIMPLE_HEAD
@@ -22,12 +23,11 @@ from .record import TAGS, MemoryRecord, fetch
 from .text import MIB, cause, clock, model_label, size, span
 
 LOOKS = 96
-"""Width of the curve, in looks and in characters."""
+"""Width of the curve."""
 LAST_EVENTS = 12
 _FIGURES = (("reserved", 10), ("returned", 10), ("residual", 10))
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _ROWS = 3
-"""Height of the curve in lines."""
 _COLOURS = {
     "runtime": "bright_black", "weights": "green", "derived": "magenta", "kv": "blue", "reference": "yellow",
     "graphs": "bright_magenta", "answers": "white", "workspace": "cyan", "other": "red", "pause": "yellow",
@@ -49,52 +49,34 @@ def watch(
     seconds: float | None = None,
     timeout: float | None = None,
 ) -> None:
-    """Show the memory every ``interval_s`` seconds until Ctrl-C, or for ``seconds``; ``timeout`` bounds each
-    call.
-    """
-    try:
+    """Show the memory every ``interval_s`` seconds until Ctrl-C, or for ``seconds``."""
+    looked = _looks(client, interval_s, seconds, timeout)
+    with suppress(KeyboardInterrupt):
         if console.is_terminal:
             with Live(console=console, auto_refresh=False) as live:
-                _each_look(
-                    client,
-                    lambda record, looks: live.update(screen(record, looks), refresh=True),
-                    interval_s,
-                    seconds,
-                    timeout,
-                )
+                for record, looks in looked:
+                    live.update(screen(record, looks), refresh=True)
         else:
             console.print(_aligned(_COLUMNS), soft_wrap=True, highlight=False)
-            _each_look(
-                client,
-                lambda record, _: console.print(line(record), soft_wrap=True, highlight=False, markup=False),
-                interval_s,
-                seconds,
-                timeout,
-            )
-    except KeyboardInterrupt:
-        return
+            for record, _ in looked:
+                console.print(line(record), soft_wrap=True, highlight=False, markup=False)
 
 
-def _each_look(
-    client: ControlClient,
-    show: Callable[[MemoryRecord, Sequence[int]], None],
-    interval_s: float,
-    seconds: float | None,
-    timeout: float | None,
-) -> None:
+def _looks(
+    client: ControlClient, interval_s: float, seconds: float | None, timeout: float | None
+) -> Iterator[tuple[MemoryRecord, Sequence[int]]]:
     began, looks = monotonic(), deque[int](maxlen=LOOKS)
     record = None
     while True:
         record = fetch(client, record, timeout=timeout)
         looks.append(record.status.device_memory.reserved)
-        show(record, looks)
+        yield record, looks
         if seconds is not None and monotonic() - began + interval_s > seconds:
             return
         sleep(interval_s)
 
 
 def line(record: MemoryRecord) -> str:
-    """Return one look, in the columns of the plain table."""
     status = record.status
     memory, event = status.device_memory, record.events[-1]
     cells = (
@@ -161,7 +143,6 @@ def parts(record: MemoryRecord) -> RenderableType:
 
 
 def events(record: MemoryRecord, count: int = LAST_EVENTS) -> RenderableType:
-    """Return the last ``count`` events, newest first."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, expand=True)
     for name, width in (("#", 4), ("time", 10), ("what", None), *_FIGURES):
         flexible = width is None

@@ -15,7 +15,6 @@ _WORDS: dict[MemoryCause, str] = {
 
 
 def model_label(path: str) -> str:
-    """Return a model's name from its folder or its snapshot in Hugging Face's cache."""
     parts = path.rstrip("/").split("/")
     cached = next((part for part in reversed(parts) if part.startswith("models--")), None)
     return parts[-1] if cached is None else cached.split("--")[-1]

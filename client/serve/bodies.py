@@ -19,8 +19,8 @@ from litestar.exceptions import ClientException
 
 from ...io_struct.field_errors import FieldError, advice, field_error, fields_of, nearest
 from ...io_struct.generate import TokenId
-from ..connection.request_limits import check_size
 from ..exceptions import InvalidRequest, PromptTooLong
+from ..text.tokenizer_manager import check_size
 from .errors import printable
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ..connection.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
+from ..connection.endpoints import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 
 API_KEY, ADMIN_KEY = "CAESURA_API_KEY", "CAESURA_ADMIN_KEY"
 OPEN_TO_ALL = (

@@ -1,11 +1,9 @@
 """``ChatTemplate``: a conversation as one prompt, by the Jinja template that comes with a model.
 
 Invariants:
-- A template is code of the checkpoint's author, and is not trusted: it runs in Jinja's sandbox, in a process
-  of its own (``template_worker.py``) that the kernel ends when it takes too much. Any failure is an
-  :class:`~..exceptions.InvalidRequest` of the conversation, and the next one has a new process.
-- Threads that render at the same time have a process each. A process is reused, and ends with its
-  ``ChatTemplate``.
+- A template is not trusted: it runs in Jinja's sandbox, in a process (``template_worker.py``) that the kernel
+  ends when it takes too much. Any failure is an :class:`~..exceptions.InvalidRequest` of the conversation.
+- Threads that render at the same time have a process each. A process ends with its ``ChatTemplate``.
 - Keys of messages whose value is null are left out.
 """
 
@@ -25,17 +23,13 @@ from ..exceptions import CheckpointError, InvalidRequest
 CPU_S = 2
 """Maximum seconds of CPU time of a rendering."""
 MEMORY_BYTES = 512 << 20
-"""Address space of a rendering process."""
 MAX_CHARACTERS = 16 << 20
-"""Maximum characters of a prompt."""
 PATIENCE_S = 60.0
 """Seconds after which a process that gets no CPU time is killed."""
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class _Process:
-    """A rendering process."""
-
     def __init__(self, sources: Mapping[str, str]) -> None:
         self._connection, theirs = multiprocessing.Pipe()
         with theirs:
@@ -52,16 +46,10 @@ class _Process:
 
     @property
     def runs(self) -> bool:
-        """True until the process has ended."""
         return self._process.poll() is None
 
     def ask(self, request: bytes) -> dict[str, str]:
-        """Send a request and return its answer.
-
-        Raises:
-            EOFError, OSError: the process has ended, or does not answer.
-
-        """
+        """Return the answer to a request; EOFError or OSError if there is none."""
         if self._start:
             start, self._start = self._start, b""
             self._connection.send_bytes(start)
@@ -105,7 +93,6 @@ class ChatTemplate:
         Raises:
             InvalidRequest: no messages, or the template refuses them, fails on them or takes too much.
             CheckpointError: the template is not valid Jinja.
-
         """
         if not messages:
             raise InvalidRequest("messages must not be empty", field="messages")
@@ -153,7 +140,6 @@ class ChatTemplate:
 
 
 def _idle_one(idle: list[_Process]) -> _Process | None:
-    """Take out a process that still runs, if there is one."""
     while idle:
         process = idle.pop()
         if process.runs:

@@ -2,11 +2,10 @@
 
 Invariants:
 - All pieces together are the text of all output ids, decoded after the last :data:`CONTEXT` tokens of the
-  prompt (:func:`output_text`). For instance, they decide if the first word keeps the space before it. A
-  character that begins in the prompt belongs to the output that completes it.
-- A piece never ends within a character: U+FFFD at the end is held back until the next token, which completes
-  the character or shows that it is invalid. :meth:`Detokenizer.flush` returns what is held back at the end of
-  the output.
+  prompt, which decide for instance if the first word keeps the space before it. A character that begins in
+  the prompt belongs to the output that completes it.
+- A piece never ends within a character: U+FFFD at the end is held back until the next token, or
+  :meth:`Detokenizer.flush`.
 - Work per token is bounded: only the last tokens are decoded again.
 """
 
@@ -27,7 +26,7 @@ _HALF = "\ufffd"
 
 
 class Detokenizer:
-    """The text of one sample, piece by piece."""
+    """Text of one sample, piece by piece."""
 
     __slots__ = ("_open", "_prompt_text", "_sent", "_skipped", "_tokenizer", "_window", "settled")
 
@@ -114,7 +113,6 @@ def output_text(
 
 
 def _common(first: str, second: str) -> int:
-    """Return the length of the common prefix."""
     shorter = min(len(first), len(second))
     return next((at for at in range(shorter) if first[at] != second[at]), shorter)
 

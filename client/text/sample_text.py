@@ -14,19 +14,18 @@ from dataclasses import replace
 from msgspec import structs
 
 from ...io_struct import RoutedExperts
-from ..connection.results import GenerateOutput
+from ..connection.results import GenerateOutput, cut
 from .detokenizer import Detokenizer
 from .stop_strings import StopMatcher, StopStrings
 from .tokenizer import TextTokenizer
 
 
 class SampleText:
-    """The text of one sample, as its tokens arrive.
+    """Text of one sample, as its tokens arrive.
 
     Attributes:
         length: number of tokens up to the one that completed a stop string, or None.
         settled: number of tokens whose text is known; without stop strings, all.
-
     """
 
     __slots__ = (
@@ -64,7 +63,6 @@ class SampleText:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that was found, or None."""
         match = None if self._matcher is None else self._matcher.match
         return None if match is None else match.stop
 
@@ -87,11 +85,8 @@ class SampleText:
         return shown
 
     def finish(self, last: Sequence[int] = ()) -> str:
-        """Return the rest of the text, when the output is complete.
-
-        Args:
-            last: ids whose text is added without a search, such as a stop token that is kept.
-
+        """Return the rest of the text; that of ``last``, such as a kept stop token, is added without a
+        search.
         """
         if self.length is not None:
             return ""
@@ -132,37 +127,28 @@ class SampleText:
         return len(self._unsettled)
 
 
-def cut(output: GenerateOutput, length: int) -> GenerateOutput:
-    """Return the output with only its first ``length`` tokens: every list over output tokens is cut.
-
-    Values of the prompt, the finish reason and the times are unchanged.
-    """
+def shortened(output: GenerateOutput, length: int) -> GenerateOutput:
+    """Return the output with only its first ``length`` tokens: every list over output tokens is cut."""
     if length >= len(output.output_ids):
         return output
     spans = [span for span in output.weight_versions if span.start < length]
     if spans:
         spans[-1] = structs.replace(spans[-1], end=min(spans[-1].end, length))
-    top, token_ids = output.output_top_logprobs, output.output_token_ids_logprobs
     return replace(
         output,
         output_ids=output.output_ids[:length],
-        output_logprobs=_first(output.output_logprobs, length),
-        raw_logprobs=_first(output.raw_logprobs, length),
-        sampled_logprobs=_first(output.sampled_logprobs, length),
-        output_top_logprobs=None if top is None else top.cut(0, length),
-        output_token_ids_logprobs=None if token_ids is None else token_ids.cut(0, length),
-        sampling_mask=None if output.sampling_mask is None else output.sampling_mask.cut(0, length),
+        output_logprobs=cut(output.output_logprobs, 0, length),
+        raw_logprobs=cut(output.raw_logprobs, 0, length),
+        sampled_logprobs=cut(output.sampled_logprobs, 0, length),
+        output_top_logprobs=cut(output.output_top_logprobs, 0, length),
+        output_token_ids_logprobs=cut(output.output_token_ids_logprobs, 0, length),
+        sampling_mask=cut(output.sampling_mask, 0, length),
         routed_experts=_first_rows(output.routed_experts, output.prompt_tokens + length - 1 if length else 0),
         weight_versions=spans,
     )
 
 
-def _first(values: list[float] | None, length: int) -> list[float] | None:
-    return None if values is None else values[:length]
-
-
 def _first_rows(routed: RoutedExperts | None, end: int) -> RoutedExperts | None:
-    """Return the rows of the positions before ``end``."""
     if routed is None:
         return None
     _, *row = routed.shape

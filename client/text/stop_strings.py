@@ -16,26 +16,22 @@ from ..exceptions import InvalidRequest
 
 
 class StopStrings:
+    """An automaton of the stop strings of a request."""
+
     """The stop strings of one request: an automaton that all samples of the request share."""
 
     __slots__ = ("depth", "fail", "first", "longest", "next")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Build the automaton.
-
-        Raises:
-            InvalidRequest: a stop string is empty or not a string.
-
-        """
         _check(stops)
         self.next: list[dict[str, int]] = [{}]
-        """State after each character that continues a stop string, by state."""
+        """By state: the state after each character that continues a stop string."""
         self.fail = [0]
-        """State of the longest proper suffix that begins a stop string, by state."""
+        """By state: the state of the longest proper suffix that begins a stop string."""
         self.depth = [0]
-        """Characters of a stop string that have been seen, by state."""
+        """By state: characters of a stop string that have been seen."""
         self.longest = [0]
-        """Length of the longest stop string that ends, or 0, by state."""
+        """By state: length of the longest stop string that ends, or 0."""
         for stop in stops:
             self._add(stop)
         self._link()
@@ -71,12 +67,7 @@ class StopStrings:
 
 
 def shared_stop_strings(stops: Sequence[str]) -> StopStrings:
-    """Return the automaton of these stop strings, which requests with the same ones share.
-
-    Raises:
-        InvalidRequest: a stop string is empty or not a string.
-
-    """
+    """Return the automaton of stop strings, shared by requests; InvalidRequest for empty ones."""
     _check(stops)
     return _built(tuple(stops))
 
@@ -93,15 +84,13 @@ def _built(stops: tuple[str, ...]) -> StopStrings:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A stop string that was found."""
-
     stop: str
     end: int
     """Characters of the whole text up to and including the stop string."""
 
 
 class StopMatcher:
-    """Search for stop strings in the text of one sample."""
+    """A search in the text of one sample."""
 
     __slots__ = ("_held", "_seen", "_state", "_stops", "match")
 
@@ -114,10 +103,7 @@ class StopMatcher:
         """The stop string that was found, or None."""
 
     def feed(self, text: str) -> str:
-        """Add text; return the text in which no stop string can begin any more.
-
-        After a :attr:`match` this is the text before it, and later text is ignored.
-        """
+        """Add text; return what is before a :attr:`match`, or before where one can begin."""
         if self.match is not None:
             return ""
         stops, state, at = self._stops, self._state, 0

@@ -24,7 +24,6 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_MESSAGE_CHARACTERS = 1000
-"""Maximum characters of an error that a template raises."""
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
@@ -75,8 +74,6 @@ def _allow(seconds: int) -> None:
 
 
 class Worker:
-    """The templates of one model, compiled when they are first used."""
-
     def __init__(self, sources: dict[str, str], max_characters: int) -> None:
         self._sources = sources
         self._max_characters = max_characters
@@ -84,7 +81,6 @@ class Worker:
         self._compiled: dict[str, jinja2.Template] = {}
 
     def answer(self, name: str, variables: dict[str, Any]) -> dict[str, str]:
-        """Return the text of a template, or an error."""
         try:
             if name not in self._compiled:
                 self._compiled[name] = self._environment.from_string(self._sources[name])
@@ -98,12 +94,10 @@ class Worker:
 
 
 def _message(error: Exception) -> str:
-    """Return the message of ``error``, cut off, in text that can be encoded."""
     return str(error)[:MAX_MESSAGE_CHARACTERS].encode("utf-8", "backslashreplace").decode()
 
 
 def main(descriptor: int) -> None:
-    """Answer requests on the connection until it is closed."""
     connection = Connection(descriptor)
     start = json.loads(connection.recv_bytes())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

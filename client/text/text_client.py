@@ -1,7 +1,6 @@
 """Clients for generation with text input, stop strings and text output, for asyncio and for threads.
 
 Invariants:
-- The HTTP front end tokenizes, decodes and searches for stop strings in the same way (tokenizer_manager.py).
 - A call that fails, times out or is interrupted aborts what it started.
 - The blocking client runs an event loop in a thread of its own; any number of threads may call it.
 """
@@ -11,7 +10,6 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 
 from ..connection.async_client import AsyncSchedulerClient
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 Prompt = str | Sequence[int]
-"""One prompt: text, or token ids."""
 ResultT = TypeVar("ResultT")
 
 
@@ -100,7 +97,6 @@ class AsyncTextClient:
             TimedOut: not all generations ended within ``timeout``; they are aborted.
             InvalidRequest: a prompt is neither text nor token ids, or a parameter is unknown.
             EngineError: of the first prompt that was refused or failed; the others of this call are aborted.
-
         """
         prompts, single = _prompts(prompt)
         params = per_prompt_sampling(sampling_params, len(prompts))
@@ -140,9 +136,7 @@ class AsyncTextClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
 
@@ -220,9 +214,7 @@ class TextClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
@@ -259,7 +251,6 @@ def _tokenizer(given: str | os.PathLike[str] | TextTokenizer) -> TextTokenizer:
 
 
 def _prompts(given: Any) -> tuple[list[Prompt], bool]:
-    """Return the prompts, and True if the caller passed one rather than several."""
     if isinstance(given, str):
         return [given], True
     if isinstance(given, Sequence) and given and isinstance(given[0], str):

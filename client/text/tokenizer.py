@@ -30,7 +30,6 @@ _SPECIAL_TOKENS = (
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 DECODE_LONG = 4096
-"""Number of ids whose decoding takes about a millisecond."""
 
 
 class TokenizerMissing(CheckpointError):  # noqa: N818  (named as its base is)
@@ -48,7 +47,6 @@ class TextTokenizer:
         longest: characters of the longest entry of the vocabulary. A text of ``n`` characters has at least
             ``n / longest`` tokens, unless the tokenizer drops or joins characters (unknown ones, in
             SentencePiece).
-
     """
 
     def __init__(
@@ -69,13 +67,11 @@ class TextTokenizer:
     def from_folder(cls, path: str | Path) -> "TextTokenizer":
         """Read ``tokenizer.json``, ``tokenizer_config.json`` (optional) and chat templates from ``path``.
 
-        ``tokenizer.json`` decides if a text gets a BOS token; as in transformers, ``add_bos_token`` of the
-        config has no effect.
+        As in transformers, ``tokenizer.json`` alone decides if a text gets a BOS token.
 
         Raises:
             TokenizerMissing: there is no ``tokenizer.json``.
             CheckpointError: a file cannot be read.
-
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
@@ -98,11 +94,8 @@ class TextTokenizer:
         return cls(tokenizer, special, _chat_templates(folder, config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text; special tokens written out in it are recognised.
-
-        Raises:
-            InvalidRequest: the text is not valid Unicode.
-
+        """Return the token ids of a text, in which special tokens are recognised; InvalidRequest if not
+        Unicode.
         """
         try:
             text.encode()
@@ -112,11 +105,8 @@ class TextTokenizer:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; unknown ids are left out.
-
-        Raises:
-            InvalidRequest: an id is negative or not an integer.
-
+        """Return the text of token ids, without unknown ones; InvalidRequest if one is negative or no
+        integer.
         """
         try:
             if len(ids) > DECODE_LONG:  # unlike ``decode`` this lets other threads run meanwhile
@@ -127,7 +117,7 @@ class TextTokenizer:
 
     @property
     def backend(self) -> Tokenizer:
-        """The library's object, to read what has no method here."""
+        """The library's object."""
         return self._tokenizer
 
     def render_chat(
@@ -142,7 +132,6 @@ class TextTokenizer:
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the messages.
-
         """
         if self._chat_template is None:
             raise InvalidRequest("the model has no chat template", field="messages")
@@ -152,7 +141,6 @@ class TextTokenizer:
 
 
 def _byte_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids of ``<0x00>`` … ``<0xFF>``, if the decoder reads them as bytes."""
     if tokenizer.decoder is None or tokenizer.decoder.decode(["<0x41>"]) != "A":
         return frozenset()
     found = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
@@ -160,7 +148,6 @@ def _byte_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """Return the JSON object of a file; empty without the file."""
     if not file.is_file():
         return {}
     try:
@@ -170,7 +157,6 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _token_text(token: Any) -> str | None:
-    """Return a token of a config, written as text or as an object with ``content``."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
@@ -182,18 +168,6 @@ def _add_missing(tokenizer: Tokenizer, special: Mapping[str, str]) -> None:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    templates = _found_templates(folder, config)
-    for name, source in templates.items():
-        if len(source) > MAX_TEMPLATE_CHARACTERS:
-            raise CheckpointError(
-                f"chat template {name!r} of {folder} is over the limit of {MAX_TEMPLATE_CHARACTERS} "
-                "characters"
-            )
-    return templates
-
-
-def _found_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return templates by name; ``chat_template.jinja`` takes precedence."""
     in_config = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(in_config, str):
@@ -208,4 +182,10 @@ def _found_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     file = folder / "chat_template.jinja"
     if file.is_file():
         templates["default"] = file.read_text("utf-8")
+    for name, source in templates.items():
+        if len(source) > MAX_TEMPLATE_CHARACTERS:
+            raise CheckpointError(
+                f"chat template {name!r} of {folder} is over the limit of "
+                f"{MAX_TEMPLATE_CHARACTERS} characters"
+            )
     return templates

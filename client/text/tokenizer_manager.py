@@ -20,40 +20,51 @@ from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
-from ...io_struct import AbortReq, AbortReqOutput, FinishReason, GenerateReqInput, SamplingParams
+from ...io_struct import (
+    MAX_LOGIT_BIAS,
+    MAX_TOKEN_IDS_LOGPROB,
+    AbortReq,
+    AbortReqOutput,
+    FinishReason,
+    GenerateReqInput,
+    SamplingParams,
+)
+from ...io_struct.base import MAX_ID_LENGTH
 from ..connection.async_channel import Channel, Deltas, Result
 from ..connection.async_client import AsyncSchedulerClient
 from ..connection.connection import Generation
 from ..connection.prompts import token_ids
-from ..connection.request_limits import check_limits
-from ..connection.results import GenerateOutput, TokenDelta, TokenDetails, TokenLogprobs, joined_masks
+from ..connection.results import (
+    GenerateOutput,
+    TokenDelta,
+    TokenDetails,
+    joined_masks,
+    joined_rows,
+)
 from ..exceptions import EngineError, InvalidRequest, PromptTooLong
-from .sample_text import SampleText, cut
+from .sample_text import SampleText, shortened
 from .stop_strings import StopStrings, shared_stop_strings
 from .tokenizer import TextTokenizer
 
 ENCODE_INLINE = 2048
-"""Characters of the longest text that is tokenized on the event loop, in about a millisecond; others take a
-thread.
-"""
+"""Characters up to which a text is tokenized on the event loop, in about a millisecond."""
 
 START_SLICE = 32
 """Generations of a batch that are started before other tasks run."""
+
+MAX_STOP_CHARACTERS = 2048
+"""Maximum of all stop strings of a prompt; the automaton takes some 300 bytes for each character."""
+MAX_SALT_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 64
 
 _DEFAULTS = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt with ``sampling_params.n`` samples.
-
-    Raises:
-        InvalidRequest: a field is too large.
-
-    """
+    """One prompt with ``sampling_params.n`` samples; InvalidRequest if a field is too large."""
 
     prompt: str | Sequence[int]
-    """Text, which is tokenized, or token ids."""
     sampling_params: SamplingParams = _DEFAULTS
     stop: Sequence[str] = ()
     """Stop strings; the front end searches for them, the engine knows tokens only."""
@@ -81,13 +92,29 @@ class GenerationRequest:
     """Only the prompt is of interest: the token that the engine samples all the same is left out."""
 
     def __post_init__(self) -> None:
-        check_limits(self)
+        params, token_ids = self.sampling_params, self.token_ids_logprob
+        check_size("rid", len(self.rid or ""), MAX_ID_LENGTH, "characters")
+        check_size("stop", characters(self.stop), MAX_STOP_CHARACTERS, "characters in all")
+        check_size("cache_salt", len(self.cache_salt), MAX_SALT_CHARACTERS, "characters")
+        check_size(
+            "token_ids_logprob", 0 if token_ids is None else len(token_ids), MAX_TOKEN_IDS_LOGPROB, "ids"
+        )
+        check_size("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
+        check_size("logit_bias", len(params.logit_bias or {}), MAX_LOGIT_BIAS, "tokens")
+
+
+def check_size(field: str, size: int, limit: int, what: str) -> None:
+    if size > limit:
+        raise InvalidRequest(f"{field}: {size} {what} are over the limit of {limit}", field=field, value=size)
+
+
+def characters(texts: Sequence[str]) -> int:
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 _ENGINE_FIELDS = [
     each.name for each in fields(GenerationRequest) if each.name in GenerateReqInput.__struct_fields__
 ]
-"""Fields of a request that go to the engine as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,45 +156,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A request, ready to be sent."""
-
     request: GenerationRequest
     prompt_ids: list[int]
     wire: GenerateReqInput
     tokenizer: TextTokenizer | None
-    """None means that only ids are wanted."""
+    """None if only ids are wanted."""
     stops: StopStrings | None
-
-    def new_text(self) -> SampleText | None:
-        """Return the text of a new sample; None if no text is wanted."""
-        if self.tokenizer is None:
-            return None
-        return SampleText(
-            self.tokenizer,
-            self.prompt_ids,
-            self.stops,
-            skip_special_tokens=self.request.skip_special_tokens,
-            min_new_tokens=self.request.sampling_params.min_new_tokens,
-        )
-
-    def finished(self, output: GenerateOutput, text: str, stopped: SampleText | None) -> Sample:
-        """Return the terminal result; ``stopped`` has the stop string that ended it, if any."""
-        if self.request.scored:
-            ended = output.finish_reason.type in ("stop", "length")
-            reason = FinishReason(type="length", length=0) if ended else output.finish_reason
-            output = replace(cut(output, 0), finish_reason=reason)
-        matched: int | str | None = output.finish_reason.matched
-        if stopped is not None and stopped.length is not None:
-            output = replace(cut(output, stopped.length), finish_reason=FinishReason(type="stop"))
-            matched = stopped.stop
-        return Sample(
-            index=output.index,
-            rid=output.rid,
-            prompt_ids=self.prompt_ids,
-            text=text,
-            output=output,
-            matched=matched,
-        )
 
 
 class _Follower:
@@ -176,7 +170,17 @@ class _Follower:
     def __init__(self, work: _Work, index: int) -> None:
         self._work = work
         self._index = index
-        self._text = work.new_text()
+        self._text = (
+            None
+            if work.tokenizer is None
+            else SampleText(
+                work.tokenizer,
+                work.prompt_ids,
+                work.stops,
+                skip_special_tokens=work.request.skip_special_tokens,
+                min_new_tokens=work.request.sampling_params.min_new_tokens,
+            )
+        )
         self._arrived: list[TokenDelta] = []
         self._tokens: list[TokenDelta] = []  # made into text, not read
         self._read = 0  # tokens that were read
@@ -187,26 +191,21 @@ class _Follower:
         self._given = False  # the reader has its terminal result
 
     def arrive(self, delta: TokenDelta) -> None:
-        """Take new tokens."""
         if not self._work.request.scored:
             self._arrived.append(delta)
 
     def end(self, output: GenerateOutput) -> None:
-        """Take the engine's terminal result; all tokens have arrived."""
         self._output = output
 
     @property
     def stopped(self) -> bool:
-        """True if a stop string was found."""
         return self._text is not None and self._text.length is not None
 
     @property
     def generating(self) -> bool:
-        """True while the engine may still work on it."""
         return self._output is None
 
     def advance(self) -> None:
-        """Make text of what has arrived."""
         arrived, self._arrived = self._arrived, []
         self._tokens += arrived
         text, output = self._text, self._output
@@ -224,10 +223,25 @@ class _Follower:
             self._show((text.stop or "") if keep else "")
 
     def sample(self) -> Sample:
-        """Return the terminal result, after the end."""
         self.advance()
         assert self._output is not None
-        return self._work.finished(self._output, "".join(self._whole), self._text)
+        output = self._output
+        if self._work.request.scored:
+            ended = output.finish_reason.type in ("stop", "length")
+            reason = FinishReason(type="length", length=0) if ended else output.finish_reason
+            output = replace(shortened(output, 0), finish_reason=reason)
+        matched: int | str | None = output.finish_reason.matched
+        if self._text is not None and self._text.length is not None:
+            output = replace(shortened(output, self._text.length), finish_reason=FinishReason(type="stop"))
+            matched = self._text.stop
+        return Sample(
+            index=output.index,
+            rid=output.rid,
+            prompt_ids=self._work.prompt_ids,
+            text="".join(self._whole),
+            output=output,
+            matched=matched,
+        )
 
     def chunk(self, rid: str) -> Chunk | None:
         """Return the new text and tokens since the last call; None if there are none."""
@@ -263,8 +277,6 @@ class _Follower:
 
 
 class _Flow:
-    """Receiver of the deltas of one request, which processes tokens as they arrive."""
-
     def __init__(self, work: _Work, channel: Channel) -> None:
         self.changed = asyncio.Event()
         """Set whenever there may be something new for the reader."""
@@ -288,7 +300,6 @@ class _Flow:
             self._note(output.index)
 
     def follower(self, index: int) -> _Follower:
-        """Return the follower of sample ``index``."""
         found = self._followers.get(index)
         if found is None:
             found = self._followers[index] = _Follower(self._work, index)
@@ -322,7 +333,6 @@ class _Flow:
 
 
 def _abort(channel: Channel, generation: Generation[Result, Deltas], index: int | None = None) -> None:
-    """Abort a generation, or one sample of it, without waiting for the reply."""
     with contextlib.suppress(EngineError):
         channel.start_call(AbortReq(rid=generation.rid, index=index), AbortReqOutput)
 
@@ -337,11 +347,7 @@ class TokenizerManager:
         *,
         context_length: int | None = None,
     ) -> None:
-        """Take the engine's context length in tokens; None means no limit.
-
-        Texts that must be longer are refused without tokenizing them.
-
-        """
+        """Refuse texts longer than ``context_length`` tokens without tokenizing them; None means no limit."""
         self.client = client
         self.tokenizer = tokenizer
         self._context_length = context_length
@@ -351,28 +357,26 @@ class TokenizerManager:
         """Return all samples of one prompt, in order. If cancelled, the generation is aborted.
 
         Raises:
-            InvalidRequest: the prompt is neither text nor ids, or there is text or a stop string without a
-                tokenizer.
+            InvalidRequest: neither text nor ids, or text or a stop string without a tokenizer.
             EngineError: refused or failed; ``.output`` and ``.outputs`` have what had been generated.
-
         """
         work = await self._prepare(request, stream=False)
         if work.stops is None:
             generation = self._started(self.client.channel.start_generation(work.wire))
-            return [_whole(work, output) for output in await self._outputs(generation)]
+            samples = []
+            for output in await self._outputs(generation):
+                follower = _Follower(work, output.index)
+                follower.arrive(output.as_delta())
+                follower.end(output)
+                samples.append(follower.sample())
+            return samples
         flow = _Flow(work, self.client.channel)
         self._started(flow.generation)
         outputs = await self._outputs(flow.generation)
         return [flow.follower(output.index).sample() for output in outputs]
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """Yield chunks as they come; the last of each sample has its :class:`Sample`. If closed early, abort.
-
-        Raises:
-            EngineError: as :meth:`generate`; a refusal at the first step, a failure after what had been
-                generated.
-
-        """
+        """Yield chunks; the last of each sample has its :class:`Sample`. If closed early, abort."""
         work = await self._prepare(request, stream=True)
         flow = _Flow(work, self.client.channel)
         waiter = self._started(flow.generation).waiter
@@ -390,12 +394,7 @@ class TokenizerManager:
                 _abort(self.client.channel, flow.generation)
 
     async def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[Sample]]:
-        """Return the samples of many prompts, in order; a failure or cancellation aborts all others.
-
-        Raises:
-            EngineError: of the first prompt that was refused or failed, with its position as a note.
-
-        """
+        """Return the samples of many prompts, in order; the first failure, with a note, aborts all others."""
         tasks: list[asyncio.Task[list[Sample]]] = []
         try:
             for request in requests:
@@ -421,12 +420,7 @@ class TokenizerManager:
             _abort(self.client.channel, generation)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text.
-
-        Raises:
-            PromptTooLong: it has more characters than as many of the longest token as fit into the context.
-
-        """
+        """Return the token ids of a text; PromptTooLong if it cannot fit into the context."""
         return self._encoder(text).encode(text, add_special_tokens=add_special_tokens)
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -449,10 +443,7 @@ class TokenizerManager:
         return self._encoder(prompt, "messages").encode(prompt, add_special_tokens=False)
 
     def _encoder(self, text: str, field: str = "text") -> TextTokenizer:
-        """Return the tokenizer, if ``text`` can fit into the context.
-
-        Tokenizing takes hundreds of bytes for each character.
-        """
+        """Return the tokenizer if ``text`` can fit into the context; tokenizing is expensive."""
         tokenizer = self._need_tokenizer(field)
         tokens = self._context_length
         if tokens is not None and len(text) > tokens * tokenizer.longest:
@@ -507,14 +498,6 @@ class TokenizerManager:
         return outputs
 
 
-def _whole(work: _Work, output: GenerateOutput) -> Sample:
-    """Return the result of a sample whose tokens came at once."""
-    follower = _Follower(work, output.index)
-    follower.arrive(output.as_delta())
-    follower.end(output)
-    return follower.sample()
-
-
 def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
     """Join contiguous deltas of one sample into one, for a reader that is slower than the engine."""
     first = deltas[0]
@@ -525,20 +508,9 @@ def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
         first,
         output_ids=list(chain.from_iterable(delta.output_ids for delta in deltas)),
         output_logprobs=None if first.output_logprobs is None else list(chain.from_iterable(logprobs)),
-        output_top_logprobs=_joined_further([delta.output_top_logprobs for delta in deltas]),
-        output_token_ids_logprobs=_joined_further([delta.output_token_ids_logprobs for delta in deltas]),
+        output_top_logprobs=joined_rows([delta.output_top_logprobs for delta in deltas]),
+        output_token_ids_logprobs=joined_rows([delta.output_token_ids_logprobs for delta in deltas]),
         details=_joined_details([delta.details for delta in deltas]),
-    )
-
-
-def _joined_further(parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | None:
-    known = [part for part in parts if part is not None]
-    if not known:
-        return None
-    return TokenLogprobs(
-        k=known[0].k,
-        ids=list(chain.from_iterable(part.ids for part in known)),
-        logprobs=list(chain.from_iterable(part.logprobs for part in known)),
     )
 
 

@@ -54,12 +54,7 @@ class Bucket:
 
 
 def pairs(named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """Return each name with its tensor.
-
-    Raises:
-        InvalidRequest: no named tensors, or one has no values, is sharded, or has a dtype without a wire
-            name.
-    """
+    """Return each name with its tensor; InvalidRequest if there are none, or one cannot be sent."""
     if isinstance(named_tensors, torch.nn.Module):
         raise InvalidRequest(
             f"named_tensors is a {type(named_tensors).__name__}: pass checkpoint_tensors(model), which has"

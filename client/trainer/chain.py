@@ -15,7 +15,6 @@ Invariants:
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ...io_struct import (
@@ -63,7 +62,6 @@ class WeightUpdateChain:
     def __init__(
         self, group: WeightUpdateGroup, clients: "Sequence[ControlClient]", links: list[str]
     ) -> None:
-        """Use :meth:`create`."""
         self.clients = list(clients)
         """Clients of its engines, in the order in which they pass updates on."""
         self._group = group
@@ -83,8 +81,8 @@ class WeightUpdateChain:
     ) -> Self:
         """Join this process with the first engine, and each engine with the next; return when all have.
 
-        Arguments and errors are those of :meth:`WeightUpdateGroup.create`. Put engines of one host next to
-        one another: each link is one connection.
+        Arguments and errors are those of :meth:`WeightUpdateGroup.create`. Each link is one connection: put
+        engines of one host next to one another.
         """
         require_clients(clients)
         links = [group_name, *(f"{group_name}/{number}" for number in range(1, len(clients)))]
@@ -149,9 +147,7 @@ class WeightUpdateChain:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -242,10 +238,7 @@ def join_links(
 ) -> None:
     """Join each of ``engines`` with the next, over ``links`` in ``store``, of this process at ``address``.
 
-    ``limits`` are the seconds for joining, and for each broadcast.
-
-    Raises:
-        CaesuraError: the error of an engine; ``group_error`` if one did not join in time.
+    ``limits`` are the seconds for joining, and for each broadcast. Raises the first error of an engine.
     """
     tickets = []
     receivers = ranks_of(engines[1 : len(links) + 1], limits[0])
@@ -259,7 +252,6 @@ def join_links(
 
 
 def leave_links(engines: "Sequence[ControlClient]", links: Sequence[str]) -> None:
-    """Have each of ``engines`` and the next leave their link."""
     for number, link in enumerate(links):
         leave(engines[number : number + 2], link, GRACE_S)
 

@@ -14,7 +14,7 @@ import copy
 import operator
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
@@ -23,7 +23,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 import torch
 from torch import Tensor
 
-from ...io_struct import CaesuraError, Request, UpdateWeightsFromDistributedReqInput, WeightUpdateReqOutput
+from ...io_struct import (
+    CaesuraError,
+    Message,
+    Request,
+    UpdateWeightsFromDistributedReqInput,
+    WeightUpdateReqOutput,
+)
 from ...io_struct.field_errors import one_of, shown
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ...transfer.process_group import (
@@ -49,7 +55,7 @@ from .rendezvous import (
     make_store,
     ranks_of,
 )
-from .steps import Await, Run, Send, Steps, drive, in_one_session
+from .sending import Sender, in_one_session
 from .two_phase import started
 
 if TYPE_CHECKING:
@@ -82,7 +88,7 @@ class WeightUpdateGroup:
 
         Args:
             process_group: a torch.distributed ProcessGroup, or a bare backend.
-            clients: clients of its engines, in the order of their ranks from 1; :meth:`close` makes them
+            clients: clients of its engines, in the order of their ranks from 1, which :meth:`close` makes
                 leave.
         """
         self.group_name = group_name
@@ -151,15 +157,16 @@ class WeightUpdateGroup:
         group.store, group._broadcast_timeout = store, broadcast_limit
         return group
 
-    def steps(
+    async def carry_out(
         self,
+        sender: Sender,
         named_tensors: NamedTensors,
         options: dict[str, Any],
         *,
         bucket_bytes: int,
         load_format: LoadFormat = "flattened_bucket",
-    ) -> Steps:
-        """Yield all messages of one update, and its broadcasts.
+    ) -> Any:
+        """Send one update by messages of ``sender`` and by broadcasts.
 
         More than one bucket makes a session of its own, all or nothing, unless the options name one.
         """
@@ -167,10 +174,8 @@ class WeightUpdateGroup:
             raise self._error(self._dead)
         tensors = [(name, tensor.detach()) for name, tensor in pairs(named_tensors)]
         parts = list(whole(tensors, bucket_size(bucket_bytes)))
-        return (
-            yield from in_one_session(
-                tensors, options, len(parts), lambda named: self._calls(parts, named, load_format)
-            )
+        return await in_one_session(
+            sender, tensors, options, len(parts), lambda named: self._calls(sender, parts, named, load_format)
         )
 
     def update(
@@ -192,22 +197,23 @@ class WeightUpdateGroup:
         begun = bool(clients) and all(client.session_id is not None for client in clients)
         if begun:
             named["session_id"] = clients[0].session_id
-        steps = self.steps(named_tensors, named, bucket_bytes=bucket_bytes, load_format=load_format)
 
-        def start(send: Send) -> _Tickets:
+        def start(common: Request, expects: type[Message], _: object) -> _Tickets:
             futures = []
             for client in clients:
-                request = copy.copy(send.request)
+                request = copy.copy(common)
                 if begun and isinstance(request, UpdateWeightsFromDistributedReqInput):
                     request.session_id = client.session_id
-                futures.append(started(client, request, send.expects))
+                futures.append(started(client, request, expects))
             return _Tickets(futures)
 
-        @at_once
         def replies(tickets: _Tickets, request: Request) -> list[Any]:
             return _replies(clients, tickets.futures, request, timeout)
 
-        found: list[WeightUpdateReqOutput] = finished(drive(steps, start, replies, at_once(operator.call)))
+        sender = Sender(start, at_once(replies), at_once(operator.call))
+        found: list[WeightUpdateReqOutput] = finished(
+            self.carry_out(sender, named_tensors, named, bucket_bytes=bucket_bytes, load_format=load_format)
+        )
         return found
 
     def close(self) -> None:
@@ -233,18 +239,18 @@ class WeightUpdateGroup:
         if self._dead is not None:
             raise self._error(self._dead)
 
-    def _calls(
-        self, parts: list[list[Named]], options: dict[str, Any], load_format: LoadFormat
-    ) -> Generator[Send | Await | Run, Any, Any]:
+    async def _calls(
+        self, sender: Sender, parts: list[list[Named]], options: dict[str, Any], load_format: LoadFormat
+    ) -> Any:
         reply = None
         for part in parts:
             request = UpdateWeightsFromDistributedReqInput(
                 specs=manifest(part), group_name=self.group_name, load_format=load_format, **options
             )
-            ticket = yield Send(request)
+            ticket = sender.send(request)
             try:
-                yield Run(partial(self._send, part, load_format, ticket.done))
-                reply = yield Await(ticket, request)
+                await sender.run(partial(self._send, part, load_format, ticket.done))
+                reply = await sender.wait(ticket, request)
             except BaseException as error:
                 self._die(f"a call failed: {error!r}")
                 raise
@@ -299,9 +305,7 @@ class WeightUpdateGroup:
         return lambda: time.sleep(min(max(_POLL_S, (time.monotonic() - began) / _POLLS), _MAX_POLL_S))
 
     def _die(self, reason: str) -> None:
-        """Close the connections, so that engines which wait for a broadcast learn of it. The first reason
-        stays.
-        """
+        """Close the connections, so that engines learn of it. The first reason stays."""
         self._dead = self._dead or reason
         holder, self._group = [self._group], None
         # Its end waits for a broadcast that nobody takes, if there is one. A process that ended in between
@@ -316,7 +320,6 @@ class WeightUpdateGroup:
 
 
 def _backend(clients: "Sequence[ControlClient]", backend: Backend | None, timeout_s: float) -> Backend:
-    """Return ``backend``, or the best one that this process and all engines have."""
     if not isinstance(clients, Sequence):
         raise InvalidRequest(
             f"clients must be a list of clients, not a {type(clients).__name__}", field="clients"
@@ -332,8 +335,6 @@ def _backend(clients: "Sequence[ControlClient]", backend: Backend | None, timeou
 
 
 class _Tickets:
-    """The tickets of one message to several engines."""
-
     def __init__(self, futures: list[Future[Any]]) -> None:
         self.futures = futures
 

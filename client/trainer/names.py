@@ -27,9 +27,7 @@ _MIXTRAL, _MIXTRAL_PROJECTIONS = "mixtral", ("w1", "w3", "w2")
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the checkpoint names and tensors of a transformers model.
-
-    All parameters must be in this process (gathered, not on ``meta``).
+    """Yield the checkpoint names and tensors of a transformers model, gathered in this process.
 
     Raises:
         CaesuraError: ``unsupported`` if the model fuses experts in a way that is not known here.

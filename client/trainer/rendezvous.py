@@ -37,12 +37,8 @@ def invite(
     first_rank: int = 1,
     ranks: Sequence[int] | None = None,
 ) -> list[Future[Any]]:
-    """Ask every engine to join, in the order of ranks, without waiting for the replies.
-
-    Args:
-        limits: seconds for joining, and for each broadcast.
-        first_rank: 0 for a group of engines alone, 1 if this process is rank 0.
-        ranks: number of ranks of each engine.
+    """Ask every engine to join. ``limits`` are seconds for joining, and for each broadcast; ``first_rank`` is
+    0 without this process; ``ranks`` has the number of each engine, by default one.
     """
     counts = [1] * len(clients) if ranks is None else list(ranks)
     return [
@@ -75,11 +71,7 @@ def await_ranks(joining: Sequence[Future[Any]], timeout_s: float) -> None:
 
 
 def make_store(address: str, port: int, limit: timedelta, size: int = 1) -> tuple[Any, bool]:
-    """Return a store for ``size`` ranks in this process, and True if ``address`` is one of this host.
-
-    Raises:
-        GroupError: nothing can listen there.
-    """
+    """Return a store for ``size`` ranks in this process, and True if ``address`` is one of this host."""
     try:
         return serve_store(address, port, size, limit)
     except (OSError, RuntimeError) as error:
@@ -100,7 +92,6 @@ def backend_of(engines: "Sequence[ControlClient]", timeout_s: float) -> Backend:
 
 
 def ranks_of(clients: "Sequence[ControlClient]", timeout_s: float) -> list[int]:
-    """Return the number of ranks of each engine (its ``tp``)."""
     return [1 + len(client.status(timeout=timeout_s).ranks) for client in clients]
 
 

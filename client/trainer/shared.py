@@ -34,14 +34,9 @@ class SharedBucket:
     """Memory that an engine of the same host can open."""
 
     def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
-        """Allocate memory on a CUDA device, or on the host if ``device`` is None.
-
-        Raises:
-            CaesuraError: ``out_of_memory``; ``unsupported`` if torch allocates in segments that cannot be
-                exported.
-        """
+        """Allocate memory on a CUDA device, or on the host if ``device`` is None."""
         self.nbytes = padded(max(nbytes, 1))
-        """Bytes of the memory: those asked for, rounded up."""
+        """Bytes, rounded up."""
         self.device = device
         """The CUDA device that has the memory; None if the host has it."""
         self.handle = self._host_memory() if device is None else self._device_memory(device)
@@ -103,7 +98,7 @@ class SharedTensors:
     """
 
     def __init__(self, named_tensors: NamedTensors, *, dtype: torch.dtype | None = None) -> None:
-        """Copy the values in; ``dtype``, if given, is the one that floating-point tensors are cast to.
+        """Copy the values in; floating-point tensors are cast to ``dtype``, if given.
 
         Raises:
             CaesuraError: ``invalid_request`` if a dtype cannot be sent; ``out_of_memory`` if shared memory is
@@ -170,10 +165,7 @@ class SharedTensors:
 
 
 class SharedBuckets:
-    """The shared memory of one client: one bucket, kept between updates, replaced if another is needed.
-
-    Each running update has a bucket of its own, so several threads or tasks can update at the same time.
-    """
+    """Shared memory of one client: a bucket is kept between updates; each running update has its own."""
 
     def __init__(self) -> None:
         self._kept: SharedBucket | None = None

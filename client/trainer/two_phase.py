@@ -47,21 +47,15 @@ class TwoPhaseUpdate:
         options: dict[str, Any],
         timeout: float | None,
     ) -> None:
-        """Open a session on every engine, or on none.
-
-        Args:
-            options: fields of ``WeightUpdateOptions``.
-            timeout: maximum seconds of each wait for an answer.
-
-        Raises:
-            CaesuraError: the first refusal of an engine.
+        """Open a session on every engine, or on none: then raise the first refusal. ``timeout`` limits each
+        wait.
         """
         self._clients, self._options, self._timeout = clients, options, timeout
         self._errors: dict[int, CaesuraError] = {}
         component = options.get("component")
         begins = [BeginWeightUpdateReqInput(manifest=specs, component=component) for _ in clients]
         self._sessions = [begin.id for begin in begins]  # these messages name the sessions as well
-        self._send(begins, BeginWeightUpdateReqOutput)
+        self._send(enumerate(begins), BeginWeightUpdateReqOutput)
         self._gather()
         if self._errors:
             self.abort()
@@ -71,34 +65,22 @@ class TwoPhaseUpdate:
         """Send each engine its call, which joins its session, and return the ticket of the first."""
         for call, session in zip(calls, self._sessions, strict=True):
             call.session_id = session
-        return self._send(calls, WeightUpdateReqOutput)[0]
+        self._send(enumerate(calls), WeightUpdateReqOutput)
+        return self._asked[0][1]
 
     def commit(self, version: str | None = None) -> list[WeightUpdateReqOutput]:
-        """Wait for the calls, commit where they succeeded, and return the commits' replies.
+        """Wait for the calls, commit where they succeeded, and return the commits' replies, or raise
+        PartialUpdate.
 
         ``version`` is the label, unless the options have one; None leaves it unchanged.
-
-        Raises:
-            PartialUpdate: some engines failed.
         """
-        replies: dict[int, WeightUpdateReqOutput] = {}
+        given = self._options.get("weight_version")
+        label = version if given is None else given
         try:
-            given = self._options.get("weight_version")
-            label = version if given is None else given
             loaded = self._gather()
-            ends = {
-                number: EndWeightUpdateReqInput(session_id=self._sessions[number], weight_version=label)
-                for number in loaded
-            }
-            tickets = {
-                number: started(self._clients[number], end, WeightUpdateReqOutput)
-                for number, end in ends.items()
-            }
-            for number, ticket in tickets.items():
-                try:
-                    replies[number] = wait_for(ticket, ends[number].id, self._timeout)
-                except CaesuraError as error:
-                    self._errors[number] = error
+            ends = (EndWeightUpdateReqInput(session_id=name, weight_version=label) for name in self._sessions)
+            self._send([(n, end) for n, end in enumerate(ends) if n in loaded], WeightUpdateReqOutput)
+            replies: dict[int, WeightUpdateReqOutput] = self._gather()
         except BaseException:
             self.abort()
             raise
@@ -108,11 +90,8 @@ class TwoPhaseUpdate:
         return [replies[number] for number in range(len(self._clients))]
 
     def fail(self, cause: CaesuraError) -> NoReturn:
-        """Give up for ``cause``, after waiting for the calls: they end, as it has closed their group.
-
-        Raises:
-            PartialUpdate: engines failed, and ``cause`` may be a consequence.
-            CaesuraError: else ``cause``.
+        """Give up for ``cause``, after waiting for the calls: raise it, or PartialUpdate if it may be a
+        consequence.
         """
         self._gather()
         self.abort()
@@ -127,21 +106,22 @@ class TwoPhaseUpdate:
             with contextlib.suppress(CaesuraError):
                 self._clients[number].start(request, WeightUpdateReqOutput)
 
-    def _send(self, requests: Sequence[Request], expects: type[Message]) -> list[Future[Any]]:
-        self._requests = requests
-        both = zip(self._clients, requests, strict=True)
-        self._tickets = [started(client, request, expects) for client, request in both]
-        return self._tickets
+    def _send(self, requests: Iterable[tuple[int, Request]], expects: type[Message]) -> None:
+        self._asked = {
+            number: (request, started(self._clients[number], request, expects))
+            for number, request in requests
+        }
 
-    def _gather(self) -> list[int]:
-        """Wait for all tickets, and return the numbers of the engines that have not failed."""
-        for number, (ticket, request) in enumerate(zip(self._tickets, self._requests, strict=True)):
+    def _gather(self) -> dict[int, Any]:
+        """Return the replies to what was sent last; errors are kept."""
+        replies = {}
+        for number, (request, ticket) in self._asked.items():
             try:
-                wait_for(ticket, request.id, self._timeout)
+                replies[number] = wait_for(ticket, request.id, self._timeout)
             except CaesuraError as error:
                 error.add_note(f"engine at {self._clients[number].endpoint}")
                 self._errors[number] = error
-        return [number for number in range(len(self._clients)) if number not in self._errors]
+        return replies
 
     def _partial(self, replies: dict[int, WeightUpdateReqOutput]) -> PartialUpdate:
         return PartialUpdate([client.endpoint for client in self._clients], replies, self._errors)

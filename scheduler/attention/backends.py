@@ -11,26 +11,23 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..cache.pool import MHAPool, MLAPool
-from ..execution.forward import AttentionBackend, ForwardBatch
-from ..execution.graphs import scratch_prefill
-from ..execution.staging import StepLimits
+from ..execution.forward import AttentionBackend, ForwardBatch, StepLimits
+from ..execution.scratch_steps import scratch_prefill
 from ..kernels import TORCH, best, self_test
-from ..kernels.attention_form import AttentionForm, FormKind
+from ..kernels.attention_form import AttentionForm
 from ..layers.rotary import rotate
 from ..runtime.config import PAGE_SIZE, EngineConfig
-from ..weights.loaded_model import LoadedModel
 from . import flashinfer, flashinfer_mla, paged_triton
 from .mla import LatentBackend
-from .mla_cpu import LatentCpuBackend
 from .paged_cpu import PagedCpuBackend
 from .sdpa import SdpaBackend
+from .shape import Shape
 
 logger = logging.getLogger(__name__)
 
@@ -39,56 +36,6 @@ _AGREEMENT = 0.02
 _MIXED = ((40, 1), (15, 1), (0, 20), (17, 9))
 _DECODE = ((40, 1), (16, 1))
 """Rows of the trial: tokens in the cache, and new ones. The first two of either decode."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Requirements of a model on attention kernels."""
-
-    device: torch.device
-    dtype: torch.dtype
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    latent: int | None = None
-    """Width of the latents, which are the values (``head_dim`` has the rotated key, too), or None."""
-    value_dim: int | None = None
-    """Size of a value if it is not ``head_dim``."""
-    kinds: tuple[FormKind, ...] = (FormKind(),)
-    """Distinct kinds of the layers' forms, in a fixed order."""
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        found = {name: None for kind in self.kinds for name in kind.features}
-        return (*found, *self.other_values)
-
-    @property
-    def other_values(self) -> tuple[str, ...]:
-        return () if self.value_dim in (None, self.head_dim) else ("values of another size than keys",)
-
-    @classmethod
-    def of(cls, loaded: LoadedModel) -> "Shape":
-        """Return the shape of a model's layers, with this rank's heads."""
-        model, mla = loaded.config, loaded.config.mla
-        heads, kv_heads, size, scale = (
-            loaded.num_heads,
-            1 if mla is not None else loaded.num_kv_heads,
-            model.head_dim,
-            model.attention_scale,
-        )
-        if mla is not None:
-            size, scale = mla.latent_width, mla.softmax_scale
-        return cls(
-            device=loaded.device,
-            dtype=loaded.dtype,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=size,
-            scale=scale,
-            latent=None if mla is None else mla.kv_lora_rank,
-            kinds=tuple(sorted({form.kind for form in loaded.model.forms}, key=repr)),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,56 +90,30 @@ def _first(name: str, shape: Shape) -> Choice | str:
 
 
 def _why_not(name: str, shape: Shape) -> str | None:
+    """Return why a library cannot serve, as far as that shows without a step, or None."""
+    device, dtype = shape.device, shape.dtype
     if name == "triton":
-        if shape.latent:
-            return "it does not serve latent attention"
-        if shape.value_dim not in (None, shape.head_dim):
-            return "it does not serve values of another size than keys"
-        return paged_triton.why_not(shape.device)
-    unserved = shape.features if shape.latent is not None else shape.other_values
-    if unserved:
-        return f"it does not serve {', '.join(unserved)} here"
-    if shape.latent is not None:
-        rope = shape.head_dim - shape.latent
-        return flashinfer_mla.why_not(shape.device, shape.dtype, shape.latent, rope)
-    return flashinfer.why_not(shape.device, shape.dtype, shape.head_dim, shape.kinds)
+        return "it does not serve latent attention" if shape.latent else paged_triton.why_not(device)
+    if shape.latent is None:
+        return flashinfer.why_not(device, dtype, shape.head_dim, shape.kinds)
+    if shape.features:
+        return f"it does not serve {', '.join(shape.features)} here"
+    return flashinfer_mla.why_not(device, dtype, shape.latent, shape.head_dim - shape.latent)
 
 
 def make(choice: Choice, shape: Shape, pool: MHAPool | MLAPool, limits: StepLimits) -> AttentionBackend:
+    """Return the backend over ``pool``, for steps within ``limits``."""
+    if choice.by not in ("flashinfer", "triton", TORCH):
+        return PagedCpuBackend(pool, shape)
     if isinstance(pool, MLAPool):
-        assert shape.latent is not None
         if choice.by == "flashinfer":
-            return flashinfer_mla.FlashInferLatentBackend(
-                pool,
-                shape.num_heads,
-                shape.latent,
-                shape.scale,
-                max_rows=limits.rows,
-                max_tokens=limits.tokens,
-                max_pages=limits.pages,
-                kernels=choice.kernels,
-            )
-        if choice.by == TORCH:
-            return LatentBackend(pool, shape.num_heads, shape.scale)
-        return LatentCpuBackend(pool, shape.num_heads, shape.latent, shape.scale)
-    sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scale)
-    windows = tuple({kind.window: None for kind in shape.kinds})
+            return flashinfer_mla.FlashInferLatentBackend(pool, shape, limits, choice.kernels)
+        return LatentBackend(pool, shape)
     if choice.by == "flashinfer":
-        return flashinfer.FlashInferBackend(
-            pool,
-            *sizes,
-            max_rows=limits.rows,
-            max_tokens=limits.tokens,
-            max_pages=limits.pages,
-            kinds=shape.kinds,
-        )
+        return flashinfer.FlashInferBackend(pool, shape, limits)
     if choice.by == "triton":
-        return paged_triton.PagedTritonBackend(
-            pool, *sizes, windows=windows, max_rows=limits.rows, max_pages=limits.pages
-        )
-    if choice.by == TORCH:
-        return SdpaBackend(pool, *sizes, windows=windows)
-    return PagedCpuBackend(pool, *sizes)
+        return paged_triton.PagedTritonBackend(pool, shape, limits)
+    return SdpaBackend(pool, shape)
 
 
 @cache
@@ -211,10 +132,10 @@ def _differences(choice: Choice, shape: Shape) -> Iterator[float]:
     with torch.inference_mode():
         limits = StepLimits(tokens=sum(new for _, new in _MIXED), rows=len(_MIXED), context_len=4 * PAGE_SIZE)
         ours, theirs = _filled_pool(shape), _filled_pool(shape)
-        tried: Any = make(choice, shape, ours, limits)
+        tried = make(choice, shape, ours, limits)
         reference = make(Choice(TORCH), shape, theirs, limits)
         steps: list[tuple[AttentionBackend, tuple[tuple[int, int], ...]]] = [(tried, _MIXED)]
-        if hasattr(tried, "for_decode"):
+        if tried.capturable:
             steps.append((tried.for_decode(len(_DECODE)), _DECODE))
         for backend, rows in steps:
             batch, projected = _batch(rows, shape.device), _projected(shape, sum(new for _, new in rows))

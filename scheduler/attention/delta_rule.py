@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..cache.state_pool import StatePool, StateShape
-from ..execution.forward import AttentionBackend, ForwardBatch, FusedAttention, StateSegment, StateStep
-from ..kernels.attention import PagedStep
+from ..cache.pool import StatePool, StateShape
+from ..execution.forward import AttentionBackend, ForwardBatch, StateSegment, StateStep
 from ..kernels.attention_form import PLAIN, AttentionForm
 from ..kernels.delta import NO_STATE, Segments
 
@@ -35,20 +34,16 @@ _NORM_EPS = 1e-6
 """Epsilon of the norm of queries and keys."""
 
 
-class HybridBackend:
+class HybridBackend(AttentionBackend):
     """Attention backend for models in which some layers have states (:meth:`delta`) instead of KV."""
 
     def __init__(self, attention: AttentionBackend, pool: StatePool) -> None:
-        self.fused: FusedAttention | None = attention.fused
+        self.fused = attention.fused
         self.reads_page_table = attention.reads_page_table
-        self._attention, self._pool = attention, pool
+        self._attention, self.pool = attention, pool
         self._step: StateStep | None = None
         self._segments: Segments | None = None
         self._decode = 0
-
-    @property
-    def paged(self) -> PagedStep | None:
-        return None
 
     def plan(self, batch: ForwardBatch) -> None:
         self._attention.plan(batch)
@@ -66,11 +61,11 @@ class HybridBackend:
 
         Args:
             layer: its number among those with states.
-            kernel: takes the segments, and the pool's :meth:`~..cache.state_pool.StatePool.layer`.
+            kernel: takes the segments, and the pool's :meth:`~..cache.pool.StatePool.layer`.
         """
         if self._segments is None:
             self._segments = segments_of(self._planned(), self._decode)
-        kernel(self._segments, *self._pool.layer(layer))
+        kernel(self._segments, *self.pool.layer(layer))
 
     def delta(self, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, layer: int) -> Tensor:
         """Compute convolution and delta rule of one layer, from each row's state to its next.
@@ -85,8 +80,8 @@ class HybridBackend:
         Returns:
             [T, value heads, value size], of ``mixed``'s dtype.
         """
-        step, shape = self._planned(), self._pool.shape
-        past, recurrent = self._pool.layer(layer)
+        step, shape = self._planned(), self.pool.shape
+        past, recurrent = self.pool.layer(layer)
         out = mixed.new_empty((mixed.shape[0], shape.value_heads, shape.value_size))
         decode = self._decode
         if decode:
@@ -121,7 +116,7 @@ class HybridBackend:
         past: Tensor,
         recurrent: Tensor,
     ) -> Tensor:
-        count, shape = mixed.shape[0], self._pool.shape
+        count, shape = mixed.shape[0], self.pool.shape
         if segment.source is None:
             before = mixed.new_zeros(shape.past)
             state = recurrent.new_zeros(shape.recurrent)

@@ -9,7 +9,10 @@ Invariants:
 - ``for_decode`` gives attention that a graph can hold: planned outside of it, into buffers that never move.
   All sizes share these buffers and the workspaces, as one step is planned and run after the other.
 - The workspace holds the needs of the largest step: a plan that does not fit would end its step.
-- Layers of one form share wrappers (``flashinfer_forms.py``), and those of one window share page lists.
+- A form of layers is planned by wrappers of its own: the options of a plan hold for all runs until the next.
+  Layers of one window share page lists. A window of n positions is ``window_left`` of n - 1.
+- With sinks, decode rows and prompts both go through ``BatchAttentionWithAttentionSinkWrapper``, which knows
+  no soft caps. It takes sinks in float32 at each run, so an update of them is seen at the next step.
 
 Written against FlashInfer 0.7.2; built and traced, not run on a GPU. Its plans and page lists are tested on
 the CPU against a module of the same interface.
@@ -17,6 +20,7 @@ the CPU against a module of the same interface.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -24,12 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..execution.forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
+from ..cache.pool import MHAPool
+from ..execution.forward import AttentionBackend, ForwardBatch, StepLimits
 from ..kernels.attention_form import PLAIN, AttentionForm, FormKind
+from ..runtime.config import PAGE_SIZE
 from ..runtime.dtypes import torch_name
-from .flashinfer_forms import FormWrappers, Sizes, why_no_kernels
 from .fused_store import fused_store
 from .page_lists import Lists, PageLists
+from .shape import Shape
 
 _INT_WORKSPACE_BYTES = 8 << 20
 """Bytes for plans, as FlashInfer's wrappers allocate them."""
@@ -42,6 +48,7 @@ _BLOCKS, _SMALL_BLOCKS = 2, 16
 _TILES = (16, 64, 128)
 """Rows of a block, which are queries times the heads of a group: the first that holds a decode row."""
 _SLACK = 1 << 20
+_SINKS = "BatchAttentionWithAttentionSinkWrapper"
 
 
 def why_not(
@@ -49,7 +56,7 @@ def why_not(
 ) -> str | None:
     """Return why FlashInfer cannot serve ``kinds`` of layers, as far as that shows without a step."""
     sizes = None if head_size in _HEAD_SIZES else f"it has no kernels for heads of {head_size}"
-    return why_not_for(device, dtype, sizes) or why_no_kernels(kinds)
+    return why_not_for(device, dtype, sizes) or _why_no_kernels(kinds)
 
 
 def why_not_for(device: torch.device, dtype: torch.dtype, sizes: str | None) -> str | None:
@@ -61,6 +68,14 @@ def why_not_for(device: torch.device, dtype: torch.dtype, sizes: str | None) -> 
     if sizes is not None:
         return sizes
     return None if find_spec("flashinfer") else "it is not installed"
+
+
+def _why_no_kernels(kinds: Sequence[FormKind]) -> str | None:
+    if any(kind.sinks and kind.softcap is not None for kind in kinds):
+        return "it has no kernels for soft caps together with attention sinks"
+    if any(kind.sinks for kind in kinds) and not hasattr(import_module("flashinfer"), _SINKS):
+        return f"this release does not serve attention sinks ({_SINKS})"
+    return None
 
 
 def workspace_bytes(
@@ -105,95 +120,159 @@ class HostMemory:
     """Source of plans' copies to the device: written only after those of the plan before have been made."""
 
     def __init__(self, device: torch.device) -> None:
-        self._copied: Any = None
+        self.copied: Any = None
         if device.type != "cpu":
-            self._copied = torch.get_device_module(device).Event()
+            self.copied = torch.get_device_module(device).Event()
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        if self._copied is not None:
-            self._copied.synchronize()
+        """Enclose writes to the memory and the enqueuing of copies from it."""
+        if self.copied is not None:
+            self.copied.synchronize()
         yield
-        if self._copied is not None:
-            self._copied.record()
+        if self.copied is not None:
+            self.copied.record()
 
 
-class FlashInferBackend:
-    """An :class:`~..forward.AttentionBackend` over an MHA pool of bfloat16 or float16, capturable."""
+class FormWrappers:
+    """Plans and runs the layers of one form, by FlashInfer's wrappers for it."""
 
     def __init__(
         self,
-        pool: KVPool,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        scale: float | None = None,
-        *,
-        max_rows: int,
-        max_tokens: int,
-        max_pages: int,
-        kinds: Sequence[FormKind] = (PLAIN.kind,),
-        library: Any = None,
+        library: Any,
+        kind: FormKind,
+        shape: Shape,
+        workspace: Tensor,
+        graph_plans: Tensor,
+        graph_pages: Tensor,
     ) -> None:
         """Args:
-        scale: factor of the scores of layers without a scale of their own. None means ``head_size ** -0.5``.
-        kinds: kinds of the layers' forms.
-        max_rows, max_tokens: largest step.
-        max_pages: pages of the longest row.
-        library: the ``flashinfer`` module. None means the installed one.
+        workspace: for partial results, of all forms: their layers run one after the other.
+        graph_plans, graph_pages: buffers that captured steps of all sizes plan into.
         """
-        self._store = fused_store(pool, num_heads, self._attend)
-        self.fused: FusedAttention | None = self._store
-        self.paged = None
-        self.reads_page_table = False
+        self._library, self._kind = library, kind
+        self._sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim, PAGE_SIZE
+        self.workspace, self._graph_plans, self._graph_pages = workspace, graph_plans, graph_pages
+        self._tensor_cores = on_tensor_cores(shape.num_heads, shape.num_kv_heads)
+        self._options: dict[str, Any] = {
+            "sm_scale": shape.scale if kind.scale is None else kind.scale,
+            "q_data_type": shape.dtype,
+            "kv_data_type": shape.dtype,
+        }
+        if kind.window is not None:
+            self._options["window_left"] = kind.window - 1
+        if kind.softcap is not None:
+            self._options["logits_soft_cap"] = kind.softcap
+        self.decode = self._with_sinks() if kind.sinks else self._decoding()
+        self.prefill = self._with_sinks() if kind.sinks else self._prefilling()
+
+    def _decoding(self, **options: Any) -> Any:
+        return self._library.BatchDecodeWithPagedKVCacheWrapper(
+            self.workspace, "HND", use_tensor_cores=self._tensor_cores, **options
+        )
+
+    def _prefilling(self) -> Any:
+        return self._library.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "HND")
+
+    def _with_sinks(self, **options: Any) -> Any:
+        return getattr(self._library, _SINKS)(
+            self.workspace,
+            "HND",
+            q_data_type=self._options["q_data_type"],
+            kv_data_type=self._options["kv_data_type"],
+            head_dim_qk=self._sizes[2],
+            head_dim_vo=self._sizes[2],
+            window_left=self._options.get("window_left", -1),
+            **options,
+        )
+
+    def captured(self, rows: int) -> Any:
+        """Return a wrapper for decode steps of ``rows`` rows, whose plans go where graphs find them."""
+        device = self.workspace.device
+        ends, last = (torch.zeros(size, dtype=torch.int32, device=device) for size in (rows + 1, rows))
+        if self._kind.sinks:
+            wrapper = self._with_sinks(
+                use_cuda_graph=True,
+                qo_indptr_buf=torch.zeros_like(ends),
+                paged_kv_indptr_buf=ends,
+                paged_kv_indices_buf=self._graph_pages,
+                paged_kv_last_page_len_buf=last,
+            )
+        else:
+            wrapper = self._decoding(
+                use_cuda_graph=True,
+                paged_kv_indptr_buffer=ends,
+                paged_kv_indices_buffer=self._graph_pages,
+                paged_kv_last_page_len_buffer=last,
+            )
+        wrapper.reset_workspace_buffer(self.workspace, self._graph_plans)  # instead of one of its own
+        return wrapper
+
+    def plan(self, decode: Any, batch: ForwardBatch, host: Lists, device: Lists) -> None:
+        """Plan the decode rows of a step by ``decode``, and its prompts."""
+        rows = batch.num_decode
+        first = int(host.indptr[rows])
+        if rows:
+            # With the host's page numbers, a graph's wrapper would wait.
+            pages = host.indptr[: rows + 1], device.indices[:first], host.last_page_len[:rows], *self._sizes
+            if self._kind.sinks:
+                starts = torch.arange(rows + 1, dtype=torch.int32)
+                decode.plan(starts, *pages, causal=True, **self._options)
+            else:
+                decode.plan(*pages, **self._options)
+        if batch.num_rows > rows:
+            self.prefill.plan(
+                host.qo_indptr,
+                host.prefill_indptr,
+                device.indices[first:],
+                host.last_page_len[rows:],
+                *self._sizes,
+                causal=True,
+                **self._options,
+            )
+
+    def workspace_size(self, wrapper: Any, lists: tuple[Tensor, ...], **options: Any) -> int:
+        """Return the bytes of partial results that ``wrapper`` needs with these page lists."""
+        return int(wrapper.workspace_size(*lists, *self._sizes, **options, **self._options)[0])
+
+
+class FlashInferBackend(AttentionBackend):
+    """Attention over an MHA pool of bfloat16 or float16."""
+
+    reads_page_table = False
+    capturable = True
+
+    def __init__(self, pool: MHAPool, shape: Shape, limits: StepLimits, library: Any = None) -> None:
+        """``library``: the ``flashinfer`` module. None means the installed one."""
+        self._fused_over(pool, shape.num_heads)
         self._library = import_module("flashinfer") if library is None else library
-        self.pool = pool
-        keys, _ = pool.layer(0)
-        self._device = keys.device
-        self._sizes = Sizes(
-            heads=(num_heads, num_kv_heads, head_size),
-            page_size=pool.page_size,
-            dtype=keys.dtype,
-            scale=head_size**-0.5 if scale is None else scale,
-            tensor_cores=on_tensor_cores(num_heads, num_kv_heads),
-        )
-        self._lists = {
-            window: PageLists(
-                rows=max_rows,
-                tokens=max_tokens,
-                pages=max_pages,
-                page_size=pool.page_size,
-                device=self._device,
-                window=window,
-            )
-            for window in dict.fromkeys(kind.window for kind in kinds)
-        }
+        self._pool, self._shape = pool, shape
+        self.lists = {window: PageLists(limits, shape.device, window) for window in shape.windows}
         needed = workspace_bytes(
-            num_heads,
-            num_kv_heads,
-            head_size,
-            max_rows,
-            self._device,
-            tensor_cores=self._sizes.tensor_cores or any(kind.sinks for kind in kinds),
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            limits.rows,
+            shape.device,
+            tensor_cores=on_tensor_cores(shape.num_heads, shape.num_kv_heads)
+            or any(kind.sinks for kind in shape.kinds),
         )
-        needed = max(needed, self._asked(max_rows, max_tokens - max_rows, max_pages))
+        needed = max(needed, self._asked(limits.rows, limits.tokens - limits.rows, limits.pages))
         workspace = self._zeros(needed, torch.uint8)
-        pages = {window: self._zeros(max_rows * max_pages, torch.int32) for window in self._lists}
-        self._forms = {
-            kind: FormWrappers(
-                self._library,
-                kind,
-                self._sizes,
-                self._lists[kind.window],
-                workspace,
-                graph_plans=self._zeros(_INT_WORKSPACE_BYTES, torch.uint8),
-                graph_pages=pages[kind.window],
-            )
-            for kind in dict.fromkeys(kinds)
-        }
-        self.host_memory = HostMemory(self._device)
+        pages = {window: self._zeros(limits.rows * limits.pages, torch.int32) for window in self.lists}
+        self.forms: dict[FormKind, tuple[FormWrappers, Any]] = {}
+        """Wrappers of each form, and that of decode rows, which a graph has of its own."""
+        for kind in shape.kinds:
+            plans = self._zeros(_INT_WORKSPACE_BYTES, torch.uint8)
+            form = FormWrappers(self._library, kind, shape, workspace, plans, pages[kind.window])
+            self.forms[kind] = form, form.decode
+        self.host_memory = HostMemory(shape.device)
         self._num_decode = 0
+        self._captured_rows: int | None = None
         self._step: dict[int | None, Lists] = {}
+
+    def _fused_over(self, pool: MHAPool, num_heads: int) -> None:
+        self._store = self.fused = fused_store(pool, num_heads, self._attend)
 
     def _asked(self, rows: int, tokens: int, pages: int) -> int:
         """Return the bytes that the library reports for its largest captured step and a row's last chunk.
@@ -201,13 +280,10 @@ class FlashInferBackend:
         Plain layers decide: a window takes no more, and kernels with sinks report nothing.
         """
         small, numbers = self._zeros(_SLACK, torch.uint8), self._zeros(rows * pages, torch.int32)
-        lists = next(iter(self._lists.values()))
-        plain = FormWrappers(
-            self._library, PLAIN.kind, self._sizes, lists, small, graph_plans=small, graph_pages=numbers
-        )
+        plain = FormWrappers(self._library, PLAIN.kind, self._shape, small, small, numbers)
         ones = torch.ones(rows, dtype=torch.int32)
         ends = torch.arange(rows + 1, dtype=torch.int32)
-        chunk = torch.tensor([0, max(1, min(tokens, pages * self.pool.page_size))], dtype=torch.int32)
+        chunk = torch.tensor([0, max(1, min(tokens, pages * PAGE_SIZE))], dtype=torch.int32)
         row = torch.tensor([0, pages], dtype=torch.int32)
         asked = [0]
         for wrapper, given, options in (
@@ -223,86 +299,51 @@ class FlashInferBackend:
 
     def plan(self, batch: ForwardBatch) -> None:
         """Divide the step's work among the device's multiprocessors."""
+        captured, rows = self._captured_rows, batch.num_rows
+        assert captured is None or batch.num_decode == rows == captured, "captured for another number of rows"
         with self.host_memory.written():
-            hosts = self._fill(batch)
-            for kind, each in self._forms.items():
-                each.plan(batch, hosts[kind.window], self._step[kind.window])
-        self._num_decode = batch.num_decode
+            filled = {window: lists.fill(batch) for window, lists in self.lists.items()}
+            for kind, (form, decode) in self.forms.items():
+                form.plan(decode, batch, *filled[kind.window])
+        if captured is None:
+            self._num_decode = batch.num_decode
+            self._step = {window: device for window, (_, device) in filled.items()}
         if self._store is not None:
             self._store.batch = batch
 
-    def _fill(self, batch: ForwardBatch) -> dict[int | None, Lists]:
-        """Return the step's lists on the host, by window; those on the device are kept."""
-        both = {window: lists.fill(batch) for window, lists in self._lists.items()}
-        self._step = {window: device for window, (_, device) in both.items()}
-        return {window: host for window, (host, _) in both.items()}
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        assert self._step, "plan comes first"
-        self.append(self._step[form.window], k, v, layer)
-        return self._attend(q, layer, form)
-
-    def _attend(self, q: Tensor, layer: int, form: AttentionForm) -> Tensor:
-        cache, wrappers = self.pool.layer(layer), self._forms[form.kind]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        decode = self._num_decode
-        if decode:
-            wrappers.run(wrappers.decode, q[:decode], cache, form, out[:decode])
-        if q.shape[0] > decode:
-            wrappers.run(wrappers.prefill, q[decode:], cache, form, out[decode:])
-        return out.flatten(1)
-
-    def for_decode(self, rows: int) -> AttentionBackend:
-        return _CapturedDecode(self, self._forms, self._lists, rows, num_heads=self._sizes.heads[0])
-
-    def append(self, step: Lists, k: Tensor, v: Tensor, layer: int) -> None:
+        step = self._step[form.window]
         self._library.append_paged_kv_cache(
             k,
             v,
             step.batch_indices,
             step.positions,
-            self.pool.layer(layer),
+            self._pool.layer(layer),
             step.indices,
             step.indptr,
             step.last_page_len,
             kv_layout="HND",
         )
-
-    def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(count, dtype=dtype, device=self._device)
-
-
-class _CapturedDecode:
-    def __init__(
-        self,
-        parent: FlashInferBackend,
-        forms: dict[FormKind, FormWrappers],
-        lists: dict[int | None, PageLists],
-        rows: int,
-        *,
-        num_heads: int,
-    ) -> None:
-        self._store = fused_store(parent.pool, num_heads, self._attend)
-        self.fused: FusedAttention | None = self._store
-        self.paged = None
-        self.reads_page_table = False
-        self._parent, self._forms, self._lists, self._rows = parent, forms, lists, rows
-        self._wrappers = {kind: each.captured(rows) for kind, each in forms.items()}
-        self._step = {window: each.decode_views(rows) for window, each in lists.items()}
-
-    def plan(self, batch: ForwardBatch) -> None:
-        assert batch.num_decode == batch.num_rows == self._rows, "captured for another number of rows"
-        with self._parent.host_memory.written():
-            filled = {window: each.fill(batch) for window, each in self._lists.items()}
-            for kind, each in self._forms.items():
-                each.plan_decode(self._wrappers[kind], *filled[kind.window], self._rows)
-        if self._store is not None:
-            self._store.batch = batch
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        self._parent.append(self._step[form.window], k, v, layer)
         return self._attend(q, layer, form)
 
     def _attend(self, q: Tensor, layer: int, form: AttentionForm) -> Tensor:
-        cache = self._parent.pool.layer(layer)
-        return self._forms[form.kind].run(self._wrappers[form.kind], q, cache, form, None).flatten(1)
+        cache, (wrappers, decoding) = self._pool.layer(layer), self.forms[form.kind]
+        sinks = () if form.sinks is None else (form.sinks.float(),)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        decode = self._num_decode
+        if decode:
+            decoding.run(q[:decode], cache, *sinks, out=out[:decode])
+        if q.shape[0] > decode:
+            wrappers.prefill.run(q[decode:], cache, *sinks, out=out[decode:])
+        return out.flatten(1)
+
+    def for_decode(self, rows: int) -> AttentionBackend:
+        captured = copy(self)
+        captured._fused_over(self._pool, self._shape.num_heads)
+        captured.forms = {kind: (form, form.captured(rows)) for kind, (form, _) in self.forms.items()}
+        captured._step = {window: each.decode_views(rows) for window, each in self.lists.items()}
+        captured._num_decode = captured._captured_rows = rows
+        return captured
+
+    def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(count, dtype=dtype, device=self._shape.device)

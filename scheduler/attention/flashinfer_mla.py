@@ -13,6 +13,7 @@ Written against ``BatchMLAPagedAttentionWrapper`` of FlashInfer 0.7.2; built and
 Plans and layouts are tested on the CPU against a module of the same interface.
 """
 
+from copy import copy
 from importlib import import_module
 from typing import Any
 
@@ -20,12 +21,14 @@ import torch
 from torch import Tensor
 
 from ..cache.pool import MLAPool
-from ..execution.forward import AttentionBackend, ForwardBatch, FusedAttention
+from ..execution.forward import AttentionBackend, ForwardBatch, StepLimits
 from ..kernels.attention_form import PLAIN, AttentionForm
 from ..memory.device_module import nvidia_generation
+from ..runtime.config import PAGE_SIZE
 from .flashinfer import HostMemory, multiprocessors, why_not_for
 from .mla import LatentBackend
-from .page_lists import Lists, PageLists
+from .page_lists import PageLists
+from .shape import Shape
 
 KERNELS = ("fa3", "fa2")
 """FlashInfer's names of the kernels that take lists of pages, the faster first: Hopper's, Ampere's."""
@@ -60,153 +63,101 @@ def workspace_bytes(latent: int, device: torch.device) -> int:
     return 2 * multiprocessors(device) * (_TILE // 2) * (2 * latent + 4) + _SLACK
 
 
-class FlashInferLatentBackend:
-    """An :class:`~..forward.AttentionBackend` over an MLA pool of bfloat16 or float16, capturable."""
+class FlashInferLatentBackend(AttentionBackend):
+    """Attention over an MLA pool of bfloat16 or float16."""
+
+    capturable = True
 
     def __init__(
-        self,
-        pool: MLAPool,
-        num_heads: int,
-        latent: int,
-        scale: float,
-        *,
-        max_rows: int,
-        max_tokens: int,
-        max_pages: int,
-        kernels: str,
-        library: Any = None,
+        self, pool: MLAPool, shape: Shape, limits: StepLimits, kernels: str, library: Any = None
     ) -> None:
         """Args:
-        latent: width of the latents, which is that of the values; the rest of the pool's is the rotated key.
-        max_rows, max_tokens: largest step.
-        max_pages: pages of the longest row.
         kernels: one of :data:`KERNELS`.
         library: the ``flashinfer`` module. None means the installed one.
         """
-        self.fused: FusedAttention | None = None
-        self.paged = None
+        assert shape.latent is not None
         self._library = import_module("flashinfer") if library is None else library
-        self._pool = pool
-        self.latent = latent
-        self._kernels = kernels
-        storage = pool.layer(0)
-        self._device = storage.device
+        self._pool, self._latent, self._kernels = pool, shape.latent, kernels
+        self._device = device = shape.device
         self._options = {
-            "num_heads": num_heads,
-            "head_dim_ckv": latent,
-            "head_dim_kpe": pool.width - latent,
-            "page_size": pool.page_size,
-            "sm_scale": scale,
-            "q_data_type": storage.dtype,
-            "kv_data_type": storage.dtype,
+            "num_heads": shape.num_heads,
+            "head_dim_ckv": shape.latent,
+            "head_dim_kpe": shape.head_dim - shape.latent,
+            "page_size": PAGE_SIZE,
+            "sm_scale": shape.scale,
+            "q_data_type": shape.dtype,
+            "kv_data_type": shape.dtype,
         }
-        self._lists = PageLists(
-            rows=max_rows,
-            tokens=max_tokens,
-            pages=max_pages,
-            page_size=pool.page_size,
-            device=self._device,
-        )
-        self._row_starts = torch.empty(max_rows + 1, dtype=torch.int32, pin_memory=self._device.type != "cpu")
-        torch.arange(max_rows + 1, out=self._row_starts)
-        self._workspace = self._zeros(workspace_bytes(latent, self._device), torch.uint8)
-        self._graph_pages = self._zeros(max_rows * max_pages, torch.int32)
-        self._decode = self._wrapper()
-        self._prefill = self._wrapper()
-        serves = serves_prefill(num_heads, max_rows, max_tokens, self._device)
-        self._torch = None if serves else LatentBackend(pool, num_heads, scale)
+        self.lists = PageLists(limits, device)
+        self._row_starts = torch.empty(limits.rows + 1, dtype=torch.int32, pin_memory=device.type != "cpu")
+        torch.arange(limits.rows + 1, out=self._row_starts)
+        self._workspace = self._zeros(workspace_bytes(shape.latent, device), torch.uint8)
+        self._graph_pages = self._zeros(limits.rows * limits.pages, torch.int32)
+        self.decode, self._prefill = self._wrapper(), self._wrapper()
+        serves = serves_prefill(shape.num_heads, limits.rows, limits.tokens, device)
+        self._torch = None if serves else LatentBackend(pool, shape)
         self.reads_page_table = not serves
-        self.host_memory = HostMemory(self._device)
+        self.host_memory = HostMemory(device)
         self._num_decode = 0
+        self._captured_rows: int | None = None
         self._by_torch = False
-        self._kv_slots = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._kv_slots = torch.empty(0, dtype=torch.int64, device=device)
 
     def plan(self, batch: ForwardBatch) -> None:
-        self._by_torch = self._torch is not None and batch.num_rows > batch.num_decode
+        """Divide the step's work among the device's multiprocessors."""
+        captured, rows = self._captured_rows, batch.num_rows
+        assert captured is None or batch.num_decode == rows == captured, "captured for another number of rows"
+        self._by_torch = self._torch is not None and rows > batch.num_decode
         if self._torch is not None and self._by_torch:
             self._torch.plan(batch)
             return
-        self._num_decode = batch.num_decode
+        self._num_decode = decode = batch.num_decode
         self._kv_slots = batch.kv_slots
         with self.host_memory.written():
-            self._plan(batch)
+            host, device = self.lists.fill(batch)
+            first = int(host.indptr[decode])
+            if decode:
+                # With the host's page numbers, a graph's wrapper would wait.
+                starts, ends = self._row_starts[: decode + 1], host.indptr[: decode + 1]
+                lists = starts, ends, device.indices[:first], host.kv_lens[:decode]
+                self._plan_rows(self.decode, lists, causal=False)
+            if rows > decode:
+                lists = host.qo_indptr, host.prefill_indptr, device.indices[first:], host.kv_lens[decode:]
+                self._plan_rows(self._prefill, lists, causal=True)
 
-    def _plan(self, batch: ForwardBatch) -> None:
-        host, device = self._lists.fill(batch)
-        decode = batch.num_decode
-        first = int(host.indptr[decode])
-        if decode:
-            self.plan_decode(self._decode, host, device, decode)
-        if batch.num_rows > decode:
-            lists = host.qo_indptr, host.prefill_indptr, device.indices[first:], host.kv_lens[decode:]
-            self._plan_rows(self._prefill, lists, causal=True)
+    def _plan_rows(self, wrapper: Any, lists: tuple[Tensor, Tensor, Tensor, Tensor], *, causal: bool) -> None:
+        metadata = self._library.mla.MLAPlanMetadata.csr(*lists)
+        wrapper.plan(metadata=metadata, causal=causal, **self._options)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
+        """Store this step's latents, then attend; shapes as in :class:`~.mla.LatentBackend`."""
         if self._torch is not None and self._by_torch:
             return self._torch.forward(q, k, v, layer, form)
         assert form.kind == PLAIN.kind, "chosen for plain forms only"
-        cache = self.store(k, self._kv_slots, layer)
-        out = torch.empty((*q.shape[:2], self.latent), dtype=q.dtype, device=q.device)
+        self._pool.store(layer, k.squeeze(1), self._kv_slots)
+        cache = self._pool.layer(layer)
+        out = torch.empty((*q.shape[:2], self._latent), dtype=q.dtype, device=q.device)
         decode = self._num_decode
         if decode:
-            self._decode.run(query=q[:decode], kv_cache=cache, out=out[:decode])
+            self.decode.run(query=q[:decode], kv_cache=cache, out=out[:decode])
         if q.shape[0] > decode:
             self._prefill.run(query=q[decode:], kv_cache=cache, out=out[decode:])
         return out.flatten(1)
 
     def for_decode(self, rows: int) -> AttentionBackend:
-        wrapper = self._wrapper(
+        captured = copy(self)
+        captured.decode = self._wrapper(
             use_cuda_graph=True,
             qo_indptr=self._zeros(rows + 1, torch.int32),
             kv_indptr=self._zeros(rows + 1, torch.int32),
             kv_indices=self._graph_pages,
             kv_len_arr=self._zeros(rows, torch.int32),
         )
-        return _CapturedDecode(self, wrapper, self._lists, rows)
-
-    def plan_decode(self, wrapper: Any, host: Lists, device: Lists, rows: int) -> None:
-        """Plan the first ``rows`` rows; with the host's page numbers, a graph's wrapper would wait."""
-        pages = device.indices[: int(host.indptr[rows])]
-        lists = self._row_starts[: rows + 1], host.indptr[: rows + 1], pages, host.kv_lens[:rows]
-        self._plan_rows(wrapper, lists, causal=False)
-
-    def _plan_rows(self, wrapper: Any, lists: tuple[Tensor, Tensor, Tensor, Tensor], *, causal: bool) -> None:
-        metadata = self._library.mla.MLAPlanMetadata.csr(*lists)
-        wrapper.plan(metadata=metadata, causal=causal, **self._options)
-
-    def store(self, k: Tensor, kv_slots: Tensor, layer: int) -> Tensor:
-        self._pool.store(layer, k.squeeze(1), kv_slots)
-        return self._pool.layer(layer)
+        captured._captured_rows, captured.reads_page_table = rows, False
+        return captured
 
     def _wrapper(self, **graph: Any) -> Any:
         return self._library.BatchMLAPagedAttentionWrapper(self._workspace, backend=self._kernels, **graph)
 
     def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=self._device)
-
-
-class _CapturedDecode:
-    def __init__(self, parent: FlashInferLatentBackend, wrapper: Any, lists: PageLists, rows: int) -> None:
-        self.fused: FusedAttention | None = None
-        self.paged = None
-        self.reads_page_table = False
-        self._parent = parent
-        self._wrapper = wrapper
-        self._lists = lists
-        self._rows = rows
-        self._kv_slots: Tensor | None = None
-
-    def plan(self, batch: ForwardBatch) -> None:
-        assert batch.num_decode == batch.num_rows == self._rows, "captured for another number of rows"
-        self._kv_slots = batch.kv_slots
-        with self._parent.host_memory.written():
-            host, device = self._lists.fill(batch)
-            self._parent.plan_decode(self._wrapper, host, device, self._rows)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        assert self._kv_slots is not None, "plan comes first"
-        assert form.kind == PLAIN.kind, "chosen for plain forms only"
-        cache = self._parent.store(k, self._kv_slots, layer)
-        out = torch.empty((*q.shape[:2], self._parent.latent), dtype=q.dtype, device=q.device)
-        self._wrapper.run(query=q, kv_cache=cache, out=out)
-        return out.flatten(1)

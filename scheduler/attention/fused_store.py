@@ -4,12 +4,16 @@ Invariant: slots are read on the device where a step's staging puts them, so a g
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..execution.forward import ForwardBatch, KVPool
+from ..cache.pool import MHAPool
 from ..kernels import Elementwise, elementwise_for
 from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
+
+if TYPE_CHECKING:
+    from ..execution.forward import ForwardBatch
 
 Attend = Callable[[Tensor, int, AttentionForm], Tensor]
 
@@ -21,7 +25,7 @@ class FusedStore:
         batch: the planned step; the backend's ``plan`` sets it.
     """
 
-    def __init__(self, pool: KVPool, num_heads: int, attend: Attend, kernels: Elementwise) -> None:
+    def __init__(self, pool: MHAPool, num_heads: int, attend: Attend, kernels: Elementwise) -> None:
         """``attend`` takes rotated queries [T, heads, size], a layer with stored K and V, its form."""
         self.batch: ForwardBatch | None = None
         self._pool, self._heads, self._attend, self._kernels = pool, num_heads, attend, kernels
@@ -42,7 +46,7 @@ class FusedStore:
         return self._attend(q, layer, form)
 
 
-def fused_store(pool: KVPool, num_heads: int, attend: Attend) -> FusedStore | None:
+def fused_store(pool: MHAPool, num_heads: int, attend: Attend) -> FusedStore | None:
     keys, _ = pool.layer(0)
     kernels = elementwise_for(keys.device, keys.dtype)
     return None if kernels is None else FusedStore(pool, num_heads, attend, kernels)

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from ..cache.pool import MLAPool
-from ..execution.forward import ForwardBatch, FusedAttention
+from ..execution.forward import AttentionBackend, ForwardBatch
 from ..kernels.attention_form import PLAIN, AttentionForm
 from ..memory.workspace import Workspace
 from .rows import as_index, group_rows
+from .shape import Shape
 
 _WORKSPACE_BYTES = {"cpu": 4 << 20}
 """Most bytes of gathered latents, and of fp32 scores, at a time; a longer row takes what it needs."""
@@ -53,24 +54,18 @@ class _Group:
     queries: list[_Queries]
 
 
-class LatentBackend:
-    """An :class:`~..forward.AttentionBackend` over an MLA pool."""
+class LatentBackend(AttentionBackend):
+    """Attention over an MLA pool."""
 
-    def __init__(self, pool: MLAPool, num_heads: int, scale: float) -> None:
-        self.fused: FusedAttention | None = None
-        self.paged = None
-        self.reads_page_table = True
-        self._pool = pool
-        self._heads = num_heads
-        self._scale = scale
-        storage = pool.layer(0)
-        self._device, self._dtype = storage.device, storage.dtype
+    def __init__(self, pool: MLAPool, shape: Shape) -> None:
+        self._pool, self._heads, self._scale = pool, shape.num_heads, shape.scale
+        self._device, self._dtype = shape.device, shape.dtype
         self._page_cells = pool.page_size * pool.width
         self._limit = _WORKSPACE_BYTES.get(self._device.type, _DEFAULT_WORKSPACE_BYTES)
-        self._workspace = Workspace()
+        self.workspace = Workspace()
         self._columns = torch.empty(0, dtype=torch.int64, device=self._device)
         self._kv_slots = torch.empty(0, dtype=torch.int64, device=self._device)
-        self._groups: list[_Group] = []
+        self.groups: list[_Group] = []
 
     def plan(self, batch: ForwardBatch) -> None:
         self._kv_slots = batch.kv_slots
@@ -81,11 +76,11 @@ class LatentBackend:
         longest = int(pages.max(initial=0)) * self._pool.page_size
         if longest > len(self._columns):
             self._columns = torch.arange(2 * longest, device=self._device)
-        self._groups = []
+        self.groups = []
         for q_len in np.unique(q_lens):
             (rows,) = np.nonzero(q_lens == q_len)
             for chosen in group_rows(pages[rows], max_pages):
-                self._groups.append(self._plan_group(batch, rows[chosen], q_lens, kv_lens))
+                self.groups.append(self._plan_group(batch, rows[chosen], q_lens, kv_lens))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """Store this step's latents, then attend.
@@ -101,7 +96,7 @@ class LatentBackend:
         self._pool.store(layer, k.squeeze(1), self._kv_slots)
         pages = self._pool.layer(layer).view(-1, self._page_cells)
         out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
-        for group in self._groups:
+        for group in self.groups:
             latents = self._gather(group, pages)
             for queries in group.queries:
                 attended = self._attend(queries, q[queries.tokens], latents)
@@ -143,7 +138,7 @@ class LatentBackend:
 
     def _gather(self, group: _Group, pages: Tensor) -> Tensor:
         shape = group.pages.shape[0], self._page_cells
-        gathered = self._workspace.take("gathered", shape, self._dtype, self._device)
+        gathered = self.workspace.take("gathered", shape, self._dtype, self._device)
         torch.index_select(pages, 0, group.pages, out=gathered)
         latents = gathered.view(-1, self._pool.width)
         latents.index_fill_(0, group.unused, 0.0)

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..execution.forward import ForwardBatch
+from ..execution.forward import ForwardBatch, StepLimits
+from ..runtime.config import PAGE_SIZE
 
 _INTS_PER_LINE = 16
 
@@ -51,34 +52,26 @@ class Lists:
 
 
 class PageLists:
-    def __init__(
-        self,
-        *,
-        rows: int,
-        tokens: int,
-        pages: int,
-        page_size: int,
-        device: torch.device,
-        window: int | None = None,
-    ) -> None:
-        """Size the memory for ``rows`` rows of ``pages`` pages, of layers with ``window``."""
-        self._page_size, self._window = page_size, window
-        sizes = [rows + 1, rows, rows, rows + 1, rows + 1, tokens, tokens, rows * pages]
+    def __init__(self, limits: StepLimits, device: torch.device, window: int | None = None) -> None:
+        """``window``: that of the layers which use these lists."""
+        self._window = window
+        rows, tokens = limits.rows, limits.tokens
+        sizes = [rows + 1, rows, rows, rows + 1, rows + 1, tokens, tokens, rows * limits.pages]
         capacity = sum(_lines(size) for size in sizes)
-        self._host = torch.empty(capacity, dtype=torch.int32, pin_memory=device.type != "cpu")
-        self._ints: np.ndarray = self._host.numpy()
+        self.host = torch.empty(capacity, dtype=torch.int32, pin_memory=device.type != "cpu")
+        self._ints: np.ndarray = self.host.numpy()
         self.device = torch.zeros(capacity, dtype=torch.int32, device=device)
 
     def fill(self, batch: ForwardBatch) -> tuple[Lists, Lists]:
         """Write the lists of ``batch`` and enqueue their copy; return those on the host and on the device."""
-        arrays = page_lists(batch, self._page_size, self._window)
+        arrays = page_lists(batch, self._window)
         start = 0
         for array in arrays:
             self._ints[start : start + len(array)] = array
             start += _lines(len(array))
-        self.device[:start].copy_(self._host[:start], non_blocking=True)
+        self.device[:start].copy_(self.host[:start], non_blocking=True)
         sizes = [len(array) for array in arrays]
-        return Lists.lay_out(self._host, sizes), Lists.lay_out(self.device, sizes)
+        return Lists.lay_out(self.host, sizes), Lists.lay_out(self.device, sizes)
 
     def decode_views(self, rows: int) -> Lists:
         """Return the places of a step of ``rows`` decode rows; of the page numbers, as many as fit."""
@@ -87,22 +80,22 @@ class PageLists:
         return Lists.lay_out(self.device, [*sizes, room])
 
 
-def page_lists(batch: ForwardBatch, page_size: int, window: int | None = None) -> tuple[np.ndarray, ...]:
+def page_lists(batch: ForwardBatch, window: int | None = None) -> tuple[np.ndarray, ...]:
     """Return the arrays of :class:`Lists`, in order, for layers whose tokens see ``window`` positions."""
     q_lens, kv_lens = (np.asarray(lens, np.int64) for lens in (batch.q_lens_host, batch.kv_lens_host))
     new_from = kv_lens - q_lens
-    first = np.zeros_like(kv_lens) if window is None else np.maximum(0, new_from + 1 - window) // page_size
-    table, last = _table(batch, window), -(-kv_lens // page_size)
+    first = np.zeros_like(kv_lens) if window is None else np.maximum(0, new_from + 1 - window) // PAGE_SIZE
+    table, last = _table(batch, window), -(-kv_lens // PAGE_SIZE)
     indptr = _starts(last - first)
     row_of_token = np.repeat(np.arange(len(q_lens)), q_lens)
     first_token = _starts(q_lens)[:-1]
-    kept_from = new_from - first * page_size
+    kept_from = new_from - first * PAGE_SIZE
     positions = np.arange(len(row_of_token)) - first_token[row_of_token] + kept_from[row_of_token]
     columns = np.arange(table.shape[1])
     return (
         indptr,
-        kv_lens - (last - 1) * page_size,
-        kv_lens - first * page_size,
+        kv_lens - (last - 1) * PAGE_SIZE,
+        kv_lens - first * PAGE_SIZE,
         _starts(q_lens[batch.num_decode :]),
         indptr[batch.num_decode :] - indptr[batch.num_decode],
         row_of_token,

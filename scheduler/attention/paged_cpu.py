@@ -5,60 +5,71 @@ Invariants:
   requests, pages and number of threads.
 - A masked position contributes nothing, whatever it holds.
 - Results lie in one grow-only workspace; a call overwrites those of the call before it.
+- Latents are one stored head, whose front is the values. Their query heads are divided into parts of equal
+  size, which threads can take apart; the division follows from their number alone.
 """
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..execution.forward import ForwardBatch, FusedAttention, KVPool
+from ..cache.pool import MHAPool, MLAPool
+from ..execution.forward import AttentionBackend, ForwardBatch
 from ..kernels.attention import PagedAttention, PagedStep, plan_tasks
 from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
 from ..kernels.elementwise import rope_store
 from ..memory.workspace import Workspace
 from ..runtime.config import PAGE_SIZE
+from .shape import Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_PART_HEADS = 12
+"""Most query heads that attend to latents together: what a decode step keeps in registers, in two turns."""
 
 
-class PagedCpuBackend:
-    """An :class:`~..forward.AttentionBackend` over an MHA pool on the CPU."""
+class PagedCpuBackend(AttentionBackend):
+    """Attention over a pool on the CPU."""
 
-    def __init__(
-        self,
-        pool: KVPool,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        scale: float | None = None,
-    ) -> None:
+    def __init__(self, pool: MHAPool | MLAPool, shape: Shape) -> None:
+        """Raise ValueError if the pool's pages are not of 16 tokens."""
         if pool.page_size != PAGE_SIZE:
             raise ValueError(f"the kernel takes pages of {PAGE_SIZE} tokens, not {pool.page_size}")
-        self.fused: FusedAttention | None = self.store_and_attend
-        self.paged: PagedStep | None = None
+        self._pool, self._num_heads = pool, shape.num_heads
         self._windowed: PagedStep | None = None
-        self.reads_page_table = True
-        self._pool = pool
-        self._num_heads = num_heads
-        self._group = num_heads // num_kv_heads
-        scale = head_size**-0.5 if scale is None else scale
-        keys, values = pool.layer(0)
-        value_size = values.shape[-1]
-        self._width = num_heads * value_size
-        self._attention = PagedAttention(keys.dtype, num_kv_heads, self._group, head_size, scale, value_size)
-        if value_size != head_size:
-            self.fused = None
-        self._workspace = Workspace()
+        self._stored: Callable[[int], tuple[Tensor, Tensor]]
+        if isinstance(pool, MLAPool):
+            assert shape.latent is not None
+            self._stored, values = self._latents, shape.latent
+            self._group = max(size for size in range(1, _PART_HEADS + 1) if shape.num_heads % size == 0)
+            parts = kv_heads = shape.num_heads // self._group
+        else:
+            self._stored, values, parts = pool.layer, pool.layer(0)[1].shape[-1], None
+            kv_heads, self._group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
+            if values == shape.head_dim:
+                self.fused = self.store_and_attend
+        self._width = shape.num_heads * values
+        self._attention = PagedAttention(
+            shape.dtype, kv_heads, self._group, shape.head_dim, shape.scale, values, parts=parts
+        )
+        self.workspace = Workspace()
 
     def plan(self, batch: ForwardBatch) -> None:
         tasks = plan_tasks(batch.q_lens_host, batch.kv_lens_host, self._group)
-        self.paged = PagedStep(self._attention, self._pool.layer, batch.kv_slots, batch.page_table, tasks)
-        self._windowed = self.paged
+        step = PagedStep(self._attention, self._stored, batch.kv_slots, batch.page_table, tasks)
+        self.paged = self._windowed = step
         if batch.window_slots is not None and batch.window_table is not None:
-            self.paged.window_slots, self.paged.window_table = batch.window_slots, batch.window_table
-            self._windowed = replace(self.paged, kv_slots=batch.window_slots, page_table=batch.window_table)
+            step.window_slots, step.window_table = batch.window_slots, batch.window_table
+            self._windowed = replace(step, kv_slots=batch.window_slots, page_table=batch.window_table)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        step = self._planned(form)
-        self._pool.store_at(layer, k, v, *self._pool.split_slots(step.kv_slots))
+        step, pool = self._planned(form), self._pool
+        if isinstance(pool, MLAPool):
+            pool.store(layer, k.squeeze(1), step.kv_slots)
+        else:
+            pool.store(layer, k, v, step.kv_slots)
         return self._attend(q, layer, step, form)
 
     def store_and_attend(
@@ -72,7 +83,7 @@ class PagedCpuBackend:
     ) -> Tensor:
         """Do head norms, rotation and store in one pass, then attend: a ``FusedAttention``."""
         step, q = self._planned(form), qkv[:, : self._num_heads]
-        keys, values = self._pool.layer(layer)
+        keys, values = self._stored(layer)
         rope_store(qkv, self._num_heads, cos, sin, step.kv_slots, keys, values, out=q, norm=norm)
         return self._attend(q, layer, step, form)
 
@@ -82,5 +93,10 @@ class PagedCpuBackend:
         return step
 
     def _attend(self, q: Tensor, layer: int, step: PagedStep, form: AttentionForm) -> Tensor:
-        out = self._workspace.take("attended", (q.shape[0], self._width), self._attention.dtype)
-        return self._attention(q, *self._pool.layer(layer), step.page_table, step.tasks, out, form)
+        out = self.workspace.take("attended", (q.shape[0], self._width), self._attention.dtype)
+        return self._attention(q, *self._stored(layer), step.page_table, step.tasks, out, form)
+
+    def _latents(self, layer: int) -> tuple[Tensor, Tensor]:
+        assert isinstance(self._pool, MLAPool)
+        cells = self._pool.layer(layer).unsqueeze(1)
+        return cells, cells

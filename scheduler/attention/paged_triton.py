@@ -5,7 +5,6 @@ Invariants: eager steps attend as the torch backend does; only captured decode s
 move.
 """
 
-from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -13,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..execution.forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
+from ..cache.pool import MHAPool
+from ..execution.forward import AttentionBackend, ForwardBatch, StepLimits
 from ..kernels import TRITON, Elementwise, best, elementwise_for
 from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
 from .fused_store import fused_store
 from .sdpa import SdpaBackend
+from .shape import Shape
 
 _MULTIPROCESSORS = 132
 
@@ -29,44 +30,33 @@ def why_not(device: torch.device) -> str | None:
 
 
 class PagedTritonBackend(SdpaBackend):
-    def __init__(
-        self,
-        pool: KVPool,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        scale: float | None = None,
-        *,
-        windows: Sequence[int | None] = (None,),
-        max_rows: int,
-        max_pages: int,
-    ) -> None:
-        super().__init__(pool, num_heads, num_kv_heads, head_size, scale, windows=windows)
-        keys, _ = pool.layer(0)
+    capturable = True
+
+    def __init__(self, pool: MHAPool, shape: Shape, limits: StepLimits) -> None:
+        super().__init__(pool, shape)
+        device = shape.device
         self._elementwise: Elementwise | None = None
-        if best("elementwise", keys.device, keys.dtype) == TRITON:
-            self._elementwise = elementwise_for(keys.device, keys.dtype)
+        if best("elementwise", device, shape.dtype) == TRITON:
+            self._elementwise = elementwise_for(device, shape.dtype)
             self.fused = self._store_and_attend
         self._step: ForwardBatch | None = None
         self._kernels = import_module("..kernels.triton_decode", __package__)
-        self._heads = num_heads
+        self._heads = shape.num_heads
         self._sizes = {
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_size": head_size,
+            "num_heads": shape.num_heads,
+            "num_kv_heads": shape.num_kv_heads,
+            "head_size": shape.head_dim,
             "page_size": pool.page_size,
-            "scale": head_size**-0.5 if scale is None else scale,
+            "scale": shape.scale,
         }
-        device = keys.device
-        self._multiprocessors = _MULTIPROCESSORS
+        self.multiprocessors = _MULTIPROCESSORS
         if device.type == "cuda":
-            self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._table = self._window_table = torch.zeros(
-            (max_rows, max_pages), dtype=torch.int32, device=device
-        )
+            self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        size = limits.rows, limits.pages
+        self._table = self._window_table = torch.zeros(size, dtype=torch.int32, device=device)
         if pool.window_pages is not None:
             self._window_table = torch.zeros_like(self._table)
-        self._kv_lens = torch.ones(max_rows, dtype=torch.int32, device=device)
+        self._kv_lens = torch.ones(limits.rows, dtype=torch.int32, device=device)
 
     def plan(self, batch: ForwardBatch) -> None:
         super().plan(batch)
@@ -101,25 +91,22 @@ class PagedTritonBackend(SdpaBackend):
 
     def for_decode(self, rows: int) -> AttentionBackend:
         tables, kv_lens = (self._table[:rows], self._window_table[:rows]), self._kv_lens[:rows]
-        splits = self._kernels.num_splits(rows, self._sizes["num_kv_heads"], self._multiprocessors)
+        splits = self._kernels.num_splits(rows, self._sizes["num_kv_heads"], self.multiprocessors)
         kernel = self._kernels.PagedDecode(*tables, kv_lens, splits=splits, **self._sizes)
         return _CapturedDecode(self._pool, kernel, tables, kv_lens, num_heads=self._heads)
 
 
-class _CapturedDecode:
+class _CapturedDecode(AttentionBackend):
     def __init__(
         self,
-        pool: KVPool,
+        pool: MHAPool,
         kernel: Any,
         tables: tuple[Tensor, Tensor],
         kv_lens: Tensor,
         *,
         num_heads: int,
     ) -> None:
-        self._store = fused_store(pool, num_heads, self._attend)
-        self.fused: FusedAttention | None = self._store
-        self.paged = None
-        self.reads_page_table = True
+        self._store = self.fused = fused_store(pool, num_heads, self._attend)
         self._pool, self._kernel = pool, kernel
         self._tables, self._kv_lens = tables, kv_lens
 

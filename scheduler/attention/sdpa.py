@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..execution.forward import ForwardBatch, FusedAttention, KVPool
+from ..cache.pool import MHAPool
+from ..execution.forward import AttentionBackend, ForwardBatch
 from ..kernels.attention_form import PLAIN, AttentionForm
 from ..memory.workspace import Workspace
 from .rows import as_index, group_rows
+from .shape import Shape
 
 _WORKSPACE_BYTES = {"cpu": 4 << 20}
 """Most bytes of gathered K (and V) at a time: on a CPU what its caches keep. A longer row takes its need."""
@@ -66,40 +68,21 @@ class _Plan:
     runs: list[_PrefillRun] = field(default_factory=list)
 
 
-class SdpaBackend:
-    """An :class:`~..forward.AttentionBackend` over an MHA pool."""
+class SdpaBackend(AttentionBackend):
+    """Attention over an MHA pool."""
 
-    def __init__(
-        self,
-        pool: KVPool,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        scale: float | None = None,
-        *,
-        windows: Sequence[int | None] = (None,),
-    ) -> None:
-        """Args:
-        scale: factor of the scores. None means ``head_size ** -0.5``.
-        windows: distinct windows of the layers' forms, to plan for.
-        """
-        self._windows = tuple(windows)
-        self.fused: FusedAttention | None = None
-        self.paged = None
-        self.reads_page_table = True
-        self._pool = pool
-        self._kv_heads = num_kv_heads
-        self._group = num_heads // num_kv_heads
-        k_pool, v_pool = pool.layer(0)
-        self._head_sizes = head_size, v_pool.shape[-1]
-        self._scale = head_size**-0.5 if scale is None else scale
-        self._device, self._dtype = k_pool.device, k_pool.dtype
+    def __init__(self, pool: MHAPool, shape: Shape) -> None:
+        self._pool, self._windows, self._scale = pool, shape.windows, shape.scale
+        self._kv_heads = num_kv_heads = shape.num_kv_heads
+        self._group = shape.num_heads // num_kv_heads
+        self._head_sizes = shape.head_dim, pool.layer(0)[1].shape[-1]
+        self._device, self._dtype = shape.device, shape.dtype
         limit = _WORKSPACE_BYTES.get(self._device.type, _DEFAULT_WORKSPACE_BYTES)
         self._max_pages = limit // (
             num_kv_heads * pool.page_size * max(self._head_sizes) * self._dtype.itemsize
         )
         self._head_index = torch.arange(num_kv_heads, device=self._device).view(1, -1, 1)
-        self._workspace = Workspace()
+        self.workspace = Workspace()
         self._slots = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
         self._window_slots = self._slots
         self._num_decode = 0
@@ -324,7 +307,7 @@ class SdpaBackend:
     def _gather(self, pages: Tensor, k_pool: Tensor, v_pool: Tensor) -> tuple[Tensor, Tensor]:
         """Copy these pages to the workspace, each [n * kv heads * P, page_size * size]."""
         cells = [pages.shape[0] * x.shape[1] for x in (k_pool, v_pool)]
-        parts = self._workspace.take("gathered", (sum(cells),), self._dtype, self._device).split(cells)
+        parts = self.workspace.take("gathered", (sum(cells),), self._dtype, self._device).split(cells)
         keys, values = (part.view(pages.shape[0], -1) for part in parts)
         torch.index_select(k_pool, 0, pages, out=keys)
         torch.index_select(v_pool, 0, pages, out=values)

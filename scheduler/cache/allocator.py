@@ -67,9 +67,7 @@ class PageAllocator:
         if already.any():
             raise LedgerError(f"pages freed while free: {_named(pages[already])}")
         order = np.arange(n, dtype=np.int32)
-        self._mark[pages] = (
-            order  # of equal pages one writer wins; the others then differ from their own order
-        )
+        self._mark[pages] = order  # of equal pages one writer wins; the others then differ
         twice = self._mark[pages] != order
         if twice.any():
             raise LedgerError(f"pages freed twice in one call: {_named(pages[twice])}")

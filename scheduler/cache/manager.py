@@ -14,10 +14,11 @@ Invariants:
   and *held* in the tree and locked, or a request's own. The three are counted apart, so that the equation can
   fail.
 - This is the only module that returns pages to the allocator.
-- Layers with a window have storage for some of the pages only (``window_pages.py``): those of every request's
-  range, from what its next token sees to what is scheduled. Pages and owners are the same for all layers.
+- Layers with a window have storage for some of the pages only (``layer_ledgers.py``): those of every
+  request's range, from what its next token sees to what is scheduled. Pages and owners are the same for all
+  layers.
 - Layers with a state per sequence have a row for every request, and rows for the ends of some pages
-  (``linear_states.py``): a prefix is shared up to such an end only.
+  (``layer_ledgers.py``): a prefix is shared up to such an end only.
 - No KV crosses epochs: requests match and donate only under the current epoch, and one that held pages at a
   commit is stale, so that nothing of it is ever stored.
 - Calls with a closed :class:`RequestKV` raise :class:`LedgerError`.
@@ -29,9 +30,8 @@ import numpy as np
 
 from .allocator import LedgerError as LedgerError
 from .allocator import PageAllocator, Usage
-from .linear_states import RequestState, StateRows
+from .layer_ledgers import RequestState, StateRows, WindowPages
 from .radix import NO_PAGES, Node, RadixTree
-from .window_pages import WindowPages
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,6 @@ class RequestKV:
     """int32 row of the caller's page table, written in place; [0, num_pages) is valid."""
     num_pages: int
     num_shared: int
-    """Leading pages that the tree owns, locked through ``node``."""
     node: Node | None
     epoch: int
     stale: bool
@@ -114,9 +113,7 @@ class CacheManager:
         return self.states is None or self.states.available > 0
 
     def _match(self, salt: str, tokens: np.ndarray) -> tuple[np.ndarray, Node | None, int]:
-        """Return the longest cached prefix that a request can go on from, and how many of its pages are
-        cached.
-        """
+        """Return the longest cached prefix to go on from, and how many of its pages are cached."""
         pages, node = self._tree.match(self.epoch, salt, tokens)
         cached = shareable = len(pages)
         for rooms in (self.windows, self.states):
@@ -299,7 +296,6 @@ class CacheManager:
                 )
 
     def _check_tree(self, nodes: list[Node]) -> None:
-        """Check that every lock belongs to an open request or a locked child, and unlocked nodes' epochs."""
         locks: dict[Node, int] = dict.fromkeys(nodes, 0)
         for kv in self._open:
             if kv.node is not None:

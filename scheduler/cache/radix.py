@@ -27,9 +27,7 @@ NO_PAGES = np.empty(0, dtype=np.int32)
 
 
 class Node:
-    """A run of pages below ``parent``. Callers hold nodes as handles to lock and unlock; the tree writes
-    them.
-    """
+    """A run of pages below ``parent``, written by the tree; a handle to lock and unlock."""
 
     __slots__ = (
         "children",
@@ -65,8 +63,7 @@ class Inserted(NamedTuple):
     node: Node
     """Node that ends where the inserted run ends."""
     num_existing: int
-    """Leading pages of the run that the tree already had; the caller's duplicates of them stay the caller's.
-    """
+    """Leading pages that the tree already had; the caller keeps its duplicates."""
     existing: np.ndarray
     """int32 [num_existing]: the tree's own pages at those positions."""
 
@@ -167,9 +164,7 @@ class RadixTree:
         return (first if differ[first] else n) // self.page_size
 
     def _split(self, node: Node, num_pages: int) -> Node:
-        """Cut ``node`` after ``num_pages``; return the upper part. ``node`` keeps the lower one and its
-        locks.
-        """
+        """Cut ``node`` after ``num_pages``; return the upper part. ``node`` keeps its locks."""
         cut = num_pages * self.page_size
         parent = node.parent
         assert parent is not None
@@ -246,14 +241,22 @@ class RadixTree:
             elif stamp != leaf.last_access:
                 heapq.heapreplace(self._heap, (leaf.last_access, leaf.serial, leaf))
             elif len(leaf.pages) > missing:
-                gone.append(self._trim(leaf, missing))
+                keep = len(leaf.pages) - missing
+                gone.append(leaf.pages[keep:].copy())
+                leaf.tokens = _owned(leaf.tokens[: keep * self.page_size])
+                leaf.pages = _owned(leaf.pages[:keep])
                 missing = 0
             else:
                 heapq.heappop(self._heap)
                 leaf.in_heap = False
                 gone.append(leaf.pages)
                 missing -= len(leaf.pages)
-                self._evict_leaf(leaf)
+                parent = leaf.parent
+                assert parent is not None
+                self._detach(leaf)
+                # A continuation stored through `after` does not touch the nodes above: age is handed up.
+                parent.last_access = max(parent.last_access, leaf.last_access)
+                self._offer(parent)
         pages = np.concatenate(gone) if gone else NO_PAGES
         self.num_evictable_pages -= len(pages)
         return pages
@@ -291,7 +294,6 @@ class RadixTree:
         return pages
 
     def nodes(self) -> Iterator[Node]:
-        """Yield every node but the roots, locked ones of older epochs included, for integrity checks."""
         for root in self._roots.values():
             for node in _subtree(root):
                 if node.parent is not None:
@@ -304,21 +306,6 @@ class RadixTree:
         if self._is_evictable(node) and not node.in_heap:
             node.in_heap = True
             heapq.heappush(self._heap, (node.last_access, node.serial, node))
-
-    def _trim(self, leaf: Node, num_pages: int) -> np.ndarray:
-        keep = len(leaf.pages) - num_pages
-        pages = leaf.pages[keep:].copy()
-        leaf.tokens = _owned(leaf.tokens[: keep * self.page_size])
-        leaf.pages = _owned(leaf.pages[:keep])
-        return pages
-
-    def _evict_leaf(self, leaf: Node) -> None:
-        parent = leaf.parent
-        assert parent is not None
-        self._detach(leaf)
-        # A continuation stored through `after` does not touch the nodes above it, so age is handed up here.
-        parent.last_access = max(parent.last_access, leaf.last_access)
-        self._offer(parent)
 
     def _detach(self, node: Node) -> None:
         parent = node.parent

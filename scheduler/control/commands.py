@@ -25,10 +25,10 @@ from ...io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
 )
+from .engine_state import Sender
 from .memory_occupation import release_memory, resume_memory
 from .operations import Operation
 from .pause import continue_generation, flush, pause
-from .pause_ownership import Sender
 from .process_groups import destroy_group, init_group
 from .profiling import start_profile, stop_profile
 from .weights_checker import check_weights

@@ -3,15 +3,11 @@
 - I12: an epoch names one state of the weights, across restarts, full disks and owners that die.
 - The record is written before a commit is acknowledged and before a token is sampled under it. Just before
   the commit, one byte of the old record is overwritten in place, which needs no space on the disk: it marks
-  the record as superseded until the new one replaces it. A commit that cannot be marked is refused. One that
-  is marked and not recorded stands, and its reply says so.
-- A start that does not know which weights were committed last begins invalid, above every epoch that was
-  given out: after a superseded record at :data:`_UNRECORDED` more, after a file that is no record at the
-  number of milliseconds since 1970.
-- The file is replaced atomically. A background thread calls fsync, which matters only if the host loses
-  power.
-- A folder is loaded again only if its files are those that were committed.
-- Only one engine writes a file at a time, which a lock file ensures.
+  the record as superseded until the new one replaces it, atomically. A commit that cannot be marked is
+  refused. One that is marked and not recorded stands, and its reply says so.
+- A start that does not know which weights were committed last, or whose folder has other files now, begins
+  invalid, above every epoch that was given out.
+- fsync, in a thread, matters only if the host loses power. A lock file ensures that one engine writes a file.
 """
 
 import contextlib
@@ -27,6 +23,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ...io_struct import CaesuraError, ErrorCode
+from ..runtime.background import Worker
 from ..runtime.config import EngineConfig
 from ..scheduling.request import WeightStamp
 from ..weights.transports.disk import open_checkpoint
@@ -98,7 +95,9 @@ class WeightsFile:
         self._path = config.state_file
         self._record: WeightsRecord | None = None
         self._lock: int | None = None
-        self._syncer: _Syncer | None = None
+        self._worker: Worker | None = None
+        """Calls fsync; several commits during a slow one share the next one."""
+        self._sync_due = False
         self._other_components = False
         self.durable: bool | None = None
         """True if the file has the last commit; None without a file."""
@@ -108,9 +107,12 @@ class WeightsFile:
 
     def close(self) -> None:
         """Wait for the last fsync, for a bounded time, and release the lock."""
-        if self._syncer is not None:
-            self._syncer.close()
-            self._syncer = None
+        if self._worker is not None:
+            synced = threading.Event()
+            self._worker.submit(synced.set)
+            self._worker.close()
+            synced.wait(_CLOSE_S)
+            self._worker = None
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -176,7 +178,8 @@ class WeightsFile:
         except (OSError, UnicodeEncodeError) as error:
             raise _unusable(self._path, str(error)) from error
         self.durable = True
-        self._syncer = _Syncer(self._path)
+        self._worker = Worker()
+        self._sync_soon()
 
     def supersede(self) -> None:
         """Mark the record as out of date, just before a commit.
@@ -233,8 +236,7 @@ class WeightsFile:
                 "%s could not be written: a restart would begin with invalid weights, not with epoch %d (%s)",
                 self._path, stamp.epoch, error,
             )  # fmt: skip
-        if self._syncer is not None:
-            self._syncer.wake()
+        self._sync_soon()
 
     def _read(self, path: str) -> WeightsRecord | None:
         """Return the record; one that gives the reason if the file cannot tell the last commit."""
@@ -272,6 +274,24 @@ class WeightsFile:
             digest=None,
             lost=f"what was committed after {last} is not on record in {path}",
         )
+
+    def _sync_soon(self) -> None:
+        if self._worker is not None:
+            self._sync_due = True
+            self._worker.submit(self._sync)
+
+    def _sync(self) -> None:
+        assert self._path is not None
+        if not self._sync_due:
+            return
+        self._sync_due = False
+        for path in (self._path, os.path.dirname(self._path)):
+            with contextlib.suppress(OSError):  # the file is gone, or the file system has no fsync
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
 
     def _write(self, record: WeightsRecord) -> None:
         assert self._path is not None
@@ -339,46 +359,3 @@ def _unusable(path: str, reason: str) -> CaesuraError:
     return CaesuraError(
         ErrorCode.STATE_FILE_ERROR, f"state_file = {path!r}: {reason}", path=path, reason=reason
     )
-
-
-class _Syncer:
-    """A thread that calls fsync on the file and its folder; several commits during a slow fsync share the
-    next one.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._due = threading.Event()
-        self._closing = False
-        self._due.set()
-        self._thread = threading.Thread(target=self._run, name="caesura-weights-record", daemon=True)
-        self._thread.start()
-
-    def wake(self) -> None:
-        self._due.set()
-
-    def close(self) -> None:
-        """End the thread after a last fsync; waits at most ``_CLOSE_S``."""
-        self._closing = True
-        self._due.set()
-        self._thread.join(_CLOSE_S)
-
-    def _run(self) -> None:
-        ending = False
-        while not ending:
-            self._due.wait()
-            self._due.clear()
-            ending = (
-                self._closing
-            )  # read before the fsync, which then covers everything written before close()
-            for path in (self._path, os.path.dirname(self._path)):
-                with contextlib.suppress(OSError):  # the file is gone, or the file system has no fsync
-                    _sync(path)
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

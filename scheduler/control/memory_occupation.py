@@ -1,18 +1,14 @@
 """Commands that release and resume memory occupation: device memory, by tag.
 
-- A release is refused if a live request holds the KV, if an update is writing the weights, or if the engine
-  is neither paused nor idle.
 - No step is launched while any tag is released: the gate closes before memory is released and opens after it
-  has been resumed. Weights become INVALID before their memory is released, unless they are backed up: then
-  their values are copied to the host behind the closed gate, and a copy that fails opens it again, with
-  nothing released.
+  has been resumed. Weights become INVALID before their release, unless they are backed up: then they are
+  copied to the host behind the closed gate, and a copy that fails opens it again, with nothing released.
 - A release also drops what depends on the memory: with the KV the prefix cache, with the weights the record
   of what an uncommitted update has written, with either the encoded prompts that are kept.
-- A resume that fails changes nothing. Resuming what is resident, and releasing what is released, has no
-  effect.
-- Without captured graphs the tag ``cuda_graph`` stands for nothing, and is never called released.
+- A resume that fails changes nothing. Both commands ignore tags that are as they ask.
 - Captured graphs are dropped with the tag ``cuda_graph``, and with every tag whose memory they read and that
   moves on release. The resume that makes everything resident captures them again before the next step.
+  Without captured graphs the tag stands for nothing, and is never called released.
 """
 
 import logging
@@ -31,9 +27,8 @@ from ...io_struct import (
     ResumeMemoryOccupationReqOutput,
 )
 from ..memory.residency import MEMORY_TAGS
-from .idle import barrier, is_idle, pending
-from .operations import SLICE_S, Operation, Wait, waiting
-from .pause_ownership import Sender
+from .engine_state import Sender
+from .operations import SLICE_S, Operation, Wait, barrier, is_idle, pending, waiting
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine

@@ -1,13 +1,19 @@
 """Commands as generators: the loop advances one until it says what it waits for, then looks for messages.
 
-An operation never blocks, and only one works at a time (``messaging/command_queue.py``).
+An operation never blocks, and only one works at a time (``messaging/command_queue.py``). Many wait for the
+engine to stand still: behind the barrier that ends the step in flight, or until nothing keeps it from being
+idle.
 """
 
 from collections.abc import Generator, Iterator
 from enum import Enum
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ...io_struct import Reply
+from ..runtime.config import PAGE_SIZE
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
 
 SLICE_S = 0.010
 """Longest time in seconds that operations run before the loop receives messages again."""
@@ -43,3 +49,32 @@ def waiting(
             result: _Result = end.value
             return result
         yield wait
+
+
+def barrier(engine: "Engine") -> Generator[Wait, None, None]:
+    """Wait until no step is in flight and the forward stream is idle; the caller has closed the gate."""
+    while engine.batcher.in_flight:
+        yield Wait.STEP
+    engine.runner.synchronize()
+
+
+def is_idle(engine: "Engine") -> bool:
+    """Return True if nothing is held, in flight or written, nor waits, unless the engine is paused."""
+    waiting_blocks = len(engine.waiting) > 0 and engine.state.generation != "paused"
+    holding = engine.batcher.num_holding > 0 or engine.batcher.in_flight
+    return not (holding or waiting_blocks or engine.sessions.is_working)
+
+
+def held_kind(engine: "Engine") -> str:
+    """Return the word for what a pause in place freezes: KV, or latents."""
+    return "KV" if engine.batcher.images is None else "latents"
+
+
+def pending(engine: "Engine") -> dict[str, int]:
+    """Return counts of the work that keeps the engine from being idle, as details of an error."""
+    return {
+        "running": engine.batcher.num_running,
+        "prefilling": engine.batcher.num_prefilling,
+        "waiting": len(engine.waiting),
+        "held_tokens": engine.cache.usage().held * PAGE_SIZE,
+    }

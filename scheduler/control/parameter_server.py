@@ -15,24 +15,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...io_struct import CaesuraError, ErrorCode, UpdateWeightsFromCheckpointEngineReqInput
+from ...io_struct import CaesuraError, ErrorCode, TensorSpec, UpdateWeightsFromCheckpointEngineReqInput
 from ...transfer.cuda_ipc import uuid_of
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Feed
-from ..weights.components import chosen
-from ..weights.source import BufferSource, SharedMemory
-from ..weights.transports.checkpoint_engine import (
-    Bucket,
-    Closing,
-    Conversation,
-    Ending,
-    Failed,
-    Opening,
-    Turn,
-)
+from ..weights.source import BufferSource, SharedMemory, chosen
+from ..weights.transports.checkpoint_engine import Conversation, Marker, Turn
 from ..weights.transports.ipc import SharedMemoryMaps
+from .engine_state import Sender
 from .operations import Operation, Wait
-from .pause_ownership import Sender
 from .weight_sessions import Session
 
 if TYPE_CHECKING:
@@ -110,8 +101,8 @@ class ParameterServerUpdates:
             yield Wait.THREAD
             if session is not None:
                 self._engine.sessions.require_open(session)
-        if isinstance(turn, Failed):
-            raise turn.error
+        if isinstance(turn, CaesuraError):
+            raise turn
         return turn
 
     def _load_all(
@@ -122,16 +113,17 @@ class ParameterServerUpdates:
         session: Session,
         stages: StageProfiler,
     ) -> Generator[Wait, None, None]:
-        turn, tensors = opening, 0
-        assert isinstance(opening, Opening)
+        tensors = 0
+        assert isinstance(opening, SharedMemory)
         memory.view(opening.handle)  # a bad handle must fail now, before the first bucket
-        while not isinstance(turn, Ending):
+        turn: Turn = opening
+        while turn is not Marker.ENDING:
             feed.release()
             turn = yield from self._next(feed, session)
-            if isinstance(turn, Bucket):
+            if isinstance(turn, list):
                 yield from self._load(turn, opening, memory, session, stages)
-                tensors += len(turn.specs)
-            elif isinstance(turn, Closing):
+                tensors += len(turn)
+            elif turn is Marker.CLOSING:
                 if not tensors:
                     raise CaesuraError(
                         ErrorCode.INVALID_REQUEST,
@@ -143,17 +135,17 @@ class ParameterServerUpdates:
 
     def _load(
         self,
-        bucket: Bucket,
-        opening: Opening,
+        specs: list[TensorSpec],
+        place: SharedMemory,
         memory: SharedMemoryMaps,
         session: Session,
         stages: StageProfiler,
     ) -> Generator[Wait, None, None]:
+        """Write a bucket; nothing refers to the buffer when it has ended."""
         engine = self._engine
-        buffer = memory.view(opening.handle)[opening.start : opening.start + opening.nbytes]
-        memory_of = SharedMemory(opening.handle, opening.start, opening.nbytes)
+        buffer = memory.view(place.handle)[place.start : place.start + place.nbytes]
         source, _ = engine.updates.check(
-            lambda: BufferSource(_NAME, bucket.specs, [buffer], memory_of),
+            lambda: BufferSource(_NAME, specs, [buffer], place),
             session,
             chosen(engine.model.components, session.component),
         )

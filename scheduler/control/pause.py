@@ -20,9 +20,8 @@ from ...io_struct import (
 )
 from ..memory.device_memory import EmptyCacheReport
 from ..runtime.config import PAGE_SIZE
-from .idle import barrier, held_kind, is_idle, pending
-from .operations import Operation, Wait
-from .pause_ownership import Sender
+from .engine_state import Sender
+from .operations import Operation, Wait, barrier, held_kind, is_idle, pending
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine

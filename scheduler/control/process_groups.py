@@ -17,8 +17,8 @@ from ...io_struct import (
     InitWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqOutput,
 )
+from .engine_state import Sender
 from .operations import Operation, Wait, waiting
-from .pause_ownership import Sender
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine

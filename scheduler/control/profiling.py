@@ -10,8 +10,8 @@ from ...io_struct import (
     StopProfileReqInput,
     StopProfileReqOutput,
 )
+from .engine_state import Sender
 from .operations import Operation, Wait
-from .pause_ownership import Sender
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine

@@ -9,7 +9,6 @@
 - A call that fails ends its group, so that no receiver waits for what does not come.
 """
 
-import contextlib
 import logging
 from collections.abc import Generator
 from math import prod
@@ -34,10 +33,10 @@ from ...io_struct import (
 )
 from ..layers.parameters import WeightSlot
 from ..runtime.dtypes import NAMES
-from ..weights.components import chosen
 from ..weights.mismatches import Mismatches
 from ..weights.reading import Held, is_divided, read_into, require_placeable
-from ..weights.transports.batches import Batch, batches_of, nbytes_of
+from ..weights.source import chosen
+from ..weights.transports.broadcasts import Batch, batches_of, nbytes_of
 from .operations import Operation, Wait, waiting
 
 if TYPE_CHECKING:
@@ -88,10 +87,10 @@ class WeightSending:
         if engine.executor.workers:
             require_placeable(slots[spec.name] for batch in batches for spec in batch)
         total, started, stamp = sum(map(nbytes_of, batches)), monotonic(), engine.state.stamp
-        transmission = engine.process_groups.transmit(
-            request.group_name, max(map(nbytes_of, batches), default=0)
-        )
-        with contextlib.closing(transmission), self._reading():
+        group = engine.process_groups.find(request.group_name)
+        transmission = group.transmit(max(map(nbytes_of, batches), default=0))
+        self._under_way += 1
+        try:
             for batch in batches:
                 while (buffer := transmission.room()) is None:
                     yield Wait.CHANGE
@@ -99,6 +98,9 @@ class WeightSending:
                 transmission.send(nbytes_of(batch))
             while not transmission.is_over():
                 yield Wait.CHANGE
+        finally:
+            self._under_way -= 1
+            transmission.close()
         seconds = monotonic() - started
         logger.info(
             "sent weights: %d tensors, %.1f MiB, epoch %d, version %r, over group %r, %.1f ms",
@@ -112,14 +114,6 @@ class WeightSending:
             sent_bytes=total,
             seconds=seconds,
         )
-
-    @contextlib.contextmanager
-    def _reading(self) -> Generator[None, None, None]:
-        self._under_way += 1
-        try:
-            yield
-        finally:
-            self._under_way -= 1
 
     def _fill(
         self, buffer: Tensor, batch: Batch, slots: dict[str, WeightSlot]

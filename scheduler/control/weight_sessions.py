@@ -1,12 +1,9 @@
 """The weight session that may be open: who may open, join, commit and end it, and when it expires.
 
 - At most one session is open. A call that is refused here has changed neither the session nor the weights.
-- Every call of an explicit session carries its id. An id that is not the open session's is refused with
-  ``no_session``; it never opens a session.
-- An implicit session accepts calls of one sender only, and only if transport, process group and label agree
-  with the earlier calls: all HTTP clients share one sender.
-- A session whose client is gone expires ``orphan_s`` seconds later, unless a message that belongs to it
-  arrives.
+- Every call of an explicit session carries its id. An implicit session accepts calls of one sender only, and
+  only if transport, process group and label agree with the earlier calls: all HTTP clients are one sender.
+- A session whose client is gone expires ``orphan_s`` seconds later, unless a message of it arrives.
 
     none --begin--> explicit     none --call while paused--> implicit     none --call while running--> single
 """
@@ -29,7 +26,7 @@ from ...io_struct import (
 )
 from ..observability.stage_profiler import StageProfiler
 from ..weights.loader import LoadCounts
-from .pause_ownership import Sender
+from .engine_state import Sender
 
 logger = logging.getLogger(__name__)
 

@@ -1,22 +1,16 @@
 """Weight updates: receive, check, stop steps, write and commit, the same for every transport.
 
-Life of a session (``weight_sessions.py`` decides who may join, commit and end it):
-
     open --call--> open, written --end(commit), continue, flush, every parameter written--> none, committed
                                  --end(abort), failure, deadline--> none, POISONED
     open, nothing written --end(abort), deadline--> none, VALID as before
 
-- Everything that can be checked before the first byte is written is checked before it: session, headers,
-  sizes, names, shapes, dtypes, rows, config, and whether a flush is possible. A refused call changes neither
-  the weights nor any request.
-- I5: no step is launched between the first written byte and the commit; a failure in between leaves the
-  weights POISONED.
+- Everything that can be checked before the first byte is written is checked before it. A refused call changes
+  neither the weights nor any request.
+- I5: no step is launched between the first written byte and the commit; a failure in between poisons.
 - I7: bytes are written in place, casts are those of a cold load, derived tensors are computed once, at
   commit.
-- I12: the record of the state file is marked as superseded before the epoch changes, so that no restart gives
-  that epoch to other weights.
-- No epoch or label changes, and nothing serves the new weights, before everything that can refuse a commit
-  has passed on every rank.
+- I12: the record of the state file is superseded before the epoch changes, and everything that can refuse a
+  commit has passed on every rank before that.
 - Loading and checking yield every few milliseconds (or once per piece, if that takes longer), so status and
   abort are answered meanwhile. The commit of an engine of one rank without ``check_finite`` does not yield.
 """
@@ -47,16 +41,22 @@ from ..memory.workspace import Workspace
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
 from ..scheduling.request import WeightStamp
-from ..weights.components import ComponentSource, chosen, in_component, renamed
 from ..weights.loader import END, LoadCounts, write_some
 from ..weights.reading import require_finite
-from ..weights.source import BufferSource, WeightPiece, WeightSource
-from ..weights.transports.disk import DiskSource
+from ..weights.source import (
+    BufferSource,
+    ComponentSource,
+    WeightPiece,
+    WeightSource,
+    chosen,
+    in_component,
+    renamed,
+)
+from ..weights.transports.disk import Checkpoint
 from ..weights.transports.ipc import SharedMemoryMaps
-from ..weights.upload import pieces_of, uploader_of
-from .idle import barrier, held_kind, pending
-from .operations import Operation, Wait, waiting
-from .pause_ownership import Sender
+from ..weights.upload import pieces_of
+from .engine_state import Sender
+from .operations import Operation, Wait, barrier, held_kind, pending, waiting
 from .weight_sessions import Route, Session
 
 if TYPE_CHECKING:
@@ -71,7 +71,6 @@ class WeightUpdates:
 
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
-        self._uploader = uploader_of(engine.write_stream, engine.loaded.device)
         self._progress: tuple[WeightSource, float] | None = None
         self._workspace = Workspace()
         self._maps = SharedMemoryMaps(engine.config.device)
@@ -132,7 +131,7 @@ class WeightUpdates:
         def open_source() -> WeightSource:
             component = chosen(engine.model.components, request.component)
             checkpoint = engine.open_folder(request.model_path, component)
-            return DiskSource(checkpoint, self._workspace, engine.loader.owned)
+            return checkpoint.into(self._workspace, engine.loader.owned)
 
         # In a thread, because the disk may be slow and the headers may be of any size.
         return (yield from self._update(request, sender, ("disk", None), open_source, in_thread=True))
@@ -261,8 +260,8 @@ class WeightUpdates:
         component, inner = _component(source), source.inner if isinstance(source, ComponentSource) else source
         if component not in (None, *self._engine.model.components[:1]):
             session.wrote_other_component = True
-        elif isinstance(inner, DiskSource):
-            session.model_path, session.digest = inner.path, inner.local_digest
+        elif isinstance(inner, Checkpoint):
+            session.model_path, session.digest = str(inner.path), inner.local_digest
 
     def _receive_ignored(
         self, source: WeightSource, stages: StageProfiler
@@ -288,8 +287,8 @@ class WeightUpdates:
     ) -> Generator[Wait, None, None]:
         engine = self._engine
         kept = _component(source) in engine.model.kept_components  # written on the host
-        uploader = None if kept else self._uploader
-        own = pieces_of(source, engine.loader, uploader, engine.config.load_bucket_bytes)
+        stream = None if kept else engine.write_stream
+        own = pieces_of(source, engine.loader, stream, engine.config.load_bucket_bytes)
         with contextlib.closing(engine.executor.pieces(source, own, engine.loader)) as pieces:
             try:
                 self._progress = source, monotonic()

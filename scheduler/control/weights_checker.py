@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from ...io_struct import CaesuraError, ErrorCode, WeightsCheckerReqInput, WeightsCheckerReqOutput
 from ..weights.reading import checksums, garbage
-from .idle import barrier
-from .operations import Operation, Wait, waiting
-from .pause_ownership import Sender
+from .engine_state import Sender
+from .operations import Operation, Wait, barrier, waiting
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine

@@ -8,24 +8,21 @@ Invariants:
 import logging
 import sys
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode
-from ..attention.backends import Shape, choose, make
+from ..attention.backends import choose, make
 from ..attention.delta_rule import HybridBackend
-from ..cache.linear_states import StateRows
-from ..cache.pool import MHAPool, MLAPool
-from ..cache.routing import RoutingPool
-from ..cache.state_pool import StatePool, StateShape
-from ..cache.window_pages import WindowPages, storage_pages
+from ..attention.shape import Shape
+from ..cache.layer_ledgers import StateRows, WindowPages, storage_pages
+from ..cache.pool import MHAPool, MLAPool, RoutingPool, StatePool, StateShape
 from ..kernels import serving
 from ..memory.device_memory import MinReduce, get_available_memory
 from ..memory.device_module import device_module_for
 from ..memory.residency import ComponentResidencyManager, nobody
 from ..models.config import load_model_config
-from ..models.hybrid import state_shape
+from ..models.decoder import state_shape
 from ..models.registry import build_model
 from ..parallel.group import SINGLE, TensorParallel
 from ..runtime.config import PAGE_SIZE, EngineConfig
@@ -34,22 +31,13 @@ from ..scheduling.waiting_queue import AdmissionLimits, pages_for
 from ..weights.loaded_model import LoadedModel
 from ..weights.loader import WeightLoader
 from ..weights.transports.disk import load_from_disk, open_checkpoint
-from ..weights.upload import uploader_of, write_stream_of
-from .autotune import WarmUp
-from .forward import AttentionBackend, Runner
+from ..weights.upload import write_stream_of
+from .forward import AttentionBackend, Runner, StepLimits
 from .kernel_report import why_torch
 from .model_runner import ModelRunner
 from .sampler import Sampler
-from .staging import StepLimits
 
 logger = logging.getLogger(__name__)
-
-
-class Agreement(MinReduce, Protocol):
-    @property
-    def sharing(self) -> int:
-        """Ranks whose memory is this rank's, too: those of a host, on its CPU."""
-        ...
 
 
 _TOUCHED_KV_BYTES = 128 << 20
@@ -88,13 +76,21 @@ def load_model(
     model = build_model(model_config, dtype, device, parallel)
     loader = WeightLoader(model)
     checkpoint = open_checkpoint(folder or config.model_path)
-    load_from_disk(loader, checkpoint, config.load_bucket_bytes, uploader_of(write_stream_of(device), device))
+    load_from_disk(loader, checkpoint, config.load_bucket_bytes, write_stream_of(device))
     loader.forget_written()
     model.finalize_weights()
     if model_config.transformers_config is not None:
         with nobody():
             model.check()
-    return LoadedModel(model.config, model, loader, dtype, device, checkpoint.local_digest, parallel)
+    return LoadedModel(
+        config=model.config,
+        model=model,
+        loader=loader,
+        dtype=dtype,
+        device=device,
+        digest=checkpoint.local_digest,
+        parallel=parallel,
+    )
 
 
 def kv_bytes_per_token(loaded: LoadedModel) -> int:
@@ -138,17 +134,6 @@ def _state_shape(loaded: LoadedModel) -> StateShape:
     return state_shape(loaded.config).divided(loaded.parallel.size)
 
 
-def make_states(loaded: LoadedModel, num_rows: int) -> StatePool:
-    assert loaded.config.delta is not None
-    return StatePool(
-        num_layers=sum(loaded.config.delta.layers),
-        num_rows=num_rows,
-        shape=_state_shape(loaded),
-        dtype=loaded.dtype,
-        device=loaded.device,
-    )
-
-
 def build_states(pool: MHAPool | MLAPool) -> StateRows | None:
     return None if pool.states is None else StateRows(pool.num_pages, pool.states.num_rows)
 
@@ -165,24 +150,34 @@ def build_pool(
     context_len: int,
     *,
     kept_free: int = 0,
-    group: Agreement | None = None,
+    group: MinReduce | None = None,
+    sharing: int = 1,
 ) -> MHAPool | MLAPool:
     """Return the KV pool: of the configured size, or a share of what is free that can be used.
 
     Args:
         kept_free: bytes that are needed otherwise.
         group: ranks that all have as many pages, as few as the one with the least memory can have.
+        sharing: ranks whose memory is this rank's, too: those of a host, on its CPU.
     """
     per_page = (kv_bytes_per_token(loaded) + routing_bytes_per_token(loaded)) * PAGE_SIZE
     per_window_page = _token_bytes(loaded, len(_window_layers(loaded))) * PAGE_SIZE
     most_windows = _window_pages(config, loaded)
     row_bytes = state_row_bytes(loaded)
     rows = _STATES_PER_ROW * config.sizes.rows if row_bytes else 0
-    left = _left_for_pool(config, kept_free, group)
+    left = get_available_memory(config.device, empty_cache=True, group=group)
+    if left is not None:
+        left = (left - kept_free) // sharing
     if config.kv_pool_tokens is not None:
         pages = pages_for(config.kv_pool_tokens)
+    elif left is None:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            f"device {config.device} does not report its free memory: set kv_pool_tokens",
+            field="kv_pool_tokens",
+            value=None,
+        )
     else:
-        assert left is not None
         usable = config.sizes.rows * pages_for(context_len)
         share = max(0, left - step_bytes(config, loaded)) * config.sizes.kv_fraction
         if rows:
@@ -209,28 +204,16 @@ def build_pool(
         rows = group.all_reduce_min(rows)
     pool = make_pool(loaded, pages + 1, windows + 1 if windows else None)  # page 0 is scratch
     if rows:
-        pool.states = make_states(loaded, rows + 1)  # and so is row 0
+        assert loaded.config.delta is not None
+        pool.states = StatePool(
+            num_layers=sum(loaded.config.delta.layers),
+            num_rows=rows + 1,  # row 0 is scratch, too
+            shape=_state_shape(loaded),
+            dtype=loaded.dtype,
+            device=loaded.device,
+        )
         logger.info("%d rows of states of %d bytes each, a row for each running request", rows, row_bytes)
     return pool
-
-
-def _left_for_pool(config: EngineConfig, kept_free: int, group: Agreement | None) -> int | None:
-    """Return the free bytes that this rank's pool may take, or None if the device does not tell.
-
-    Raises:
-        CaesuraError: ``unsupported``, the configuration does not give the pool's size either.
-    """
-    free = get_available_memory(config.device, empty_cache=True, group=group)
-    if free is None and config.kv_pool_tokens is None:
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED,
-            f"device {config.device} does not report its free memory: set kv_pool_tokens",
-            field="kv_pool_tokens",
-            value=None,
-        )
-    if free is None:
-        return None
-    return (free - kept_free) // (1 if group is None else group.sharing)
 
 
 def _affordable(share: int, per_page: int, per_window_page: int, most_windows: int) -> int:
@@ -308,7 +291,8 @@ def build_components(
     residency: ComponentResidencyManager,
     folder: str | None = None,
     parallel: TensorParallel = SINGLE,
-    group: Agreement | None = None,
+    group: MinReduce | None = None,
+    sharing: int = 1,
 ) -> tuple[LoadedModel, MHAPool | MLAPool, RoutingPool | None, AdmissionLimits]:
     """Return weights and pools, which can be released, and the limits that follow from their sizes."""
     with residency.component("weights"):
@@ -316,7 +300,7 @@ def build_components(
     context_len = longest_context(config, loaded)
     with residency.component("kv_cache"):
         kept_free = residency.still_to_come
-        pool = build_pool(config, loaded, context_len, kept_free=kept_free, group=group)
+        pool = build_pool(config, loaded, context_len, kept_free=kept_free, group=group, sharing=sharing)
         routing = build_routing_pool(loaded, pool.num_pages)
     if config.autotune and loaded.device.type == "cpu":
         pool.touch(_TOUCHED_KV_BYTES)
@@ -381,18 +365,19 @@ def build_runner(
         use_graphs=config.cuda_graphs,
     )
     if config.autotune:
-        runner.autotune(warm_up(config, loaded))
+        runner.autotune(*warm_up_rows(config, loaded))
     if runner.graphs is not None:
         for _ in runner.graphs.capture():
             pass
     return runner
 
 
-def warm_up(config: EngineConfig, loaded: LoadedModel) -> WarmUp:
+def warm_up_rows(config: EngineConfig, loaded: LoadedModel) -> tuple[int, int]:
+    """Return the rows of a warm-up, and of its head: the request pool's where kernels are chosen by size."""
     rows = config.sizes.rows
     if loaded.device.type == "cpu":
         rows = min(rows, _CPU_WARM_UP_ROWS)
-    return WarmUp(rows=rows, lm_head_rows=min(rows, config.autotune_lm_head_rows))
+    return rows, min(rows, config.autotune_lm_head_rows)
 
 
 MakeRunner = Callable[[EngineConfig, LoadedModel, MHAPool | MLAPool, RoutingPool | None], Runner]

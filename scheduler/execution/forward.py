@@ -7,19 +7,40 @@ Invariants:
 - A masked KV position never contributes to an output, whatever it holds (stale KV may be NaN).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
+from ..runtime.config import PAGE_SIZE
 
 if TYPE_CHECKING:
     from ..kernels.attention import PagedStep
+
+
+class Column(NamedTuple):
+    """An array of a step that travels to the device with it."""
+
+    per: Literal["token", "row", "sample"]
+    dtype: torch.dtype
+    padding: int
+    """Value in added rows."""
+
+
+def column(per: Literal["token", "row", "sample"], dtype: torch.dtype, padding: int = 0) -> dict[str, Column]:
+    """Return the metadata of a field that is a :class:`Column`."""
+    return {"column": Column(per, dtype, padding)}
+
+
+def columns_of(kind: type[Any]) -> dict[str, Column]:
+    """Return the columns of a dataclass by name."""
+    return {each.name: each.metadata["column"] for each in fields(kind) if each.metadata}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,9 +85,6 @@ class SpecialRows:
     num_counters: int
     """Number of counters that the table must have."""
 
-    def to(self, device: torch.device) -> "SpecialRows":
-        return _moved(self, device)
-
 
 @dataclass(slots=True, kw_only=True)
 class InputTokens:
@@ -80,9 +98,6 @@ class InputTokens:
     """K: number of likeliest tokens wanted."""
     token_ids: Tensor
     """int64 [I, M]: `token_ids_logprob`, padded with token 0."""
-
-    def to(self, device: torch.device) -> "InputTokens":
-        return _moved(self, device)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,48 +115,37 @@ class FurtherLogprobs:
     kept: Tensor | None = None
     """bool [N, V]: the tokens that the filters kept, or None if nobody asked."""
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> "FurtherLogprobs":
-        return FurtherLogprobs(
-            logprobs=move(self.logprobs),
-            top_ids=move(self.top_ids),
-            top=move(self.top),
-            token_ids_logprobs=move(self.token_ids_logprobs),
-            kept=None if self.kept is None else move(self.kept),
-        )
+
+_Fields = TypeVar("_Fields", SpecialRows, InputTokens, FurtherLogprobs, "SamplingBatch")
 
 
-_Moved = TypeVar("_Moved", SpecialRows, InputTokens)
-
-
-def _moved(owner: _Moved, device: torch.device) -> _Moved:
-    tensors = {
-        field.name: getattr(owner, field.name).to(device, non_blocking=True)
-        for field in fields(owner)
-        if isinstance(getattr(owner, field.name), Tensor)
-    }
-    return replace(owner, **tensors)
+def moved(owner: _Fields, move: Callable[[Tensor], Tensor]) -> _Fields:
+    """Return a copy of ``owner`` with each of its own tensors passed through ``move``."""
+    found: dict[str, Any] = {field.name: getattr(owner, field.name) for field in fields(owner)}
+    tensors = {name: move(value) for name, value in found.items() if isinstance(value, Tensor)}
+    return replace(owner, **{**found, **tensors})
 
 
 @dataclass(slots=True, kw_only=True)
 class SamplingBatch:
     """Sampling inputs of a step's S sampled tokens, on its device; the booleans are known on the host."""
 
-    temperature: Tensor
+    temperature: Tensor = field(metadata=column("sample", torch.float32, 1))
     """float32 [S]; 1.0 for greedy rows."""
-    greedy: Tensor
+    greedy: Tensor = field(metadata=column("sample", torch.bool, 1))
     """bool [S]"""
-    top_k: Tensor
+    top_k: Tensor = field(metadata=column("sample", torch.int64, 1))
     """int64 [S]; vocabulary size where unused."""
-    top_p: Tensor
+    top_p: Tensor = field(metadata=column("sample", torch.float32, 1))
     """float32 [S]; 1.0 where unused."""
-    uniforms: Tensor
+    uniforms: Tensor = field(metadata=column("sample", torch.float64))
     """float64 [S] in [0, 1): the noise, a pure function of (seed, sample index, absolute position)."""
     any_sampled: bool
     any_filtered: bool
     """True if some sampled row uses top-k, top-p or min-p."""
     want_raw: bool
     want_sampled: bool
-    min_p: Tensor | None = None
+    min_p: Tensor | None = field(default=None, metadata=column("sample", torch.float32))
     """float32 [S], or None if 0 for all."""
     largest_top_k: int | None = None
     """Largest top-k of the filtered rows, or None if it may be the whole vocabulary."""
@@ -150,35 +154,7 @@ class SamplingBatch:
 
     def select(self, index: Tensor) -> "SamplingBatch":
         """Return the rows ``index`` (int64), none of them special any more."""
-        return SamplingBatch(
-            temperature=self.temperature[index],
-            greedy=self.greedy[index],
-            top_k=self.top_k[index],
-            top_p=self.top_p[index],
-            uniforms=self.uniforms[index],
-            any_sampled=self.any_sampled,
-            any_filtered=self.any_filtered,
-            want_raw=self.want_raw,
-            want_sampled=self.want_sampled,
-            min_p=None if self.min_p is None else self.min_p[index],
-            largest_top_k=self.largest_top_k,
-        )
-
-    def to(self, device: torch.device) -> "SamplingBatch":
-        return SamplingBatch(
-            temperature=self.temperature.to(device, non_blocking=True),
-            greedy=self.greedy.to(device, non_blocking=True),
-            top_k=self.top_k.to(device, non_blocking=True),
-            top_p=self.top_p.to(device, non_blocking=True),
-            uniforms=self.uniforms.to(device, non_blocking=True),
-            any_sampled=self.any_sampled,
-            any_filtered=self.any_filtered,
-            want_raw=self.want_raw,
-            want_sampled=self.want_sampled,
-            min_p=None if self.min_p is None else self.min_p.to(device, non_blocking=True),
-            largest_top_k=self.largest_top_k,
-            special=None if self.special is None else self.special.to(device),
-        )
+        return replace(moved(self, lambda column: column[index]), special=None, want_last_kept=False)
 
 
 class StateSegment(NamedTuple):
@@ -195,7 +171,7 @@ class StateSegment(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StateStep:
-    """The rows of states of a step, in layers that keep one per sequence (``cache/linear_states.py``)."""
+    """The rows of states of a step, in layers that keep one per sequence (``cache/layer_ledgers.py``)."""
 
     rows: Tensor
     """int64 [R]: row of states that each of the step's rows ends in."""
@@ -221,15 +197,15 @@ class ForwardBatch:
 
     num_decode: int
     """Rows [0, num_decode) decode; the rest prefill."""
-    input_ids: Tensor
+    input_ids: Tensor = field(metadata=column("token", torch.int64))
     """int64 [T]. The runner fills in decode rows, from the token that the row's slot sampled last."""
-    positions: Tensor
+    positions: Tensor = field(metadata=column("token", torch.int64))
     """int64 [T]: absolute position of each query token."""
-    kv_slots: Tensor
+    kv_slots: Tensor = field(metadata=column("token", torch.int64))
     """int64 [T]: ``page * page_size + offset`` where the token's K and V are stored."""
     page_table: Tensor
     """int32 [R, P], padded with page 0; P covers the longest row of this batch."""
-    kv_lens: Tensor
+    kv_lens: Tensor = field(metadata=column("row", torch.int32, 1))
     """int32 [R]: KV length of each row after this step."""
     q_lens_host: Sequence[int]
     """[R]: query tokens per row (1 for decode rows)."""
@@ -237,14 +213,14 @@ class ForwardBatch:
     """[R]"""
     page_table_host: np.ndarray | None = None
     """``page_table`` on the host, valid while the step is planned."""
-    slots: Tensor
-    sample_tokens: Tensor
+    slots: Tensor = field(metadata=column("row", torch.int64))
+    sample_tokens: Tensor = field(metadata=column("sample", torch.int64))
     """int64 [S]: index into [0, T) of each token whose successor is sampled; decode rows first."""
-    sample_slots: Tensor
+    sample_slots: Tensor = field(metadata=column("sample", torch.int64))
     """int64 [S]: request slot that receives each sampled token."""
     sampling: SamplingBatch
     inputs: InputTokens | None = None
-    window_slots: Tensor | None = None
+    window_slots: Tensor | None = field(default=None, metadata=column("token", torch.int64))
     """``kv_slots`` in layers with a window that give pages back; None if all layers are alike."""
     window_table: Tensor | None = None
     """``page_table`` in the same layers; page 0 where the window has moved on."""
@@ -258,6 +234,34 @@ class ForwardBatch:
     @property
     def num_rows(self) -> int:
         return len(self.q_lens_host)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """The largest step that a scheduler asks for."""
+
+    tokens: int
+    """T"""
+    rows: int
+    """R, and S"""
+    context_len: int
+    """KV length of a row."""
+    windows: bool = False
+    """True if layers with a window have slots and a page table of their own."""
+
+    @classmethod
+    def of(cls, *, max_rows: int, chunk_tokens: int, context_len: int, windows: bool = False) -> "StepLimits":
+        """Return limits of ``chunk_tokens`` prompt tokens beside a token of each other row."""
+        tokens = min(max_rows + chunk_tokens, max_rows * context_len)
+        return cls(tokens=tokens, rows=max_rows, context_len=context_len, windows=windows)
+
+    @property
+    def spare_slot(self) -> int:
+        return self.rows
+
+    @property
+    def pages(self) -> int:
+        return -(-self.context_len // PAGE_SIZE)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -304,68 +308,32 @@ class Runner(Protocol):
         ...
 
 
-class KVPool(Protocol):
-    """Paged KV storage, one pair of tensors per layer."""
+FusedAttention = Callable[[Tensor, Tensor, Tensor, int, HeadNorms | None, AttentionForm], Tensor]
+"""Head norms, rotation, store and attention in one call, of these arguments:
 
-    page_size: int
-    num_pages: int
-    """Number of pages, scratch page included."""
-    window_pages: int | None
-    """Pages of layers with a window that give pages back, or None if all layers are alike."""
-
-    def split_slots(self, kv_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``(pages, offsets)``, int64 [T] each, of ``kv_slots`` [T]: once per step, for all layers."""
-        ...
-
-    def store_at(self, layer: int, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> None:
-        """Write ``k`` and ``v`` ([T, kv heads, size of each]) to slots ``(pages, offsets)`` ([T] each)."""
-        ...
-
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return K and V of a layer, each [pages, kv heads, page_size, size of each]."""
-        ...
+[T, query heads + 2 kv heads, head size], queries, keys and values, of which queries may be overwritten;
+cosines and sines [T, 1, rotated size / 2], the rest of a head being not rotated; the layer; norms of queries
+and keys, if any; the layer's form. Returns [T, query heads * head size].
+"""
 
 
-class FusedAttention(Protocol):
-    """Head norms, rotation, store and attention in one call; queries in ``qkv`` may be overwritten."""
-
-    def __call__(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        layer: int,
-        norm: HeadNorms | None = None,
-        form: AttentionForm = PLAIN,
-    ) -> Tensor:
-        """Args:
-            qkv: [T, query heads + 2 kv heads, head size]: queries, keys, values.
-            cos, sin: [T, 1, rotated size / 2]: the rest of a head is not rotated.
-            norm: norms of queries and keys, if any.
-
-        Returns:
-            [T, query heads * head size]
-        """
-        ...
-
-
-class AttentionBackend(Protocol):
+class AttentionBackend(ABC):
     """Paged causal attention with grouped query heads."""
 
-    fused: FusedAttention | None
+    fused: FusedAttention | None = None
     """If None, the caller normalises and rotates, and calls :meth:`forward`."""
-    reads_page_table: bool
+    paged: "PagedStep | None" = None
+    """The planned step for a kernel that computes whole layers, or None where layers go part by part."""
+    reads_page_table = True
     """True if it reads ``ForwardBatch.page_table`` on the device; else the host's copy is enough."""
+    capturable = False
+    """True if :meth:`for_decode` gives attention that a graph can hold."""
 
-    @property
-    def paged(self) -> "PagedStep | None":
-        """The planned step for a kernel that computes whole layers, or None where layers go part by part."""
-        ...
-
+    @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare what all layers of this step share (masks, gather indices)."""
-        ...
 
+    @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """Store this step's K and V, then attend over what the layer's form lets each row see.
 
@@ -376,4 +344,11 @@ class AttentionBackend(Protocol):
         Returns:
             [T, query heads * v's head size]
         """
-        ...
+
+    def for_decode(self, rows: int) -> "AttentionBackend":
+        """Return attention for steps of exactly ``rows`` decode rows, to be captured.
+
+        Its ``plan`` runs outside of the graph, into buffers that never move. Its ``forward`` reads nothing
+        else of a step but its arguments, and waits for nothing.
+        """
+        raise NotImplementedError

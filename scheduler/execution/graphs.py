@@ -23,17 +23,17 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..memory.device_memory import DeviceMemoryReading
 from ..memory.device_module import GraphModule
-from ..runtime.config import PAGE_SIZE
-from .forward import AttentionBackend, ForwardBatch, SamplingBatch
+from .forward import AttentionBackend, ForwardBatch, StepLimits
 from .sampler import Sampler, SamplerOutput
-from .staging import InputStaging, StepLimits
+from .scratch_steps import scratch_decode, scratch_prefill
+from .staging import InputStaging
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +43,6 @@ Head = Callable[[ForwardBatch, Tensor], tuple[SamplerOutput, Tensor]]
 """Samples from the hidden states; returns the logits, too."""
 
 _Result = TypeVar("_Result")
-
-
-@runtime_checkable
-class CapturableBackend(AttentionBackend, Protocol):
-    """A backend whose decode steps can be captured."""
-
-    def for_decode(self, rows: int) -> AttentionBackend:
-        """Return attention for steps of exactly ``rows`` decode rows.
-
-        Its ``plan`` runs outside of the graph, into buffers that never move. Its ``forward`` reads nothing
-        else of a step but its arguments, and waits for nothing.
-        """
-        ...
 
 
 def ladder(largest: int) -> list[int]:
@@ -94,7 +81,7 @@ class DecodeGraphs:
         forward: Forward,
         head: Head,
         sampler: Sampler,
-        backend: CapturableBackend,
+        backend: AttentionBackend,
         staging: InputStaging,
         *,
         limits: StepLimits,
@@ -107,7 +94,7 @@ class DecodeGraphs:
         on_stream: enters the forward stream.
         """
         self._forward, self._head, self._sampler = forward, head, sampler
-        self._backend = backend
+        self.backend = backend
         self._staging = staging
         self._limits = limits
         self._device = device
@@ -203,12 +190,12 @@ class DecodeGraphs:
         context, tokens = self._limits.context_len, self._limits.tokens
         lengths = [context] * (tokens // context) + ([tokens % context] if tokens % context else [])
         with self._staging.staged(scratch_prefill(lengths)) as staged:
-            self._backend.plan(staged)
-        self._forward(staged, self._backend)
+            self.backend.plan(staged)
+        self._forward(staged, self.backend)
 
     def _capture(self, size: int, pool: object) -> _Captured:
-        attention = self._backend.for_decode(size)
-        with self._staging.staged(self._scratch_decode(size)) as staged:
+        attention = self.backend.for_decode(size)
+        with self._staging.staged(scratch_decode(size, self._limits.spare_slot)) as staged:
             attention.plan(staged)
         static = replace(
             staged,
@@ -251,53 +238,3 @@ class DecodeGraphs:
             raise
         graph.capture_end()
         return graph, result
-
-    def _scratch_decode(self, rows: int) -> ForwardBatch:
-        nothing = scratch_prefill([])
-        return replace(
-            scratch_prefill([1] * rows),
-            num_decode=rows,
-            sample_tokens=torch.arange(rows),
-            sample_slots=torch.full((rows,), self._limits.spare_slot),
-            sampling=replace(
-                nothing.sampling,
-                temperature=torch.ones(rows),
-                greedy=torch.ones(rows, dtype=torch.bool),
-                top_k=torch.ones(rows, dtype=torch.int64),
-                top_p=torch.ones(rows),
-                uniforms=torch.zeros(rows, dtype=torch.float64),
-                min_p=torch.zeros(rows),
-            ),
-        )
-
-
-def scratch_prefill(lengths: list[int]) -> ForwardBatch:
-    """Return prefill rows of these lengths on the scratch page, for slot 0, none of them sampled."""
-    tokens = sum(lengths)
-    pages = -(-max(lengths, default=1) // PAGE_SIZE)
-    none = torch.empty(0, dtype=torch.int64)
-    zeros = torch.zeros(tokens, dtype=torch.int64)
-    return ForwardBatch(
-        num_decode=0,
-        input_ids=zeros,
-        positions=torch.cat([torch.arange(length) for length in lengths]) if lengths else none,
-        kv_slots=zeros,
-        page_table=torch.zeros((len(lengths), pages), dtype=torch.int32),
-        kv_lens=torch.tensor(lengths, dtype=torch.int32),
-        q_lens_host=lengths,
-        kv_lens_host=lengths,
-        slots=torch.zeros(len(lengths), dtype=torch.int64),
-        sample_tokens=none,
-        sample_slots=none,
-        sampling=SamplingBatch(
-            temperature=torch.empty(0),
-            greedy=torch.empty(0, dtype=torch.bool),
-            top_k=none,
-            top_p=torch.empty(0),
-            uniforms=torch.empty(0, dtype=torch.float64),
-            any_sampled=False,
-            any_filtered=False,
-            want_raw=False,
-            want_sampled=False,
-        ),
-    )

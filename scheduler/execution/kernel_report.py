@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ..attention.backends import Choice, Shape, choose
+from ..attention.backends import Choice, choose
+from ..attention.shape import Shape
 from ..kernels import TORCH, TRITON, serving, why_not_triton
 from ..kernels.decoder_layers import choosable
 from ..kernels.delta import LARGEST_HEAD, computable
 from ..kernels.linear import packable, scalable
 from ..kernels.native import why_not
 from ..layers.fp8_products import dense_for, experts_for
-from ..models.config_moe import MoeConfig
-from ..models.hybrid import state_shape
+from ..models.decoder import state_shape
 from ..runtime.config import EngineConfig
 from ..weights.loaded_model import LoadedModel
 
@@ -106,13 +106,19 @@ def why_torch(loaded: LoadedModel) -> str | None:
         return f"heads of linear attention have more than {LARGEST_HEAD} elements"
     if (reason := _unpacked_fp8(loaded)) is not None:
         return reason
-    if config.moe is not None and config.moe.grouped and not _choosable(config.moe):
-        return f"experts are chosen from {config.moe.num_groups} groups, which torch does"
+    moe = config.moe
+    if moe is not None and moe.grouped:
+        best_two = moe.group_score == "top2"
+        if not choosable(moe.num_groups, moe.top_groups, moe.num_experts, moe.top_k, best_two=best_two):
+            return f"experts are chosen from {moe.num_groups} groups, which torch does"
     return _unpacked(loaded)
 
 
 def _unpacked(loaded: LoadedModel) -> str | None:
-    odd = [size for size in _row_sizes(loaded) if not packable(size, loaded.dtype)]
+    sizes, mla = _projections(loaded), loaded.config.mla
+    if mla is not None:
+        sizes |= {mla.kv_lora_rank, mla.qk_nope_head_dim}
+    odd = [size for size in sizes if not packable(size, loaded.dtype)]
     return f"rows of {min(odd)} cannot be packed" if odd else None
 
 
@@ -125,17 +131,6 @@ def _unpacked_fp8(loaded: LoadedModel) -> str | None:
     if all(scalable(size, fp8.columns) for size in _projections(loaded)):
         return None
     return "products with FP8 weights in rows or blocks that are no multiple of four are torch's"
-
-
-def _choosable(moe: MoeConfig) -> bool:
-    return choosable(
-        moe.num_groups, moe.top_groups, moe.num_experts, moe.top_k, best_two=moe.group_score == "top2"
-    )
-
-
-def _row_sizes(loaded: LoadedModel) -> set[int]:
-    mla = loaded.config.mla
-    return _projections(loaded) | (set() if mla is None else {mla.kv_lora_rank, mla.qk_nope_head_dim})
 
 
 def _projections(loaded: LoadedModel) -> set[int]:

@@ -70,9 +70,9 @@ class SpecialSampler:
         self._vocab_size = vocab_size
         self._device = device
         bound = _CHUNK_BYTES_CPU if device.type == "cpu" else _CHUNK_BYTES
-        self._chunk_rows = max(1, bound // (4 * vocab_size))
+        self.chunk_rows = max(1, bound // (4 * vocab_size))
         self._counters = TokenCounters(vocab_size, device)
-        self._exact: Sampler | None = sampler if sampler.dtype == torch.float32 else None
+        self.exact: Sampler | None = sampler if sampler.dtype == torch.float32 else None
         self._in_torch: Sampler | None = None
 
     @torch.inference_mode()
@@ -81,10 +81,10 @@ class SpecialSampler:
         if len(rows.rows) < len(logits):
             out = self._ordinary.sample(logits, batch)
         else:
-            out = _empty_output(logits, batch)
+            out = SamplerOutput.empty(len(logits), logits.device, batch)
         further: list[FurtherLogprobs] = []
-        for start in range(0, len(rows.rows), self._chunk_rows):
-            part = slice(start, min(start + self._chunk_rows, len(rows.rows)))
+        for start in range(0, len(rows.rows), self.chunk_rows):
+            part = slice(start, min(start + self.chunk_rows, len(rows.rows)))
             further += self._sample_part(logits, batch, rows, part, out)
         if len(rows.counters):
             tokens = out.token_ids[rows.rows[: len(rows.counters)]]
@@ -95,7 +95,7 @@ class SpecialSampler:
 
     def warm_up(self, batch: SamplingBatch) -> None:
         """Compile what the first special row would wait for; ``batch`` has one row."""
-        if self._exact is None and self._ordinary.compiles_at_first_use:
+        if self.exact is None and self._ordinary.compiles_at_first_use:
             passing = Sampler(self._vocab_size, 1, self._device, torch.float32)
             passing.sample(torch.zeros((1, self._vocab_size), device=self._device), batch)
 
@@ -140,7 +140,7 @@ class SpecialSampler:
         """Sample ``rows`` (int64) with torch, which says what it kept; take its results where ``masked``."""
         if self._in_torch is None:
             self._in_torch = Sampler(
-                self._vocab_size, self._chunk_rows, self._device, torch.float32, in_torch=True
+                self._vocab_size, self.chunk_rows, self._device, torch.float32, in_torch=True
             )
         part = batch.select(rows)
         part.want_last_kept = True
@@ -156,9 +156,9 @@ class SpecialSampler:
         sampled.last_kept = torch.full_like(sampled.token_ids, -1).index_copy_(0, rows, found.last_kept)
 
     def _sampler(self) -> Sampler:
-        if self._exact is None:
-            self._exact = Sampler(self._vocab_size, self._chunk_rows, self._device, torch.float32)
-        return self._exact
+        if self.exact is None:
+            self.exact = Sampler(self._vocab_size, self.chunk_rows, self._device, torch.float32)
+        return self.exact
 
 
 def further_of(logprobs: Tensor, targets: Tensor | None, top: int, token_ids: Tensor) -> FurtherLogprobs:
@@ -180,13 +180,11 @@ def further_of(logprobs: Tensor, targets: Tensor | None, top: int, token_ids: Te
 
 def joined(parts: list[FurtherLogprobs]) -> FurtherLogprobs:
     kept = [part.kept for part in parts if part.kept is not None]
-    return FurtherLogprobs(
-        logprobs=torch.cat([part.logprobs for part in parts]),
-        top_ids=torch.cat([part.top_ids for part in parts]),
-        top=torch.cat([part.top for part in parts]),
-        token_ids_logprobs=torch.cat([part.token_ids_logprobs for part in parts]),
-        kept=torch.cat(kept) if kept else None,
-    )
+    columns = {
+        name: torch.cat([getattr(part, name) for part in parts])
+        for name in ("logprobs", "top_ids", "top", "token_ids_logprobs")
+    }
+    return FurtherLogprobs(**columns, kept=torch.cat(kept) if kept else None)
 
 
 def _kept(scaled: Tensor, last: Tensor) -> Tensor:
@@ -206,16 +204,6 @@ def _raw(logits: Tensor, sampled: SamplerOutput) -> Tensor:
     """Return the log-softmax [c] of ``logits`` [c, V] at the sampled tokens; NaN where there is none."""
     found = torch.log_softmax(logits.float(), 1).gather(1, sampled.token_ids.clamp_min(0)[:, None])[:, 0]
     return found.where(sampled.token_ids >= 0, torch.nan)
-
-
-def _empty_output(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
-    rows = len(logits)
-    return SamplerOutput(
-        token_ids=torch.empty(rows, dtype=torch.int64, device=logits.device),
-        logprobs=torch.empty(rows, device=logits.device),
-        raw_logprobs=torch.empty(rows, device=logits.device) if batch.want_raw else None,
-        sampled_logprobs=torch.empty(rows, device=logits.device) if batch.want_sampled else None,
-    )
 
 
 def input_logprobs(

@@ -21,18 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache.routing import RoutingPool
+from ..cache.pool import RoutingPool
 from ..layers.logits_processor import autotune_dummy_run_mode
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import DeviceModule, graphs_of, streams_of
 from ..models.base import CausalLM
 from ..observability.stage_profiler import StageProfiler
-from .autotune import WarmUp, dummy_decode
-from .forward import AttentionBackend, ForwardBatch, ForwardOutput, HostOutput
-from .graphs import CapturableBackend, DecodeGraphs
+from .forward import AttentionBackend, ForwardBatch, ForwardOutput, HostOutput, StepLimits
+from .graphs import DecodeGraphs
 from .logit_edits import SpecialSampler, input_logprobs
 from .sampler import Sampler, SamplerOutput
-from .staging import InputStaging, OutputStaging, StepLimits
+from .scratch_steps import dummy_decode
+from .staging import InputStaging, OutputStaging
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +73,12 @@ class ModelRunner:
         self.model = model
         self.stages = StageProfiler()
         self._routing = routing
-        self._backend = backend
-        self._sampler = sampler
+        self.backend = backend
+        self.sampler = sampler
         self._special = SpecialSampler(sampler, model.config.vocab_size, device)
         self._streams = streams_of(device_module)
         # One more than there are requests, for the rows that graphs are padded with.
-        self._last_tokens = torch.zeros(limits.spare_slot + 1, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(limits.spare_slot + 1, dtype=torch.int64, device=device)
         self._stream: torch.Stream | None = None
         self.graphs: DecodeGraphs | None = None
         if self._streams is not None:
@@ -86,7 +86,7 @@ class ModelRunner:
             self._outputs = OutputStaging(limits, device=device, device_module=self._streams)
             self._inputs = InputStaging(limits, device=device, device_module=self._streams)
             graphs = graphs_of(device_module)
-            if use_graphs and graphs is not None and isinstance(backend, CapturableBackend):
+            if use_graphs and graphs is not None and backend.capturable:
                 self.graphs = DecodeGraphs(
                     self._forward,
                     self._sample_tokens,
@@ -108,8 +108,8 @@ class ModelRunner:
     def execute(self, batch: ForwardBatch) -> ForwardOutput:
         """Enqueue one step; on the CPU it has run when this returns."""
         if self._stream is None:
-            self._backend.plan(batch)
-            return ReadyOutput(_host_output(self._sample(batch, self._forward(batch, self._backend))))
+            self.backend.plan(batch)
+            return ReadyOutput(_host_output(self._sample(batch, self._forward(batch, self.backend))))
         with self._waiting_both_ways():
             output = self._outputs.send(self._step(batch))
         return output
@@ -117,50 +117,49 @@ class ModelRunner:
     @torch.inference_mode()
     def set_last_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         with self.on_stream():
-            device = self._last_tokens.device
+            device = self.last_tokens.device
             index, values = (torch.from_numpy(array).to(device, torch.int64) for array in (slots, tokens))
-            self._last_tokens[index] = values
+            self.last_tokens[index] = values
 
     def synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
 
     @torch.inference_mode()
-    def autotune(self, warm_up: WarmUp) -> None:
-        """Run the model for nobody, before any request and before graphs are captured."""
+    def autotune(self, rows: int, head_rows: int) -> None:
+        """Run the model for nobody, before any request and before graphs are captured.
+
+        The decoder runs a decode step of ``rows``, output head and sampler ``head_rows`` of them at most: no
+        temporary has rows times vocabulary. Running out of memory is a warning: the engine starts cold.
+        """
         started = perf_counter()
         try:
             with self._waiting_both_ways():
                 with autotune_dummy_run_mode():
-                    batch, hidden = self._dummy_run(warm_up.rows)
-                self._run_head(batch, hidden[: warm_up.lm_head_rows])
+                    batch, hidden = self._dummy_run(rows)
+                if len(hidden := hidden[:head_rows]):
+                    logits = self.model.logits(hidden)
+                    assert logits is not None, "the mode is off"
+                    index = torch.arange(len(hidden), device=hidden.device)
+                    self.sampler.sample(logits, batch.sampling.select(index))
+                    self._special.warm_up(batch.sampling.select(index[:1]))
             self.synchronize()
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            logger.warning("the engine starts cold: warming up %d rows failed: %s", warm_up.rows, error)
+            logger.warning("the engine starts cold: warming up %d rows failed: %s", rows, error)
         else:
             elapsed = 1e3 * (perf_counter() - started)
-            logger.info(
-                "warmed up %d rows, %d with head, in %.1f ms", warm_up.rows, warm_up.lm_head_rows, elapsed
-            )
+            logger.info("warmed up %d rows, %d with head, in %.1f ms", rows, head_rows, elapsed)
 
     def _dummy_run(self, batch_size: int) -> tuple[ForwardBatch, Tensor]:
         """Run a decode step up to its logits; return it and its hidden states [rows, hidden]."""
         batch = dummy_decode(batch_size, self.model.config.vocab_size)
         with self._inputs.staged(batch) if self._stream is not None else nullcontext(batch) as staged:
-            self._backend.plan(staged)
-        hidden = self._forward(staged, self._backend)
+            self.backend.plan(staged)
+        hidden = self._forward(staged, self.backend)
         self.model.logits(hidden)
         return staged, hidden
-
-    def _run_head(self, batch: ForwardBatch, hidden: Tensor) -> None:
-        if len(hidden):
-            logits = self.model.logits(hidden)
-            assert logits is not None, "the mode is off"
-            rows = torch.arange(len(hidden), device=hidden.device)
-            self._sampler.sample(logits, batch.sampling.select(rows))
-            self._special.warm_up(batch.sampling.select(rows[:1]))
 
     @contextmanager
     def _waiting_both_ways(self) -> Iterator[None]:
@@ -181,14 +180,14 @@ class ModelRunner:
                 return self._sample(staged, hidden)
             with self.stages.stage("sample"):
                 return self.graphs.sample(batch)
-        with self._inputs.staged(batch, table=self._backend.reads_page_table) as staged:
-            self._backend.plan(staged)
-        return self._sample(staged, self._forward(staged, self._backend))
+        with self._inputs.staged(batch, table=self.backend.reads_page_table) as staged:
+            self.backend.plan(staged)
+        return self._sample(staged, self._forward(staged, self.backend))
 
     def _forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Compute hidden states [S, hidden] from the slots' last tokens, as a graph captures it."""
         decode = batch.num_decode
-        torch.index_select(self._last_tokens, 0, batch.slots[:decode], out=batch.input_ids[:decode])
+        torch.index_select(self.last_tokens, 0, batch.slots[:decode], out=batch.input_ids[:decode])
         wanted = batch
         if batch.inputs is not None:  # never captured: prompts are prefilled
             wanted = replace(batch, sample_tokens=torch.cat([batch.sample_tokens, batch.inputs.tokens]))
@@ -219,11 +218,11 @@ class ModelRunner:
         assert logits is not None, "a dummy run samples nothing"
         special = batch.sampling.special
         if special is None:
-            sampled = self._sampler.sample(logits, batch.sampling)
+            sampled = self.sampler.sample(logits, batch.sampling)
         else:
             sampled = self._special.sample(logits, batch.sampling, special)
         # -1 marks a row without finite logits; its surplus step must still read a valid embedding.
-        self._last_tokens[batch.sample_slots] = sampled.token_ids.clamp_min(0)
+        self.last_tokens[batch.sample_slots] = sampled.token_ids.clamp_min(0)
         return sampled, logits
 
 

@@ -93,6 +93,18 @@ class SamplerOutput:
     further: FurtherLogprobs | None = None
     inputs: FurtherLogprobs | None = None
 
+    @classmethod
+    def empty(cls, rows: int, device: torch.device, batch: SamplingBatch) -> "SamplerOutput":
+        """Return memory for the results that ``batch`` wants."""
+        values = torch.empty((3, rows), device=device)
+        return cls(
+            token_ids=torch.empty(rows, dtype=torch.int64, device=device),
+            logprobs=values[0],
+            raw_logprobs=values[1] if batch.want_raw else None,
+            sampled_logprobs=values[2] if batch.want_sampled else None,
+            last_kept=torch.empty(rows, dtype=torch.int64, device=device) if batch.want_last_kept else None,
+        )
+
 
 @dataclass(slots=True)
 class _Probabilities:
@@ -151,10 +163,13 @@ class Sampler:
         self._chunk_rows = max(1, min(max_rows, bound // (width * 4)))
         serving = TORCH if in_torch else best("sampler", device, dtype)
         self._compiled = RowSampler(vocab_size) if serving not in (TORCH, TRITON) else None
-        self._triton = _in_triton(vocab_size, max_rows, device) if serving == TRITON else None
+        self._triton: TritonSampler | None = None
+        if serving == TRITON:
+            kernels = import_module("..kernels.triton_sampler", __package__)
+            if vocab_size <= kernels.LARGEST_VOCABULARY:
+                self._triton = kernels.TritonSampler(vocab_size, max_rows, device)
         held = self._chunk_rows if self._compiled is None and self._triton is None else 0
-        # Filled, not empty: the pages are touched now instead of in the first step, and the padding stays
-        # -inf.
+        # Filled: the pages are touched now instead of in the first step, and the padding stays -inf.
         self._scaled = torch.full((held, width), -torch.inf, device=device)
         self._probs = torch.zeros((held, width), device=device)
 
@@ -168,20 +183,28 @@ class Sampler:
             )
         if self._triton is not None:
             return self._sample_triton(self._triton, logits, batch)
-        rows = logits.shape[0]
-        out = SamplerOutput(
-            token_ids=torch.empty(rows, dtype=torch.int64, device=logits.device),
-            logprobs=torch.empty(rows, device=logits.device),
-            raw_logprobs=torch.empty(rows, device=logits.device) if batch.want_raw else None,
-            sampled_logprobs=torch.empty(rows, device=logits.device) if batch.want_sampled else None,
-            last_kept=torch.empty(rows, dtype=torch.int64, device=logits.device)
-            if batch.want_last_kept
-            else None,
+        rows, filtered = logits.shape[0], batch.any_filtered
+        out = SamplerOutput.empty(rows, logits.device, batch)
+        if self._compiled is None:
+            plan = _FilterPlan.of(batch, self._vocab_size) if filtered else None
+            for start in range(0, rows, self._chunk_rows):
+                chunk = slice(start, min(rows, start + self._chunk_rows))
+                self._sample_chunk(logits, batch, plan, chunk, out)
+            return out
+        self._compiled.sample(
+            logits,
+            batch.temperature if batch.any_sampled else None,
+            batch.greedy,
+            batch.uniforms,
+            out.token_ids,
+            out.logprobs,
+            out.raw_logprobs,
+            out.sampled_logprobs,
+            top_k=batch.top_k if filtered else None,
+            top_p=batch.top_p if filtered else None,
+            min_p=batch.min_p if filtered else None,
+            last_kept=out.last_kept,
         )
-        if self._compiled is not None:
-            self._sample_compiled(self._compiled, logits, batch, out)
-        else:
-            self._sample_all(logits, batch, out)
         return out
 
     @property
@@ -214,31 +237,6 @@ class Sampler:
             raw_logprobs=raw if batch.want_raw else None,
             sampled_logprobs=sampled if batch.want_sampled else None,
         )
-
-    def _sample_compiled(
-        self, sampler: RowSampler, logits: Tensor, batch: SamplingBatch, out: SamplerOutput
-    ) -> None:
-        filtered = batch.any_filtered
-        sampler.sample(
-            logits,
-            batch.temperature if batch.any_sampled else None,
-            batch.greedy,
-            batch.uniforms,
-            out.token_ids,
-            out.logprobs,
-            out.raw_logprobs,
-            out.sampled_logprobs,
-            top_k=batch.top_k if filtered else None,
-            top_p=batch.top_p if filtered else None,
-            min_p=batch.min_p if filtered else None,
-            last_kept=out.last_kept,
-        )
-
-    def _sample_all(self, logits: Tensor, batch: SamplingBatch, out: SamplerOutput) -> None:
-        rows = logits.shape[0]
-        plan = _FilterPlan.of(batch, self._vocab_size) if batch.any_filtered else None
-        for start in range(0, rows, self._chunk_rows):
-            self._sample_chunk(logits, batch, plan, slice(start, min(rows, start + self._chunk_rows)), out)
 
     def _sample_chunk(
         self,
@@ -294,14 +292,6 @@ class Sampler:
             best=best_block * _BLOCK + in_block,
             finite=block_max.amax(-1).isfinite(),
         )
-
-
-def _in_triton(vocab_size: int, max_rows: int, device: torch.device) -> "TritonSampler | None":
-    kernels = import_module("..kernels.triton_sampler", __package__)
-    if vocab_size > kernels.LARGEST_VOCABULARY:
-        return None
-    sampler: TritonSampler = kernels.TritonSampler(vocab_size, max_rows, device)
-    return sampler
 
 
 def _draw(rows: _Probabilities, uniforms: Tensor) -> Tensor:

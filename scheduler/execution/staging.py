@@ -14,80 +14,33 @@ Invariants:
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..memory.device_module import StreamModule
-from ..runtime.config import PAGE_SIZE
-from .forward import ForwardBatch, FurtherLogprobs, HostOutput, SamplingBatch
+from .forward import (
+    Column,
+    ForwardBatch,
+    FurtherLogprobs,
+    HostOutput,
+    SamplingBatch,
+    StepLimits,
+    columns_of,
+    moved,
+)
 from .sampler import SamplerOutput
 
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLimits:
-    """The largest step that a scheduler asks for."""
-
-    tokens: int
-    """T"""
-    rows: int
-    """R, and S"""
-    context_len: int
-    """KV length of a row."""
-    windows: bool = False
-    """True if layers with a window have slots and a page table of their own."""
-
-    @classmethod
-    def of(cls, *, max_rows: int, chunk_tokens: int, context_len: int, windows: bool = False) -> "StepLimits":
-        """Return limits of ``chunk_tokens`` prompt tokens beside a token of each other row."""
-        tokens = min(max_rows + chunk_tokens, max_rows * context_len)
-        return cls(tokens=tokens, rows=max_rows, context_len=context_len, windows=windows)
-
-    @property
-    def spare_slot(self) -> int:
-        return self.rows
-
-    @property
-    def pages(self) -> int:
-        return -(-self.context_len // PAGE_SIZE)
-
-
-@dataclass(frozen=True, slots=True)
-class _Field:
-    name: str
-    dtype: torch.dtype
-    per: Literal["token", "row", "sample"]
-    padding: int = 0
-    """Value in added rows."""
-
-    @property
-    def numpy(self) -> "np.dtype[Any]":
-        return np.dtype(str(self.dtype).removeprefix("torch."))
-
-
-_STEP = (
-    _Field("input_ids", torch.int64, "token"),
-    _Field("positions", torch.int64, "token"),
-    _Field("kv_slots", torch.int64, "token"),
-    _Field("window_slots", torch.int64, "token"),
-    _Field("slots", torch.int64, "row"),
-    _Field("kv_lens", torch.int32, "row", 1),
-    _Field("sample_tokens", torch.int64, "sample"),
-    _Field("sample_slots", torch.int64, "sample"),
-)
-_SAMPLING = (
-    _Field("temperature", torch.float32, "sample", 1),
-    _Field("greedy", torch.bool, "sample", 1),
-    _Field("top_k", torch.int64, "sample", 1),
-    _Field("top_p", torch.float32, "sample", 1),
-    _Field("uniforms", torch.float64, "sample"),
-    _Field("min_p", torch.float32, "sample"),
-)
+_STEP, _SAMPLING = columns_of(ForwardBatch), columns_of(SamplingBatch)
+_COLUMNS = {**_STEP, **_SAMPLING}
+_NUMPY = {each.dtype: np.dtype(str(each.dtype).removeprefix("torch.")) for each in _COLUMNS.values()}
+_OPTIONS = [each.name for each in fields(SamplingBatch) if each.name not in (*_SAMPLING, "special")]
 
 
 class InputStaging:
@@ -97,9 +50,9 @@ class InputStaging:
         capacity = self._starts(counts)[-1] + self._tables * limits.rows * limits.pages * 4
         self._spare_slot = limits.spare_slot
         pinned = device.type != "cpu"
-        self._host = torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned)
-        self._bytes: np.ndarray = self._host.numpy()
-        self._device = torch.zeros(capacity, dtype=torch.uint8, device=device)
+        self.host_block = torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned)
+        self._bytes: np.ndarray = self.host_block.numpy()
+        self.device_block = torch.zeros(capacity, dtype=torch.uint8, device=device)
         self._taken = device_module.Event()
 
     @contextmanager
@@ -128,21 +81,21 @@ class InputStaging:
         width = batch.page_table.shape[1]
         end = starts[-1] + self._tables * counts["row"] * width * 4
         assert end <= len(self._bytes), f"{counts} and {width} pages a row are more than was announced"
-        moved: dict[str, Any] = {}
-        for field, start in zip((*_STEP, *_SAMPLING), starts[:-1], strict=True):
-            owner = batch.sampling if field in _SAMPLING else batch
-            moved[field.name] = self._write(field, getattr(owner, field.name), start, counts[field.per])
+        columns: dict[str, Any] = {}
+        for (name, column), start in zip(_COLUMNS.items(), starts[:-1], strict=True):
+            owner = batch if name in _STEP else batch.sampling
+            columns[name] = self._write(name, column, getattr(owner, name), start, counts[column.per])
         pages = self._bytes[starts[-1] : end].view(np.int32).reshape(self._tables, -1, width)
         for number, given in enumerate((batch.page_table, batch.window_table)[: self._tables]):
             pages[number, : batch.num_rows] = 0 if given is None else given.numpy()
         pages[:, batch.num_rows :] = 0
         copied = end if table else starts[-1]
         shape = self._tables, counts["row"], width if table else 0
-        tables = self._device[starts[-1] : copied].view(torch.int32).view(shape)
+        tables = self.device_block[starts[-1] : copied].view(torch.int32).view(shape)
         if self._tables == 1:
-            moved["window_slots"] = None
+            columns["window_slots"] = None
         try:
-            self._device[:copied].copy_(self._host[:copied], non_blocking=True)
+            self.device_block[:copied].copy_(self.host_block[:copied], non_blocking=True)
             yield ForwardBatch(
                 num_decode=batch.num_decode + added,
                 page_table=tables[0],
@@ -151,52 +104,46 @@ class InputStaging:
                 window_table_host=None if self._tables == 1 else pages[1],
                 q_lens_host=[*batch.q_lens_host, *[1] * added],
                 kv_lens_host=[*batch.kv_lens_host, *[1] * added],
-                sampling=_sampling(batch.sampling, moved, self._device.device),
-                inputs=None if batch.inputs is None else batch.inputs.to(self._device.device),
-                states=None if batch.states is None else batch.states.to(self._device.device),
-                **{field.name: moved[field.name] for field in _STEP},
+                sampling=self._sampling(batch.sampling, columns),
+                inputs=None if batch.inputs is None else moved(batch.inputs, self._to_device),
+                states=None if batch.states is None else batch.states.to(self.device_block.device),
+                **{name: columns[name] for name in _STEP},
             )
         finally:
             self._taken.record()
 
+    def _sampling(self, given: SamplingBatch, columns: dict[str, Tensor]) -> SamplingBatch:
+        # Special rows are rare, and of any size: they travel on their own.
+        special = None if given.special is None else moved(given.special, self._to_device)
+        found: dict[str, Any] = {name: getattr(given, name) for name in _OPTIONS}
+        for name in _SAMPLING:
+            found[name] = None if getattr(given, name) is None else columns[name]
+        return SamplingBatch(**found, special=special)
+
+    def _to_device(self, values: Tensor) -> Tensor:
+        return values.to(self.device_block.device, non_blocking=True)
+
     def _starts(self, counts: dict[str, int]) -> list[int]:
         """Return the offset of each field in bytes, then that of the page table."""
         starts = [0]
-        for field in (*_STEP, *_SAMPLING):
-            nbytes = counts[field.per] * field.dtype.itemsize
+        for column in _COLUMNS.values():
+            nbytes = counts[column.per] * column.dtype.itemsize
             starts.append(starts[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
         return starts
 
-    def _write(self, field: _Field, values: Tensor | None, start: int, count: int) -> Tensor:
+    def _write(self, name: str, column: Column, values: Tensor | None, start: int, count: int) -> Tensor:
         """Write to the host's block, padded to ``count``; return the device's view, samples unpadded."""
-        stop = start + count * field.dtype.itemsize
-        block = self._bytes[start:stop].view(field.numpy)
-        found = self._device[start:stop].view(field.dtype)
+        stop = start + count * column.dtype.itemsize
+        block = self._bytes[start:stop].view(_NUMPY[column.dtype])
+        found = self.device_block[start:stop].view(column.dtype)
         if values is None:
             block[:] = 0
             return found
-        assert values.dtype == field.dtype, f"{field.name} is {values.dtype}, not {field.dtype}"
+        assert values.dtype == column.dtype, f"{name} is {values.dtype}, not {column.dtype}"
         array = values.numpy()
-        padding = self._spare_slot if field.name == "sample_slots" else field.padding
+        padding = self._spare_slot if name == "sample_slots" else column.padding
         block[: len(array)], block[len(array) :] = array, padding
-        return found[: len(array)] if field.per == "sample" else found
-
-
-def _sampling(sampling: SamplingBatch, moved: dict[str, Tensor], device: torch.device) -> SamplingBatch:
-    columns = {field.name: moved[field.name] for field in _SAMPLING}
-    if sampling.min_p is None:
-        del columns["min_p"]
-    return SamplingBatch(
-        **columns,
-        any_sampled=sampling.any_sampled,
-        any_filtered=sampling.any_filtered,
-        want_raw=sampling.want_raw,
-        want_sampled=sampling.want_sampled,
-        want_last_kept=sampling.want_last_kept,
-        largest_top_k=sampling.largest_top_k,
-        # Rare, and of any size: these travel on their own.
-        special=None if sampling.special is None else sampling.special.to(device),
-    )
+        return found[: len(array)] if column.per == "sample" else found
 
 
 class _OutputBlock:
@@ -223,7 +170,7 @@ class OutputStaging:
             if values is not None:
                 getattr(block, name)[:rows].copy_(values, non_blocking=True)
         further, inputs = (
-            None if values is None else values.moved(self._to_host)
+            None if values is None else moved(values, self._to_host)
             for values in (sampled.further, sampled.inputs)
         )
         block.arrived.record()

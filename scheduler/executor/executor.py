@@ -28,7 +28,7 @@ from ..weights.source import WeightPiece, WeightSource
 from . import rendezvous
 from .parallel_runner import ParallelRunner
 from .rpc import Answer, Memory, Start, encode, raise_failures
-from .weight_sources import described
+from .worker_updates import described
 from .workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Executor:
         self._config = config
         self._connection = Workers(config) if self.workers else None
         self._numbers = 0
-        self._answers: dict[int, dict[int, Answer]] = {}
+        self.answers: dict[int, dict[int, Answer]] = {}
         """Answers to each call that somebody waits for, by rank."""
         self._memory: dict[int, Memory] = {}
 
@@ -151,7 +151,7 @@ class Executor:
         self._numbers += 1
         answers: dict[int, Answer] = {}
         if self._connection is not None:
-            self._answers[self._numbers] = answers
+            self.answers[self._numbers] = answers
             self._connection.send([encode((self._numbers, method, arguments)), *frames])
         return Pending(self, self._numbers, method, answers, reply)
 
@@ -162,7 +162,7 @@ class Executor:
         for rank, answer in self._connection.receive():
             if answer.memory is not None:
                 self._memory[rank] = answer.memory
-            if (wanted := self._answers.get(answer.number)) is not None:
+            if (wanted := self.answers.get(answer.number)) is not None:
                 wanted[rank] = answer
 
     def wait(self, deadline: float, pending: Pending[Any]) -> None:
@@ -172,7 +172,7 @@ class Executor:
         self._connection.wait(deadline, f"answer {pending.method}", missing)
 
     def forget(self, number: int) -> None:
-        self._answers.pop(number, None)
+        self.answers.pop(number, None)
 
     def start(self, folder: str | None) -> Pending[None]:
         """Have the workers build their models, as rank 0 does next, or from the weights in ``folder``.

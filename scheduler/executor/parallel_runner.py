@@ -20,8 +20,7 @@ import numpy as np
 from ..execution.forward import ForwardBatch, ForwardOutput, HostOutput, Runner
 from ..execution.graphs import DecodeGraphs
 from ..kernels.collectives import RankLostError
-from .rpc import Answer
-from .step_encoding import encode_batch
+from .rpc import Answer, encode_batch
 
 if TYPE_CHECKING:
     from .executor import Executor, Pending
@@ -47,40 +46,40 @@ class ParallelRunner:
     """The :class:`~..forward.Runner` of an engine of several ranks."""
 
     def __init__(self, own: Runner, executor: "Executor", graphs: DecodeGraphs | None) -> None:
-        self._own = own
+        self.own = own
         self._graphs = graphs
         self._executor = executor
-        self._under_way: list[Pending[None]] = []
+        self.under_way: list[Pending[None]] = []
         self._failures: dict[int, Exception] = {}
         """Failures of steps that nobody has fetched, by the number of their call."""
 
     def execute(self, batch: ForwardBatch) -> ForwardOutput:
         header, arrays = encode_batch(batch)
         pending = self._executor.call("execute", msgspec.Raw(header), frames=[arrays])
-        self._under_way.append(pending)
+        self.under_way.append(pending)
         try:
-            return _Launched(self, pending, self._own.execute(batch))
+            return _Launched(self, pending, self.own.execute(batch))
         except Exception as error:
             self.broken(error)
             raise
 
     def set_last_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        own = self._own
+        own = self.own
         self._everywhere(
             lambda: own.set_last_tokens(slots, tokens), "set_last_tokens", slots.tolist(), tokens.tolist()
         )
 
     def synchronize(self) -> None:
-        self._everywhere(self._own.synchronize, "synchronize")
+        self._everywhere(self.own.synchronize, "synchronize")
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        return self._own.on_stream()
+        return self.own.on_stream()
 
     def finish(self, pending: "Pending[None]") -> None:
         """Return when every rank has executed a step. Raises MemoryError, RuntimeError if one has not."""
-        if pending in self._under_way:
+        if pending in self.under_way:
             answers = pending.collect()
-            self._under_way.remove(pending)
+            self.under_way.remove(pending)
             if (failure := _first_failure(answers)) is not None:
                 self._settle()
                 raise failure
@@ -103,10 +102,10 @@ class ParallelRunner:
         """Wait until nothing is under way on any rank, and begin anew."""
         self._failures.clear()
         self._executor.parallel.abort()
-        for pending in self._under_way:
+        for pending in self.under_way:
             if (failure := _first_failure(pending.collect())) is not None:
                 self._failures[pending.number] = failure
-        self._under_way.clear()
+        self.under_way.clear()
         graphs, parallel = self._graphs, self._executor.parallel
         if graphs is not None:
             graphs.drop()

@@ -13,7 +13,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..models.config import load_model_config
-from ..parallel import process_group, shared_memory
+from ..parallel import host_group, torch_group
 from ..parallel.group import TensorParallel
 from ..runtime.config import EngineConfig
 from ..runtime.dtypes import by_torch_name
@@ -28,23 +28,23 @@ def found(config: EngineConfig) -> tuple[str, Callable[[], TensorParallel]]:
         CaesuraError: ``unsupported``, this host cannot.
     """
     if torch.device(config.device).type == "cpu" and not config.tp_joined:
-        memory, path = shared_memory.found(config.tp)
-        return _SHARED + path, lambda: shared_memory.join(memory, 0, config.tp)
+        memory, path = host_group.found(config.tp)
+        return _SHARED + path, lambda: host_group.join(memory, 0, config.tp)
     host = _LOOPBACK if config.tp_address is None else urlsplit(config.tp_address).hostname
-    store, address = process_group.listen(host or _LOOPBACK, 0, config.tp)
+    store, address = torch_group.listen(host or _LOOPBACK, 0, config.tp)
     return address, lambda: _enter(store, config, 0)
 
 
 def join(address: str, config: EngineConfig, rank: int) -> TensorParallel:
     if address.startswith(_SHARED):
-        return shared_memory.join(address.removeprefix(_SHARED), rank, config.tp)
+        return host_group.join(address.removeprefix(_SHARED), rank, config.tp)
     return _enter(address, config, rank)
 
 
 def _enter(store: Store | str, config: EngineConfig, rank: int) -> TensorParallel:
     auto = config.dtype == "auto"
     dtype = load_model_config(config.model_path).dtype if auto else by_torch_name(config.dtype)
-    return process_group.join(store, rank, config.tp, torch.device(config.device), dtype)
+    return torch_group.join(store, rank, config.tp, torch.device(config.device), dtype)
 
 
 def device_of(config: EngineConfig, rank: int) -> str:

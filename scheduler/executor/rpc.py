@@ -5,7 +5,9 @@ Invariants:
   they are done.
 - Arguments and values are msgpack, decoded by their declared types. Nothing is unpickled.
 - Both ends are the same version of Caesura: a worker of another version is refused when it joins.
-- A call may be followed by frames of bytes: the arrays of a step (``step_encoding.py``), or tensors.
+- A call may be followed by frames of bytes: the arrays of a step, or tensors.
+- A step's batch comes back as it was, field by field as its classes declare them. The header has the numbers,
+  and of each array where it lies; each begins at a multiple of :data:`_ALIGNMENT` bytes.
 """
 
 import inspect
@@ -14,8 +16,14 @@ from types import GenericAlias
 from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
+import numpy as np
+import torch
+from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
+from ..execution.forward import ForwardBatch
+from ..kernels.collectives import RankLostError
+from ..memory.device_memory import is_out_of_memory
 from ..runtime.config import EngineConfig
 
 
@@ -42,6 +50,10 @@ class Memory(msgspec.Struct, kw_only=True, array_like=True):
     reserved: int
     allocated: int
     available: int | None
+
+
+class AbandonedError(CaesuraError):
+    """Rank 0 has broken off an update."""
 
 
 class Failure(msgspec.Struct, kw_only=True):
@@ -96,20 +108,22 @@ def methods_of(target: object) -> dict[str, Method]:
     return found
 
 
-def failure_of(error: BaseException, *, out_of_memory: bool, follows: bool = False) -> Failure:
+def failure_of(error: BaseException) -> Failure:
+    out_of_memory = is_out_of_memory(error)
+    code: str = ErrorCode.INTERNAL
+    message, detail = f"{type(error).__name__}: {error}", {}
     if isinstance(error, CaesuraError):
-        return Failure(
-            message=error.message,
-            code=error.code,
-            detail=msgspec.to_builtins(error.detail, str_keys=True),
-            out_of_memory=out_of_memory or error.code == ErrorCode.OUT_OF_MEMORY,
-            follows=follows,
-        )
+        code, message = error.code, error.message
+        detail = msgspec.to_builtins(error.detail, str_keys=True)
+        out_of_memory |= code == ErrorCode.OUT_OF_MEMORY
+    elif out_of_memory:
+        code = ErrorCode.OUT_OF_MEMORY
     return Failure(
-        message=f"{type(error).__name__}: {error}",
-        code=ErrorCode.OUT_OF_MEMORY if out_of_memory else ErrorCode.INTERNAL,
+        message=message,
+        code=code,
+        detail=detail,
         out_of_memory=out_of_memory,
-        follows=follows,
+        follows=isinstance(error, RankLostError | AbandonedError),
     )
 
 
@@ -135,3 +149,36 @@ def raise_failures(answers: dict[int, Answer], own: CaesuraError | None = None) 
         code, detail = first.code, first.detail
     text = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
     raise CaesuraError(code, text, **{**detail, "ranks": reasons})
+
+
+_ALIGNMENT = 8
+"""Size of the widest element, in bytes."""
+_PADDING = tuple(bytes(count) for count in range(_ALIGNMENT))
+
+
+def encode_batch(batch: ForwardBatch) -> tuple[bytes, bytes]:
+    """Return header and arrays of a step whose tensors are on the host."""
+    parts: list[bytes | memoryview] = []
+    end = 0
+
+    def put(found: Any) -> tuple[str, int, tuple[int, ...]]:
+        nonlocal end, parts
+        array = np.ascontiguousarray(found.numpy() if isinstance(found, Tensor) else found)
+        offset, padding = end, -array.nbytes % _ALIGNMENT
+        parts += (array.data, _PADDING[padding])
+        end += array.nbytes + padding
+        return array.dtype.str, offset, array.shape
+
+    header = msgspec.msgpack.Encoder(enc_hook=put).encode(batch)
+    return header, b"".join(parts)
+
+
+def decode_batch(header: bytes | msgspec.Raw, data: bytes | memoryview) -> ForwardBatch:
+    arrays = bytearray(data)  # the runner writes into the input ids
+
+    def take(kind: type, place: tuple[str, int, list[int]]) -> Tensor | np.ndarray:
+        dtype, offset, shape = place
+        array: np.ndarray = np.ndarray(shape, dtype, arrays, offset)
+        return torch.from_numpy(array) if kind is Tensor else array
+
+    return msgspec.msgpack.Decoder(ForwardBatch, dec_hook=take).decode(header)

@@ -32,18 +32,11 @@ from ..weights.reading import Held, checksums, garbage
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.upload import write_stream_of
 from . import rendezvous
-from .rpc import Memory, Start
-from .step_encoding import decode_batch
+from .rpc import Memory, Start, decode_batch
 from .worker_updates import Operation, WorkerUpdates
 
 LEAVE_S = 2.0
 """Longest wait until a trainer's process group is left, in seconds."""
-
-
-class _Sizes:
-    def __init__(self, reduce: MinReduce, sharing: int) -> None:
-        self.all_reduce_min = reduce.all_reduce_min
-        self.sharing = sharing
 
 
 class Worker:
@@ -70,9 +63,9 @@ class Worker:
         self._residency = ComponentResidencyManager(
             config.device, device_cache=self._device_cache, backed_up=backed_up
         )
-        group = _Sizes(sizes, start.local_ranks if rank < start.local_ranks else 1)
+        sharing = start.local_ranks if rank < start.local_ranks else 1
         loaded, pool, routing, _ = build_components(
-            config, self._residency, start.folder, self.parallel, group
+            config, self._residency, start.folder, self.parallel, sizes, sharing
         )
         runner = build_runner(config, loaded, pool, routing)
         self._loaded, self._runner, self._graphs = loaded, runner, runner.graphs

@@ -33,13 +33,11 @@ from ... import __version__
 from ...io_struct import CaesuraError
 from ...process import log
 from ...process.curve import KeyPair
-from ..kernels.collectives import RankLostError
-from ..memory.device_memory import is_out_of_memory
 from ..runtime.background import Wakeup
 from .rpc import Answer, Call, Join, Start, decode_call, encode, failure_of, methods_of
 from .worker import Worker
 from .worker_socket import DEAD_HOST_MS, HEARTBEAT_MS
-from .worker_updates import AbandonedError, Operation
+from .worker_updates import Operation
 from .workers import identity_of
 
 if TYPE_CHECKING:
@@ -140,7 +138,7 @@ def run(connection: Connection, device: str | None) -> int:
             worker = Worker(start, connection.rank, device, connection, wakeup.set)
         except (CaesuraError, MemoryError, RuntimeError, OSError, ValueError) as error:
             logger.error("rank %d cannot start: %s", connection.rank, error)
-            failure = failure_of(error, out_of_memory=is_out_of_memory(error))
+            failure = failure_of(error)
             while call.method != "stop":  # rank 0 may ask for a size before it looks for this failure
                 connection.answer(Answer(number=call.number, failure=failure))
                 call, _ = connection.next_call()
@@ -279,9 +277,7 @@ class _Loop:
 
     def _step_failed(self, number: int, error: Exception) -> None:
         self._worker.parallel.abort()
-        follows = isinstance(error, RankLostError)
-        failure = failure_of(error, out_of_memory=is_out_of_memory(error), follows=follows)
-        self._connection.answer(Answer(number=number, failure=failure))
+        self._connection.answer(Answer(number=number, failure=failure_of(error)))
 
     def _advance(self, number: int, operation: Operation) -> bool | None:
         """Return True if the operation waits for something, None if it has ended and was answered."""
@@ -300,6 +296,4 @@ class _Loop:
     def _failed(self, number: int, error: Exception) -> None:
         if not isinstance(error, CaesuraError):
             logger.error("a call of rank 0 failed", exc_info=error)
-        follows = isinstance(error, AbandonedError)
-        failure = failure_of(error, out_of_memory=is_out_of_memory(error), follows=follows)
-        self._connection.answer(Answer(number=number, failure=failure))
+        self._connection.answer(Answer(number=number, failure=failure_of(error)))

@@ -3,14 +3,22 @@
 Invariants:
 - Nothing is written before rank 0 says so, which it does when every rank has opened and checked the source
   and no step runs. An update that is abandoned writes nothing more.
+- Each rank reads files, maps memory and receives broadcasts for itself; only what came in frames of a message
+  is sent on. The result of a source is the same on every rank.
 - Files must be those that rank 0 has found, by their digest: weights of two checkpoints never meet.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from ...io_struct import CaesuraError, ErrorCode
+import msgspec
+import torch
+from torch import Tensor
+
+from ...io_struct import CaesuraError, ErrorCode, TensorSpec
+from ...io_struct.weights import UpdateWeightsFromDistributedReqInput
 from ..execution.model_runner import ModelRunner
+from ..memory.storage import bytes_of
 from ..memory.workspace import Workspace
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
@@ -18,19 +26,60 @@ from ..runtime.config import EngineConfig
 from ..weights.loaded_model import LoadedModel
 from ..weights.loader import END, write_some
 from ..weights.reading import require_finite
-from ..weights.source import BufferSource, WeightSource
-from ..weights.transports.disk import DiskSource, open_fitting
-from ..weights.transports.distributed import WeightsUpdateGroups
+from ..weights.source import BufferSource, ComponentSource, SharedMemory, WeightSource
+from ..weights.transports.disk import Checkpoint, open_fitting
+from ..weights.transports.distributed import DistributedSource, WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps
-from ..weights.upload import WriteStream, pieces_of, uploader_of
-from .weight_sources import Broadcast, Folder, Source
+from ..weights.upload import WriteStream, pieces_of
+from .rpc import AbandonedError
 
 Operation = Generator[bool, None, Any]
 """Yields True when it waits for something; returns the answer's value."""
 
 
-class AbandonedError(CaesuraError):
-    """Rank 0 has broken off the update."""
+class Folder(msgspec.Struct, kw_only=True, tag=True):
+    path: str
+    digest: str
+    """Digest of the files that rank 0 has found; other files are refused."""
+
+
+class Buffers(msgspec.Struct, kw_only=True, tag=True):
+    """Tensors in memory that another process shares, or in the frames of the call."""
+
+    name: str
+    specs: list[TensorSpec]
+    memory: SharedMemory | None
+
+
+class Broadcast(msgspec.Struct, kw_only=True, tag=True):
+    request: UpdateWeightsFromDistributedReqInput
+
+
+Source = Folder | Buffers | Broadcast
+
+
+def described(source: WeightSource) -> tuple[Source, Sequence[bytes | memoryview]]:
+    """Return what a worker opens ``source`` by, and the frames that go with it.
+
+    Raises:
+        CaesuraError: ``unsupported``, no worker can open it.
+    """
+    if isinstance(source, Checkpoint):
+        return Folder(path=str(source.path), digest=source.digest), ()
+    if isinstance(source, DistributedSource):
+        # Rank 0 alone relays: the engines behind it are in a group of its own.
+        return Broadcast(request=msgspec.structs.replace(source.request, relay_to=None)), ()
+    if isinstance(source, BufferSource):
+        frames = [_on_host(each) for each in source.buffers] if source.memory is None else []
+        return Buffers(name=source.name, specs=source.specs, memory=source.memory), frames
+    assert not isinstance(source, ComponentSource), "models of several components have one rank"
+    raise CaesuraError(ErrorCode.UNSUPPORTED, f"updates by {source.name} are not built for several ranks")
+
+
+def _on_host(buffer: memoryview | Tensor) -> memoryview:
+    if isinstance(buffer, Tensor):
+        return memoryview(bytes_of(buffer.to(torch.device("cpu"))))
+    return buffer
 
 
 class WorkerUpdates:
@@ -50,7 +99,7 @@ class WorkerUpdates:
         self._loader = loaded.loader
         self._runner = runner
         self._groups = groups
-        self._uploader = uploader_of(write_stream, loaded.device)
+        self._write_stream = write_stream
         self._wake = wake
         self._workspace = Workspace()
         self._maps = SharedMemoryMaps(config.device)
@@ -68,7 +117,7 @@ class WorkerUpdates:
         opened = yield from self._opened(source, frames)
         self._require(turn)
         self._loader.check(opened.specs, complete=opened.complete)
-        pieces = pieces_of(opened, self._loader, self._uploader, self._config.load_bucket_bytes)
+        pieces = pieces_of(opened, self._loader, self._write_stream, self._config.load_bucket_bytes)
         self._pieces = pieces
         while (piece := next(pieces, END)) is None:
             yield True
@@ -131,12 +180,10 @@ class WorkerUpdates:
         view = self._maps.view(memory.handle)[memory.start : memory.start + memory.nbytes]
         return BufferSource(source.name, source.specs, [view])
 
-    def _folder(self, folder: Folder) -> Generator[bool, None, DiskSource]:
+    def _folder(self, folder: Folder) -> Generator[bool, None, Checkpoint]:
         """Open a folder in a thread: steps go on meanwhile."""
         config, loader, workspace = self._loaded.config, self._loader, self._workspace
-        opening = Task(
-            lambda: DiskSource(open_fitting(folder.path, config), workspace, loader.owned), self._wake
-        )
+        opening = Task(lambda: open_fitting(folder.path, config).into(workspace, loader.owned), self._wake)
         while not opening.done:
             yield True
         found = opening.result()

@@ -80,7 +80,7 @@ class Workers:
     def send(self, frames: Sequence[bytes | memoryview]) -> None:
         self.require_all()
         for rank in self._ranks:
-            self._send_to(rank, frames)
+            self.send_to(rank, frames)
 
     def receive(self) -> list[tuple[int, Answer]]:
         self.require_all()
@@ -90,7 +90,7 @@ class Workers:
                 identity, header, *_ = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return answers
-            if (answer := self._answer_of(identity, header)) is not None:
+            if (answer := self.answer_of(identity, header)) is not None:
                 answers.append((rank_of(identity), answer))
 
     def wait(self, deadline: float, what: str, missing: Collection[int]) -> None:
@@ -125,7 +125,7 @@ class Workers:
             worker.close(deadline)
         self.alarm.close()
 
-    def _answer_of(self, identity: bytes, header: bytes) -> Answer | None:
+    def answer_of(self, identity: bytes, header: bytes) -> Answer | None:
         """Return the answer of a worker; let one join; drop what anybody else sends."""
         try:
             said = decode_said(header)
@@ -153,7 +153,7 @@ class Workers:
         self.joined[join.rank] = join
         logger.info("rank %d has joined: pid %d on %s", join.rank, join.pid, join.host.partition("/")[0])
 
-    def _send_to(self, rank: int, frames: Sequence[bytes | memoryview]) -> None:
+    def send_to(self, rank: int, frames: Sequence[bytes | memoryview]) -> None:
         try:
             self.socket.send_multipart([identity_of(rank), *frames])
         except zmq.ZMQError as error:  # nobody is there: its thread says why in a moment

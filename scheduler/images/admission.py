@@ -19,9 +19,8 @@ from ..runtime.dtypes import DTYPES
 from ..scheduling.waiting_queue import LiveRequests, require_room
 from ..weights.source import BufferSource
 from .family import MAX_IDS, Embeds, Family, invalid
-from .footprint import Footprint
-from .memory_limit import MemoryLimit
-from .request import Conditioning, ImageRequest
+from .memory_limit import Footprint, MemoryLimit
+from .request import Conditioning, ImageRequest, Prompt
 from .scheduler_step import problem_of
 
 MAX_RESULT_BYTES = 128 << 20
@@ -130,7 +129,7 @@ class ImageAdmission:
             )
         ids = self._ids(message.prompt, message.prompt_ids, "prompt_ids", message)
         if not guided:
-            return Conditioning(ids, None, message.max_sequence_length, False, embeds)
+            return Conditioning(Prompt(ids, embeds), None, message.max_sequence_length)
         against = None
         if negative is None:
             text = message.negative_prompt
@@ -151,7 +150,7 @@ class ImageAdmission:
                 message.negative_prompt,
                 f"makes embeddings of {tokens[1]} tokens, and the prompt has {tokens[0]}",
             )
-        return Conditioning(ids, against, message.max_sequence_length, True, embeds, negative)
+        return Conditioning(Prompt(ids, embeds), Prompt(against, negative), longest)
 
     def _measure(self, conditioning: Conditioning) -> None:
         """Say how large its embeddings are, those to come included.
@@ -159,8 +158,8 @@ class ImageAdmission:
         Raises:
             CaesuraError: ``queue_full``, those that were sent do not fit beside those of other requests.
         """
-        sent = [embeds for embeds in (conditioning.embeds, conditioning.negative) if embeds is not None]
-        conditioning.sent_bytes = sum(each.nbytes for embeds in sent for each in embeds.values())
+        sent = [each for prompt in conditioning.prompts for each in (prompt.embeds or {}).values()]
+        conditioning.sent_bytes = sum(each.nbytes for each in sent)
         self._limit.check_sent(self._live, conditioning.sent_bytes)
         longest = conditioning.max_sequence_length
         tokens = sum(self._family.encoded_tokens(ids, longest) for ids in conditioning.unencoded)

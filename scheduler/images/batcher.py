@@ -17,16 +17,14 @@ Invariants:
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import monotonic
-from typing import Literal
 
 from ...io_struct import ImageLoad
 from ..scheduling.request import Phase
 from ..scheduling.waiting_queue import WaitingQueue
 from .memory_limit import MemoryLimit
 from .prompt_cache import PromptCache
-from .request import Conditioning, ImageRequest
+from .request import Conditioning, ImageBatch, ImageRequest
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +36,6 @@ DECODED_IMAGES = 2
 """Most images of a decoding step: a VAE's activations are the largest, and a pause waits for them."""
 RAISE_AFTER = 32
 """Full steps after which a limit that memory has set is doubled."""
-
-Kind = Literal["encode", "denoise", "decode"]
-
-
-@dataclass(slots=True, kw_only=True)
-class ImageBatch:
-    kind: Kind
-    samples: list[ImageRequest]
-    """Rows of a denoising or decoding step; of an encoding step, one for each prompt."""
-    prompts: list[Conditioning]
-
-    @property
-    def forward(self) -> "ImageBatch":
-        return self
 
 
 class ImageBatcher:
@@ -79,28 +63,28 @@ class ImageBatcher:
         """Most samples of a step, after one ran out of memory, or None."""
         self._full_steps = 0  # at the limit, since it was set
         self._max_running = max_running
-        self._limit = limit
+        self.limit = limit
         self._encoders_changed = encoders_changed
         self._on_idle = on_idle
-        self._running: list[ImageRequest] = []
+        self.running: list[ImageRequest] = []
         self._served: dict[tuple[object, ...], int] = {}
         self._steps = 0
         self._in_flight: ImageBatch | None = None
 
     @property
     def num_running(self) -> int:
-        return sum(1 for sample in self._running if sample.latent is not None)
+        return sum(1 for sample in self.running if sample.latent is not None)
 
     @property
     def num_prefilling(self) -> int:
-        return len(self._running) - self.num_running
+        return len(self.running) - self.num_running
 
     @property
     def images(self) -> ImageLoad:
-        decoding = sum(1 for sample in self._running if sample.is_denoised)
-        encoding = sum(1 for sample in self._running if not sample.conditioning.is_ready)
+        decoding = sum(1 for sample in self.running if sample.is_denoised)
+        encoding = sum(1 for sample in self.running if not sample.conditioning.is_ready)
         return ImageLoad(
-            encoding=encoding, denoising=len(self._running) - decoding - encoding, decoding=decoding
+            encoding=encoding, denoising=len(self.running) - decoding - encoding, decoding=decoding
         )
 
     @property
@@ -114,12 +98,12 @@ class ImageBatcher:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running) or len(self.waiting) > 0
+        return bool(self.running) or len(self.waiting) > 0
 
     def schedule(self) -> ImageBatch | None:
         if self.in_flight:
             return None
-        while len(self._running) < self._max_running and len(self.waiting):
+        while len(self.running) < self._max_running and len(self.waiting):
             if self.waiting.start_next(lambda _: True, self._start, 1) is None:
                 break
         self._in_flight = self._decode() or self._encode() or self._denoise()
@@ -153,14 +137,14 @@ class ImageBatcher:
         return True
 
     def retire(self, sample: ImageRequest) -> None:
-        if sample in self._running:
-            self._running.remove(sample)
+        if sample in self.running:
+            self.running.remove(sample)
         if not self.has_work:
             self._on_idle()
 
     def retract_all(self) -> int:
         """Have every running sample begin again from its seed, in its order. No step may be in flight."""
-        samples, self._running = self._running, []
+        samples, self.running = self.running, []
         count = sum(1 for sample in samples if sample.latent is not None)
         for sample in samples:
             sample.begin_again()
@@ -173,7 +157,7 @@ class ImageBatcher:
         if not self._encoders_changed():
             return 0
         self.prompts.encoders_changed()
-        samples = [*self._running, *self.waiting.live()]
+        samples = [*self.running, *self.waiting.live()]
         begun = {id(sample.conditioning) for sample in samples if sample.latent is not None}
         again = {id(s.conditioning): s.conditioning for s in samples if id(s.conditioning) not in begun}
         for conditioning in again.values():
@@ -185,25 +169,25 @@ class ImageBatcher:
 
     def requests_of(self, batch: ImageBatch) -> list[ImageRequest]:
         prompts = {id(conditioning) for conditioning in batch.prompts}
-        samples = [*self._running, *self.waiting.live()]
+        samples = [*self.running, *self.waiting.live()]
         return [each for each in samples if each in batch.samples or id(each.conditioning) in prompts]
 
     def schedule_failure_candidates(self) -> list[ImageRequest]:
-        return [*self._running]
+        return [*self.running]
 
     def _limited(self, samples: list[ImageRequest], most: int) -> list[ImageRequest]:
         return samples[: most if self.step_limit is None else min(most, self.step_limit)]
 
     def _start(self, sample: ImageRequest, num_skipped: int) -> bool:
-        if not self._limit.allows(self._running, sample):
+        if not self.limit.allows(self.running, sample):
             return False
         sample.phase = Phase.PREFILL
         sample.first_scheduled = sample.first_scheduled or monotonic()
-        self._running.append(sample)
+        self.running.append(sample)
         return True
 
     def _decode(self) -> ImageBatch | None:
-        ready = [sample for sample in self._running if sample.is_denoised]
+        ready = [sample for sample in self.running if sample.is_denoised]
         if not ready:
             return None
         alike = [
@@ -217,17 +201,17 @@ class ImageBatcher:
         keys: set[tuple[int, bytes]] = set()
         lengths: tuple[object, ...] | None = None
         rows = 0
-        for sample in self._running:
+        for sample in self.running:
             conditioning = sample.conditioning
             if conditioning.is_ready or id(conditioning) in chosen or self.prompts.fill(conditioning):
                 continue
             if (missing := self.prompts.keys(conditioning)) & keys:
                 continue  # what it lacks is kept after this step, or encoded in the next
-            ids = conditioning.ids if conditioning.embeds is None else conditioning.negative_ids
-            alike = (conditioning.max_sequence_length, *map(len, ids or ()))
+            sizes = [*map(len, conditioning.unencoded[0])]
+            alike = (conditioning.max_sequence_length, *sizes)
             lengths = lengths or alike
             more = rows + 1 + conditioning.guided
-            fits = more <= ENCODED_PROMPTS and more * sum(map(len, ids or ())) <= ENCODED_TOKENS
+            fits = more <= ENCODED_PROMPTS and more * sum(sizes) <= ENCODED_TOKENS
             if alike != lengths or (chosen and not fits):
                 continue
             rows = more
@@ -240,7 +224,7 @@ class ImageBatcher:
 
     def _denoise(self) -> ImageBatch | None:
         buckets: dict[tuple[object, ...], list[ImageRequest]] = {}
-        for sample in self._running:
+        for sample in self.running:
             key = (sample.shape, sample.size, *sample.conditioning.bucket)
             buckets.setdefault(key, []).append(sample)
         if not buckets:

@@ -139,9 +139,14 @@ class Family(ABC):
         width: int = self.transformer.config.joint_attention_dim
         return tokens * width * self.dtype.itemsize
 
-    @abstractmethod
     def embed_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        pass
+        """Return True if an embedding given by a client may have ``shape``."""
+        config = self.transformer.config
+        if name == "pooled_prompt_embeds":
+            return shape == (config.pooled_projection_dim,)
+        if name == "prompt_embeds_mask":
+            return len(shape) == 1
+        return len(shape) == 2 and shape[0] > 0 and shape[1] == config.joint_attention_dim
 
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
@@ -203,9 +208,36 @@ class Family(ABC):
         """Apply classifier-free guidance (Ho and Salimans, 2022, arXiv:2207.12598)."""
         return negative + scale * (positive - negative)
 
-    @abstractmethod
+    def unpacked(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
+        """Return latents as [rows, channels, height, width]."""
+        return latents
+
     def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
-        """Return images [rows, 3, height, width], about -1 to 1."""
+        """Return images [rows, 3, height, width], about -1 to 1; here by an AutoencoderKL."""
+        config = self.vae.config
+        scaled = self.unpacked(latents, size) / config.scaling_factor + (config.shift_factor or 0.0)
+        images: Tensor = self.vae.decode(scaled.to(next(self.vae.parameters()).dtype), return_dict=False)[0]
+        return images
+
+
+class PackedFamily(Family):
+    """Elements of a latent are packed 2 x 2 into tokens: [tokens, 4 channels], as the pipelines have it."""
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        tokens = (height // self.pixels) * (width // self.pixels)
+        return tokens, self.transformer.config.in_channels
+
+    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        return latent_shape[0]
+
+    def grid_arguments(self, steps: int) -> dict[str, Any]:
+        """Return 1 to 1 / steps, which the scheduler then shifts."""
+        return {"num_inference_steps": steps, "sigmas": np.linspace(1.0, 1 / steps, steps)}
+
+    def unpacked(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
+        rows, columns = size[0] // self.pixels, size[1] // self.pixels
+        blocks = latents.view(len(latents), rows, columns, -1, 2, 2).permute(0, 3, 1, 4, 2, 5)
+        return blocks.reshape(len(latents), -1, 2 * rows, 2 * columns)
 
 
 def to_pixels(images: Tensor) -> Tensor:
@@ -222,18 +254,6 @@ def to_pixels(images: Tensor) -> Tensor:
 def vae_scale(vae: nn.Module) -> int:
     config: Any = vae.config
     return int(2 ** (len(config.block_out_channels) - 1))
-
-
-def packed_shape(height: int, width: int, pixels: int, channels: int) -> tuple[int, int]:
-    """Return the shape of a latent whose elements are packed 2 x 2 into tokens of ``channels``."""
-    return (height // pixels) * (width // pixels), channels
-
-
-def unpacked(latents: Tensor, size: tuple[int, int], pixels: int) -> Tensor:
-    """Return packed latents [rows, tokens, 4 channels] as [rows, channels, height, width]."""
-    rows, columns = size[0] // pixels, size[1] // pixels
-    blocks = latents.view(len(latents), rows, columns, -1, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return blocks.reshape(len(latents), -1, 2 * rows, 2 * columns)
 
 
 def padded_ids(tokenizer: Any, text: str, length: int) -> list[int]:

@@ -1,19 +1,14 @@
-"""Flux (Black Forest Labs, 2024): CLIP's pooled output and T5's tokens, guidance as an input.
-
-A latent is [tokens, 4 channels], packed 2 x 2, as the pipeline of diffusers and trainers have it.
-"""
+"""Flux (Black Forest Labs, 2024): CLIP's pooled output and T5's tokens, guidance as an input."""
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from .family import Embeds, Family, packed_shape, padded_ids, unpacked, vae_scale
+from .family import Embeds, PackedFamily, padded_ids, vae_scale
 
 
-class Flux(Family):
+class Flux(PackedFamily):
     pipeline = "FluxPipeline"
     classes = {  # noqa: RUF012  (declared as a ClassVar above)
         "transformer": ("diffusers.FluxTransformer2DModel",),
@@ -44,22 +39,6 @@ class Flux(Family):
         pooled = clip(ids[0], output_hidden_states=False).pooler_output
         return {"prompt_embeds": t5(ids[1])[0], "pooled_prompt_embeds": pooled}
 
-    def embed_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        config = self.transformer.config
-        if name == "pooled_prompt_embeds":
-            return shape == (config.pooled_projection_dim,)
-        return len(shape) == 2 and shape[0] > 0 and shape[1] == config.joint_attention_dim
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        return packed_shape(height, width, self.pixels, self.transformer.config.in_channels)
-
-    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
-        return latent_shape[0]
-
-    def grid_arguments(self, steps: int) -> dict[str, Any]:
-        """Return 1 to 1 / steps, which the scheduler then shifts."""
-        return {"num_inference_steps": steps, "sigmas": np.linspace(1.0, 1 / steps, steps)}
-
     def velocity(
         self, x: Tensor, sigma: Tensor, embeds: Embeds, guidance: Tensor, size: tuple[int, int]
     ) -> Tensor:
@@ -78,9 +57,3 @@ class Flux(Family):
             return_dict=False,
         )[0]
         return velocity
-
-    def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
-        config = self.vae.config
-        scaled = unpacked(latents, size, self.pixels) / config.scaling_factor + (config.shift_factor or 0.0)
-        images: Tensor = self.vae.decode(scaled.to(next(self.vae.parameters()).dtype), return_dict=False)[0]
-        return images

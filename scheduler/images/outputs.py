@@ -23,9 +23,9 @@ from ...io_struct import FinishReason, GenerateImagesReqOutput, ResultTensor
 from ..runtime.dtypes import NAMES
 from ..scheduling.outputs import Outputs
 from ..scheduling.waiting_queue import LiveRequests
-from .batcher import ImageBatch, ImageBatcher
-from .request import Conditioning, ImageRequest
-from .runner import Decoded, DenoisedOnHost, Encoded, HostResult
+from .batcher import ImageBatcher
+from .request import Conditioning, ImageBatch, ImageRequest, Prompt
+from .runner import DenoisedOnHost, Encoded, HostResult
 
 if TYPE_CHECKING:
     from ..messaging.outbox import Outbox
@@ -48,12 +48,10 @@ class ImageOutputs(Outputs[ImageRequest]):
 
     def record(self, batch: ImageBatch, output: HostResult) -> None:
         if isinstance(output, Encoded):
-            for conditioning, embeds, negative in zip(
-                batch.prompts, output.embeds, output.negative, strict=True
-            ):
-                conditioning.embeds, conditioning.negative = embeds, negative
-        elif isinstance(output, Decoded):
-            for sample, image in zip(batch.samples, output.images, strict=True):
+            for prompt, embeds in zip(output.prompts, output.embeds, strict=True):
+                prompt.embeds = embeds
+        elif isinstance(output, np.ndarray):
+            for sample, image in zip(batch.samples, output, strict=True):
                 sample.image = image
                 self._complete(sample)
         else:
@@ -127,7 +125,7 @@ class ImageOutputs(Outputs[ImageRequest]):
 
 
 _NOTHING = np.empty(0, np.float32)
-_NO_CONDITIONING = Conditioning(None, None, 0, guided=False)
+_NO_CONDITIONING = Conditioning(Prompt(None))
 
 
 def _on_host(sample: ImageRequest, output: DenoisedOnHost, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -157,8 +155,8 @@ def _tensors(sample: ImageRequest, reason: FinishReason) -> dict[str, Tensor]:
         tensors["noise_stds"] = np.asarray([sample.stds[step] for step in steps], np.float32)
     conditioning = sample.conditioning
     if sample.message.return_embeds:
-        tensors |= conditioning.embeds or {}
-        tensors |= {f"negative_{name}": each for name, each in (conditioning.negative or {}).items()}
+        for prefix, prompt in zip(("", "negative_"), conditioning.prompts, strict=False):
+            tensors |= {prefix + name: each for name, each in (prompt.embeds or {}).items()}
     if sample.image is not None:
         tensors["image"] = sample.image
     elif sample.is_denoised and sample.latent is not None and reason.type == "length":

@@ -25,10 +25,10 @@ from ..models.base import Weights
 from ..runtime.config import EngineConfig
 from ..runtime.dtypes import by_torch_name
 from ..runtime.files import is_pipeline
-from ..weights.components import ComponentSource
+from ..weights.loaded_model import LoadedWeights
 from ..weights.loader import WeightLoader
-from ..weights.transports.disk import Checkpoint, DiskSource, open_checkpoint
-from .component_residency import strategy_of
+from ..weights.source import ComponentSource
+from ..weights.transports.disk import Checkpoint, open_checkpoint
 from .components import (
     Blocks,
     Component,
@@ -36,6 +36,7 @@ from .components import (
     class_names,
     config_difference,
     read_index,
+    strategy_of,
 )
 from .family import Family
 from .flux import Flux
@@ -73,20 +74,15 @@ class DiffusionModel(Weights):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedPipeline:
+class LoadedPipeline(LoadedWeights):
     model: DiffusionModel
-    loader: WeightLoader
     family: Family
-    dtype: torch.dtype
-    device: torch.device
-    digest: str
     movable: Mapping[str, Blocks | None]
     """Components that come and go, with the blocks of those that do so layer by layer."""
-    weights_bytes: int
 
     @property
-    def derived_bytes(self) -> int:
-        return 0
+    def weights_bytes(self) -> int:
+        return sum(component.nbytes for component in self.model.parts.values())
 
 
 def load_pipeline(
@@ -137,7 +133,6 @@ def load_pipeline(
         loader=WeightLoader(model),
         family=kind.load(root, {name: each.module for name, each in components.items()}, names),
         movable=movable,
-        weights_bytes=sum(each.nbytes for each in components.values()),
         dtype=components[DEFAULT_COMPONENT].dtype,
         device=device,
         digest=hashlib.sha256("".join(digests).encode()).hexdigest(),
@@ -146,7 +141,7 @@ def load_pipeline(
 
 def _load(component: Component, checkpoint: Checkpoint, workspace: Workspace, bucket_bytes: int) -> None:
     loader = WeightLoader(DiffusionModel({component.name: component}))
-    source = ComponentSource(DiskSource(checkpoint, workspace), component.name)
+    source = ComponentSource(checkpoint.into(workspace), component.name)
     loader.check(source.specs, complete=True)
     for piece in source.pieces(bucket_bytes, loader.skip):
         assert piece is not None, "a file has everything at once"

@@ -41,24 +41,19 @@ class PromptCache:
 
     def fill(self, conditioning: Conditioning) -> bool:
         """Give ``conditioning`` what is kept; return True if it has all then."""
-        longest = conditioning.max_sequence_length
-        if conditioning.embeds is None:
-            conditioning.embeds = self._find(conditioning.ids, longest)
-        if conditioning.guided and conditioning.negative is None:
-            conditioning.negative = self._find(conditioning.negative_ids, longest)
+        for prompt in conditioning.prompts:
+            if prompt.embeds is None:
+                prompt.embeds = self._find(prompt.ids, conditioning.max_sequence_length)
         return conditioning.is_ready
 
     def keep(self, conditioning: Conditioning) -> None:
-        for ids, embeds in (
-            (conditioning.ids, conditioning.embeds),
-            (conditioning.negative_ids, conditioning.negative),
-        ):
-            if ids is None or embeds is None:
+        for prompt in conditioning.prompts:
+            if prompt.ids is None or prompt.embeds is None:
                 continue
-            key = self._key(ids, conditioning.max_sequence_length)
+            key = self._key(prompt.ids, conditioning.max_sequence_length)
             if key not in self._entries:
                 self.misses += 1
-                self._add(key, embeds)
+                self._add(key, prompt.embeds)
 
     def encoders_changed(self) -> None:
         self._epoch += 1

@@ -7,11 +7,10 @@ lengths: what is shorter is padded behind, and a mask says so.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from .family import Embeds, Family, packed_shape, unpacked, unsupported
+from .family import Embeds, PackedFamily, unsupported
 
 _TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
@@ -23,7 +22,7 @@ _CUT = 34
 """Tokens of the template before the prompt, with the tokenizer of the model."""
 
 
-class QwenImage(Family):
+class QwenImage(PackedFamily):
     pipeline = "QwenImagePipeline"
     classes = {  # noqa: RUF012  (declared as a ClassVar above)
         "transformer": ("diffusers.QwenImageTransformer2DModel",),
@@ -81,21 +80,6 @@ class QwenImage(Family):
             "prompt_embeds_mask": mask,
         }
 
-    def embed_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        if name == "prompt_embeds_mask":
-            return len(shape) == 1
-        return len(shape) == 2 and shape[0] > 0 and shape[1] == self.transformer.config.joint_attention_dim
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        return packed_shape(height, width, self.pixels, self.transformer.config.in_channels)
-
-    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
-        return latent_shape[0]
-
-    def grid_arguments(self, steps: int) -> dict[str, Any]:
-        """Return 1 to 1 / steps, which the scheduler then shifts."""
-        return {"num_inference_steps": steps, "sigmas": np.linspace(1.0, 1 / steps, steps)}
-
     def velocity(
         self, x: Tensor, sigma: Tensor, embeds: Embeds, guidance: Tensor, size: tuple[int, int]
     ) -> Tensor:
@@ -126,7 +110,7 @@ class QwenImage(Family):
     def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
         """Decode latents as a video of one frame, with the mean and std of each channel."""
         config = self.vae.config
-        frames = unpacked(latents, size, self.pixels)[:, :, None]
+        frames = self.unpacked(latents, size)[:, :, None]
         mean, std = (
             torch.tensor(each, device=latents.device).view(1, -1, 1, 1, 1)
             for each in (config.latents_mean, config.latents_std)

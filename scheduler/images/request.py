@@ -9,6 +9,7 @@ Invariants:
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from torch import Tensor
@@ -17,50 +18,58 @@ from ...io_struct import GenerateImagesReqInput, SdeParams, WeightVersionSpan
 from ..scheduling.request import Phase, WeightStamp
 
 Embeds = dict[str, Tensor]
+Kind = Literal["encode", "denoise", "decode"]
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    ids: list[list[int]] | None
+    """Token ids for each text encoder, or None if the embeddings were given."""
+    embeds: Embeds | None = None
+    """Without a batch dimension, or None if not computed yet."""
 
 
 @dataclass(slots=True, eq=False)
 class Conditioning:
     """Conditioning that the samples of one request share."""
 
-    ids: list[list[int]] | None
-    """Token ids for each text encoder, or None if the embeddings were given."""
-    negative_ids: list[list[int]] | None
-    """Token ids of the negative prompt, or None without guidance."""
-    max_sequence_length: int
-    guided: bool
-    """A second row, of the negative prompt, is computed."""
-    embeds: Embeds | None = None
-    """Without a batch dimension, or None if not computed yet; as is ``negative``."""
-    negative: Embeds | None = None
+    prompt: Prompt
+    negative: Prompt | None = None
+    """What guidance leads away from: a second row is computed with it. None without guidance."""
+    max_sequence_length: int = 0
     nbytes: int = 0
     """Bytes of all embeddings, about, once they are there."""
     sent_bytes: int = 0
     """Bytes of the embeddings that came with the request."""
 
     @property
+    def guided(self) -> bool:
+        return self.negative is not None
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        return (self.prompt,) if self.negative is None else (self.prompt, self.negative)
+
+    @property
     def unencoded(self) -> list[list[list[int]]]:
-        missing = (
-            self.ids if self.embeds is None else None,
-            self.negative_ids if self.guided and self.negative is None else None,
-        )
-        return [ids for ids in missing if ids is not None]
+        """Token ids whose embeddings are still to be computed."""
+        return [each.ids for each in self.prompts if each.embeds is None and each.ids is not None]
 
     @property
     def is_ready(self) -> bool:
-        return self.embeds is not None and (self.negative is not None or not self.guided)
+        return all(each.embeds is not None for each in self.prompts)
 
     def forget(self) -> None:
-        if self.ids is not None:
-            self.embeds = None
-        if self.negative_ids is not None:
-            self.negative = None
+        """Drop what can be computed again."""
+        for each in self.prompts:
+            if each.ids is not None:
+                each.embeds = None
 
     @property
     def bucket(self) -> tuple[object, ...]:
         """Properties that samples of one batch share: shapes of embeddings, and guidance."""
-        assert self.embeds is not None
-        return (self.guided, *(tuple(each.shape) for each in self.embeds.values()))
+        assert self.prompt.embeds is not None
+        return (self.guided, *(tuple(each.shape) for each in self.prompt.embeds.values()))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -143,3 +152,15 @@ class ImageRequest:
             )
             for (stamp, start), end in zip(self.spans, ends, strict=True)
         ]
+
+
+@dataclass(slots=True, kw_only=True)
+class ImageBatch:
+    kind: Kind
+    samples: list[ImageRequest]
+    """Rows of a denoising or decoding step; of an encoding step, one for each prompt."""
+    prompts: list[Conditioning]
+
+    @property
+    def forward(self) -> "ImageBatch":
+        return self

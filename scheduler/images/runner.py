@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from ..memory.device_module import DeviceModule, streams_of
-from .batcher import ImageBatch
-from .component_residency import ComponentStages
+from .components import ComponentStages
 from .family import Embeds, Family, to_pixels
-from .footprint import Footprint
-from .request import Conditioning, ImageRequest
+from .memory_limit import Footprint
+from .request import Conditioning, ImageBatch, ImageRequest, Prompt
 from .scheduler_step import INITIAL, Coefficients, advance, coefficients, log_prob, noise_of
 from .traced_module import TracedModule, traced_decode, traced_velocity
 
@@ -56,17 +55,12 @@ class DenoisedOnHost:
 class Encoded:
     """Embeddings of an encoding step's prompts, each without a batch dimension."""
 
+    prompts: list[Prompt]
     embeds: list[Embeds]
-    negative: list[Embeds | None]
 
 
-@dataclass(slots=True)
-class Decoded:
-    images: np.ndarray
-    """uint8 [rows, height, width, 3]"""
-
-
-HostResult = DenoisedOnHost | Encoded | Decoded
+HostResult = DenoisedOnHost | Encoded | np.ndarray
+"""A step's result; of decoding: images, uint8 [rows, height, width, 3]."""
 
 
 @dataclass(slots=True)
@@ -78,7 +72,8 @@ class Launched:
         if isinstance(result, Encoded):
             return result
         if isinstance(result, Tensor):
-            return Decoded(result.cpu().numpy())
+            images: np.ndarray = result.cpu().numpy()
+            return images
         return DenoisedOnHost(
             before=list(result.before),
             after=list(result.after),
@@ -97,8 +92,8 @@ class ImageRunner:
         device_module: DeviceModule,
         footprint: Footprint,
     ) -> None:
-        self._family = family
-        self._footprint = footprint
+        self.family = family
+        self.footprint = footprint
         on_cpu = device.type == "cpu"  # an accelerator's host runs ahead of the device anyway
         self._velocity, self._decoded = family.velocity, family.decode
         self.traced: dict[str, TracedModule] = {}
@@ -115,8 +110,8 @@ class ImageRunner:
 
     def execute(self, batch: ImageBatch) -> Launched:
         """Run one step; MemoryError: it cannot fit, and has not begun."""
-        family = self._family
-        self._footprint.check_step(batch)
+        family = self.family
+        self.footprint.check_step(batch)
         self._stages.enter(batch.kind)
         threads = step_threads(family, batch) if self._on_cpu else nullcontext()
         with torch.inference_mode(), self.on_stream(), threads:
@@ -135,26 +130,14 @@ class ImageRunner:
         return nullcontext()
 
     def _encode(self, prompts: list[Conditioning]) -> Encoded:
-        """Encode the prompts and those of guidance in one batch: they have ids of the same lengths."""
-        family, longest = self._family, prompts[0].max_sequence_length
-        rows = [(conditioning, conditioning.ids) for conditioning in prompts if conditioning.embeds is None]
-        negative = [
-            (conditioning, conditioning.negative_ids)
-            for conditioning in prompts
-            if conditioning.guided and conditioning.negative is None
-        ]
-        everything = [ids for _, ids in (*rows, *negative) if ids is not None]
+        """Encode the prompts, then those of guidance, in one batch: they have ids of the same lengths."""
+        negative = [each.negative for each in prompts if each.negative is not None]
+        rows = [each for each in (*(each.prompt for each in prompts), *negative) if each.embeds is None]
+        everything = [each.ids for each in rows if each.ids is not None]
         stacked = [torch.tensor(each, device=self._device) for each in zip(*everything, strict=True)]
-        found = family.encode(stacked, longest)
-        split = [
-            {name: value[row].clone() for name, value in found.items()} for row in range(len(everything))
-        ]
-        made = dict(zip([id(p) for p, _ in rows], split[: len(rows)], strict=True))
-        against = dict(zip([id(p) for p, _ in negative], split[len(rows) :], strict=True))
-        return Encoded(
-            [made.get(id(each), each.embeds or {}) for each in prompts],
-            [against.get(id(each), each.negative) for each in prompts],
-        )
+        found = self.family.encode(stacked, prompts[0].max_sequence_length)
+        split = [{name: value[row].clone() for name, value in found.items()} for row in range(len(rows))]
+        return Encoded(rows, split)
 
     def _denoise(self, samples: list[ImageRequest]) -> Denoised:
         x = torch.stack([self._latent(sample) for sample in samples])
@@ -185,29 +168,31 @@ class ImageRunner:
         return noise_of(sample.seed, sample.index, INITIAL, sample.shape).to(self._device)
 
     def _guided(self, samples: list[ImageRequest], x: Tensor) -> Tensor:
-        family, size = self._family, samples[0].size
+        family, size = self.family, samples[0].size
         sigma = torch.from_numpy(np.stack([sample.sigmas[sample.step] for sample in samples])).to(
             self._device
         )
         scale = torch.tensor(
             [s.message.guidance_scale for s in samples], dtype=torch.float32, device=self._device
         )
-        embeds = [sample.conditioning.embeds for sample in samples]
-        if not samples[0].conditioning.guided:
-            return self._velocity(x, sigma, family.trimmed(_stacked(embeds)), scale, size)
-        both = family.trimmed(_stacked([*(sample.conditioning.negative for sample in samples), *embeds]))
-        negative, positive = self._velocity(
+        given = [sample.conditioning for sample in samples]
+        prompts = [each.prompt for each in given]
+        negative = [each.negative for each in given if each.negative is not None]
+        if not negative:
+            return self._velocity(x, sigma, family.trimmed(_stacked(prompts)), scale, size)
+        both = family.trimmed(_stacked([*negative, *prompts]))
+        against, towards = self._velocity(
             x.repeat(2, *[1] * (x.dim() - 1)), sigma.repeat(2), both, scale.repeat(2), size
         ).chunk(2)
-        return family.guide(negative, positive, scale.view(-1, *[1] * (x.dim() - 1)))
+        return family.guide(against, towards, scale.view(-1, *[1] * (x.dim() - 1)))
 
     def _decode(self, samples: list[ImageRequest]) -> Tensor:
         latents = torch.stack([sample.latent for sample in samples if sample.latent is not None])
         return to_pixels(self._decoded(latents, samples[0].size))
 
 
-def _stacked(embeds: list[Embeds | None]) -> Embeds:
-    known = [each for each in embeds if each is not None]
+def _stacked(prompts: list[Prompt]) -> Embeds:
+    known = [each.embeds for each in prompts if each.embeds is not None]
     return {name: torch.stack([each[name] for each in known]) for name in known[0]}
 
 

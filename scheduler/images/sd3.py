@@ -75,12 +75,6 @@ class StableDiffusion3(Family):
             "pooled_prompt_embeds": torch.cat([each[0] for each in clip], dim=-1),
         }
 
-    def embed_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        config = self.transformer.config
-        if name == "pooled_prompt_embeds":
-            return shape == (config.pooled_projection_dim,)
-        return len(shape) == 2 and shape[0] > 0 and shape[1] == config.joint_attention_dim
-
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         scale = vae_scale(self.vae)
         return self.transformer.config.in_channels, height // scale, width // scale
@@ -100,9 +94,3 @@ class StableDiffusion3(Family):
             return_dict=False,
         )[0]
         return velocity
-
-    def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
-        config = self.vae.config
-        scaled = latents / config.scaling_factor + (config.shift_factor or 0.0)
-        images: Tensor = self.vae.decode(scaled.to(next(self.vae.parameters()).dtype), return_dict=False)[0]
-        return images

@@ -121,31 +121,14 @@ class PagedAttention:
         threads = native.num_threads()
         scratch, thread_floats = self.scratch(threads)
         self._attend(
-            q.data_ptr(),
-            q.stride(0),
-            q.stride(1),
-            keys.data_ptr(),
-            values.data_ptr(),
-            self.kv_heads,
-            self.group,
-            self.head_size,
-            self.value_size,
-            self.parts,
-            self.head_size if self._latents else self.value_size,
-            page_table.data_ptr(),
-            page_table.stride(0),
-            tasks.ctypes.data,
-            len(tasks),
-            form.window or 0,
-            self.scale if form.scale is None else form.scale,
-            form.softcap or 0.0,
+            q.data_ptr(), q.stride(0), q.stride(1),
+            keys.data_ptr(), values.data_ptr(), self.kv_heads, self.group, self.head_size, self.value_size,
+            self.parts, self.head_size if self._latents else self.value_size,
+            page_table.data_ptr(), page_table.stride(0), tasks.ctypes.data, len(tasks),
+            form.window or 0, self.scale if form.scale is None else form.scale, form.softcap or 0.0,
             None if form.sinks is None else form.sinks.data_ptr(),
-            out.data_ptr(),
-            out.stride(0),
-            scratch,
-            thread_floats,
-            threads,
-        )
+            out.data_ptr(), out.stride(0), scratch, thread_floats, threads,
+        )  # fmt: skip
         return out
 
     def scratch(self, threads: int) -> tuple[int, int]:
@@ -154,36 +137,27 @@ class PagedAttention:
         return scratch.data_ptr(), self._thread_floats
 
     def _check(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        page_table: Tensor,
-        out: Tensor,
-        sinks: Tensor | None,
+        self, q: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, out: Tensor, sinks: Tensor | None
     ) -> None:
-        heads, page, dtype = self.kv_heads * self.group, (self.kv_heads // self.parts, PAGE_SIZE), self.dtype
-        if q.dtype != dtype or keys.dtype != dtype or values.dtype != dtype or out.dtype != dtype:
-            raise ValueError(
-                f"expected {self.dtype}, got {q.dtype}, {keys.dtype}, {values.dtype}, {out.dtype}"
-            )
-        if q.shape[1:] != (heads, self.head_size) or out.shape != (q.shape[0], heads * self.value_size):
-            raise ValueError(f"{heads} heads of {self.head_size}: {tuple(q.shape)} to {tuple(out.shape)}")
+        heads, dtype = self.kv_heads * self.group, self.dtype
         sizes = self.head_size, self.head_size if self._latents else self.value_size
-        if keys.shape[1:] != (*page, sizes[0]) or values.shape != (*keys.shape[:3], sizes[1]):
-            raise ValueError(f"pages of {page} {sizes}: {tuple(keys.shape)} and {tuple(values.shape)}")
-        if sinks is not None and not (
-            sinks.dtype == dtype and sinks.shape == (heads,) and sinks.is_contiguous()
+        if not (
+            q.dtype == keys.dtype == values.dtype == out.dtype == dtype
+            and q.shape[1:] == (heads, sizes[0])
+            and out.shape == (q.shape[0], heads * self.value_size)
+            and keys.shape[1:] == (self.kv_heads // self.parts, PAGE_SIZE, sizes[0])
+            and values.shape == (*keys.shape[:3], sizes[1])
+            and keys.is_contiguous()
+            and values.is_contiguous()
+            and (keys.data_ptr() == values.data_ptr() or not self._latents)
+            and q.stride(2) == out.stride(1) == page_table.stride(1) == 1
+            and page_table.dtype == torch.int32
         ):
-            raise ValueError(f"sinks of {heads} heads in {dtype}: {sinks.dtype} {tuple(sinks.shape)}")
-        if not (keys.is_contiguous() and values.is_contiguous()):
-            raise ValueError("a pool is contiguous")
-        if self._latents and keys.data_ptr() != values.data_ptr():
-            raise ValueError("values are the front of keys")
-        if q.stride(2) != 1 or out.stride(1) != 1 or page_table.stride(1) != 1:
-            raise ValueError("the last dimension is contiguous")
-        if page_table.dtype != torch.int32:
-            raise ValueError(f"page numbers are int32, got {page_table.dtype}")
+            told = f"no attention of {heads} heads of {sizes} in {dtype}"
+            raise native.misfit(told, q, keys, values, page_table, out)
+        if sinks is None or (sinks.dtype == dtype and sinks.shape == (heads,) and sinks.is_contiguous()):
+            return
+        raise native.misfit(f"sinks of {heads} heads in {dtype}", sinks)
 
 
 @dataclass(slots=True)

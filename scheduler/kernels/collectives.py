@@ -163,4 +163,4 @@ def create(size: int) -> int:
 
 def _require(fits: bool, x: Tensor) -> None:
     if not fits or x.device != torch.device("cpu"):
-        raise ValueError(f"no collective of {x.dtype} {tuple(x.shape)} strides {x.stride()} on {x.device}")
+        raise native.misfit(f"no collective on {x.device}", x)

@@ -51,10 +51,8 @@ class _Regions:
         if experts:
             count, k = max(each.count for each in experts), max(each.top_k for each in experts)
             size, indices = max(each.size for each in experts), (count + 1) * _INT64
-            self.groups_row, of_layers = (
-                count + 1,
-                len(kinds) * indices,
-            )  # a thread may read those of a layer late
+            of_layers = len(kinds) * indices  # a thread may read those of a layer late
+            self.groups_row = count + 1
             self._block |= {
                 "logits": (count * _FLOAT32, 0), "ids": (k * _INT64, 0), "weights": (k * _FLOAT32, 0),
                 "pair_tokens": (k * _INT64, 0), "places": (k * _INT64, 0), "gates": (item, 0),
@@ -75,10 +73,8 @@ class _Regions:
         if self._for[0] != tokens:
             self._offsets = {}
             begin = self._place(self._common, tokens, 0)
-            self._for = (
-                tokens,
-                max(self._place(part, tokens, begin) for part in (self._attention, self._block)),
-            )
+            ends = [self._place(part, tokens, begin) for part in (self._attention, self._block)]
+            self._for = tokens, max(ends)
         return self._offsets, self._for[1]
 
     def _place(self, part: dict[str, tuple[int, int]], tokens: int, begin: int) -> int:
@@ -113,9 +109,7 @@ class DecoderKernel:
         for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
             shape.check(number, layer, kind, self._dtype, head_norms=head_eps is not None)
         if last_norm.shape != (shape.hidden,) or last_norm.dtype != self._dtype:
-            raise ValueError(
-                f"no last norm of {shape} in {self._dtype}: {last_norm.dtype} {tuple(last_norm.shape)}"
-            )
+            raise native.misfit(f"no last norm of {shape} in {self._dtype}", last_norm)
         self._ranks = ranks
         self._kinds, self._last_norm = kinds, last_norm
         self._parameters = [
@@ -266,11 +260,7 @@ class DecoderKernel:
             and all(table.dtype == torch.int32 and table.stride(1) == 1 for table in tables)
         )
         if not fits:
-            raise ValueError(
-                f"no layers of {shape} in {dtype}: residual {residual.dtype} {tuple(residual.shape)}, "
-                f"angles {tuple(cos.shape)}, "
-                f"pages {keys.dtype} {tuple(keys.shape)}, slots {tuple(step.kv_slots.shape)}"
-            )
+            raise native.misfit(f"no layers of {shape} in {dtype}", residual, cos, keys, step.kv_slots)
 
     def _attends_with(self, step: PagedStep, keys: Tensor, values: Tensor) -> bool:
         shape, attention = self._shape, step.attention

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..cache.state_pool import StateShape
+from ..cache.pool import StateShape
 from . import TORCH, best, native
 from .native import FLOAT, INT, POINTER, SIZE
 
@@ -105,7 +105,7 @@ class DeltaStep:
         Args:
             x: [T, places.width], elements of a row contiguous.
             segments: inside the bounds of the other arguments, which is not checked.
-            past: [states, kernel - 1, channels], of :class:`~..cache.state_pool.StatePool`, overwritten.
+            past: [states, kernel - 1, channels], of :class:`~..cache.pool.StatePool`, overwritten.
             recurrent: float32 [states, value heads, key size, value size], likewise.
             out: [T, value heads * value size], contiguous.
 
@@ -118,8 +118,7 @@ class DeltaStep:
                 *(x, filters, weights.log_rate, weights.rate_bias, weights.norm),
                 *(segments.table, segments.chains, past, recurrent, out),
             )
-            described = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in tensors)
-            raise ValueError(f"no step of the delta rule: {described}")
+            raise native.misfit("no step of the delta rule", *tensors)
         _STEP[x.dtype](
             *(x.data_ptr(), x.stride(0), self._address),
             *(segments.table.data_ptr(), segments.chains.data_ptr(), len(segments.chains) - 1),

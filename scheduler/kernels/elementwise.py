@@ -67,21 +67,11 @@ def rms_norm(
         and out.shape == shape
         and addend.shape == shape
     ):
-        raise ValueError(f"no norm: {_describe(x, weight, addend, out)}")
+        raise native.misfit("no norm", x, weight, addend, out)
     _NORM[dtype](
-        x.data_ptr(),
-        x.stride(0),
-        None if residual is None else residual.data_ptr(),
-        addend.stride(0),
-        weight.data_ptr(),
-        out.data_ptr(),
-        out.stride(0),
-        rows,
-        size,
-        eps,
-        from_one,
-        native.num_threads(),
-    )
+        x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr(), addend.stride(0),
+        weight.data_ptr(), out.data_ptr(), out.stride(0), rows, size, eps, from_one, native.num_threads(),
+    )  # fmt: skip
     return out
 
 
@@ -90,17 +80,11 @@ def gate_mul(gate_up: Tensor, out: Tensor | None = None, *, bend: Bend = "silu")
     rows, width = gate_up.shape
     out = torch.empty((rows, width // 2), dtype=gate_up.dtype) if out is None else out
     if not _readable(gate_up.dtype, gate_up, out) or width % 2 or out.shape != (rows, width // 2):
-        raise ValueError(f"no gate: {_describe(gate_up, out)}")
+        raise native.misfit("no gate", gate_up, out)
     _GATE_MUL[gate_up.dtype](
-        gate_up.data_ptr(),
-        gate_up.stride(0),
-        out.data_ptr(),
-        out.stride(0),
-        rows,
-        width // 2,
-        BENDS[bend],
+        gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), out.stride(0), rows, width // 2, BENDS[bend],
         native.num_threads(),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -128,45 +112,6 @@ def rope_store(
     tokens, heads, size = qkv.shape
     kv_heads = (heads - num_heads) // 2
     q_weight, k_weight, eps, from_one = norm or (None, None, 0.0, False)
-    _check_rotation(qkv, num_heads, cos, sin, kv_slots, keys, values, out, norm)
-    _ROPE_STORE[qkv.dtype](
-        qkv.data_ptr(),
-        qkv.stride(0),
-        num_heads,
-        kv_heads,
-        size,
-        2 * cos.shape[-1],
-        None if q_weight is None else q_weight.data_ptr(),
-        None if k_weight is None else k_weight.data_ptr(),
-        eps,
-        from_one,
-        cos.data_ptr(),
-        sin.data_ptr(),
-        cos.stride(0),
-        kv_slots.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
-        out.data_ptr(),
-        out.stride(0),
-        tokens,
-        native.num_threads(),
-    )
-    return out
-
-
-def _check_rotation(
-    qkv: Tensor,
-    num_heads: int,
-    cos: Tensor,
-    sin: Tensor,
-    kv_slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    norm: HeadNorms | None,
-) -> None:
-    tokens, heads, size = qkv.shape
-    kv_heads = (heads - num_heads) // 2
     weights = [] if norm is None else [norm[0], norm[1]]
     if not (
         _readable(qkv.dtype, qkv, cos, sin, keys, values, out, *weights)
@@ -184,8 +129,16 @@ def _check_rotation(
         and kv_slots.shape == (tokens,)
         and kv_slots.is_contiguous()
     ):
-        described = _describe(qkv, cos, sin, kv_slots, keys, values, out, *weights)
-        raise ValueError(f"no rotation of {num_heads} heads: {described}")
+        tensors = qkv, cos, sin, kv_slots, keys, values, out, *weights
+        raise native.misfit(f"no rotation of {num_heads} heads", *tensors)
+    _ROPE_STORE[qkv.dtype](
+        qkv.data_ptr(), qkv.stride(0), num_heads, kv_heads, size, 2 * cos.shape[-1],
+        None if q_weight is None else q_weight.data_ptr(), None if k_weight is None else k_weight.data_ptr(),
+        eps, from_one, cos.data_ptr(), sin.data_ptr(), cos.stride(0),
+        kv_slots.data_ptr(), keys.data_ptr(), values.data_ptr(),
+        out.data_ptr(), out.stride(0), tokens, native.num_threads(),
+    )  # fmt: skip
+    return out
 
 
 def _readable(dtype: torch.dtype, *tensors: Tensor) -> bool:
@@ -193,10 +146,6 @@ def _readable(dtype: torch.dtype, *tensors: Tensor) -> bool:
         if tensor.dtype != dtype or tensor.stride(-1) != 1:
             return False
     return dtype in native.FLOATS
-
-
-def _describe(*tensors: Tensor) -> str:
-    return ", ".join(f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}" for tensor in tensors)
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
@@ -207,7 +156,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
         and x.is_contiguous()
         and gate.is_contiguous()
     ):
-        raise ValueError(f"no product of {x.dtype} {tuple(x.shape)} by {gate.dtype} {tuple(gate.shape)}")
+        raise native.misfit("no product", x, gate)
     _SIGMOID_MUL[x.dtype](x.data_ptr(), gate.data_ptr(), *x.shape, native.num_threads())
     return x
 
@@ -245,10 +194,7 @@ def rotate_latents(
         and queries.is_contiguous()
         and keys.is_contiguous()
     ):
-        raise ValueError(
-            f"no rotation of {q_rope.dtype} {tuple(q_rope.shape)} and {tuple(kv.shape)} into "
-            f"{tuple(queries.shape)}"
-        )
+        raise native.misfit("no rotation", q_rope, kv, queries)
     _ROTATE_LATENTS[kv.dtype](
         *(q_rope.data_ptr(), q_rope.stride(0), kv.data_ptr(), kv.stride(0)),
         *(heads, q_rope.stride(1) - rope, rope, width - rope),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import native
 from .decoder_layers import GroupRouting
-from .linear import Scales, address, holds
+from .linear import Packed, address
 from .native import FLOAT, INT, POINTER, SIZE
 
 _ROUTE = native.by_dtype("caesura_route", *[POINTER] * 3, *[SIZE] * 3, INT, INT)
@@ -37,7 +37,7 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
     """
     tokens, experts = logits.shape
     if not (0 < top_k <= experts and logits.dtype in _ROUTE and logits.is_contiguous()):
-        raise ValueError(f"no choice of {top_k} from {logits.dtype} {tuple(logits.shape)}")
+        raise native.misfit(f"no choice of {top_k}", logits)
     ids = torch.empty((tokens, top_k), dtype=torch.int64)
     weights = torch.empty((tokens, top_k), dtype=torch.float32)
     threads = native.num_threads()
@@ -60,17 +60,14 @@ def route_in_groups(
     if not all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors) or (
         bias is not None and bias.shape != (experts,)
     ):
-        raise ValueError(f"no choice of {top_k} from {logits.dtype} {tuple(logits.shape)} by {by}")
+        raise native.misfit(f"no choice of {top_k} by {by}", logits)
     ids = torch.empty((tokens, top_k), dtype=torch.int64)
     weights = torch.empty((tokens, top_k), dtype=torch.float32)
     _ROUTE_IN_GROUPS(
-        logits.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        ids.data_ptr(),
-        weights.data_ptr(),
-        *(tokens, experts, top_k, by.groups, by.top_groups),
-        *(by.sigmoid, by.best_two, normalize, by.scale, native.num_threads()),
-    )
+        logits.data_ptr(), None if bias is None else bias.data_ptr(), ids.data_ptr(), weights.data_ptr(),
+        tokens, experts, top_k, by.groups, by.top_groups,
+        by.sigmoid, by.best_two, normalize, by.scale, native.num_threads(),
+    )  # fmt: skip
     return ids, weights
 
 
@@ -92,50 +89,22 @@ class Groups:
 def group(ids: Tensor, num_experts: int) -> Groups:
     """Sort the pairs of ``ids`` int64 [T, k]; IndexError: an id outside [0, num_experts)."""
     if ids.dtype != torch.int64 or ids.dim() != 2 or not ids.is_contiguous():
-        raise ValueError(f"ids are {ids.dtype} {tuple(ids.shape)} strides {ids.stride()}")
+        raise native.misfit("ids are", ids)
     tokens, places = torch.empty(ids.numel(), dtype=torch.int64), torch.empty_like(ids)
     experts, starts, scratch = torch.empty((3, num_experts + 1), dtype=torch.int64)
     count = _group(
-        ids.data_ptr(),
-        ids.numel(),
-        ids.shape[1],
-        num_experts,
-        tokens.data_ptr(),
-        places.data_ptr(),
-        experts.data_ptr(),
-        starts.data_ptr(),
-        scratch.data_ptr(),
-    )
+        ids.data_ptr(), ids.numel(), ids.shape[1], num_experts, tokens.data_ptr(), places.data_ptr(),
+        experts.data_ptr(), starts.data_ptr(), scratch.data_ptr(),
+    )  # fmt: skip
     if count < 0:
         raise IndexError(f"expert ids beyond [0, {num_experts})")
     return Groups(tokens, places, experts, starts, count)
 
 
-class GroupedProduct:
-    """``x @ w[e].T + b[e]`` for packed ``w`` [experts, N, K], e a row's expert; float32 sums rounded once."""
+class GroupedProduct(Packed):
+    """``x @ w[e].T + b[e]`` for packed ``w`` [experts, N, K], e the expert of a row."""
 
-    def __init__(
-        self,
-        weight: Tensor,
-        num_experts: int,
-        outputs: int,
-        inputs: int,
-        scales: Scales | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """``weight``: storage of ``num_experts`` times the rows that N are padded to.
-
-        ``scales`` of an FP8 weight: one expert's after the other's. ``dtype`` of ``x``: None is the weight's.
-        """
-        self._dtype = weight.dtype if dtype is None else dtype
-        if not holds(weight, scales, num_experts, outputs, inputs, self._dtype):
-            raise ValueError(
-                f"{weight.dtype} {tuple(weight.shape)} does not hold {num_experts} x {outputs} packed rows "
-                f"of {inputs}"
-            )
-        self._weight, self._outputs, self._inputs = weight, outputs, inputs
-        self._num_experts, self._scales = num_experts, scales
-        self._compute = _PRODUCTS[self._dtype]
+    _kernels = _PRODUCTS
 
     def __call__(
         self, x: Tensor, groups: Groups, out: Tensor | None = None, bias: Tensor | None = None
@@ -149,34 +118,22 @@ class GroupedProduct:
             and x.dtype == out.dtype == self._dtype
             and x.is_contiguous()
             and out.is_contiguous()
-            and len(groups.starts) == self._num_experts + 1
+            and len(groups.starts) == self._count + 1
             and (
                 bias is None
                 or (
-                    bias.shape == (self._num_experts, self._outputs)
+                    bias.shape == (self._count, self._outputs)
                     and bias.dtype == x.dtype
                     and bias.is_contiguous()
                 )
             )
         ):
-            raise ValueError(
-                f"no product of {x.dtype} {tuple(x.shape)} strides {x.stride()} with packed rows of "
-                f"{self._inputs} "
-                f"in {out.dtype} {tuple(out.shape)} strides {out.stride()}"
-            )
+            raise native.misfit(f"no product with packed rows of {self._inputs}", x, out)
         self._compute(
-            x.data_ptr(),
-            self._weight.data_ptr(),
-            *address(self._scales),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            groups.experts.data_ptr(),
-            groups.starts.data_ptr(),
-            groups.count,
-            self._outputs,
-            self._inputs,
-            native.num_threads(),
-        )
+            x.data_ptr(), self._weight.data_ptr(), *address(self._scales),
+            None if bias is None else bias.data_ptr(), out.data_ptr(), groups.experts.data_ptr(),
+            groups.starts.data_ptr(), groups.count, self._outputs, self._inputs, native.num_threads(),
+        )  # fmt: skip
         return out
 
 
@@ -192,19 +149,10 @@ def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
         and y.dtype in _COMBINE
         and y.is_contiguous()
     ):
-        raise ValueError(
-            f"no sum of {y.dtype} {tuple(y.shape)} by {weights.dtype} {tuple(weights.shape)} for "
-            f"{(tokens, k)}"
-        )
+        raise native.misfit(f"no sum for {(tokens, k)}", y, weights)
     out = torch.empty((tokens, y.shape[1]), dtype=y.dtype)
     _COMBINE[y.dtype](
-        y.data_ptr(),
-        groups.places.data_ptr(),
-        weights.data_ptr(),
-        out.data_ptr(),
-        tokens,
-        k,
-        y.shape[1],
+        y.data_ptr(), groups.places.data_ptr(), weights.data_ptr(), out.data_ptr(), tokens, k, y.shape[1],
         native.num_threads(),
-    )
+    )  # fmt: skip
     return out

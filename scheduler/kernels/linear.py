@@ -12,7 +12,8 @@ Invariants:
 ValueError is raised for shapes, dtypes or strides that do not fit together.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,8 +104,36 @@ def is_storage(weight: Tensor) -> bool:
     return weight.is_contiguous() and weight.data_ptr() % _TILE_BYTES == 0
 
 
-class Product:
-    """``x @ w.T + bias`` for one packed ``w`` [N, K]; sums in float32, rounded once."""
+class Packed:
+    """``count`` packed weights [outputs, inputs] of products; sums are float32, rounded once."""
+
+    _kernels: ClassVar[dict[torch.dtype, Callable[..., None]]]
+
+    def __init__(
+        self,
+        weight: Tensor,
+        count: int,
+        outputs: int,
+        inputs: int,
+        scales: Scales | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """``weight``: storage of ``count`` times the rows that outputs are padded to.
+
+        ``scales`` of an FP8 weight: one part's after the other's. ``dtype`` of inputs: None is the weight's.
+        """
+        self._dtype = weight.dtype if dtype is None else dtype
+        if not holds(weight, scales, count, outputs, inputs, self._dtype):
+            raise native.misfit(f"this does not hold {count} x {outputs} packed rows of {inputs}", weight)
+        self._weight, self._count, self._outputs, self._inputs = weight, count, outputs, inputs
+        self._scales = scales
+        self._compute = self._kernels[self._dtype]
+
+
+class Product(Packed):
+    """``x @ w.T + bias`` for one packed ``w`` [N, K]."""
+
+    _kernels = _PRODUCTS
 
     def __init__(
         self,
@@ -114,21 +143,10 @@ class Product:
         scales: Scales | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """``weight``: storage of ``w``, with ``scales`` if it is FP8; ``dtype`` of ``x``, or the weight's."""
-        self._dtype = weight.dtype if dtype is None else dtype
-        if not holds(weight, scales, 1, outputs, inputs, self._dtype):
-            raise ValueError(f"{_described(weight)} does not hold {outputs} packed rows of {inputs}")
-        self._weight, self._outputs, self._inputs = weight, outputs, inputs
-        self._scales = scales
-        self._compute = _PRODUCTS[self._dtype]
+        super().__init__(weight, 1, outputs, inputs, scales, dtype)
 
     def __call__(
-        self,
-        x: Tensor,
-        bias: Tensor | None = None,
-        out: Tensor | None = None,
-        *,
-        wide: bool = False,
+        self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, wide: bool = False
     ) -> Tensor:
         """Return ``out``, fresh memory if it is None.
 
@@ -150,42 +168,23 @@ class Product:
         if bias is not None:
             fits = fits and bias.shape == (outputs,) and bias.dtype == dtype and bias.is_contiguous()
         if not fits:
-            raise ValueError(
-                f"no product of {_described(x)} with {outputs} packed rows of {self._inputs}, "
-                f"bias {None if bias is None else _described(bias)}, in {_described(out)}"
-            )
+            raise native.misfit(f"no product with {outputs} packed rows of {self._inputs}", x, bias, out)
         self._compute(
-            x.data_ptr(),
-            x.stride(0),
-            self._weight.data_ptr(),
-            *address(self._scales),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            out.stride(0),
-            rows,
-            outputs,
-            self._inputs,
-            wide,
-            native.num_threads(),
-        )
+            x.data_ptr(), x.stride(0), self._weight.data_ptr(), *address(self._scales),
+            None if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), rows, outputs,
+            self._inputs, wide, native.num_threads(),
+        )  # fmt: skip
         return out
 
 
-class BatchedProduct:
-    """``x[:, b] @ w[b].T`` for packed ``w`` [B, N, K], in whole panels; sums in float32, rounded once."""
+class BatchedProduct(Packed):
+    """``x[:, b] @ w[b].T`` for packed ``w`` [B, N, K], in whole panels."""
 
-    def __init__(self, weight: Tensor, count: int, outputs: int, inputs: int) -> None:
-        """``weight``: storage of ``count`` times the rows that N are padded to."""
-        if not holds(weight, None, count, outputs, inputs, weight.dtype):
-            raise ValueError(
-                f"{_described(weight)} does not hold {count} x {outputs} packed rows of {inputs}"
-            )
-        self._weight, self._sizes = weight, (count, outputs, inputs)
-        self._compute = _BATCHES[weight.dtype]
+    _kernels = _BATCHES
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """Map [M, B, K] to ``out`` [M, B, N], columns of both contiguous; they must not overlap."""
-        count, outputs, inputs = self._sizes
+        count, outputs, inputs = self._count, self._outputs, self._inputs
         rows = x.shape[0]
         if not (
             x.shape == (rows, count, inputs)
@@ -193,10 +192,7 @@ class BatchedProduct:
             and x.dtype == out.dtype == self._weight.dtype
             and x.stride(2) == out.stride(2) == 1
         ):
-            raise ValueError(
-                f"no products of {_described(x)} with {count} x {outputs} packed rows of {inputs} in "
-                f"{_described(out)}"
-            )
+            raise native.misfit(f"no products with {count} x {outputs} packed rows of {inputs}", x, out)
         self._compute(
             *(x.data_ptr(), x.stride(0), x.stride(1), self._weight.data_ptr()),
             *(out.data_ptr(), out.stride(0), out.stride(1)),
@@ -248,7 +244,7 @@ def gather_rows(weight: Tensor, ids: Tensor, out: Tensor) -> Tensor:
         IndexError: an id is not that of a row of the (padded) storage.
     """
     if ids.dtype != torch.int64 or ids.shape != out.shape[:1] or not ids.is_contiguous():
-        raise ValueError(f"ids are {_described(ids)} for {_described(out)}")
+        raise native.misfit("ids do not fit", ids, out)
     packed, target, stride, _, count, words, threads = _walk(weight, out, 0, indexed=True)
     if not _gather(packed, ids.data_ptr(), target, stride, count, weight.shape[0], words, threads):
         raise IndexError(f"row ids beyond [0, {weight.shape[0]})")
@@ -269,11 +265,7 @@ def _walk(
         and (indexed or 0 <= start <= start + count <= weight.shape[0])
     )
     if not fits:
-        raise ValueError(f"rows {_described(rows)} from {start} do not fit {_described(weight)}")
+        raise native.misfit(f"rows from {start} do not fit", rows, weight)
     words = inputs * rows.itemsize // 4
     stride = rows.stride(0) * rows.itemsize
     return weight.data_ptr(), rows.data_ptr(), stride, start, count, words, native.num_threads()
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}"

@@ -80,14 +80,9 @@ class RowSampler:
         # What no row needs of it is address space, not memory.
         memory = self._workspace.take("rows", (threads, _workspace_size(self._vocab_size)), torch.float64)
         _SAMPLE[logits.dtype](
-            logits.data_ptr(),
-            logits.stride(0),
-            logits.shape[0],
-            self._vocab_size,
-            *(None if t is None else t.data_ptr() for t, _ in per_row),
-            memory.data_ptr(),
-            threads,
-        )
+            logits.data_ptr(), logits.stride(0), logits.shape[0], self._vocab_size,
+            *(None if t is None else t.data_ptr() for t, _ in per_row), memory.data_ptr(), threads,
+        )  # fmt: skip
 
     def _check(self, logits: Tensor, per_row: Sequence[tuple[Tensor | None, torch.dtype]]) -> None:
         rows = logits.shape[0]

@@ -31,22 +31,9 @@ _LOG2_E = 1.4426950408889634
 
 
 def _store(
-    k,
-    v,
-    k_pool,
-    v_pool,
-    table,
-    kv_lens,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    table_stride,
-    kv_heads,
-    size: tl.constexpr,
-    width: tl.constexpr,
-    page_size: tl.constexpr,
-):
+    k, v, k_pool, v_pool, table, kv_lens, k_row, k_head, v_row, v_head, table_stride, kv_heads,
+    size: tl.constexpr, width: tl.constexpr, page_size: tl.constexpr,
+):  # fmt: skip
     """Store one head of one row's new token in its page."""
     row, head = tl.program_id(0), tl.program_id(1)
     last = tl.load(kv_lens + row) - 1
@@ -60,31 +47,12 @@ def _store(
 
 
 def _attend(
-    q,
-    k_pool,
-    v_pool,
-    table,
-    kv_lens,
-    parts,
-    maxima,
-    sums,
-    scale,
-    cap,
-    row_stride,
-    head_stride,
-    table_stride,
-    kv_heads,
-    group: tl.constexpr,
-    rows: tl.constexpr,
-    size: tl.constexpr,
-    width: tl.constexpr,
-    splits: tl.constexpr,
-    block: tl.constexpr,
-    page_size: tl.constexpr,
-    window: tl.constexpr,
-    capped: tl.constexpr,
+    q, k_pool, v_pool, table, kv_lens, parts, maxima, sums, scale, cap, row_stride, head_stride,
+    table_stride, kv_heads,
+    group: tl.constexpr, rows: tl.constexpr, size: tl.constexpr, width: tl.constexpr, splits: tl.constexpr,
+    block: tl.constexpr, page_size: tl.constexpr, window: tl.constexpr, capped: tl.constexpr,
     precision: tl.constexpr,
-):
+):  # fmt: skip
     """Attend to one part of what one row sees, for one KV head's query heads; scores are in units of log 2.
 
     ``window`` 0 sees all. ``capped``: ``scale`` has been divided by the cap, and ``cap`` has the units.
@@ -131,18 +99,10 @@ def _attend(
 
 
 def _combine(
-    parts,
-    maxima,
-    sums,
-    sinks,
-    out,
-    log2_e,
-    heads: tl.constexpr,
-    size: tl.constexpr,
-    width: tl.constexpr,
-    splits: tl.constexpr,
+    parts, maxima, sums, sinks, out, log2_e,
+    heads: tl.constexpr, size: tl.constexpr, width: tl.constexpr, splits: tl.constexpr,
     with_sinks: tl.constexpr,
-):
+):  # fmt: skip
     head = tl.program_id(0)
     split, column = tl.arange(0, splits), tl.arange(0, width)
     maximum = tl.load(maxima + head * splits + split)
@@ -199,13 +159,7 @@ class PagedDecode:
         self._maxima, self._sums = torch.empty((2, parts), dtype=torch.float32, device=table.device)
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
-        form: AttentionForm = PLAIN,
+        self, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, form: AttentionForm = PLAIN
     ) -> Tensor:
         """Store, then :meth:`attend`; k, v: [rows, kv heads, size], the last dimension contiguous."""
         table = self._tables[form.window is not None]

@@ -45,19 +45,9 @@ def rounded(value, like):
 
 @triton.jit
 def _norm_kernel(
-    x,
-    residual,
-    weight,
-    out,
-    x_row,
-    residual_row,
-    out_row,
-    eps,
-    size: tl.constexpr,
-    width: tl.constexpr,
-    added: tl.constexpr,
-    from_one: tl.constexpr,
-):
+    x, residual, weight, out, x_row, residual_row, out_row, eps,
+    size: tl.constexpr, width: tl.constexpr, added: tl.constexpr, from_one: tl.constexpr,
+):  # fmt: skip
     """Normalise one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, width)
@@ -102,19 +92,9 @@ def _gate_mul_kernel(
 
 @triton.jit
 def _weighted(
-    first,
-    second,
-    q_weight,
-    k_weight,
-    is_query,
-    first_at,
-    second_at,
-    known,
-    eps,
-    size: tl.constexpr,
-    from_one: tl.constexpr,
-    like,
-):
+    first, second, q_weight, k_weight, is_query, first_at, second_at, known, eps,
+    size: tl.constexpr, from_one: tl.constexpr, like,
+):  # fmt: skip
     """Normalise and weight the halves [heads, half] of some heads."""
     scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / size + eps)[:, None]
     of_first = tl.where(
@@ -138,30 +118,11 @@ def _weighted(
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rope_store_kernel(
-    qkv,
-    q_weight,
-    k_weight,
-    cos,
-    sin,
-    slots,
-    keys,
-    values,
-    out,
-    token_row,
-    out_row,
-    angle_row,
-    eps,
-    heads: tl.constexpr,
-    kv_heads: tl.constexpr,
-    rotated: tl.constexpr,
-    turned: tl.constexpr,
-    size: tl.constexpr,
-    width: tl.constexpr,
-    block: tl.constexpr,
-    page_size: tl.constexpr,
-    norms: tl.constexpr,
-    from_one: tl.constexpr,
-):
+    qkv, q_weight, k_weight, cos, sin, slots, keys, values, out, token_row, out_row, angle_row, eps,
+    heads: tl.constexpr, kv_heads: tl.constexpr, rotated: tl.constexpr, turned: tl.constexpr,
+    size: tl.constexpr, width: tl.constexpr, block: tl.constexpr, page_size: tl.constexpr,
+    norms: tl.constexpr, from_one: tl.constexpr,
+):  # fmt: skip
     """Rotate and store some heads of one token; queries, keys and values are told apart by the head's number.
 
     Elements i and turned / 2 + i of a head are rotated by angle i; those behind ``turned`` make pairs of
@@ -322,26 +283,10 @@ def _rotate(source, target, cosine, sine, column, inside, half: tl.constexpr, in
 
 @triton.jit
 def _latents_kernel(
-    q,
-    kv,
-    cos,
-    sin,
-    weight,
-    queries,
-    keys,
-    q_row,
-    q_head,
-    kv_row,
-    angle_row,
-    eps,
-    heads: tl.constexpr,
-    latent: tl.constexpr,
-    rope: tl.constexpr,
-    latent_width: tl.constexpr,
-    half_width: tl.constexpr,
-    block: tl.constexpr,
-    interleaved: tl.constexpr,
-):
+    q, kv, cos, sin, weight, queries, keys, q_row, q_head, kv_row, angle_row, eps,
+    heads: tl.constexpr, latent: tl.constexpr, rope: tl.constexpr, latent_width: tl.constexpr,
+    half_width: tl.constexpr, block: tl.constexpr, interleaved: tl.constexpr,
+):  # fmt: skip
     """Rotate some query heads of one token, or, behind these, its key."""
     half: tl.constexpr = rope // 2
     width: tl.constexpr = latent + rope

@@ -66,28 +66,12 @@ def _within_groups(
 
 @triton.jit(do_not_specialize_on_alignment=["record"])
 def _route_kernel(
-    logits,
-    bias,
-    ids_out,
-    weights_out,
-    record,
-    logits_row,
-    record_row,
-    scale,
-    groups: tl.constexpr,
-    group_size: tl.constexpr,
-    top_groups: tl.constexpr,
-    top2: tl.constexpr,
-    top_k: tl.constexpr,
-    group_width: tl.constexpr,
-    size_width: tl.constexpr,
-    k_width: tl.constexpr,
-    sigmoid: tl.constexpr,
-    biased: tl.constexpr,
-    normalize: tl.constexpr,
-    recorded: tl.constexpr,
+    logits, bias, ids_out, weights_out, record, logits_row, record_row, scale,
+    groups: tl.constexpr, group_size: tl.constexpr, top_groups: tl.constexpr, top2: tl.constexpr,
+    top_k: tl.constexpr, group_width: tl.constexpr, size_width: tl.constexpr, k_width: tl.constexpr,
+    sigmoid: tl.constexpr, biased: tl.constexpr, normalize: tl.constexpr, recorded: tl.constexpr,
     tiny: tl.constexpr,
-):
+):  # fmt: skip
     """Choose one token's experts; its logits are [groups, experts of one]."""
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, group_width), tl.arange(0, size_width)
@@ -126,20 +110,10 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _sort_kernel(
-    x,
-    ids,
-    rows,
-    places,
-    ends,
-    x_row,
-    pairs,
-    experts: tl.constexpr,
-    top_k: tl.constexpr,
-    size: tl.constexpr,
-    block: tl.constexpr,
-    looked_at: tl.constexpr,
-    copied: tl.constexpr,
-):
+    x, ids, rows, places, ends, x_row, pairs,
+    experts: tl.constexpr, top_k: tl.constexpr, size: tl.constexpr, block: tl.constexpr,
+    looked_at: tl.constexpr, copied: tl.constexpr,
+):  # fmt: skip
     """Copy some pairs' rows to their places, or, behind the pairs, write the ends of some experts' rows."""
     item = tl.program_id(0) * block + tl.arange(0, block)
     is_pair = item < pairs
@@ -164,18 +138,9 @@ def _sort_kernel(
 
 @triton.jit
 def _combine_kernel(
-    y,
-    places,
-    weights,
-    addend,
-    out,
-    y_row,
-    addend_row,
-    top_k: tl.constexpr,
-    size: tl.constexpr,
-    block: tl.constexpr,
-    added: tl.constexpr,
-):
+    y, places, weights, addend, out, y_row, addend_row,
+    top_k: tl.constexpr, size: tl.constexpr, block: tl.constexpr, added: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < size

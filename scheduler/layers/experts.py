@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ..kernels.attention_form import Bend
 from ..kernels.linear import packable
 from .fp8_block import Fp8ExpertMatrix
 from .fp8_products import experts_for
-from .linear import divided, fp8_blocks
+from .linear import PackedTensors, divided, fp8_blocks
 from .matrix import Stored, packs
 from .mlp import bent
 from .parameters import Fp8Blocks, Parameter, Placement, WeightSlot
@@ -72,15 +72,6 @@ class ExpertMatrix(Stored):
     def plain_product(self, x: Tensor, ends: Tensor) -> Tensor:
         """Return the same in fresh memory; ``ends``: :func:`sort_by_expert`."""
         return grouped_linear(x, self.parameter.data, ends)
-
-
-class PackedExperts(NamedTuple):
-    gate_up: Tensor
-    gate_up_scales: Tensor | None
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_scales: Tensor | None
-    down_bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,15 +213,15 @@ class Experts:
         return gate_up, down if self._is_first else None
 
     @property
-    def packed(self) -> PackedExperts | None:
+    def packed(self) -> PackedTensors | None:
         """Return the weights for the fused decoder kernel, or None if they are stored otherwise."""
-        gate_up, down = self._gate_up, self._down
-        if gate_up.packed is None or down.packed is None:
-            return None
-        gate_up_bias, down_bias = self._added_biases
-        return PackedExperts(
-            gate_up.packed, gate_up.scales, gate_up_bias, down.packed, down.scales, down_bias
-        )
+        parts, found = (("gate_up", self._gate_up), ("down", self._down)), PackedTensors()
+        for (name, matrix), bias in zip(parts, self._added_biases, strict=True):
+            if matrix.packed is None:
+                return None
+            tensors = {"": matrix.packed, "_scales": matrix.scales, "_bias": bias}
+            found |= {f"experts_{name}{suffix}": tensor for suffix, tensor in tensors.items()}
+        return found
 
     def _forward_compiled(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         groups = kernel.group(expert_ids.contiguous(), self.count)

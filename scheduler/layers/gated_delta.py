@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..attention.delta_rule import HybridBackend
-from ..cache.state_pool import StateShape
+from ..cache.pool import StateShape
 from ..execution.forward import AttentionBackend
 from ..kernels.delta import DeltaPlaces, DeltaWeights, Segments, delta_for
 from .linear import Linear

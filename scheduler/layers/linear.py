@@ -10,6 +10,7 @@ Invariants:
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +19,9 @@ from .fp8_block import Fp8Matrix
 from .matrix import Matrix, packs
 from .parameters import Fp8Blocks, Parameter, Placement, WeightSlot
 from .sharding import Window, as_window, require_borders, sharded, stacked
+
+PackedTensors = dict[str, Any]
+"""Tensors, or None, by the names of :class:`~..kernels.decoder_layers.LayerTensors`."""
 
 
 class Linear:
@@ -69,11 +73,15 @@ class Linear:
 
     @property
     def packed(self) -> Tensor | None:
+        """Packed storage of the weight, or None if it is stored otherwise."""
         return self._weight.packed
 
-    @property
-    def scales(self) -> Tensor | None:
-        return self._weight.scales
+    def packed_as(self, name: str, *, bias: bool = False) -> PackedTensors | None:
+        """Return storage, scales and ``bias`` by ``name``, or None if the weight is not packed."""
+        if self._weight.packed is None:
+            return None
+        found: PackedTensors = {name: self._weight.packed, f"{name}_scales": self._weight.scales}
+        return found | {f"{name}_bias": self.bias} if bias else found
 
     @property
     def bias(self) -> Tensor | None:

@@ -41,7 +41,7 @@ class LogitsProcessor:
         place: Placement,
     ) -> None:
         """Use ``project(hidden, out)``, which writes the head's product, of this rank's range, to ``out``."""
-        self._project = project
+        self.project = project
         self._vocab_size, self._place = vocab_size, place
         self._range = rounded_up(vocab_size, place.parallel, "vocab_size").length
         self._widest = per_rank(vocab_size, place.parallel)
@@ -53,8 +53,8 @@ class LogitsProcessor:
         shape, place = (hidden.shape[0], self._vocab_size), self._place
         out = place.workspace.take("logits", shape, place.dtype, place.device)
         if place.parallel.size == 1:
-            return self._project(hidden, out)
+            return self.project(hidden, out)
         shape = hidden.shape[0], self._widest
         part = place.workspace.take("logits of this rank", shape, place.dtype, place.device)
-        self._project(hidden, part[:, : self._range])
+        self.project(hidden, part[:, : self._range])
         return place.parallel.all_gather(part, out)

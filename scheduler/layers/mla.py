@@ -17,7 +17,6 @@ Invariants:
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,32 +26,15 @@ from ..kernels import TORCH, TRITON, Elementwise, best, elementwise_for
 from ..kernels import linear as kernel
 from ..kernels.attention_form import PLAIN
 from .fp8_block import Fp8Matrix
-from .linear import Linear, divided, fp8_blocks
-from .matrix import PackedSlot
+from .linear import Linear, PackedTensors, divided, fp8_blocks
+from .matrix import Stored
 from .norm import RMSNorm
-from .parameters import CompositeLayer, Layer, Parameter, Placement, PlainSlot, WeightSlot
+from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
 from .rotary import rotate
 from .sharding import Window, as_window, even, require_borders, sharded
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latents: fixed by the architecture, whatever the config says of the others."""
-
-
-class PackedLatents(NamedTuple):
-    """Packed weights of latent attention, biases and norms; names as in ``kernels/decoder_layers.py``."""
-
-    qkv: Tensor
-    qkv_scales: Tensor | None
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor
-    o: Tensor
-    o_scales: Tensor | None
-    o_bias: Tensor | None
-    q_up: Tensor | None
-    q_up_scales: Tensor | None
-    w_kc: Tensor
-    w_vc: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,34 +62,25 @@ class ScatteredSlot(WeightSlot):
         self._parts = parts
 
     def write(self, rows: Tensor, start: int) -> None:
-        for part, its_rows, its_start in self._overlapping(rows, start):
-            part.write(its_rows, its_start)
+        for part, own, of_rows in self._places(start, start + len(rows)):
+            part.write(rows[of_rows], own.start)
 
     def differs(self, rows: Tensor, start: int) -> bool:
-        return any(
-            part.differs(its_rows, its_start) for part, its_rows, its_start in self._overlapping(rows, start)
-        )
+        places = self._places(start, start + len(rows))
+        return any(part.differs(rows[of_rows], own.start) for part, own, of_rows in places)
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         places = self._places(start, self.shape[0] if stop is None else stop)
-        return torch.cat([part.read(first, last) for part, first, last in places])
+        return torch.cat([part.read(own.start, own.stop) for part, own, _ in places])
 
-    def _overlapping(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
-        """Yield each part that has some of ``rows``, these rows, and the first one's place there."""
-        taken = 0
-        for part, first, last in self._places(start, start + len(rows)):
-            yield part, rows[taken : taken + last - first], first
-            taken += last - first
-
-    def _places(self, start: int, stop: int) -> Iterator[tuple[WeightSlot, int, int]]:
-        """Yield each part of the rows ``[start, stop)``, with their first and end in it."""
+    def _places(self, start: int, stop: int) -> Iterator[tuple[WeightSlot, slice, slice]]:
+        """Yield each part of rows ``[start, stop)``, where these are in it, and where it is among them."""
         begin = 0
         for part in self._parts:
-            size = part.shape[0]
-            first, last = max(start - begin, 0), min(stop - begin, size)
+            first, last = max(start - begin, 0), min(stop - begin, part.shape[0])
             if first < last:
-                yield part, first, last
-            begin += size
+                yield part, slice(first, last), slice(begin + first - start, begin + last - start)
+            begin += part.shape[0]
 
 
 class TurnedSlot(WeightSlot):
@@ -115,9 +88,9 @@ class TurnedSlot(WeightSlot):
 
     __slots__ = ("_matrix",)
 
-    def __init__(self, parameter: str, storage: Tensor, start: int, shape: tuple[int, int]) -> None:
-        self._matrix = PackedSlot("", parameter, storage, start, (shape[1], shape[0]))
-        super().__init__("", parameter, shape, storage.dtype)
+    def __init__(self, matrix: WeightSlot) -> None:
+        super().__init__("", matrix.parameter, (matrix.shape[1], matrix.shape[0]), matrix.dtype)
+        self._matrix = matrix
 
     def write(self, rows: Tensor, start: int) -> None:
         turned = rows.to(self.dtype).t()
@@ -154,24 +127,22 @@ class UpProjection:
         self._module, self._heads = module, heads.length
         self._rows, self._latent = heads.times(sum(sizes)), Window.whole(latent)
         self._fp8 = fp8_blocks([module], place)
-        self._sizes, self._workspace = sizes, place.workspace
-        names, dtype = [f"{name}.{part}" for part in ("w_kc", "w_vc")], place.dtype
-        shapes: list[tuple[int, ...]] = [(heads.length, size, latent) for size in sizes]
-        matrices = (latent, sizes[0]), (sizes[1], latent)
-        packed = best("linear", place.device, dtype) not in (TORCH, TRITON) and all(
-            kernel.packable(inputs, dtype) for _, inputs in matrices
+        self._workspace = place.workspace
+        nope, value = sizes
+        packed = best("linear", place.device, place.dtype) not in (TORCH, TRITON) and all(
+            kernel.packable(inputs, place.dtype) for inputs in (nope, latent)
         )
-        if packed:
-            storage = [kernel.storage_shape(*each, dtype) for each in matrices]
-            shapes = [(heads.length * rows, columns) for rows, columns in storage]
-        self._weights = [
-            Parameter(part, shape, dtype, place.device) for part, shape in zip(names, shapes, strict=True)
+        shapes = {"w_kc": (latent, nope) if packed else (nope, latent), "w_vc": (value, latent)}
+        self._stored = [
+            Stored(f"{name}.{part}", *shape, place, packed=packed, count=heads.length)
+            for part, shape in shapes.items()
         ]
+        self._weights = [stored.parameter for stored in self._stored]
         self._products: list[kernel.BatchedProduct] | None = None
         if packed:
             self._products = [
-                kernel.BatchedProduct(weight.data, heads.length, *each)
-                for weight, each in zip(self._weights, matrices, strict=True)
+                kernel.BatchedProduct(weight.data, heads.length, *shape)
+                for weight, shape in zip(self._weights, shapes.values(), strict=True)
             ]
         self._quantized: Fp8Matrix | None = None
         if (fp8 := self._fp8) is not None:
@@ -181,9 +152,10 @@ class UpProjection:
             )
 
     @property
-    def packed(self) -> tuple[Tensor, Tensor] | None:
+    def packed(self) -> PackedTensors | None:
         """Return ``w_kc`` and ``w_vc`` for compiled kernels, or None if they are plain."""
-        return None if self._products is None else (self._weights[0].data, self._weights[1].data)
+        w_kc, w_vc = self._weights
+        return None if self._products is None else {"w_kc": w_kc.data, "w_vc": w_vc.data}
 
     def absorb(self, q_nope: Tensor, out: Tensor) -> None:
         """Write [T, heads, nope] times ``w_kc`` to ``out`` [T, heads, latent]."""
@@ -225,22 +197,10 @@ class UpProjection:
             yield from ((weight.name, weight.data) for weight in self._weights)
 
     def _parts(self) -> Iterator[WeightSlot]:
-        if self._products is None:
-            yield from (PlainSlot("", weight.name, weight.data[head]) for head, weight in self._by_row())
-            return
-        latent, (nope, value) = self._latent.length, self._sizes
-        keys, values = self._weights
-        rows = (
-            kernel.storage_shape(latent, 1, keys.data.dtype)[0],
-            kernel.storage_shape(value, 1, keys.data.dtype)[0],
-        )
         for head in range(self._heads):
-            yield TurnedSlot(keys.name, keys.data, head * rows[0], (nope, latent))
-            yield PackedSlot("", values.name, values.data, head * rows[1], (value, latent))
-
-    def _by_row(self) -> Iterator[tuple[int, Parameter]]:
-        """Yield heads and one of their matrices each, in the order of ``kv_b_proj``'s rows."""
-        return ((head, weight) for head in range(self._heads) for weight in self._weights)
+            keys, values = (stored.slot("", number=head) for stored in self._stored)
+            yield keys if self._products is None else TurnedSlot(keys)
+            yield values
 
 
 class LatentAttention(CompositeLayer):
@@ -348,26 +308,20 @@ class LatentAttention(CompositeLayer):
         return self._attend(queries, keys, backend)
 
     @property
-    def packed(self) -> PackedLatents | None:
+    def packed(self) -> PackedTensors | None:
         """Return the weights for the fused decoder kernel, or None if they are stored otherwise."""
-        down, o, up = self._down.packed, self._o.packed, self._kv_up.packed
-        q_up = None if self._q_up is None else self._q_up.packed
-        if down is None or o is None or up is None or (q_up is None and self._q_up is not None):
-            return None
-        return PackedLatents(
-            qkv=down,
-            qkv_scales=self._down.scales,
-            qkv_bias=self._down.bias,
-            q_norm=None if self._q_norm is None else self._q_norm.weight,
-            k_norm=self._kv_norm.weight,
-            o=o,
-            o_scales=self._o.scales,
-            o_bias=self._o.bias,
-            q_up=q_up,
-            q_up_scales=None if self._q_up is None else self._q_up.scales,
-            w_kc=up[0],
-            w_vc=up[1],
+        down, o, up = (
+            self._down.packed_as("qkv", bias=True),
+            self._o.packed_as("o", bias=True),
+            self._kv_up.packed,
         )
+        q_up: PackedTensors | None = {}
+        if self._q_up is not None and self._q_norm is not None:
+            q_up = self._q_up.packed_as("q_up")
+        if down is None or o is None or up is None or q_up is None:
+            return None
+        q_norm = None if self._q_norm is None else self._q_norm.weight
+        return down | o | up | q_up | {"q_norm": q_norm, "k_norm": self._kv_norm.weight}
 
     @property
     def shape(self) -> LatentShape:

@@ -5,7 +5,7 @@ every token, alike; results of routed and shared experts are summed over ranks a
 """
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,93 +15,17 @@ from ..kernels import TORCH, TRITON, best, elementwise, triton_for
 from ..kernels import experts as kernel
 from ..kernels.decoder_layers import GroupRouting, choosable
 from .experts import Experts
-from .linear import Linear
+from .linear import Linear, PackedTensors
 from .matrix import Matrix
 from .mlp import GatedMLP
 from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
 
 
-class Router(Layer, Protocol):
-    """Chooses the experts of a token."""
+class Router:
+    """Chooses a token's experts: the k of the highest probability, or the k best ones of the best groups.
 
-    top_k: int
-    normalize: bool
-
-    @property
-    def in_groups(self) -> GroupRouting | None:
-        """Choice by groups that compiled kernels can make, too; or None."""
-        ...
-
-    @property
-    def packed(self) -> tuple[Tensor, Tensor | None] | None:
-        """The weight for compiled kernels, and the bias; or None if kernels do not serve this choice."""
-        ...
-
-    def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
-        """Map [T, hidden] to expert ids, int64 [T, k], also in ``record``, and float32 weights [T, k]."""
-        ...
-
-
-class TopKRouter(CompositeLayer):
-    """The k experts of the highest probability, softmax in float32 over all of them."""
-
-    def __init__(
-        self,
-        name: str,
-        module: str,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int,
-        *,
-        normalize: bool,
-        bias: bool = False,
-        place: Placement,
-    ) -> None:
-        """Args:
-        module: the checkpoint's, which holds ``weight`` [experts, hidden], and with ``bias`` that [experts].
-        normalize: weights are divided by their sum.
-        """
-        self._logits = Linear(name, hidden_size, {module: num_experts}, bias=bias, place=place)
-        self.top_k, self.normalize = top_k, normalize
-        self.in_groups: GroupRouting | None = None
-        self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON)
-        self._triton = triton_for("experts", place.device, place.dtype)
-
-    def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids, best first, and float32 weights that have been rounded to ``x``'s dtype."""
-        logits = self._logits.forward(x)
-        if self._triton is not None:
-            found: tuple[Tensor, Tensor] = self._triton.route(
-                logits, self.top_k, normalize=self.normalize, record=record
-            )
-            return found
-        if self._compiled:
-            ids, weights = kernel.route(logits, self.top_k, normalize=self.normalize)
-        else:
-            ids, weights = self._choose(logits)
-        record.copy_(ids)
-        return ids, weights
-
-    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
-        weights, ids = scores.topk(self.top_k, dim=-1)
-        if self.normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return ids, weights.to(logits.dtype).float()
-
-    @property
-    def packed(self) -> tuple[Tensor, Tensor | None] | None:
-        weight = self._logits.packed
-        return None if weight is None or not self._compiled else (weight, self._logits.bias)
-
-    def parts(self) -> Iterator[Layer]:
-        yield self._logits
-
-
-class GroupedRouter:
-    """The k best experts of the best groups of neighbouring ones.
-
-    DeepSeek-V2: arXiv:2405.04434, section 2.2.2; V3: arXiv:2412.19437, section 2.1.2. Invariants: logits and
+    Without groups the softmax is in float32, over logits of the model's dtype, to which weights are rounded.
+    With groups (DeepSeek-V2: arXiv:2405.04434, section 2.2.2; V3: arXiv:2412.19437, section 2.1.2) logits and
     scores are float32, products included, since a logit rounded to bf16 changes the choice. The bias, which
     balances load without a loss, decides the choice and never an expert's weight.
     """
@@ -113,90 +37,107 @@ class GroupedRouter:
         hidden_size: int,
         num_experts: int,
         top_k: int,
-        by: GroupRouting,
         *,
+        by: GroupRouting | None = None,
         normalize: bool,
-        bias: bool,
+        bias: bool = False,
         place: Placement,
     ) -> None:
         """Args:
-        module: the checkpoint's, which holds ``weight`` [experts, hidden] and, with ``bias``,
-            ``e_score_correction_bias`` [experts], kept in float32.
-        normalize: weights are divided by their sum before they are multiplied by the scale.
+        module: the checkpoint's, which holds ``weight`` [experts, hidden] and, with ``bias``, that [experts]:
+            among groups ``e_score_correction_bias``, kept in float32.
+        by: choice by groups of neighbouring experts, or None.
+        normalize: weights are divided by their sum; then they are multiplied by the groups' scale.
         """
-        self._module, self.top_k, self.normalize = module, top_k, normalize
-        self.in_groups = by
-        compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON)
-        wanted = compiled and choosable(by.groups, by.top_groups, num_experts, top_k, best_two=by.best_two)
-        self._matrix = Matrix(f"{name}.weight", num_experts, hidden_size, place, packed=wanted)
+        self._module, self.top_k, self.normalize, self.in_groups = module, top_k, normalize, by
+        self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON) and (
+            by is None or choosable(by.groups, by.top_groups, num_experts, top_k, best_two=by.best_two)
+        )
+        packed = by is None or self._compiled
+        self._matrix = Matrix(f"{name}.weight", num_experts, hidden_size, place, packed=packed)
         self._bias: Parameter | None = None
         if bias:
-            self._bias = Parameter(f"{name}.bias", (num_experts,), torch.float32, place.device)
+            dtype = place.dtype if by is None else torch.float32
+            self._bias = Parameter(f"{name}.bias", (num_experts,), dtype, place.device)
         self._triton = triton_for("experts", place.device, place.dtype)
+        self._options: dict[str, Any] = {"normalize": normalize}
+        if by is not None and self._triton is not None:
+            self._options |= {
+                "scale": by.scale,
+                "scoring": "sigmoid" if by.sigmoid else "softmax",
+                "bias": None if self._bias is None else self._bias.data,
+                "num_groups": by.groups,
+                "top_groups": by.top_groups,
+                "group_score": "top2" if by.best_two else "max",
+            }
 
     def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
-        bias, by = None if self._bias is None else self._bias.data, self.in_groups
-        if self._matrix.packed is not None:
-            logits = self._matrix.wide_product(x)
-            ids, weights = kernel.route_in_groups(logits, bias, self.top_k, by, normalize=self.normalize)
-        elif self._triton is None:
-            ids, weights = self._choose(self._logits(x), bias)
+        """Map [T, hidden] to expert ids, int64 [T, k], also in ``record``, and float32 weights [T, k]."""
+        bias, by, options = None if self._bias is None else self._bias.data, self.in_groups, self._options
+        if by is None:
+            logits = self._matrix.product(x, bias)
         else:
-            found: tuple[Tensor, Tensor] = self._triton.route(
-                self._logits(x),
-                self.top_k,
-                normalize=self.normalize,
-                scale=by.scale,
-                scoring="sigmoid" if by.sigmoid else "softmax",
-                bias=bias,
-                num_groups=by.groups,
-                top_groups=by.top_groups,
-                group_score="top2" if by.best_two else "max",
-                record=record,
-            )
+            logits = self._matrix.wide_product(x) if self._matrix.packed is not None else self._wide(x)
+        if self._triton is not None:
+            found: tuple[Tensor, Tensor] = self._triton.route(logits, self.top_k, record=record, **options)
             return found
+        if by is None:
+            ids, weights = (kernel.route if self._compiled else _best)(logits, self.top_k, **options)
+        elif self._matrix.packed is not None:
+            ids, weights = kernel.route_in_groups(logits, bias, self.top_k, by, **options)
+        else:
+            ids, weights = best_in_groups(logits, bias, self.top_k, by, **options)
         record.copy_(ids)
         return ids, weights
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _wide(self, x: Tensor) -> Tensor:
         weight = self._matrix.parameter.data
         if x.device.type == "cuda" and x.dtype != torch.float32:  # products of bf16 are exact in float32
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         return functional.linear(x.float(), weight.float())
 
-    def _choose(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        scores = logits.sigmoid() if self.in_groups.sigmoid else logits.softmax(dim=-1)
-        choice = scores if bias is None else scores + bias
-        if self.in_groups.groups > 1:
-            choice = self._in_top_groups(choice)
-        ids = choice.topk(self.top_k, dim=-1).indices
-        weights = scores.gather(1, ids)
-        if self.normalize:
-            weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
-        return ids, weights.mul_(self.in_groups.scale)
-
-    def _in_top_groups(self, choice: Tensor) -> Tensor:
-        by, grouped = self.in_groups, choice.unflatten(1, (self.in_groups.groups, -1))
-        best = grouped.topk(2, dim=-1).values.sum(-1) if by.best_two else grouped.amax(-1)
-        chosen = best.topk(by.top_groups, dim=-1).indices
-        left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
-        masked: Tensor = grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf)
-        return masked.flatten(1)
-
     @property
-    def packed(self) -> tuple[Tensor, Tensor | None] | None:
-        weight = self._matrix.packed
-        return None if weight is None else (weight, None if self._bias is None else self._bias.data)
+    def packed(self) -> PackedTensors | None:
+        """Weight and bias for compiled kernels, or None if they do not serve this choice."""
+        weight, bias = self._matrix.packed, None if self._bias is None else self._bias.data
+        return {"router": weight, "router_bias": bias} if self._compiled and weight is not None else None
 
     def slots(self) -> Iterator[WeightSlot]:
         yield self._matrix.slot(f"{self._module}.weight")
         if self._bias is not None:
-            yield self._bias.slot(f"{self._module}.e_score_correction_bias")
+            bias = "bias" if self.in_groups is None else "e_score_correction_bias"
+            yield self._bias.slot(f"{self._module}.{bias}")
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._matrix.parameter
         if self._bias is not None:
             yield self._bias
+
+
+def _best(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return ids, weights.to(logits.dtype).float()
+
+
+def best_in_groups(
+    logits: Tensor, bias: Tensor | None, top_k: int, by: GroupRouting, *, normalize: bool
+) -> tuple[Tensor, Tensor]:
+    """Do as :func:`~..kernels.experts.route_in_groups`, by torch."""
+    scores = logits.sigmoid() if by.sigmoid else logits.softmax(dim=-1)
+    choice = scores if bias is None else scores + bias
+    if by.groups > 1:
+        grouped = choice.unflatten(1, (by.groups, -1))
+        best = grouped.topk(2, dim=-1).values.sum(-1) if by.best_two else grouped.amax(-1)
+        chosen = best.topk(by.top_groups, dim=-1).indices
+        left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
+        choice = grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)
+    ids = choice.topk(top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if normalize:
+        weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
+    return ids, weights.mul_(by.scale)
 
 
 class RoutedExperts:

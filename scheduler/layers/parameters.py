@@ -12,15 +12,17 @@ Invariants:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..memory import residency
+from ..memory.offload import OffloadableComponent
 from ..memory.workspace import ALIGNMENT, Workspace
 from ..parallel.group import SINGLE, TensorParallel
 
@@ -118,23 +120,28 @@ class HalfSlot(TensorSlot):
     Attributes:
         whole: name of the tensor that they stand for.
         other: name of the half that belongs to this one.
+        forget: drops the data that waits for the other half.
+        make_room: keeps a small share of the tensor's size at most; the other half may be long in coming.
     """
 
-    __slots__ = ("other", "whole")
+    __slots__ = ("_take", "forget", "make_room", "other", "whole")
 
     def __init__(
-        self, name: str, parameter: str, shape: tuple[int, ...], dtype: torch.dtype, *, whole: str, other: str
+        self,
+        names: tuple[str, str, str],
+        parameter: str,
+        shape: tuple[int, ...],
+        take: Callable[..., bool],
+        forget: Callable[[], None],
+        make_room: Callable[[], None],
     ) -> None:
-        super().__init__(name, parameter, shape, dtype)
-        self.whole, self.other = whole, other
+        """``names``: its own, the other's, and that of the whole; ``take`` does an update."""
+        name, self.other, self.whole = names
+        super().__init__(name, parameter, shape, torch.uint8)
+        self._take, self.forget, self.make_room = take, forget, make_room
 
-    @abstractmethod
-    def forget(self) -> None:
-        pass
-
-    @abstractmethod
-    def make_room(self) -> None:
-        """Keep no more than a small share of the tensor's size: the other half may be long in coming."""
+    def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
+        return self._take(rows, start, compare=compare)
 
 
 class WeightSlot(TensorSlot):
@@ -243,6 +250,31 @@ class Parameter:
             return PlainSlot(checkpoint_name, self.name, self.data)
         length = self.data.shape[0] - start if length is None else length
         return PlainSlot(checkpoint_name, self.name, self.data.narrow(0, start, length))
+
+
+class OffloadableSlot(WeightSlot):
+    """One checkpoint tensor that is one whole parameter of ``movable``."""
+
+    __slots__ = ("_movable", "_tensor")
+
+    def __init__(self, parameter: Parameter, movable: OffloadableComponent) -> None:
+        tensor = parameter.data
+        super().__init__(parameter.name, parameter.name, tuple(tensor.shape), tensor.dtype)
+        self._movable = movable
+        self._tensor = tensor
+
+    def write(self, rows: Tensor, start: int) -> None:
+        """Write rows. Raises OSError if the copy on the host cannot be written."""
+        self._movable.write(self._tensor, start * prod(self.shape[1:]), rows)
+
+    def differs(self, rows: Tensor, start: int) -> bool:
+        values = self._movable.values(self._tensor)
+        return differ(rows, values if rows.shape == self.shape else values.narrow(0, start, rows.shape[0]))
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return a view, of host memory once the parameter has been offloaded."""
+        values = self._movable.values(self._tensor)
+        return values[start:stop] if self.shape else values
 
 
 class Layer(Protocol):

@@ -17,7 +17,7 @@ and 255 is NaN. Invariants:
   is exact, and multiplied later. So at most one tensor's blocks and the scales of all wait.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -218,8 +218,9 @@ class Mxfp4Pair:
         groups = experts, outputs, inputs // GROUP
         blocks, scales = f"{name}_blocks", f"{name}_scales"
         packed = (*groups, _BYTES)
-        self.blocks = _Half(self, self.take_blocks, parameter, packed, (blocks, scales, name))
-        self.scales = _Half(self, self.take_scales, parameter, groups, (scales, blocks, name))
+        waiting = self.forget, self.make_room
+        self.blocks = HalfSlot((blocks, scales, name), parameter, packed, self.take_blocks, *waiting)
+        self.scales = HalfSlot((scales, blocks, name), parameter, groups, self.take_scales, *waiting)
         self._blocks: _Waiting | None = None
         self._scales: _Waiting | None = None
         self._unscaled = False  # the weights are the values of blocks that came, without their scales
@@ -276,30 +277,3 @@ class Mxfp4Pair:
             values = dequantize(packed.to(self._device), exponents, self._dtype)
             changed |= self._target.put(expert, values, compare=not changed)
         return changed
-
-
-class _Half(HalfSlot):
-    """One of the two; ``take`` is the pair's method for it."""
-
-    __slots__ = ("_pair", "_take")
-
-    def __init__(
-        self,
-        pair: Mxfp4Pair,
-        take: Callable[..., bool],
-        parameter: str,
-        shape: tuple[int, ...],
-        names: tuple[str, str, str],
-    ) -> None:
-        name, other, whole = names
-        super().__init__(name, parameter, shape, torch.uint8, whole=whole, other=other)
-        self._pair, self._take = pair, take
-
-    def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
-        return self._take(rows, start, compare=compare)
-
-    def forget(self) -> None:
-        self._pair.forget()
-
-    def make_room(self) -> None:
-        self._pair.make_room()

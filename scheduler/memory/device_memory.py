@@ -2,13 +2,9 @@
 
 - :func:`empty_device_cache` is the only caller of an ``empty_cache`` in this project. A running engine calls
   it through one :class:`DeviceCache`: ordered after the work of the forward stream, logged under the name of
-  its place (docs/explanation/memory.md), and counted.
-- Reading memory has no side effect: it neither empties, nor synchronises, nor initialises a device.
-- Everything works on a *device module* (``device_module.py``). What one lacks reads as 0, except free memory,
-  which is None.
-- An operation that failed, or ran out of memory, gives unused blocks back before it is answered: a step, a
-  command, a score, a component that could not leave. The caller has let go of the exception by then, since a
-  traceback keeps the tensors of the frames that it passed.
+  its place (docs/explanation/memory.md), and counted. Reading memory has no side effect.
+- An operation that failed gives unused blocks back before it is answered. The caller has let go of the
+  exception by then, since a traceback keeps the tensors of the frames that it passed.
 """
 
 import errno

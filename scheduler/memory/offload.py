@@ -2,16 +2,16 @@
 they move.
 
 - Values are saved once, when a unit first leaves the device; afterwards leaving only drops what the device
-  holds. Who changes them later (:meth:`OffloadableComponent.write`) writes the copy, too, so a unit that is
-  away need not come for it. Scratch memory (``preserve=False``) is never saved and comes back as zeros.
+  holds. Who changes them later writes the copy, too. Scratch memory (``preserve=False``) is never saved and
+  comes back as zeros.
 - A unit is on the device as a whole, or not at all: when its way there or back is interrupted, it is not.
-- Tensors keep their identity, and every view made of them keeps working; addresses stay or change as the
-  storage behind them says (``storage.py``).
-- What uses a unit runs on the stream that is current in :meth:`OffloadUnit.ready`, and memory is taken and
-  dropped on that stream, too, so that the allocator may reuse it in the stream's order.
+- Tensors keep their identity, and every view made of them keeps working.
+- Memory is taken, used and dropped on the stream that is current in :meth:`OffloadUnit.ready`, so that the
+  allocator may reuse it in the stream's order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -49,28 +49,22 @@ class OffloadUnit:
         """
         if self.on_device:
             return
-        try:
+        with self._or_away():
             for storage in self._storages:
                 yield from storage.resume()
             if self._copy is not None:
                 yield from self._copy.load(self.tensors)
-        except BaseException:
-            self._give_back()
-            raise
         self.on_device = True
 
     def prefetch(self) -> None:
         """Begin to bring it; :meth:`ready` completes that. Raises as :meth:`bring`."""
         if self.on_device:
             return
-        try:
+        with self._or_away():
             for storage in self._storages:
                 exhaust(storage.resume())
             if self._copy is not None:
                 self._copy.prefetch(self.tensors)
-        except BaseException:
-            self._give_back()
-            raise
         self.on_device = self._coming = True
 
     def ready(self) -> None:
@@ -78,12 +72,9 @@ class OffloadUnit:
         if not self._coming:
             return
         self._coming = False
-        try:
+        with self._or_away():
             if self._copy is not None:
                 self._copy.wait()
-        except BaseException:
-            self._give_back()
-            raise
 
     def drop(self) -> Iterator[None]:
         """Take it off the device; save the values first where that has not been done."""
@@ -95,12 +86,9 @@ class OffloadUnit:
             yield from copy.save(self.tensors)
             self._copy = copy
         self.on_device = False
-        try:
+        with self._or_away():
             for storage in self._storages:
                 yield from storage.release()
-        except BaseException:
-            self._give_back()
-            raise
 
     def values(self, number: int) -> Tensor:
         """Return the values of one tensor to be read, wherever they are. They stay valid if they leave."""
@@ -125,10 +113,16 @@ class OffloadUnit:
             assert self._copy is not None, "its values are nowhere"
             self._copy.write(number, start, rows.to(tensor.dtype))
 
-    def _give_back(self) -> None:
-        self.on_device = False
-        for storage in self._storages:
-            exhaust(storage.release())
+    @contextmanager
+    def _or_away(self) -> Iterator[None]:
+        """Give all of its memory back if the block fails or is broken off."""
+        try:
+            yield
+        except BaseException:
+            self.on_device = False
+            for storage in self._storages:
+                exhaust(storage.release())
+            raise
 
 
 class OffloadableComponent:

@@ -2,15 +2,12 @@
 and back.
 
 - A component owns exactly what :func:`allocate` made inside ``manager.component(tag)``. What else a model
-  builds meanwhile (rotary tables, workspaces) is allocated by torch as always, so no release can lose it.
-- Memory is zero when it is allocated and when it is resumed. Every view that was made of a tensor keeps
-  working. Addresses survive where :meth:`ComponentResidencyManager.moves` is false; graphs that have captured
-  them must be captured again where it is true.
+  builds meanwhile (rotary tables, workspaces) is allocated by torch as always.
 - Nobody touches a component's tensors between its release and its resume; ``engine_state.py`` knows which are
   released, and the manager must not be asked twice.
 - The policy's weights, the KV pool and graphs are resident: by tag, and without a copy, unless the tag is
-  backed up (``host_copy.py``). Whatever else is large is registered with a strategy (``offload.py``) that
-  says when it is on the device; it keeps its values, also when the tag that it goes with is released.
+  backed up. Whatever else is large is registered with a strategy (``offload.py``) that says when it is on the
+  device; it keeps its values, also when the weights are released.
 - The device cache is emptied once memory-intensive components have left the device (or were there layer by
   layer, which leaves as many holes), and at no other moment: never between two stages.
 """

@@ -35,7 +35,7 @@ from ...io_struct import (
     encode_reply,
 )
 from ..observability.throughput import SampleTotals
-from ..runtime.guard import checked, defect
+from ..runtime.guard import defect
 from ..scheduling.waiting_queue import LiveSample
 
 if TYPE_CHECKING:
@@ -55,15 +55,16 @@ _PER_BUCKET, _WAYS = 4, 16
 _FORGOTTEN = 0
 _LENGTH_BYTES = 8
 
+Frames = Sequence[bytes | memoryview]
+"""Header, and the frames behind it."""
+
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One effect under way: messages that asked for it, clients that wait for it, and its answers so far."""
-
     message_ids: list[str]
     clients: list[bytes]
     remaining: int = 1
-    answers: list[list[bytes | memoryview]] = field(default_factory=list)
+    answers: list[Frames] = field(default_factory=list)
     nbytes: int = 0
     is_lost: bool = False
     """True if the answers so far took too much memory and were dropped."""
@@ -74,7 +75,6 @@ class Exchange:
 
 class _Record(msgspec.Struct, array_like=True):
     digests: dict[str, bytes]
-    """Digests of the messages by id."""
     client: bytes
     """The only client that waited for the results of a generation, or empty."""
     rid: str
@@ -85,9 +85,7 @@ class _Record(msgspec.Struct, array_like=True):
 
 class Answers:
     def __init__(self, window_s: float, limit_bytes: int) -> None:
-        """``window_s``: seconds that results of clients that left can be fetched; ``limit_bytes``: of the
-        large ring.
-        """
+        """Results of clients that left can be fetched for ``window_s``; ``limit_bytes`` is their ring's."""
         self._window_s = window_s
         self._limit_bytes = limit_bytes
         self._exchanges: dict[str, tuple[bytes, Exchange]] = {}
@@ -132,9 +130,6 @@ class Answers:
         return None if known is None else known[1]
 
     def join(self, client: bytes, message_id: str, exchange: Exchange) -> list[Message]:
-        """Make the just attached ``message_id`` part of ``exchange``, which it repeats; return the answers so
-        far.
-        """
         answers = self._wait(client, exchange, exchange.message_ids[0])
         body, _ = self._exchanges[message_id]
         self._exchanges[message_id] = body, exchange
@@ -142,18 +137,27 @@ class Answers:
         return answers
 
     def add(self, exchange: Exchange, answer: Message) -> None:
-        """Add an answer to ``exchange``; the last one ends and stores it."""
         exchange.remaining -= 1
         place = _FORGOTTEN
         if not exchange.is_lost:
             try:
-                self._take(exchange, answer)
+                frames = frames_of(answer)
+                nbytes = sum(map(len, frames))
+                exchange.answers.append(frames)
+                exchange.nbytes += nbytes
+                self._begun_bytes += nbytes
+                self._begun[exchange] = None
                 place = _FORGOTTEN if exchange.remaining else self._store(exchange)
             except (MemoryError, TypeError, ValueError):  # it cannot be encoded
                 logger.exception("an answer to message %s is not stored", exchange.message_ids[0])
                 self._lose(exchange)
         if exchange.remaining == 0:
-            self._end(exchange, place)
+            self._lose(exchange)
+            for message_id in exchange.message_ids:
+                del self._exchanges[message_id]
+                self._ids.set(message_id, place)
+            if exchange.rid:
+                self._rids.set(exchange.rid, place)
         while self._begun_bytes > self._limit_bytes:
             self._lose(max(self._begun, key=lambda each: each.nbytes))
 
@@ -164,9 +168,7 @@ class Answers:
         self._rids.discard(rid)
 
     def kept(self, rid: str, generation: bytes | None = None) -> list[SampleResult]:
-        """Return the kept results of ``rid``, by sample index; ``generation`` is the digest of a request that
-        wants them.
-        """
+        """Return the kept results of ``rid``, by sample index, if ``generation`` is the request's digest."""
         place = self._rids.find(rid) if self._left else None
         record = None if place is None else self._read(place)
         if record is None or record.rid != rid or generation not in (None, record.generation):
@@ -174,10 +176,8 @@ class Answers:
         left_at = self._left.get(record.client)
         if left_at is None or left_at < record.done_at or left_at <= monotonic() - self._window_s:
             return []
-        results = {
-            result.index: result for answer in _decoded(record.answers) for result in results_in(answer)
-        }
-        return [results[index] for index in sorted(results)]
+        results = [result for answer in _decoded(record.answers) for result in results_in(answer)]
+        return sorted(results, key=lambda result: result.index)
 
     def keep_for(self, client: bytes) -> None:
         """Keep results that only ``client`` waited for: it has left and may not have read them."""
@@ -192,10 +192,6 @@ class Answers:
     def awaited_by(self) -> set[bytes]:
         return {client for _, exchange in self._exchanges.values() for client in exchange.clients}
 
-    def is_awaited(self, message_id: str) -> bool:
-        exchange = self.get(message_id)
-        return exchange is not None and bool(exchange.clients)
-
     def leave(self, client: bytes, message_ids: Iterable[str]) -> None:
         for message_id in message_ids:
             exchange = self.get(message_id)
@@ -203,20 +199,11 @@ class Answers:
                 exchange.clients.remove(client)
 
     def _wait(self, client: bytes, exchange: Exchange, message_id: str) -> list[Message]:
-        """Let ``client`` wait for the answers to come; return those so far."""
         if exchange.is_lost:
             raise _forgotten(message_id)
         if client not in exchange.clients:
             exchange.clients.append(client)
         return _decoded(exchange.answers)
-
-    def _take(self, exchange: Exchange, answer: Message) -> None:
-        frames = [encode_reply(answer), *(answer.buffers if isinstance(answer, FramedMessage) else ())]
-        nbytes = sum(map(len, frames))
-        exchange.answers.append(frames)
-        exchange.nbytes += nbytes
-        self._begun_bytes += nbytes
-        self._begun[exchange] = None
 
     def _store(self, exchange: Exchange) -> int:
         """Copy the answers to a ring; return their place, or :data:`_FORGOTTEN` if they are too large."""
@@ -234,14 +221,6 @@ class Answers:
         found = self._rings[number].read(start)
         return None if found is None else msgspec.msgpack.decode(found, type=_Record)
 
-    def _end(self, exchange: Exchange, place: int) -> None:
-        self._lose(exchange)
-        for message_id in exchange.message_ids:
-            del self._exchanges[message_id]
-            self._ids.set(message_id, place)
-        if exchange.rid:
-            self._rids.set(exchange.rid, place)
-
     def _lose(self, exchange: Exchange) -> None:
         self._begun.pop(exchange, None)
         self._begun_bytes -= exchange.nbytes
@@ -249,23 +228,23 @@ class Answers:
 
 
 class Replies:
-    """Sends answers to every client that waits for them, and stores them for retries."""
-
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self.samples = SampleTotals()
 
-    def answer(self, message_id: str, answer: Message) -> None:
-        """Send the last answer to a message, to every client that waits for it, and store it."""
+    def answer(self, message_id: str, *answers: Message) -> None:
+        """Send the last answers to a message, to every client that waits for it, and store them."""
         engine = self._engine
         engine.outbox.deliver(engine.state.step)
         exchange = engine.answers.get(message_id)
         if exchange is None:
             return
-        for client in exchange.clients:
-            answer = self.send_answer(client, answer, message_id)
-        exchange.remaining = 1
-        engine.answers.add(exchange, answer)
+        exchange.remaining = len(answers)
+        for answer in answers:
+            sent = answer
+            for client in exchange.clients:
+                sent = self.send_answer(client, sent, message_id)
+            engine.answers.add(exchange, sent)
 
     def finished(self, request: LiveSample, result: SampleResult) -> None:
         engine = self._engine
@@ -284,24 +263,14 @@ class Replies:
             return BatchTokenOutput(step=self._engine.state.step, finished=[result])
         return result
 
-    def repeat(self, message_id: str, results: list[SampleResult]) -> None:
-        """Answer a message that repeats an earlier one under a new id with the results of that."""
-        engine = self._engine
-        exchange = engine.answers.get(message_id)
-        if exchange is None:
-            return
-        engine.outbox.deliver(engine.state.step)
-        exchange.remaining = len(results)
-        for answer in map(self.result, results):
-            for client in exchange.clients:
-                self.send_answer(client, answer, message_id)
-            engine.answers.add(exchange, answer)
-
     def send_answer(self, client: bytes, answer: Message, message_id: str | None = None) -> Message:
         """Send ``answer`` to ``message_id`` (default: its ``id``), or else an error; return what was sent."""
         engine = self._engine
         try:
-            engine.router.send(client, checked(answer))
+            assert isinstance(answer, Message), (
+                f"a handler has returned a {type(answer).__name__}, not a message"
+            )
+            engine.router.send(client, answer)
         except Exception as error:  # noqa: BLE001  the answer cannot be encoded, or there is no memory for it
             answered = message_id if message_id is not None else str(getattr(answer, "id", ""))
             answer = defect("answering", answered, error)
@@ -375,11 +344,15 @@ class PlaceTable:
             self._keys[found] = 0
 
     def _lookup(self, name: Hashable) -> tuple[int, int | None]:
-        """Return the key of ``name``, and the index of its entry or None."""
         key = hash(name) & (1 << 64) - 1 or 1
         first = key % self._buckets * _WAYS
         bucket = self._keys[first : first + _WAYS]
         return key, first + bucket.index(key) if key in bucket else None
+
+
+def frames_of(message: Message) -> Frames:
+    header = encode_reply(message)
+    return (header, *message.buffers) if isinstance(message, FramedMessage) else (header,)
 
 
 def results_in(answer: Message) -> Sequence[SampleResult]:
@@ -388,7 +361,7 @@ def results_in(answer: Message) -> Sequence[SampleResult]:
     return [answer] if isinstance(answer, GenerateImagesReqOutput) else []
 
 
-def _decoded(answers: Sequence[Sequence[bytes | memoryview]]) -> list[Message]:
+def _decoded(answers: Sequence[Frames]) -> list[Message]:
     messages: list[Message] = []
     for header, *buffers in answers:
         message = decode_reply(header)
@@ -402,7 +375,5 @@ def _require_same(message_id: str, known: bytes, body: bytes) -> None:
 
 
 def _forgotten(message_id: str) -> CaesuraError:
-    return CaesuraError(
-        ErrorCode.ANSWER_FORGOTTEN,
-        f"message {message_id} was answered before, and its answer is no longer stored",
-    )
+    reason = f"message {message_id} was answered before, and its answer is no longer stored"
+    return CaesuraError(ErrorCode.ANSWER_FORGOTTEN, reason)

@@ -75,26 +75,26 @@ class CommandQueue:
         engine = self._engine
         if self._queue and self._queue[0].has_begun:
             return True
-        owner = engine.state.ownership.owner
-        return any(
-            command.message.owner == owner and engine.answers.is_awaited(command.message.id)
-            for command in (*self._queue, *self._stepped_aside)
-        )
+        owner, pending = engine.state.ownership.owner, (*self._queue, *self._stepped_aside)
+        exchanges = [engine.answers.get(each.message.id) for each in pending if each.message.owner == owner]
+        return any(exchange is not None and exchange.clients for exchange in exchanges)
 
     def message_ids(self) -> list[str]:
         return [command.message.id for command in (*self._queue, *self._stepped_aside)]
 
     def add(self, client: bytes, message: ControlRequest, buffers: list[memoryview]) -> None:
-        """Queue a command. Raise ``queue_full``, ``busy`` for two exclusive ones, or what its function
-        refuses at once.
-        """
-        self._refuse_when_full()
-        if isinstance(message, _EXCLUSIVE):
-            self._refuse_when_busy()
+        """Queue a command, or raise ``queue_full``, ``busy``, or what its function refuses at once."""
+        pending, limit = len(self._queue) + len(self._stepped_aside), MAX_PENDING_COMMANDS
+        if pending >= limit:
+            reason = f"{pending} commands are pending, the limit is {limit}"
+            raise CaesuraError(ErrorCode.QUEUE_FULL, reason, waiting=pending, limit=limit)
+        for command in self._queue if isinstance(message, _EXCLUSIVE) else ():
+            if isinstance(command.message, _EXCLUSIVE):
+                name = type(command.message).__name__
+                raise CaesuraError(ErrorCode.BUSY, f"{name} is running", running=name, id=command.message.id)
         self._queue.append(_PendingCommand(message, operation(self._engine, client, message, buffers)))
 
     def advance(self) -> None:
-        """Check the commands that have stepped aside, then run the queue for at most a slice."""
         for command in self._stepped_aside[:]:
             wait = self._advance_operation(command)
             if wait is not Wait.CHANGE:
@@ -142,25 +142,7 @@ class CommandQueue:
         if failed or engine.state.weights == "poisoned" != weights:
             engine.device_cache.after_failure(name)
         engine.replies.answer(message_id, answer)
-        engine.state.renew_lease(
-            command.message.owner
-        )  # the time that the command took does not count as silence
+        engine.state.renew_lease(command.message.owner)  # the command's time does not count as silence
         if engine.config.check_ledger:
             engine.cache.check()
         return None
-
-    def _refuse_when_full(self) -> None:
-        pending = len(self._queue) + len(self._stepped_aside)
-        if pending >= MAX_PENDING_COMMANDS:
-            raise CaesuraError(
-                ErrorCode.QUEUE_FULL,
-                f"{pending} commands are pending, the limit is {MAX_PENDING_COMMANDS}",
-                waiting=pending,
-                limit=MAX_PENDING_COMMANDS,
-            )
-
-    def _refuse_when_busy(self) -> None:
-        for command in self._queue:
-            if isinstance(command.message, _EXCLUSIVE):
-                name = type(command.message).__name__
-                raise CaesuraError(ErrorCode.BUSY, f"{name} is running", running=name, id=command.message.id)

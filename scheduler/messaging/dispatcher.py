@@ -49,7 +49,7 @@ from ...io_struct import (
     decode_request,
     encode,
 )
-from ..control.pause_ownership import Sender
+from ..control.engine_state import Sender
 from ..runtime.guard import defect
 from .status import status
 
@@ -74,7 +74,6 @@ class Dispatcher:
 
     @property
     def wants_tick(self) -> bool:
-        """True if a command or scoring can go on at once, so that the loop must not block."""
         scoring = self._engine.scoring
         scores = scoring is not None and scoring.has_work and not scoring.waits
         return scores or self._engine.commands.wants_tick
@@ -121,9 +120,7 @@ class Dispatcher:
                 engine.replies.answer(answer.id, answer)
 
     def client_gone(self, client: bytes) -> None:
-        """Record that a send to ``client`` has failed; :meth:`reap` does the rest, as steps may be processed
-        now.
-        """
+        """Record that a send has failed; :meth:`reap` does the rest, as steps may be processed now."""
         self._gone.append(client)
 
     def reap(self) -> None:
@@ -144,7 +141,6 @@ class Dispatcher:
     def _known(
         self, client: bytes, message: Request, frame: bytes, buffers: list[memoryview]
     ) -> list[Message] | None:
-        """Return the answer to a query, or the stored answers of a retry; None if ``message`` is new."""
         engine = self._engine
         if isinstance(message, ControlRequest):
             engine.state.renew_lease(message.owner)
@@ -177,11 +173,8 @@ class Dispatcher:
 def _decode(header: bytes, buffers: list[memoryview]) -> Request:
     message = decode_request(header)
     if buffers and not isinstance(message, UpdateWeightsFromTensorReqInput | GenerateImagesReqInput):
-        raise CaesuraError(
-            ErrorCode.MALFORMED_MESSAGE,
-            f"{type(message).__name__} takes one frame, got {1 + len(buffers)}",
-            id=message.id,
-        )
+        reason = f"{type(message).__name__} takes one frame, got {1 + len(buffers)}"
+        raise CaesuraError(ErrorCode.MALFORMED_MESSAGE, reason, id=message.id)
     return message
 
 
@@ -204,18 +197,12 @@ Generate = GenerateReqInput | GenerateImagesReqInput
 
 
 def _generate(engine: "Engine", client: bytes, message: Generate, buffers: list[memoryview]) -> None:
-    """Start a generation, or attach ``message`` to the generation that it repeats; nothing has changed if
-    this raises.
-    """
+    """Start a generation, or attach ``message`` to the one that it repeats; all or nothing."""
     rid, body = message.rid if message.rid is not None else message.id, _body_of(message, buffers)
     if not isinstance(message, engine.request_type):
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED,
-            f"this engine takes {engine.request_type.__name__}, not {type(message).__name__}: a pipeline of "
-            "diffusers "
-            "makes images, any other model tokens",
-            field="type",
-        )
+        reason = f"this engine takes {engine.request_type.__name__}, not {type(message).__name__}: "
+        reason += "a pipeline of diffusers makes images, any other model tokens"
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="type")
     if _join(engine, client, message, rid, body):
         return
     engine.shutdown.refuse_work()
@@ -244,7 +231,7 @@ def _join(engine: "Engine", client: bytes, message: Generate, rid: str, body: by
     samples = message.sampling_params.n if isinstance(message, GenerateReqInput) else message.n
     if len(kept) < samples or any(r.finish_reason.type == "abort" for r in kept):
         return False
-    engine.replies.repeat(message.id, kept)
+    engine.replies.answer(message.id, *map(engine.replies.result, kept))
     return True
 
 
@@ -252,9 +239,8 @@ def _abort(engine: "Engine", message: AbortReq) -> AbortReqOutput:
     if message.abort_all:
         return AbortReqOutput(id=message.id, aborted=engine.outputs.abort_all("Aborted"))
     if message.rid is None:
-        raise CaesuraError(
-            ErrorCode.INVALID_REQUEST, "abort needs a rid, or abort_all", field="rid", value=None
-        )
+        reason = "abort needs a rid, or abort_all"
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="rid", value=None)
     samples = engine.live.samples(message.rid)
     if message.index is not None:
         samples = [sample for sample in samples if sample.index == message.index]
@@ -265,15 +251,14 @@ def _fetch(engine: "Engine", message: FetchResultReqInput) -> FetchResultReqOutp
     live = len(engine.live.samples(message.rid))
     kept = engine.answers.kept(message.rid)
     if any(isinstance(result, GenerateImagesReqOutput) for result in kept):
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED, "results of images are fetched by repeating the request", field="rid"
-        )
+        reason = "results of images are fetched by repeating the request"
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="rid")
     tokens = [result for result in kept if isinstance(result, GenerateReqOutput)]
     return FetchResultReqOutput(id=message.id, results=tokens, live=live)
 
 
 def _client_gone(engine: "Engine", client: bytes) -> None:
-    """Abort the requests that only ``client`` waits for, keep their results, give others a new receiver."""
+    """Abort what only ``client`` waits for, keep the results, and give others a new receiver."""
     aborted = 0
     for request in engine.live.of_client(client):
         exchange = engine.answers.get(request.message_id)
@@ -289,7 +274,6 @@ def _client_gone(engine: "Engine", client: bytes) -> None:
 
 
 def _body_of(message: Generate, buffers: list[memoryview]) -> bytes:
-    """Return the digest of a request with its tensors, without its message id."""
     digest = hashlib.blake2b(encode(msgspec.structs.replace(message, id="-")), digest_size=16)
     for buffer in buffers:
         digest.update(buffer)
@@ -297,19 +281,15 @@ def _body_of(message: Generate, buffers: list[memoryview]) -> bytes:
 
 
 def answer_hello(message: HelloReqInput, incarnation: str) -> HelloReqOutput | ErrorReply:
-    """Accept every client with the same major version."""
     major, minor = WIRE_VERSION
     logger.debug("hello from %s: wire %d.%d", message.client or "?", message.wire_major, message.wire_minor)
     if message.wire_major != major:
         ours, theirs = f"{major}.{minor}", f"{message.wire_major}.{message.wire_minor}"
-        error = CaesuraError(
-            ErrorCode.VERSION_MISMATCH,
-            f"this engine (caesura {__version__}) speaks wire {ours}, the client "
-            f"({message.client or 'unknown'}) {theirs}",
-            engine=ours,
-            client=theirs,
+        reason = f"this engine (caesura {__version__}) speaks wire {ours}, the client "
+        reason += f"({message.client or 'unknown'}) {theirs}"
+        return CaesuraError(ErrorCode.VERSION_MISMATCH, reason, engine=ours, client=theirs).to_reply(
+            message.id
         )
-        return error.to_reply(message.id)
     return HelloReqOutput(
         id=message.id,
         wire_major=major,

@@ -1,4 +1,5 @@
-"""The address that the engine listens on: which are allowed, locking it, and shutting it for a while.
+"""The address that the engine listens on: which are allowed, locking it, shutting it for a while; and the
+thread that decides which clients may connect, and how many, even during long steps.
 
 Invariants:
 - One scheduler per endpoint: it first takes an ``flock`` on a lock file beside the ipc path, because a second
@@ -7,6 +8,12 @@ Invariants:
 - tcp binds loopback addresses only, unless clients must authenticate with keys.
 - A shut endpoint accepts no new connections and keeps those that it has. ZeroMQ has no such state: an ipc
   socket is renamed, and a tcp listener drops connection requests.
+- With keys, ZeroMQ uses a connection only after this thread has accepted its key; keys are read for each
+  handshake.
+- The endpoint is shut before the process runs out of descriptors, and opened again when enough are free:
+  without, ZeroMQ would abort the process, or keep a core busy. Its I/O thread cannot get ahead: it waits once
+  about 1,000 accepted connections have not been looked at.
+- The thread reads every event that ZeroMQ reports until it is told to stop; no exception ends it.
 """
 
 import contextlib
@@ -14,21 +21,38 @@ import ctypes
 import errno
 import fcntl
 import ipaddress
+import logging
 import os
+import resource
 import socket
 import stat
 import struct
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from ...io_struct import CaesuraError, ErrorCode
 from ...process.contract import MAX_IPC_PATH, SHUT_SUFFIX
+from ...process.curve import Handshakes, KeyPair, read_key_pair, read_public_keys
+
+logger = logging.getLogger(__name__)
 
 MAX_PORT = 65535
 LISTEN_BACKLOG = 128
 """Connections that the kernel completes before ZeroMQ accepts them, even if the endpoint is shut."""
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 _BPF_RET = 0x06
+HANDSHAKE_MS = 10_000
+HEARTBEAT_MS = 10_000
+DEAD_PEER_MS = 60_000
+"""Milliseconds after which a silent peer counts as gone, over tcp, and the engine for it."""
+MAX_RESERVE = 1536
+"""Descriptors left free at most; more than ZeroMQ can accept unseen: 1,002, and the backlog."""
+RECHECK_MS = 1000
 
 
 class Endpoint:
@@ -81,7 +105,6 @@ class Endpoint:
         self._is_shut = False
 
     def close(self) -> None:
-        """Release the address, after its socket was closed. Idempotent."""
         if self._path is not None:  # ZeroMQ does not unlink it; it is ours while we hold the lock
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path + (SHUT_SUFFIX if self._is_shut else ""))
@@ -95,7 +118,6 @@ class Endpoint:
 
 
 def _locked_path(endpoint: str) -> int:
-    """Check an ipc address and take its lock; return the descriptor that holds it."""
     path = endpoint.removeprefix("ipc://")
     if not endpoint.startswith("ipc://") or not os.path.isabs(path):
         raise _bad_endpoint(endpoint, "must be ipc:///absolute/path or tcp://address:port")
@@ -114,11 +136,8 @@ def _locked_path(endpoint: str) -> int:
         _refuse_other_files(endpoint, path)
     except BlockingIOError as error:
         os.close(lock)
-        raise CaesuraError(
-            ErrorCode.ENDPOINT_IN_USE,
-            f"another scheduler owns {endpoint}: end it, or listen elsewhere",
-            endpoint=endpoint,
-        ) from error
+        reason = f"another scheduler owns {endpoint}: end it, or listen elsewhere"
+        raise CaesuraError(ErrorCode.ENDPOINT_IN_USE, reason, endpoint=endpoint) from error
     except CaesuraError:
         os.close(lock)
         raise
@@ -178,6 +197,131 @@ def _not_bound(endpoint: str, number: int | None, reason: str) -> CaesuraError:
 
 
 def _bad_endpoint(endpoint: str, reason: str) -> CaesuraError:
-    return CaesuraError(
-        ErrorCode.INVALID_REQUEST, f"endpoint {endpoint!r}: {reason}", field="endpoint", value=endpoint
-    )
+    reason = f"endpoint {endpoint!r}: {reason}"
+    return CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="endpoint", value=endpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKeys:
+    own: KeyPair
+    authorized: Path
+
+    @classmethod
+    def read(cls, secret_key_file: str | None, authorized_clients: str | None) -> "ServerKeys | None":
+        """Read the keys; None if neither option is set. One alone is ``invalid_request``."""
+        if secret_key_file is None and authorized_clients is None:
+            return None
+        if secret_key_file is None or authorized_clients is None:
+            missing = "curve_secret_key_file" if secret_key_file is None else "curve_authorized_clients"
+            reason = (
+                f"{missing} is missing: curve_secret_key_file and curve_authorized_clients belong together"
+            )
+            raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field=missing, value=None)
+        keys = cls(read_key_pair(secret_key_file, "curve_secret_key_file"), Path(authorized_clients))
+        keys.clients()
+        return keys
+
+    def clients(self) -> frozenset[bytes]:
+        return read_public_keys(self.authorized, "curve_authorized_clients")
+
+
+class Access:
+    def __init__(
+        self,
+        router: "zmq.Socket[bytes]",
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        endpoint: Endpoint,
+        keys: ServerKeys | None,
+    ) -> None:
+        self._router = router
+        self._endpoint = endpoint
+        self._descriptor_guard = _DescriptorGuard(endpoint)
+        router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        if endpoint.address.startswith("tcp://"):
+            router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            router.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAD_PEER_MS)
+            router.setsockopt(zmq.HEARTBEAT_TTL, DEAD_PEER_MS)
+        self._handshakes = (
+            None if keys is None else Handshakes(router, context, keys.own, keys.clients, "client")
+        )
+        address = f"inproc://caesura-access-{id(self)}"
+        router.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
+        self._events = context.socket(zmq.PAIR)
+        self._events.setsockopt(zmq.LINGER, 0)
+        # With 1,000 of ZeroMQ's own: its I/O thread waits when so many have not been read.
+        self._events.setsockopt(zmq.RCVHWM, 1)
+        self._events.connect(address)
+        self._thread = threading.Thread(target=self._run, name="caesura-access", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close ``router``; its last event ends the thread. Idempotent."""
+        # Disable_monitor would wait with the GIL for an I/O thread that waits for this thread
+        self._router.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        sockets = [self._events] + ([] if self._handshakes is None else [self._handshakes.socket])
+        for each in sockets:
+            poller.register(each, zmq.POLLIN)
+        while True:
+            try:
+                poller.poll(RECHECK_MS if self._descriptor_guard.is_shut else None)
+                if not self._process_events():
+                    break
+                if self._handshakes is not None:
+                    self._handshakes.answer()
+            except Exception:  # the thread must go on; the handshake timeout refuses this client
+                logger.exception("a connection could not be checked")
+                time.sleep(0.1)
+        for each in sockets:
+            each.close()
+
+    def _process_events(self) -> bool:
+        self._descriptor_guard.note_accepted(0)
+        while self._events.poll(0):
+            event = parse_monitor_message(self._events.recv_multipart())["event"]
+            if event == zmq.EVENT_MONITOR_STOPPED:
+                return False
+            if event == zmq.EVENT_ACCEPTED:
+                self._descriptor_guard.note_accepted(1)
+        return True
+
+
+class _DescriptorGuard:
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.is_shut = False
+        self._endpoint = endpoint
+        self._free_descriptors = 0
+        self._accepted_since = 0
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit < 2 * MAX_RESERVE:
+            logger.warning(
+                "%d descriptors are few: many connections at once can end the engine; allow %d (ulimit -Hn)",
+                limit,
+                2 * MAX_RESERVE,
+            )
+
+    def note_accepted(self, accepted: int) -> None:
+        """Count accepted connections, and check the free descriptors if they may have run short."""
+        self._accepted_since += accepted
+        if not self.is_shut and 4 * self._accepted_since < self._free_descriptors:
+            return
+        if self.is_shut and accepted:  # they were on their way; it is looked again when something has ended
+            return
+        used, limit = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        reserve = min(limit // 2, MAX_RESERVE)
+        self._accepted_since, self._free_descriptors = 0, limit - reserve - used
+        if not self.is_shut and self._free_descriptors <= 0:
+            self._endpoint.shut()
+            self.is_shut = True
+            logger.warning(
+                "%d of %d descriptors are in use: no further connections until some are free (ulimit -n)",
+                used,
+                limit,
+            )
+        elif self.is_shut and self._free_descriptors > reserve // 4:
+            self._endpoint.open()
+            self.is_shut = False
+            logger.warning("%d of %d descriptors are in use: connections are taken again", used, limit)

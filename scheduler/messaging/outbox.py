@@ -8,7 +8,7 @@ always sent alone.
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,9 +47,7 @@ class TokenDetails:
 
     @staticmethod
     def of(request: Request, at: int, raw: float, sampled: float) -> "TokenDetails | None":
-        """Return details of the newest token of ``request``, output token ``at``, or None if it asked for
-        none.
-        """
+        """Return details of the newest token, output token ``at``, or None if not asked for."""
         if not request.details:
             return None
         stamp, stale, _ = request.spans[-1]
@@ -64,43 +62,42 @@ class TokenDetails:
 
 
 def _details_of(tokens: Sequence[TokenDetails | None]) -> DeltaDetails | None:
-    """Return the details of a delta whose rows have one token each, or None if nobody asked for them."""
     if not any(tokens):
         return None
     numbers: dict[DeltaWeights, int] = {}
     sampled_by = [
         -1 if token is None else numbers.setdefault(token.weights, len(numbers)) for token in tokens
     ]
-    nan = float("nan")
+
+    def column(name: str) -> bytes:
+        return np.asarray(
+            [np.nan if each is None else getattr(each, name) for each in tokens], "<f4"
+        ).tobytes()
+
     return DeltaDetails(
         weights=list(numbers),
         sampled_by=np.asarray(sampled_by, "<i4").tobytes(),
-        raw_logprobs=np.asarray([nan if token is None else token.raw for token in tokens], "<f4").tobytes(),
-        sampled_logprobs=np.asarray(
-            [nan if token is None else token.sampled for token in tokens], "<f4"
-        ).tobytes(),
+        raw_logprobs=column("raw"),
+        sampled_logprobs=column("sampled"),
         sampling_mask=joined_masks([None if token is None else token.mask for token in tokens]),
     )
 
 
+@dataclass(slots=True)
 class _ClientOutput:
-    __slots__ = (
-        "attempts", "counts", "details", "finished", "indices", "logprobs", "rids", "starts",
-        "token_ids_logprobs", "tokens", "top",
-    )  # fmt: skip
+    """Output for one client that has not been sent yet."""
 
-    def __init__(self) -> None:
-        self.rids: list[str] = []
-        self.indices: list[int] = []
-        self.starts: list[int] = []
-        self.counts: list[int] = []
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.top: list[LogprobRows | None] = []
-        self.token_ids_logprobs: list[LogprobRows | None] = []
-        self.details: list[TokenDetails | None] = []
-        self.finished: list[Any] = []
-        self.attempts = 0
+    rids: list[str] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[LogprobRows | None] = field(default_factory=list)
+    token_ids_logprobs: list[LogprobRows | None] = field(default_factory=list)
+    details: list[TokenDetails | None] = field(default_factory=list)
+    finished: list[Any] = field(default_factory=list)
+    attempts: int = 0
 
     def message(self, step: int) -> BatchTokenOutput:
         delta = None

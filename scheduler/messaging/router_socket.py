@@ -21,9 +21,9 @@ import zmq
 from ...io_struct import CaesuraError, ErrorCode, Keepalive, Message, encode
 from ...io_struct.base import MAX_FRAME_BYTES, MAX_FRAMES, MAX_MESSAGE_BYTES
 from ...io_struct.codec import readable_id
-from .client_access import Access, ServerKeys
-from .endpoint import Endpoint
-from .send_queues import Backlogs, Frames, frames_of
+from .answers import Frames, frames_of
+from .endpoint import Access, Endpoint, ServerKeys
+from .send_queues import Backlogs
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,7 @@ class Router:
     def __init__(
         self, endpoint: str, on_gone: Callable[[bytes], None], keys: ServerKeys | None = None
     ) -> None:
-        """Bind ``endpoint``; ``on_gone`` is called with a client that has left. Without ``keys`` all may
-        connect.
-        """
+        """Bind ``endpoint``; ``on_gone`` gets clients that left. Without ``keys`` all may connect."""
         self._on_gone = on_gone
         self._backlogs = Backlogs()
         self._incoming: _Incoming | None = None
@@ -58,25 +56,22 @@ class Router:
         try:
             self._endpoint = Endpoint(endpoint, has_keys=keys is not None)
             self._cleanup.callback(self._endpoint.close)
-            self._open(keys)
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            self._cleanup.callback(context.term)
+            self.socket = context.socket(zmq.ROUTER)
+            self._cleanup.callback(self.socket.close)
+            self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self.socket.setsockopt(zmq.LINGER, round(LINGER_S * 1000))
+            self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+            self.socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
+            self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            self._access = Access(self.socket, context, self._endpoint, keys)
+            self._cleanup.callback(self._access.close)
+            self._endpoint.bind(self.socket)
         except BaseException:
             self._cleanup.close()
             raise
         self.endpoint = self._endpoint.address
-
-    def _open(self, keys: ServerKeys | None) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._cleanup.callback(context.term)
-        self.socket = context.socket(zmq.ROUTER)
-        self._cleanup.callback(self.socket.close)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.LINGER, round(LINGER_S * 1000))
-        self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        self.socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._access = Access(self.socket, context, self._endpoint, keys)
-        self._cleanup.callback(self._access.close)
-        self._endpoint.bind(self.socket)
 
     @property
     def has_backlog(self) -> bool:
@@ -176,7 +171,7 @@ class Router:
             self._drop_client(each)
 
     def retry(self) -> None:
-        for client, backlog in self._backlogs.items():
+        for client, backlog in list(self._backlogs.items()):
             while (frames := backlog.head()) is not None and self._offer(client, frames):
                 if client not in self._backlogs:
                     break  # the send has found the client gone
@@ -204,9 +199,7 @@ class Router:
         self._cleanup.close()
 
     def _offer(self, client: bytes, frames: Frames) -> bool:
-        """Try to send; return False if the client's pipe is full. What goes to a client that is gone counts
-        as sent.
-        """
+        """Try to send; return False if the client's pipe is full. A client that is gone takes all."""
         try:
             self.socket.send_multipart([client, *frames], zmq.NOBLOCK)
         except zmq.Again:

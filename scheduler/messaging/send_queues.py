@@ -10,7 +10,7 @@ Invariants:
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,13 +21,13 @@ from ...io_struct import (
     DeltaDetails,
     DeltaLogprobs,
     DeltaWeights,
-    FramedMessage,
     GenerateReqOutput,
     Message,
     StreamDelta,
     encode_reply,
 )
 from ..scheduling.sampling import joined_masks
+from .answers import Frames, frames_of
 
 MAX_PENDING_DELTA_TOKENS = 1 << 16
 """Most tokens of deltas per client; further ones are dropped, which leaves a gap in ``starts``."""
@@ -41,14 +41,6 @@ SEAL_BYTES = 4 << 20
 """Bytes at which open token outputs are encoded, so that encoding one message never takes long."""
 _ROW_BYTES = 64  # of a delta's row beside its columns: a reference to the rid, and its share of the lists
 _RESULT_BYTES = 1536  # of a result's fields beside its arrays
-
-
-Frames = Sequence[bytes | memoryview]
-
-
-def frames_of(message: Message) -> Frames:
-    header = encode_reply(message)
-    return (header, *message.buffers) if isinstance(message, FramedMessage) else (header,)
 
 
 @dataclass(slots=True)
@@ -65,45 +57,32 @@ class Load:
         self.tokens += sign * other.tokens
 
 
-class Backlogs:
+class Backlogs(dict[bytes, "Backlog"]):
     def __init__(self) -> None:
+        super().__init__()
         self.load = Load()
-        self._queues: dict[bytes, Backlog] = {}
-
-    def __len__(self) -> int:
-        return len(self._queues)
-
-    def __contains__(self, client: bytes) -> bool:
-        return client in self._queues
-
-    def __getitem__(self, client: bytes) -> "Backlog":
-        return self._queues[client]
-
-    def items(self) -> Iterator[tuple[bytes, "Backlog"]]:
-        """Iterate over a copy, because queues may be dropped meanwhile."""
-        yield from list(self._queues.items())
 
     def begin(self, client: bytes, frames: Frames) -> list[bytes]:
-        self._queues[client] = Backlog(self.load)
-        self._queues[client].put(frames, 1)
+        self[client] = Backlog(self.load)
+        self[client].put(frames, 1)
         return self._over(client)
 
     def append(self, client: bytes, message: Message) -> list[bytes]:
-        self._queues[client].append(message)
+        self[client].append(message)
         return self._over(client)
 
     def forget(self, client: bytes) -> None:
-        queue = self._queues.pop(client, None)
+        queue = self.pop(client, None)
         if queue is not None:
             queue.drop()
 
     def _over(self, client: bytes) -> list[bytes]:
         """Return the clients over a limit, which count as gone."""
-        load = self._queues[client].load
+        load = self[client].load
         if load.messages > MAX_PENDING_MESSAGES or load.nbytes > MAX_PENDING_BYTES:
             return [client]
         if self.load.nbytes > MAX_ALL_PENDING_BYTES:
-            return [max(self._queues, key=lambda each: self._queues[each].load.nbytes)]
+            return [max(self, key=lambda each: self[each].load.nbytes)]
         return []
 
 
@@ -189,7 +168,6 @@ def result_bytes(result: GenerateReqOutput) -> int:
 
 
 def _array_bytes(value: object) -> int:
-    """Return the bytes of all arrays in a struct."""
     if isinstance(value, msgspec.Struct):
         return sum(_array_bytes(getattr(value, name)) for name in value.__struct_fields__)
     return len(value) if isinstance(value, bytes) else 0
@@ -245,7 +223,6 @@ def _merge_further(
     order: np.ndarray,
     first: np.ndarray,
 ) -> DeltaLogprobs | None:
-    """Return the extra logprobs of the rows ``order``, merged into runs that begin at entries ``first``."""
     if not any(further for _, further in deltas):
         return None
     ks = np.concatenate(
@@ -266,9 +243,7 @@ def _merge_further(
 
 
 def _merge_details(deltas: Sequence[StreamDelta], places: np.ndarray) -> DeltaDetails | None:
-    """Return details of the tokens ``places`` among those of all ``deltas``, or None if nobody asked for
-    them.
-    """
+    """Return details of the tokens ``places`` among those of all ``deltas``."""
     if not any(delta.details for delta in deltas):
         return None
     numbers: dict[DeltaWeights, int] = {}
@@ -296,7 +271,6 @@ def _merge_details(deltas: Sequence[StreamDelta], places: np.ndarray) -> DeltaDe
 
 
 def _each_mask(details: DeltaDetails | None, count: int) -> list[np.ndarray | None]:
-    """Return the mask of each of ``count`` tokens, None where nobody asked in their delta."""
     if details is None or details.sampling_mask is None:
         return [None] * count
     ids, offsets = (

@@ -46,8 +46,19 @@ def status(engine: "Engine", message_id: str) -> GetStatusReqOutput:
         device_memory=_memory(engine),
         ranks=engine.executor.status(),
         memory_by_tag=engine.history.by_tag,
-        totals=_totals(engine),
-        stages=_stage_times(engine),
+        totals=EngineTotals(
+            prompt_tokens=engine.batcher.prompt_tokens,
+            cached_tokens=engine.batcher.cached_tokens,
+            finished_requests=dict(engine.outputs.finished),
+            pauses=state.pause_totals(),
+            updates=state.update_totals(),
+            emptied=engine.device_cache.totals(),
+            **engine.replies.samples.totals(),
+        ),
+        stages=[
+            StageStatus(name=name, count=t.count, total_s=t.seconds, median_s=t.median, longest_s=t.longest)
+            for name, t in engine.stages.totals().items()
+        ],
         prompt_cache=None if engine.prompts is None else engine.prompts.status(),
         components=engine.residency.status(),
         reference=None if engine.scoring is None else engine.scoring.status(),
@@ -64,31 +75,6 @@ def status(engine: "Engine", message_id: str) -> GetStatusReqOutput:
         pid=os.getpid(),
         version=__version__,
     )
-
-
-def _totals(engine: "Engine") -> EngineTotals:
-    return EngineTotals(
-        prompt_tokens=engine.batcher.prompt_tokens,
-        cached_tokens=engine.batcher.cached_tokens,
-        finished_requests=dict(engine.outputs.finished),
-        pauses=engine.state.pause_totals(),
-        updates=engine.state.update_totals(),
-        emptied=engine.device_cache.totals(),
-        **engine.replies.samples.totals(),
-    )
-
-
-def _stage_times(engine: "Engine") -> list[StageStatus]:
-    return [
-        StageStatus(
-            name=name,
-            count=total.count,
-            total_s=total.seconds,
-            median_s=total.median,
-            longest_s=total.longest,
-        )
-        for name, total in engine.stages.totals().items()
-    ]
 
 
 def _kv(engine: "Engine") -> KVUsage:

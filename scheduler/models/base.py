@@ -6,6 +6,7 @@ Invariant: every parameter of a language model, and every derived tensor, belong
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from functools import cached_property
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -15,6 +16,18 @@ from ..layers.moe import RoutedExperts
 from ..layers.parameters import DerivingLayer, Layer, WeightSlot
 from . import multimodal
 from .config import ModelConfig
+
+_Result = TypeVar("_Result")
+
+
+def result_of(steps: Generator[Any, None, _Result]) -> _Result:
+    """Run a generator to its end."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: _Result = end.value
+            return found
 
 
 class Weights(ABC):

@@ -9,6 +9,8 @@ Invariants:
 """
 
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,19 +26,26 @@ from ..layers.parameters import Fp8Blocks
 from ..layers.rotary import RopeParameters
 from ..runtime.dtypes import by_torch_name
 from ..runtime.files import checkpoint_error, read_small, require_folder
-from .config_attention import parse_ropes, parse_windows, refused_attention, rope_source, rotary_dim
-from .config_delta import DeltaConfig
-from .config_mla import MlaConfig, parse_mla, parse_num_mtp_layers
-from .config_moe import MoeConfig
+from .config_attention import (
+    DeltaConfig,
+    MlaConfig,
+    parse_delta,
+    parse_mla,
+    parse_ropes,
+    parse_windows,
+    refused_attention,
+    rotary_dim,
+)
+from .config_moe import MoeConfig, parse_moe
 from .config_reader import MAX_TOKEN_ID, ConfigReader
 from .family import Family
 from .multimodal import LANGUAGE_MODELS, language_config
-from .quantization import is_mxfp4, parse_quantization
 from .registry import families
 
 MAX_CONFIG_BYTES = 1 << 20
 """Largest config.json and generation_config.json: a hundred times what models have."""
 _DTYPES = ("float32", "bfloat16", "float16")
+_ONLY = {"mlp_bias": (False, None), "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)}
 _NOT_FORWARD = ("eos_token_ids", "dtype", "max_position_embeddings", "num_mtp_layers")
 
 
@@ -111,13 +120,7 @@ def load_model_config(path: str | Path, backend: ModelBackend = "native") -> Mod
     except CaesuraError as error:
         if backend == "native" or error.code != ErrorCode.UNSUPPORTED_MODEL:
             raise
-        return _parse_instead(error, config, generation, source)
-
-
-def _parse_instead(
-    refused: CaesuraError, config: dict[str, Any], generation: dict[str, Any], source: str
-) -> ModelConfig:
-    """Parse by transformers an architecture that the engine has no file for; the error says both reasons."""
+        refused = error
     try:
         return _parse_by_transformers(config, generation, source)
     except CaesuraError as error:
@@ -165,13 +168,16 @@ def parse_model_config(
         )
     hidden_size = reader.count("hidden_size")
     bias = family.attention_bias
-    mla = parse_mla(config, reader, config.get(rope_source(config)) or {}) if family.latent else None
+    mla = parse_mla(reader) if family.latent else None
     num_layers = reader.count("num_hidden_layers")
     head_dim = reader.count_or("head_dim", family.head_dim, max(1, hidden_size // num_heads))
     if mla is not None:
         head_dim = mla.qk_head_dim
-    rope, local_rope = parse_ropes(config, reader, family)
-    moe = None if family.moe is None else family.moe(config, reader, num_layers)
+    rope, local_rope = parse_ropes(reader, family)
+    moe = None if family.moe is None else parse_moe(family.moe, reader, num_layers)
+    scale = head_dim**-0.5
+    if family.query_scalar is not None:
+        scale = reader.positive(config, "query_pre_attn_scalar", family.query_scalar) ** -0.5
     result = ModelConfig(
         architecture=architecture,
         vocab_size=reader.count("vocab_size"),
@@ -184,10 +190,10 @@ def parse_model_config(
         rms_norm_eps=reader.positive(config, "rms_norm_eps", 1e-6),
         rope=rope,
         local_rope=local_rope,
-        rotary_dim=mla.qk_rope_head_dim if mla else rotary_dim(config, reader, family, head_dim),
-        windows=parse_windows(config, reader, family, num_layers),
+        rotary_dim=mla.qk_rope_head_dim if mla else rotary_dim(reader, family, head_dim),
+        windows=parse_windows(reader, family, num_layers),
         qk_norm=bool(family.qk_norm and config.get(family.qk_norm)),
-        attention_scale=_scale(config, reader, family, head_dim),
+        attention_scale=scale,
         max_position_embeddings=reader.count("max_position_embeddings"),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied)),
         attention_bias=bool(config.get(*family.bias_field) or False) if bias is None else bias,
@@ -195,9 +201,9 @@ def parse_model_config(
         dtype=by_torch_name(_dtype_name(config)),
         fp8=parse_quantization(config, source, mxfp4=family.mxfp4),
         mla=mla,
-        num_mtp_layers=parse_num_mtp_layers(config, reader) if family.mtp_layers else 0,
+        num_mtp_layers=reader.count_or_zero("num_nextn_predict_layers", 0) if family.mtp_layers else 0,
         moe=moe,
-        delta=None if family.delta is None else family.delta(config, reader, num_layers),
+        delta=parse_delta(reader, num_layers) if family.delta else None,
     )
     if result.num_heads % result.num_kv_heads:
         raise reader.invalid("num_key_value_heads", "does not divide num_attention_heads")
@@ -207,12 +213,6 @@ def parse_model_config(
         rotated = f"rotates {result.rotary_dim} elements of head_dim = {head_dim}"
         raise reader.invalid(field, f"{rotated}, which is not a positive even number")
     return result
-
-
-def _scale(config: dict[str, Any], reader: ConfigReader, family: Family, head_dim: int) -> float:
-    if family.query_scalar is None:
-        return float(head_dim**-0.5)
-    return float(reader.positive(config, "query_pre_attn_scalar", family.query_scalar) ** -0.5)
 
 
 def config_difference(a: ModelConfig, b: ModelConfig) -> list[str]:
@@ -250,21 +250,13 @@ def _architecture(config: dict[str, Any]) -> str:
 
 
 def _unsupported_fields(config: dict[str, Any], family: Family) -> list[str]:
-    found = [
-        name
-        for name, neutral in (
-            ("mlp_bias", False),
-            *([] if family.partial_rotary is not None else [("partial_rotary_factor", 1.0)]),
-            ("attn_logit_softcapping", None),
-            ("final_logit_softcapping", None),
-        )
-        if config.get(name) is not None and config[name] != neutral
-    ]
-    field, served = family.activation
-    if config.get(field, served[0]) not in served:
-        found.append(field)
+    def other(served: Mapping[str, tuple[object, ...]]) -> list[str]:
+        return [name for name, values in served.items() if config.get(name, values[0]) not in values]
+
+    rotary = {"partial_rotary_factor": (1.0, None)} if family.partial_rotary is None else {}
+    found = other({**_ONLY, **rotary, **dict([family.activation])})
     found += refused_attention(config, family)
-    found += family.refused(config)
+    found += other(family.only)
     if _dtype_name(config) not in _DTYPES:
         found.append("dtype" if config.get("dtype") is not None else "torch_dtype")
     return found
@@ -287,3 +279,86 @@ def _eos(reader: ConfigReader, *configs: dict[str, Any]) -> tuple[int, ...]:
                 raise reader.invalid("eos_token_id", f"= {token!r:.40} is not a token id")
             ids[token] = None
     return tuple(ids)
+
+
+_FIXED: dict[str, tuple[object, ...]] = {
+    "quant_method": ("fp8",),
+    "activation_scheme": ("dynamic",),
+    "fmt": ("e4m3", "float8_e4m3fn"),
+    "scale_fmt": ("float",),
+    "expert_dtype": ("fp8",),
+    "modules_to_convert": ([],),
+    "dequantize": (False,),
+}
+"""Supported values of each field; null and absent mean the first."""
+_SKIPPED = ("modules_to_not_convert", "ignored_layers")
+_MXFP4 = {
+    "quant_method": ("mxfp4",),
+    "dequantize": (False, True),  # of no consequence: the engine always does
+}
+_MODULE = re.compile(r"[\w.]+")
+
+
+def is_mxfp4(config: dict[str, Any]) -> bool:
+    """Return True if weights are said to be in MXFP4. Their names in the checkpoint show which."""
+    stated = config.get("quantization_config")
+    return isinstance(stated, dict) and stated.get("quant_method") == "mxfp4"
+
+
+def parse_quantization(config: dict[str, Any], source: str, *, mxfp4: bool = False) -> Fp8Blocks | None:
+    """Return the storage of weights that stay quantised, or None; ``mxfp4``: experts in MXFP4 can be read.
+
+    Raises:
+        CaesuraError: UNSUPPORTED_MODEL with the fields, as ``quantization_config.…``.
+    """
+    stated = config.get("quantization_config")
+    if stated is None:
+        return None
+    if not isinstance(stated, dict):
+        raise _unsupported(source, {"quantization_config": stated})
+    widened = mxfp4 and is_mxfp4(config)
+    supported = _is_of_mxfp4 if widened else _is_supported
+    refused = {
+        f"quantization_config.{name}": value
+        for name, value in stated.items()
+        if value is not None and not supported(name, value)
+    }
+    if widened:
+        if refused:
+            raise _unsupported(source, refused)
+        return None
+    for required in ("quant_method", "weight_block_size"):  # null means one scale for all of a weight
+        if stated.get(required) is None:
+            refused[f"quantization_config.{required}"] = None
+    if refused:
+        raise _unsupported(source, refused)
+    rows, columns = stated["weight_block_size"]
+    skipped = frozenset(module for name in _SKIPPED for module in stated.get(name) or ())
+    return Fp8Blocks(rows, columns, skipped)
+
+
+def _is_of_mxfp4(name: str, value: object) -> bool:
+    return name in _SKIPPED or value in _MXFP4.get(name, ())
+
+
+def _is_supported(name: str, value: object) -> bool:
+    if name == "weight_block_size":
+        return (
+            isinstance(value, list)
+            and len(value) == 2
+            and all(type(size) is int and size > 0 for size in value)
+        )
+    if name in _SKIPPED:  # names; transformers would also take regular expressions
+        return isinstance(value, list) and all(
+            isinstance(module, str) and _MODULE.fullmatch(module) for module in value
+        )
+    return value in _FIXED.get(name, ())
+
+
+def _unsupported(source: str, refused: dict[str, Any]) -> CaesuraError:
+    named = ", ".join(f"{name} = {value!r}" for name, value in refused.items())
+    return CaesuraError(
+        ErrorCode.UNSUPPORTED_MODEL,
+        f"{source} asks for what this engine does not do: {named}",
+        fields=list(refused),
+    )

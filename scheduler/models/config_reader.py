@@ -27,15 +27,12 @@ MAX_TOKEN_ID = 2**31 - 1
 
 class ConfigReader:
     def __init__(self, config: dict[str, Any], source: str) -> None:
-        self._config = config
+        self.config = config
         self._source = source
-
-    def with_defaults(self, defaults: dict[str, Any]) -> "ConfigReader":
-        return ConfigReader({**defaults, **self._config}, self._source)
 
     def count(self, name: str, default: int | None = None) -> int:
         """Return a positive integer; absent or null gives ``default``, or an error without one."""
-        return self.integer(self._config.get(name), name, default)
+        return self.integer(self.config.get(name), name, default)
 
     def integer(self, value: object, name: str, default: int | None = None) -> int:
         """Return ``value`` as a positive integer; null gives ``default``, or an error without one."""
@@ -45,12 +42,12 @@ class ConfigReader:
         return value
 
     def count_or_zero(self, name: str, absent: int) -> int:
-        value = self._config.get(name, absent)
+        value = self.config.get(name, absent)
         return 0 if value is None or value == 0 else self.integer(value, name)
 
     def count_or(self, name: str, absent: int | None, null: int) -> int:
         """Return a positive integer; ``absent`` (None: as null) if the config lacks it, ``null`` for null."""
-        return self.count(name, null if name in self._config or absent is None else absent)
+        return self.count(name, null if name in self.config or absent is None else absent)
 
     def positive(self, where: dict[str, Any], name: str, default: float | None = None) -> float:
         """Return a positive number of a usable size; absent or null gives ``default``, if there is one."""

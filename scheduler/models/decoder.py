@@ -10,23 +10,28 @@ Invariants:
 
 import re
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol, cast
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
+from ..cache.pool import StateShape
 from ..execution.forward import AttentionBackend, ForwardBatch
 from ..kernels.attention_form import AttentionForm, Bend
+from ..kernels.decoder_layers import GroupRouting
 from ..layers.attention import Attention, AttentionShape
 from ..layers.embedding import Embedding, OutputHead
+from ..layers.experts import ExpertNames, Experts
+from ..layers.gated_delta import DeltaShape, GatedDelta
 from ..layers.logits_processor import LogitsProcessor
 from ..layers.mlp import GatedMLP
-from ..layers.moe import RoutedExperts
+from ..layers.moe import GatedShared, MoeBlock, RoutedExperts, Router, Shared
 from ..layers.norm import RMSNorm
 from ..layers.parameters import Layer, Placement
 from ..layers.rotary import RotaryEmbedding
-from .base import CausalLM
+from .base import CausalLM, result_of
 from .config import ModelConfig
+from .config_moe import MoeConfig
 from .fused_decoder import FusedDecoder
 from .multimodal import is_vision_tensor
 
@@ -148,12 +153,7 @@ class DecoderForCausalLM(CausalLM):
             for i, blocks in enumerate(zip(attention, mlp, strict=True))
         ]
         self._norm = RMSNorm(
-            "norm",
-            "model.norm",
-            hidden,
-            config.rms_norm_eps,
-            from_one=variants.norm_from_one,
-            place=place,
+            "norm", "model.norm", hidden, config.rms_norm_eps, from_one=variants.norm_from_one, place=place
         )
         self._head: OutputHead | None = None
         project = self._embed.project
@@ -178,12 +178,7 @@ class DecoderForCausalLM(CausalLM):
                 backend.paged,
                 self.routing,
             )
-        steps = self.forward_by_layer(batch, backend)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                return cast("Tensor", end.value)
+        return result_of(self.forward_by_layer(batch, backend))
 
     def forward_by_layer(
         self, batch: ForwardBatch, backend: AttentionBackend
@@ -255,25 +250,151 @@ def dense_mlp(config: ModelConfig, place: Placement, *, bend: Bend = "silu") -> 
     ]
 
 
-def attention_shape(
-    config: ModelConfig,
-    *,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    qk_norm: bool = False,
-    norm_from_one: bool = False,
-    sinks: bool = False,
-    gated: bool = False,
-) -> AttentionShape:
+def attention_shape(config: ModelConfig, *, qk_norm: bool = False, **variants: bool) -> AttentionShape:
     return AttentionShape(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
         qk_norm_eps=config.rms_norm_eps if qk_norm else None,
-        norm_from_one=norm_from_one,
-        sinks=sinks,
-        gated=gated,
+        **variants,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseNames:
+    """Checkpoint names of the parts of a block; the defaults are Qwen's and DeepSeek's."""
+
+    block: str = "mlp"
+    router: str = "gate"
+    experts: ExpertNames = field(default_factory=ExpertNames)
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
+
+
+def sparse_mlp(
+    config: ModelConfig,
+    place: Placement,
+    *,
+    names: SparseNames = SparseNames(),
+    bias: bool = False,
+    bend: Bend = "silu",
+) -> tuple[list[FeedForward], RoutedExperts]:
+    """Return the block of every layer, and the record of the experts that they choose.
+
+    ``bias``: routers and experts have biases; ``bend``: activation of the experts' gates.
+    """
+    moe = config.moe
+    assert moe is not None, "an architecture with experts has a config of them"
+    routing = RoutedExperts(config.num_layers, moe.top_k, moe.num_experts, place=place)
+
+    def block(layer: int) -> FeedForward:
+        name, prefix = f"layers.{layer}.mlp", f"model.layers.{layer}.{names.block}"
+        if not moe.sparse_layers[layer]:
+            return GatedMLP(name, prefix, config.hidden_size, config.intermediate_size, place=place)
+        experts = Experts(
+            f"{name}.experts",
+            f"{prefix}.experts",
+            moe.num_experts,
+            config.hidden_size,
+            moe.intermediate_size,
+            names=names.experts,
+            bias=bias,
+            bend=bend,
+            place=place,
+        )
+        router = _router(f"{name}.gate", f"{prefix}.{names.router}", config.hidden_size, moe, bias, place)
+        shared = _shared(name, prefix, config, names, place)
+        return MoeBlock(layer, router, experts, routing, shared=shared, place=place)
+
+    return [block(layer) for layer in range(config.num_layers)], routing
+
+
+def _router(name: str, module: str, hidden: int, moe: MoeConfig, bias: bool, place: Placement) -> Router:
+    by = None
+    if moe.grouped:
+        by = GroupRouting(
+            groups=moe.num_groups,
+            top_groups=moe.top_groups,
+            sigmoid=moe.scoring == "sigmoid",
+            best_two=moe.group_score == "top2",
+            scale=moe.routed_scale,
+        )
+        bias = moe.score_bias
+    size = hidden, moe.num_experts, moe.top_k
+    return Router(name, module, *size, by=by, normalize=moe.normalize, bias=bias, place=place)
+
+
+def _shared(
+    name: str, prefix: str, config: ModelConfig, names: SparseNames, place: Placement
+) -> Shared | None:
+    moe, hidden = config.moe, config.hidden_size
+    assert moe is not None, "an architecture with experts has a config of them"
+    if not moe.shared_size:
+        return None
+    module = f"{prefix}.{names.shared}"
+    field = "shared_expert_intermediate_size" if moe.shared_gate else "moe_intermediate_size"
+    mlp = GatedMLP(f"{name}.shared", module, hidden, moe.shared_size, place=place, partial=True, field=field)
+    if not moe.shared_gate:
+        return mlp
+    return GatedShared(f"{name}.shared_gate", f"{prefix}.{names.shared_gate}", hidden, mlp, place=place)
+
+
+_NEXT_TOKENS = "mtp."
+
+
+def state_shape(config: ModelConfig) -> StateShape:
+    """Return the state of the linear-attention layers, over all ranks; the config has some."""
+    delta = config.delta
+    assert delta is not None, "a hybrid has layers of linear attention"
+    return StateShape(
+        key_heads=delta.key_heads,
+        value_heads=delta.value_heads,
+        key_size=delta.key_size,
+        value_size=delta.value_size,
+        kernel=delta.kernel,
+    )
+
+
+def hybrid_attention(
+    config: ModelConfig, shape: AttentionShape, place: Placement, *, by_key_head: bool
+) -> list[AttentionBlock]:
+    """Return the block of every layer; those with KV and those with a state are counted apart."""
+    assert config.delta is not None
+    delta = DeltaShape(
+        hidden_size=config.hidden_size,
+        state=state_shape(config),
+        eps=config.rms_norm_eps,
+        by_key_head=by_key_head,
+    )
+    blocks: list[AttentionBlock] = []
+    counts = {True: 0, False: 0}
+    for layer, linear in enumerate(config.delta.layers):
+        name, module, number = f"layers.{layer}.attention", f"model.layers.{layer}", counts[linear]
+        counts[linear] += 1
+        if linear:
+            blocks.append(GatedDelta(name, f"{module}.linear_attn", number, delta, place=place))
+        else:
+            blocks.append(
+                Attention(name, f"{module}.self_attn", number, shape, form=AttentionForm(), place=place)
+            )
+    return blocks
+
+
+class HybridForCausalLM(DecoderForCausalLM):
+    """Factors of all norms are ``1 + weight``; the head of multi-token prediction is ignored."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: Sequence[AttentionBlock],
+        mlp: Sequence[FeedForward],
+        *,
+        place: Placement,
+        routing: RoutedExperts | None = None,
+    ) -> None:
+        variants = Variants(norm_from_one=True)
+        super().__init__(config, attention, mlp, place=place, routing=routing, variants=variants)
+
+    def is_skipped(self, name: str) -> bool:
+        return name.startswith(_NEXT_TOKENS) or super().is_skipped(name)

@@ -3,50 +3,45 @@
 They differ in the choice of experts and in the order of rotated pairs, which their configs say.
 """
 
+from dataclasses import replace
+
 from ..layers.mla import LatentAttention
 from ..layers.parameters import Placement
 from .config import ModelConfig
-from .config_mla import parse_deepseek_v2_moe, parse_deepseek_v3_moe, refused_by_v2, refused_by_v3
-from .decoder import DecoderForCausalLM
+from .config_moe import DEEPSEEK_V3, MoeFields
+from .decoder import DecoderForCausalLM, sparse_mlp
 from .family import Family
-from .sparse import sparse_mlp
 
-FAMILIES = {
-    "DeepseekV2ForCausalLM": Family(
-        latent=True, mtp_layers=True, moe=parse_deepseek_v2_moe, refused=refused_by_v2
-    ),
-    "DeepseekV3ForCausalLM": Family(
-        latent=True, mtp_layers=True, moe=parse_deepseek_v3_moe, refused=refused_by_v3
-    ),
-}
+_V2 = Family(
+    latent=True,
+    mtp_layers=True,
+    moe=MoeFields(count=64, top_k=None, width=1407, normalize=False, shared=2, scoring="softmax"),
+    only={
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "norm_topk_prob": (False, None),  # implementations differ in whether the scale applies, too
+    },
+)
+_V3 = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+FAMILIES = {"DeepseekV2ForCausalLM": _V2, "DeepseekV3ForCausalLM": replace(_V2, moe=DEEPSEEK_V3, only=_V3)}
 
 
-class DeepseekForCausalLM(DecoderForCausalLM):
+class DeepseekV2ForCausalLM(DecoderForCausalLM):
     """Latent attention; dense layers first, then layers of routed and shared experts."""
 
     def __init__(self, config: ModelConfig, *, place: Placement) -> None:
-        mla = config.mla
+        mla, hidden, heads, bias = config.mla, config.hidden_size, config.num_heads, config.attention_bias
         assert mla is not None, "DeepSeek has latent attention"
+        names = [
+            (f"layers.{i}.attention", f"model.layers.{i}.self_attn", i) for i in range(config.num_layers)
+        ]
         attention = [
-            LatentAttention(
-                f"layers.{layer}.attention",
-                f"model.layers.{layer}.self_attn",
-                layer,
-                mla,
-                hidden_size=config.hidden_size,
-                num_heads=config.num_heads,
-                bias=config.attention_bias,
-                place=place,
-            )
-            for layer in range(config.num_layers)
+            LatentAttention(*each, mla, hidden_size=hidden, num_heads=heads, bias=bias, place=place)
+            for each in names
         ]
         mlp, routing = sparse_mlp(config, place)
         super().__init__(config, attention, mlp, place=place, routing=routing)
 
 
-class DeepseekV2ForCausalLM(DeepseekForCausalLM):
-    """DeepSeek-V2 and V2-Lite."""
-
-
-class DeepseekV3ForCausalLM(DeepseekForCausalLM):
+class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     """DeepSeek-V3 and R1."""

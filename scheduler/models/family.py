@@ -1,16 +1,10 @@
 """Assumptions of an architecture about its config: the part that only its model file knows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .config_delta import DeltaConfig
-from .config_moe import MoeConfig
-from .config_reader import ConfigReader
-
-
-def nothing_refused(config: dict[str, Any]) -> list[str]:
-    return []
+from .config_moe import MoeFields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +44,12 @@ class Family:
     """Default of ``tie_word_embeddings``."""
     mtp_layers: bool = False
     """The checkpoint may carry layers for multi-token prediction behind the others, which are skipped."""
-    moe: Callable[[dict[str, Any], ConfigReader, int], MoeConfig] | None = None
-    """Parser of the expert fields, given a number of layers; None without experts."""
+    moe: MoeFields | None = None
     mxfp4: bool = False
     """A checkpoint may have its experts in MXFP4."""
-    delta: Callable[[dict[str, Any], ConfigReader, int], DeltaConfig] | None = None
-    """Parser of the linear-attention fields, given a number of layers; None without linear attention."""
+    delta: bool = False
+    """Some layers have linear attention."""
     latent: bool = False
     """Multi-head latent attention: every query head has a key of its own, so the fields above say nothing."""
-    refused: Callable[[dict[str, Any]], list[str]] = nothing_refused
-    """Function that returns fields of a config which ask for something that the model file does not do."""
+    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """Values of further fields that the model file computes; absent means the first."""

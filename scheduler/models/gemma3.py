@@ -22,9 +22,7 @@ FAMILIES = {
         query_scalar=256,
         activation=("hidden_activation", ("gelu_pytorch_tanh",)),
         tied=True,
-        refused=lambda config: (
-            ["use_bidirectional_attention"] if config.get("use_bidirectional_attention") else []
-        ),
+        only={"use_bidirectional_attention": (False, None)},
     )
 }
 

@@ -1,11 +1,12 @@
 """GLM-4 with experts: GLM-4.5 and its kin (GLM-4.5 Team, 2025, arXiv:2508.06471)."""
 
+from dataclasses import replace
+
 from ..layers.parameters import Placement
 from .config import ModelConfig
-from .config_mla import parse_glm4_moe
-from .decoder import DecoderForCausalLM, attention_shape, dense_attention
+from .config_moe import DEEPSEEK_V3
+from .decoder import DecoderForCausalLM, attention_shape, dense_attention, sparse_mlp
 from .family import Family
-from .sparse import sparse_mlp
 
 FAMILIES = {
     "Glm4MoeForCausalLM": Family(
@@ -13,7 +14,7 @@ FAMILIES = {
         partial_rotary=0.5,
         qk_norm="use_qk_norm",
         mtp_layers=True,
-        moe=parse_glm4_moe,
+        moe=replace(DEEPSEEK_V3, count=128, width=1408, first_dense=1, groups=1, top_groups=1, scale=1.0),
     )
 }
 

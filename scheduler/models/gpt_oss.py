@@ -1,20 +1,11 @@
 """gpt-oss (OpenAI, 2025, arXiv:2508.10925), its experts in MXFP4 or a wider float, stored as the latter."""
 
-from typing import Any
-
 from ..layers.experts import ExpertNames
 from ..layers.parameters import Placement
 from .config import ModelConfig
-from .config_moe import parse_gpt_oss
-from .decoder import DecoderForCausalLM, attention_shape, dense_attention
+from .config_moe import MoeFields
+from .decoder import DecoderForCausalLM, SparseNames, attention_shape, dense_attention, sparse_mlp
 from .family import Family
-from .sparse import SparseNames, sparse_mlp
-
-
-def _refused(config: dict[str, Any]) -> list[str]:
-    gate = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
-    return [name for name, value in gate.items() if config.get(name) not in (None, value)]
-
 
 FAMILIES = {
     "GptOssForCausalLM": Family(
@@ -24,9 +15,9 @@ FAMILIES = {
         window="always",
         full_every=2,
         theta=150_000.0,
-        moe=parse_gpt_oss,
+        moe=MoeFields(count=128, top_k=4),  # softmax of the chosen is that over all, divided by their sum
         mxfp4=True,
-        refused=_refused,
+        only={"swiglu_limit": (7.0, None), "swiglu_alpha": (1.702, None)},
     )
 }
 

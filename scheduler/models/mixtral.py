@@ -3,14 +3,17 @@
 from ..layers.experts import ExpertNames
 from ..layers.parameters import Placement
 from .config import ModelConfig
-from .config_moe import parse_mixtral
-from .decoder import DecoderForCausalLM, attention_shape, dense_attention
+from .config_moe import MoeFields
+from .decoder import DecoderForCausalLM, SparseNames, attention_shape, dense_attention, sparse_mlp
 from .family import Family
-from .sparse import SparseNames, sparse_mlp
 
 FAMILIES = {
     "MixtralForCausalLM": Family(
-        num_kv_heads=8, attention_bias=False, window="always", theta=1e6, moe=parse_mixtral
+        num_kv_heads=8,
+        attention_bias=False,
+        window="always",
+        theta=1e6,
+        moe=MoeFields(count=8, top_k=2),
     )
 }
 

@@ -2,14 +2,14 @@
 
 from ..layers.parameters import Placement
 from .config import ModelConfig
-from .config_moe import parse_qwen2_moe
-from .decoder import DecoderForCausalLM, attention_shape, dense_attention
+from .config_moe import MoeFields
+from .decoder import DecoderForCausalLM, SparseNames, attention_shape, dense_attention, sparse_mlp
 from .family import Family
-from .sparse import SparseNames, sparse_mlp
 
+_MOE = MoeFields(count=60, top_k=4, width=1408, normalize=False, stepped=True, shared=5632)
 FAMILIES = {
     "Qwen2MoeForCausalLM": Family(
-        num_kv_heads=16, bias_field=("qkv_bias", True), window="upper_layers", moe=parse_qwen2_moe
+        num_kv_heads=16, bias_field=("qkv_bias", True), window="upper_layers", moe=_MOE
     )
 }
 

@@ -2,12 +2,12 @@
 
 from ..layers.parameters import Placement
 from .config import ModelConfig
-from .config_moe import parse_qwen3_moe
-from .decoder import DecoderForCausalLM, attention_shape, dense_attention
+from .config_moe import MoeFields
+from .decoder import DecoderForCausalLM, attention_shape, dense_attention, sparse_mlp
 from .family import Family
-from .sparse import sparse_mlp
 
-FAMILIES = {"Qwen3MoeForCausalLM": Family(num_kv_heads=4, window="switched", moe=parse_qwen3_moe)}
+_MOE = MoeFields(count=128, top_k=8, width=768, normalize=False, stepped=True)
+FAMILIES = {"Qwen3MoeForCausalLM": Family(num_kv_heads=4, window="switched", moe=_MOE)}
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):

@@ -1,22 +1,27 @@
 """Qwen3-Next and Qwen3.5, text only (Qwen Team, 2025): mostly linear attention, some layers of gated full."""
 
+from dataclasses import replace
+
 from ..layers.parameters import Placement
 from .config import ModelConfig
-from .config_delta import parse_delta
-from .config_moe import parse_qwen3_5_moe, parse_qwen3_next
-from .decoder import AttentionBlock, attention_shape, dense_mlp
+from .config_moe import MoeFields
+from .decoder import (
+    AttentionBlock,
+    HybridForCausalLM,
+    SparseNames,
+    attention_shape,
+    dense_mlp,
+    hybrid_attention,
+    sparse_mlp,
+)
 from .family import Family
-from .hybrid import HybridForCausalLM, hybrid_attention
-from .sparse import SparseNames, sparse_mlp
 
+_HYBRID = Family(num_kv_heads=2, head_dim=256, partial_rotary=0.25, delta=True)
+_MOE = MoeFields(count=512, top_k=10, width=512, normalize=True, stepped=True, shared=512)
 FAMILIES = {
-    "Qwen3NextForCausalLM": Family(
-        num_kv_heads=2, head_dim=256, partial_rotary=0.25, delta=parse_delta, moe=parse_qwen3_next
-    ),
-    "Qwen3_5ForCausalLM": Family(num_kv_heads=4, head_dim=256, partial_rotary=0.25, delta=parse_delta),
-    "Qwen3_5MoeForCausalLM": Family(
-        num_kv_heads=2, head_dim=256, partial_rotary=0.25, delta=parse_delta, moe=parse_qwen3_5_moe
-    ),
+    "Qwen3NextForCausalLM": replace(_HYBRID, moe=_MOE),
+    "Qwen3_5ForCausalLM": replace(_HYBRID, num_kv_heads=4),
+    "Qwen3_5MoeForCausalLM": replace(_HYBRID, moe=MoeFields(count=256, top_k=8, width=512, shared=512)),
 }
 
 _EXPERTS = SparseNames(shared="shared_expert")

@@ -18,7 +18,7 @@ import torch
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..layers.parameters import Placement
-from ..parallel.group import SINGLE, LastOf, TensorParallel
+from ..parallel.group import SINGLE, TensorParallel
 from .family import Family
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def require_ranks(config: "ModelConfig", ranks: int) -> None:
             ranks=ranks,
         )
     wide = replace(config, fp8=None)  # products of FP8 weights are for real devices
-    build_model(wide, config.dtype, torch.device("meta"), LastOf(ranks))
+    build_model(wide, config.dtype, torch.device("meta"), TensorParallel(ranks - 1, ranks))
 
 
 def build_model(

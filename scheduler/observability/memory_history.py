@@ -36,8 +36,7 @@ DETAIL_BYTES = 96
 _TAGS = MemoryByTag.__struct_fields__
 _CAUSES: tuple[MemoryCause, ...] = get_args(MemoryCause)
 _AWAITED: tuple[MemoryCause, ...] = ("pause", "continue", "lease_expiry")
-"""Causes whose reading must take microseconds, since generation waits for it, unless the cache was emptied.
-"""
+"""Causes whose reading generation waits for: microseconds, unless the cache was emptied."""
 _NONE = int(np.iinfo(np.int64).min)
 _Read = tuple[DeviceMemoryReading, MemoryByTag]
 _EVENT = np.dtype(
@@ -62,9 +61,7 @@ class OwnBytes(NamedTuple):
 
 
 class MemoryGauges:
-    """Reads the memory in total and by tag. Created before large allocations: what is in use then is
-    ``runtime``.
-    """
+    """Reads the memory by tag; made before large allocations, what is in use then is ``runtime``."""
 
     def __init__(
         self,
@@ -126,9 +123,7 @@ class MemoryHistory:
         events: int = EVENTS,
         stretches: int = STRETCHES,
     ) -> None:
-        """``read`` reads the memory, thoroughly or not; ``where`` returns the started steps and the weights
-        epoch.
-        """
+        """``read`` reads the memory, thoroughly or not; ``where`` returns step and epoch."""
         self._where = where
         self._read = read
         self._ring = np.zeros(events, _EVENT)
@@ -143,9 +138,7 @@ class MemoryHistory:
         self._epoch = time() - monotonic()
 
     def note(self, cause: MemoryCause, detail: str = "", *, returned: int | None = None) -> None:
-        """Record an event; ``returned`` are the bytes that emptying the cache has returned, if it was
-        emptied.
-        """
+        """Record an event; ``returned`` are the bytes from emptying the cache, if it was emptied."""
         now = monotonic()
         thorough = cause not in _AWAITED or returned is not None
         read = self._read(thorough)
@@ -228,9 +221,7 @@ class MemoryHistory:
 
 
 class _Stretches:
-    """Summarised events. When the table is full, neighbours are merged, and later ones hold twice as many
-    events.
-    """
+    """Summarised events; when the table is full, neighbours are merged."""
 
     def __init__(self, count: int) -> None:
         self._table = np.zeros(count, _STRETCH)
@@ -259,7 +250,6 @@ class _Stretches:
 
 
 def _merged(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Merge stretches pairwise."""
     result = first.copy()
     for name in ("end", "reserved_last"):
         result[name] = second[name]

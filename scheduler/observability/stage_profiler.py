@@ -26,7 +26,6 @@ class StageTotal:
 
     @property
     def median(self) -> float:
-        """Median of the last :data:`RECENT` runs; 0.0 if there was none."""
         return median(self.recent) if self.recent else 0.0
 
 
@@ -74,7 +73,6 @@ class StageProfiler:
         self._on_end: Callable[[str, float], None] | None = self._log_end if log else None
 
     def stage(self, name: str) -> _Stage:
-        """Time a stage: ``with profiler.stage("copy"): …``."""
         return _Stage(self, name)
 
     def call_at_ends(self, call: Callable[[str], None] | None) -> None:

@@ -77,9 +77,8 @@ class StepTrace:
         if self._on_gpu and "GPU" in wanted:
             activities.append(ProfilerActivity.CUDA)
         if not activities:
-            raise CaesuraError(
-                ErrorCode.INVALID_REQUEST, "this engine has no GPU to record", field="activities"
-            )
+            reason = "this engine has no GPU to record"
+            raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="activities")
         folder = self._permitted(request.output_dir)
         recording = profile(
             activities=activities, with_stack=request.with_stack, record_shapes=request.record_shapes
@@ -113,7 +112,6 @@ class StepTrace:
         self._writing = Task(write, self._wake)
 
     def close(self) -> None:
-        """End a recording without writing it. Idempotent."""
         recording, self._recording = self._recording, None
         if recording is not None:
             self._stages.call_at_ends(None)
@@ -133,15 +131,10 @@ class StepTrace:
         try:
             folder = os.path.realpath(os.path.join(root, wanted or ""))
             if os.path.commonpath([folder, root]) != root:
-                raise CaesuraError(
-                    ErrorCode.INVALID_REQUEST,
-                    f"output_dir is outside {root}, the folder that this engine writes traces under "
-                    "(--profile-dir)",
-                    field="output_dir",
-                )
+                reason = f"is outside {root}, the folder that this engine writes traces under (--profile-dir)"
+                raise CaesuraError(ErrorCode.INVALID_REQUEST, f"output_dir {reason}", field="output_dir")
             os.makedirs(folder, exist_ok=True)
         except (OSError, ValueError, RecursionError) as error:
-            raise CaesuraError(
-                ErrorCode.INVALID_REQUEST, f"output_dir cannot be made: {error}", field="output_dir"
-            ) from error
+            reason = f"output_dir cannot be made: {error}"
+            raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="output_dir") from error
         return Path(folder)

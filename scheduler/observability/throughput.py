@@ -24,8 +24,6 @@ WINDOW_S = 5.0
 
 
 class Counters(NamedTuple):
-    """The counters of an engine at one moment."""
-
     at: float
     generated_tokens: int
     prefilled_tokens: int
@@ -93,7 +91,6 @@ class Throughput:
         return None if self._logged is None else self._logged.at + self._log_interval_s
 
     def act(self) -> None:
-        """Read the counters, and log a line if its interval is over."""
         reading, working = counters(self._engine), self._is_working
         self._next = reading.at + self._read_s
         if working:
@@ -108,7 +105,6 @@ class Throughput:
 
 
 def _line(before: Counters, now: Counters) -> str:
-    """Return the work between two readings in words."""
     seconds = now.at - before.at
     paused = now.paused_s - before.paused_s
     ending = f", {paused:.1f} s of them paused" if paused >= 0.05 else ""

@@ -13,31 +13,27 @@ Shaped after Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053): a product spl
 one split by inputs, whose partial results are summed.
 """
 
-from typing import Protocol
-
 from torch import Tensor
 
 from ..kernels.collectives import Collective
 from ..kernels.collectives import RankLostError as RankLostError
 
 
-class TensorParallel(Protocol):
-    """One rank's view of its group. Collectives raise :class:`RankLostError`."""
+class TensorParallel:
+    """One rank's view of its group: by itself a rank alone, whose collectives do nothing.
 
-    @property
-    def rank(self) -> int:
-        """Rank in ``[0, size)``; rank 0 owns the scheduler."""
-        ...
+    Collectives raise :class:`RankLostError`.
+    """
 
-    @property
-    def size(self) -> int: ...
+    compiled: Collective | None = None
+    """Sum that compiled kernels call, or None where layers must be computed part by part."""
 
-    @property
-    def compiled(self) -> Collective | None: ...
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        """``rank`` is in ``[0, size)``; rank 0 owns the scheduler."""
+        self.rank, self.size = rank, size
 
     def all_reduce(self, x: Tensor) -> None:
         """Replace ``x``, contiguous, by the sum of all ranks' ``x``."""
-        ...
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return [T, w] of every rank as [T, size * w], in the order of ranks.
@@ -46,58 +42,22 @@ class TensorParallel(Protocol):
             out: [T, n] with n <= size * w, contiguous, for the first n columns; the rest is padding of the
                 last ranks. Without it the result is fresh memory.
         """
-        ...
-
-    def broadcast(self, x: Tensor, source: int) -> None:
-        """Replace ``x``, contiguous, by that of rank ``source``."""
-        ...
-
-    def barrier(self) -> None: ...
-
-    def abort(self) -> None:
-        """Give up, and tell whoever waits for this rank, now or later. Never wait; safe in any thread."""
-        ...
-
-    def reset(self) -> None:
-        """Begin anew after :meth:`abort` on some rank; return when every rank has called this."""
-        ...
-
-    def close(self) -> None:
-        """Leave the group and free what it holds; never waits."""
-        ...
-
-
-class _Single:
-    rank, size = 0, 1
-    compiled: Collective | None = None
-
-    def all_reduce(self, x: Tensor) -> None:
-        pass
-
-    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return x if out is None else out.copy_(x[:, : out.shape[1]])
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        pass
+        """Replace ``x``, contiguous, by that of rank ``source``."""
 
     def barrier(self) -> None:
-        pass
+        """Return when every rank is here."""
 
     def abort(self) -> None:
-        pass
+        """Give up, and tell whoever waits for this rank, now or later. Never wait; safe in any thread."""
 
     def reset(self) -> None:
-        pass
+        """Begin anew after :meth:`abort` on some rank; return when every rank has called this."""
 
     def close(self) -> None:
-        pass
+        """Leave the group and free what it holds; never waits."""
 
 
-SINGLE: TensorParallel = _Single()
-
-
-class LastOf(_Single):
-    """The last of ``size`` ranks, for a model that is divided but never computed."""
-
-    def __init__(self, size: int) -> None:
-        self.rank, self.size = size - 1, size
+SINGLE = TensorParallel()

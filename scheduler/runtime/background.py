@@ -20,37 +20,28 @@ class Wakeup:
     """Descriptor that threads make readable to wake the loop."""
 
     def __init__(self) -> None:
-        self.fd, self._writer = os.pipe()
-        for end in (self.fd, self._writer):
-            os.set_blocking(end, False)
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
         self._lock = threading.Lock()
 
     def set(self) -> None:
-        """Wake the loop, from any thread. No effect after :meth:`close`."""
-        with (
-            self._lock,
-            contextlib.suppress(BlockingIOError),
-        ):  # a full pipe is readable, so the loop wakes anyway
+        with self._lock:
             if not self._closed:
-                os.write(self._writer, b"!")
+                os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.read(self.fd, 65536)
+            os.eventfd_read(self.fd)
 
     def close(self) -> None:
         with self._lock:
             if not self._closed:
                 self._closed = True
                 os.close(self.fd)
-                os.close(self._writer)
 
 
 class Worker:
-    """Thread that runs callables in order; reused for gloo, which keeps memory for every thread that calls
-    it.
-    """
+    """Thread that runs callables in order; gloo keeps memory for every thread that calls it."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -78,7 +69,7 @@ class Task(Generic[Item]):
         work: Callable[[], Item],
         wake: Callable[[], None],
         *,
-        submit: Callable[[Callable[[], None]], None] | None = None,
+        submit: Callable[[Callable[[], None]], None] = in_thread,
     ) -> None:
         began = monotonic()
         self.seconds = 0.0
@@ -92,14 +83,13 @@ class Task(Generic[Item]):
             self.seconds = monotonic() - began
             wake()
 
-        (submit or in_thread)(run)
+        submit(run)
 
     @property
     def done(self) -> bool:
         return self._outcome is not None
 
     def result(self) -> Item:
-        """Return the value of the call, which is done, or raise what it raised."""
         assert self._outcome is not None
         if isinstance(self._outcome, BaseException):
             raise self._outcome

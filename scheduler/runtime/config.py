@@ -28,8 +28,6 @@ PIPELINE_RESULT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much an engine does at once: the options of these names, decided."""
-
     rows: int
     chunk_tokens: int
     kv_fraction: float
@@ -85,7 +83,6 @@ class EngineConfig(EngineOptions):
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes as configured, else by the device's kind and memory."""
         rows, chunk, fraction = self.max_running_requests, self.chunked_prefill_size, self.kv_memory_fraction
         if rows is not None and chunk is not None and fraction is not None:
             return Sizes(rows, chunk, fraction)

@@ -7,7 +7,6 @@ built, everything before is released. A part reads other parts when it works, no
 import secrets
 from contextlib import ExitStack
 from time import monotonic
-from typing import Protocol, TypeVar
 
 from ...io_struct import CaesuraError, ErrorCode, MemoryTag
 from ..cache.manager import LedgerError
@@ -23,9 +22,9 @@ from ..memory.device_memory import DeviceCache
 from ..memory.device_module import device_module_for
 from ..memory.residency import ComponentResidencyManager
 from ..messaging.answers import Answers, Replies
-from ..messaging.client_access import ServerKeys
 from ..messaging.command_queue import CommandQueue
 from ..messaging.dispatcher import Dispatcher
+from ..messaging.endpoint import ServerKeys
 from ..messaging.router_socket import Router
 from ..models.config import load_model_config
 from ..models.registry import require_ranks
@@ -47,13 +46,6 @@ from .steps import Steps, token_steps
 from .watchdog import Heartbeat
 
 
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-_Part = TypeVar("_Part", bound=_Closable)
-
-
 class Engine:
     def __init__(
         self, config: EngineConfig, shutdown: Shutdown | None = None, make_runner: MakeRunner | None = None
@@ -66,11 +58,10 @@ class Engine:
         self._cleanup = ExitStack()
         try:
             keys = ServerKeys.read(config.curve_secret_key_file, config.curve_authorized_clients)
-            self.router = self._own(
-                Router(config.endpoint, on_gone=lambda client: self.dispatcher.client_gone(client), keys=keys)
-            )
-            self.heartbeat = Heartbeat()
-            self.wakeup = self._own(Wakeup())
+            self.router = Router(config.endpoint, lambda client: self.dispatcher.client_gone(client), keys)
+            self._cleanup.callback(self.router.close)
+            self.heartbeat, self.wakeup = Heartbeat(), Wakeup()
+            self._cleanup.callback(self.wakeup.close)
             self._build_memory()
             self._build_steps(make_runner or build_runner)
             self._build_control()
@@ -87,13 +78,10 @@ class Engine:
         """Release endpoint, threads and memory. Idempotent."""
         self._cleanup.close()
 
-    def _own(self, part: _Part) -> _Part:
-        self._cleanup.callback(part.close)
-        return part
-
     def _build_memory(self) -> None:
         config = self.config
-        self.weights_file = self._own(WeightsFile(config))
+        self.weights_file = WeightsFile(config)
+        self._cleanup.callback(self.weights_file.close)
         self.device_module = device_module_for(config.device)
         self._has_steps = False  # while the model is loaded, components may leave the device already
         self.device_cache = DeviceCache(
@@ -102,11 +90,13 @@ class Engine:
             elsewhere=lambda place: self.executor.empty(place) if self._has_steps else (),
             note_failure=lambda what, freed: self.history.note("failure", what, returned=freed),
         )
-        self.executor = self._own(_executor(config))
+        self.executor = _executor(config)
+        self._cleanup.callback(self.executor.close)
         backed_up: tuple[MemoryTag, ...] = ("weights",) if config.weights_cpu_backup else ()
-        self.residency = self._own(
-            ComponentResidencyManager(config.device, device_cache=self.device_cache, backed_up=backed_up)
+        self.residency = ComponentResidencyManager(
+            config.device, device_cache=self.device_cache, backed_up=backed_up
         )
+        self._cleanup.callback(self.residency.close)
         self.gauges = MemoryGauges(self.device_module, self.residency, self._own_bytes)
         self.history: MemoryHistory = MemoryHistory(
             self.gauges, lambda: (self.state.step, self.state.stamp.epoch)
@@ -135,17 +125,18 @@ class Engine:
     def _build_control(self) -> None:
         config, device, wake = self.config, self.loaded.device, self.wakeup.set
         self.write_stream = write_stream_of(device, self.runner.on_stream)
-        self.process_groups = self._own(
-            WeightsUpdateGroups(
-                device, wake, interface=config.group_interface, write_stream=self.write_stream
-            )
+        self.process_groups = WeightsUpdateGroups(
+            device, wake, interface=config.group_interface, write_stream=self.write_stream
         )
+        self._cleanup.callback(self.process_groups.close)
         self.updates: WeightUpdates = WeightUpdates(self)
-        self.parameter_server: ParameterServerUpdates = self._own(ParameterServerUpdates(self))
+        self.parameter_server: ParameterServerUpdates = ParameterServerUpdates(self)
+        self._cleanup.callback(self.parameter_server.close)
         self.sending: WeightSending = WeightSending(self)
         self.checksums: dict[str, str] = {}
         """The weights checker's snapshot, by tensor; empty before the first."""
-        self.trace = self._own(StepTrace(self.stages, config.profile_dir, config.device, wake))
+        self.trace = StepTrace(self.stages, config.profile_dir, config.device, wake)
+        self._cleanup.callback(self.trace.close)
         self.answers = Answers(config.result_ttl_s, config.result_bytes or 0)
         self.commands = CommandQueue(self)
         self.dispatcher = Dispatcher(self)
@@ -158,12 +149,8 @@ class Engine:
 def _executor(config: EngineConfig) -> Executor:
     if config.tp > 1:
         if is_pipeline(config.model_path):
-            raise CaesuraError(
-                ErrorCode.UNSUPPORTED,
-                f"tp = {config.tp}: image pipelines have one rank",
-                field="tp",
-                value=config.tp,
-            )
+            reason = f"tp = {config.tp}: image pipelines have one rank"
+            raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="tp", value=config.tp)
         require_ranks(load_model_config(config.model_path, config.model_backend), config.tp)
     return Executor(config)
 
@@ -174,11 +161,10 @@ def _steps(engine: Engine, make_runner: MakeRunner) -> Steps:
     try:
         from .image_steps import image_steps  # needs diffusers, which is optional
     except ImportError as error:
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED,
-            f"{error.name} is not installed, which image pipelines need: pip install 'caesura[diffusion]'",
-            field="model_path",
-        ) from error
+        reason = (
+            f"{error.name} is not installed, which image pipelines need: pip install 'caesura[diffusion]'"
+        )
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="model_path") from error
     return image_steps(engine)
 
 

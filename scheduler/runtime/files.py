@@ -49,7 +49,6 @@ def is_pipeline(folder: str | Path) -> bool:
 
 
 def open_regular(path: str | Path) -> int:
-    """Open the regular file ``path``; raise ``checkpoint_error`` if that is not possible."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except (OSError, ValueError) as error:

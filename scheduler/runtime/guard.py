@@ -9,16 +9,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ...io_struct import CaesuraError, ErrorCode, ErrorReply, Message
+from ...io_struct import CaesuraError, ErrorCode, ErrorReply
 from ..memory.device_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
 
 class EngineEndsError(BaseException):
-    """The loop must end, and every waiting client gets ``error``. Not an ``Exception``: nothing recovers from
-    it.
-    """
+    """The loop ends, and every waiting client gets ``error``; no ``Exception``, as nothing recovers."""
 
     def __init__(self, error: CaesuraError) -> None:
         super().__init__(error.message)
@@ -28,17 +26,14 @@ class EngineEndsError(BaseException):
 class Guard:
     def __init__(self, fatal: tuple[type[Exception], ...] = ()) -> None:
         """Do not catch the types ``fatal``: an engine that checks itself must stop at a failed check."""
-        self.failures = 0
         self._fatal = fatal
 
     def run(self, what: str, act: Callable[..., object], *arguments: Any) -> bool:
-        """Call ``act(*arguments)``; log an exception as a failure of ``what`` and return False."""
         try:
             act(*arguments)
         except self._fatal:
             raise
         except Exception as error:
-            self.failures += 1
             logger.error("%s failed", what, exc_info=error)
             return False
         return True
@@ -53,10 +48,3 @@ def defect(what: str, message_id: str, error: Exception) -> ErrorReply:
         traceback="".join(traceback.format_exception(error)),
     )
     return reply.to_reply(message_id)
-
-
-def checked(answer: object) -> Message:
-    """Return ``answer``, or raise if a handler has returned anything else than a message."""
-    if not isinstance(answer, Message):
-        raise TypeError(f"a handler has returned {type(answer).__name__}, which is not a message")
-    return answer

@@ -21,16 +21,13 @@ logger = logging.getLogger(__name__)
 
 HOLD_OFF_S = 1.0
 KEEPALIVE_S = 2.0
-"""Seconds between keepalives to clients that wait or have a session open, which reveal those that are gone.
-"""
+"""Seconds between keepalives to clients that wait or have a session open, to find those gone."""
 LONG_PAUSE_S = 60.0
 """Seconds after which a pause without a lease is warned of, once: only a command ends it."""
 
 
 @dataclass(slots=True)
 class Timer:
-    """Action that is due from a moment on, until it has been done."""
-
     what: str
     due: Callable[[], float | None]
     act: Callable[[], object]
@@ -85,9 +82,6 @@ class Housekeeping:
             self._idle_since = None  # continue decides whether to empty the device cache of a paused engine
         elif self._idle_since is None:
             self._idle_since = now
-
-    def step_completed(self) -> None:
-        self._engine.history.sample()
 
     def _keepalive_due(self) -> float | None:
         engine = self._engine

@@ -8,9 +8,8 @@ from ..cache.manager import CacheManager
 from ..execution.kernel_report import Serving
 from ..images.admission import ImageAdmission
 from ..images.batcher import ImageBatcher
-from ..images.component_residency import ComponentStages
-from ..images.footprint import Footprint
-from ..images.memory_limit import MemoryLimit
+from ..images.components import ComponentStages
+from ..images.memory_limit import Footprint, MemoryLimit
 from ..images.outputs import ImageOutputs
 from ..images.pipeline import load_pipeline, open_component
 from ..images.prompt_cache import PromptCache
@@ -33,14 +32,10 @@ logger = logging.getLogger(__name__)
 
 def image_steps(engine: "Engine") -> Steps:
     config = engine.config
-    for field, value in (
-        ("reference_model_path", config.reference_model_path),
-        ("deterministic", config.deterministic or None),
-    ):
-        if value is not None:
-            raise CaesuraError(
-                ErrorCode.UNSUPPORTED, f"{field} is not supported for image pipelines", field=field
-            )
+    for field in ("reference_model_path", "deterministic"):
+        if getattr(config, field):
+            reason = f"{field} is not supported for image pipelines"
+            raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field=field)
     loaded = load_pipeline(config, engine.residency, engine.initial_weights.folder)
     logger.info("image pipeline %s: %s", loaded.family.pipeline, ", ".join(loaded.model.components))
     stages = ComponentStages(engine.residency, loaded.movable, engine.stages)
@@ -69,12 +64,7 @@ def image_steps(engine: "Engine") -> Steps:
         runner=ImageRunner(loaded.family, stages, loaded.device, module, footprint),
         request_type=GenerateImagesReqInput,
         admit=ImageAdmission(
-            loaded.family,
-            loaded.device,
-            footprint,
-            limit,
-            live,
-            max_waiting=config.max_waiting_requests,
+            loaded.family, loaded.device, footprint, limit, live, max_waiting=config.max_waiting_requests
         ).admit,
         live=live,
         waiting=waiting,

@@ -21,5 +21,4 @@ _SETTINGS = {
 
 
 def settings() -> dict[str, str]:
-    """Return the settings that the user has not made."""
     return {name: value for name, value in _SETTINGS.items() if name not in os.environ}

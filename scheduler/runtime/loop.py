@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WAITING_POLL_S = 0.005
-"""Seconds between checks of commands that have stepped aside."""
 MAX_POLL_S = 3600.0
 """Longest sleep: poll takes 32 bits of milliseconds, and deadlines may be infinite."""
 BACKLOG_POLL_S = 0.005
@@ -43,10 +42,6 @@ class Step:
     output: Any
     """What the runner returned, whose ``fetch`` waits for the results; or a :class:`Failure`."""
     launched_at: float
-
-    @property
-    def has_failed(self) -> bool:
-        return isinstance(self.output, Failure)
 
 
 class Scheduler:
@@ -102,8 +97,8 @@ class Scheduler:
         self._receive(self._timeout(in_flight))
         run("advancing commands", engine.commands.advance)
         run("scoring", engine.dispatcher.score)
-        may_execute = engine.state.may_execute and not (in_flight is not None and in_flight.has_failed)
-        launched = self._execute() if may_execute else None
+        has_failed = in_flight is not None and isinstance(in_flight.output, Failure)
+        launched = self._execute() if engine.state.may_execute and not has_failed else None
         due, in_flight = (launched, None) if self._depth == 0 else (in_flight, launched)
         if due is not None and (failure := self._process_output(due)) is not None:
             self._recover(due, failure, in_flight)
@@ -113,17 +108,11 @@ class Scheduler:
         return in_flight
 
     def _receive(self, timeout_s: float | None) -> None:
-        """Wait up to ``timeout_s`` (None: without limit), receive messages, and fire timers."""
         engine = self._engine
-        blocks = timeout_s != 0
-        if blocks:
-            engine.heartbeat.asleep = True
-        events = dict(
-            self._poller.poll(None if timeout_s is None else round(min(timeout_s, MAX_POLL_S) * 1000))
-        )
-        if blocks:
-            engine.heartbeat.asleep = False
-        engine.heartbeat.ticked = True
+        engine.heartbeat.asleep = timeout_s != 0
+        timeout_ms = None if timeout_s is None else round(min(timeout_s, MAX_POLL_S) * 1000)
+        events = dict(self._poller.poll(timeout_ms))
+        engine.heartbeat.asleep, engine.heartbeat.ticked = False, True
         if engine.wakeup.fd in events:
             engine.wakeup.clear()
         for fd, act in self._heard.items():
@@ -132,9 +121,9 @@ class Scheduler:
         if engine.router.socket in events:
             with engine.stages.stage("receive"):
                 engine.guard.run("receiving messages", self._drain_socket)
-        for fd in (
-            engine.shutdown.fds
-        ):  # after the socket, so that messages received before the signal are still started
+        for (
+            fd
+        ) in engine.shutdown.fds:  # after the socket: messages received before the signal are still started
             if fd in events:
                 engine.shutdown.on_readable(fd)
         if engine.router.has_backlog:
@@ -202,7 +191,7 @@ class Scheduler:
             with engine.recovery.output_processing(step.batch, step.number):
                 engine.batcher.complete_step(step.batch, self.last_step_at - began)
             engine.outbox.deliver(step.number)
-        engine.guard.run("sampling memory usage", engine.housekeeping.step_completed)
+        engine.guard.run("sampling memory usage", engine.history.sample)
         return None
 
     def _recover(self, step: Step, failure: Failure, later: Step | None) -> None:

@@ -13,6 +13,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import threading
 import time
 import traceback
@@ -26,7 +27,6 @@ from ...io_struct import CaesuraError, ErrorCode
 from ...process import log, private_directory
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import use_device
-from ..observability.descriptors import DescriptorCheck, raise_limit
 from .config import EngineConfig
 from .engine import Engine, shutdown_of
 from .guard import EngineEndsError
@@ -35,6 +35,10 @@ from .watchdog import Watchdog, exit_within
 
 logger = logging.getLogger(__name__)
 
+MAX_DESCRIPTORS = 1 << 20
+"""Highest limit on open descriptors to set: some libraries iterate up to it."""
+NEAR = 0.8
+"""Fraction of the limit at which a warning is logged: libzmq ends the process when none is left."""
 END_S = 30.0
 """Seconds that the cleanup after the loop may take."""
 
@@ -46,41 +50,36 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
     process ends when ``lifeline_fd`` becomes readable, because its other end is closed.
     """
     faulthandler.enable()  # prints a traceback if a library crashes
+    started = time.monotonic()
     try:
         with contextlib.ExitStack() as cleanup:
-            return _run(config, ready_fd, lifeline_fd, cleanup)
+            signals = StopSignals(lambda: exit_within(END_S))
+            name_fatal_signals(_last_words)
+            shutdown = shutdown_of(config, signal_fd=signals.fd, lifeline_fd=lifeline_fd)
+            try:
+                engine = _start(config, shutdown, cleanup)
+                cleanup.callback(engine.close)
+            except CaesuraError as error:
+                signals.serving()  # a launcher ends this process as soon as it knows the reason
+                exit_within(END_S)
+                logger.error("the engine ends: cannot start: %s (exit status 1)", error)
+                tell(ready_fd, refusal(error))
+                return 1
+            signals.serving()
+            gc.freeze()  # what is there lives as long as the process, so full collections can skip it
+            took, threads = time.monotonic() - started, torch.get_num_threads()
+            logger.info(
+                "serving %s on %s after %.2f s (%d threads)",
+                config.model_path, engine.router.endpoint, took, threads,
+            )  # fmt: skip
+            tell(ready_fd, {"ready": True, "endpoint": engine.router.endpoint, "pid": os.getpid()})
+            return _serve(engine, shutdown, config.watchdog_timeout_s)
     except StartInterruptedError as interrupted:
         status = 128 + interrupted.number
         logger.info("the engine ends: signal %s at start (exit status %d)", interrupted, status)
         return status
     finally:
         log.flush()
-
-
-def _run(
-    config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None, cleanup: contextlib.ExitStack
-) -> int:
-    started = time.monotonic()
-    signals = StopSignals(lambda: exit_within(END_S))
-    name_fatal_signals(_last_words)
-    shutdown = shutdown_of(config, signal_fd=signals.fd, lifeline_fd=lifeline_fd)
-    try:
-        engine = _start(config, shutdown, cleanup)
-        cleanup.callback(engine.close)
-        signals.serving()
-    except CaesuraError as error:
-        signals.serving()  # a launcher ends this process as soon as it knows the reason
-        exit_within(END_S)
-        logger.error("the engine ends: cannot start: %s (exit status 1)", error)
-        tell(ready_fd, refusal(error))
-        return 1
-    gc.freeze()  # imports and the engine live as long as the process, so full collections can skip them
-    logger.info(
-        "serving %s on %s after %.2f s (%d threads)",
-        config.model_path, engine.router.endpoint, time.monotonic() - started, torch.get_num_threads(),
-    )  # fmt: skip
-    tell(ready_fd, {"ready": True, "endpoint": engine.router.endpoint, "pid": os.getpid()})
-    return _serve(engine, shutdown, config.watchdog_timeout_s)
 
 
 def _serve(engine: Engine, shutdown: Shutdown, watchdog_timeout_s: float) -> int:
@@ -170,3 +169,29 @@ def tell(ready_fd: int | None, line: dict[str, Any]) -> None:
     with contextlib.suppress(BrokenPipeError), os.fdopen(ready_fd, "w") as pipe:
         json.dump(msgspec.to_builtins(line), pipe)
         pipe.write("\n")
+
+
+def raise_limit() -> int:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+class DescriptorCheck:
+    def __init__(self) -> None:
+        self._told = False
+
+    def __call__(self) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        used = len(os.listdir("/proc/self/fd"))
+        near = limit != resource.RLIM_INFINITY and used >= NEAR * limit
+        if near and not self._told:
+            logger.warning(
+                "%d of %d descriptors are open: near the limit (ulimit -n); beyond it the process ends",
+                used,
+                limit,
+            )
+        self._told = near

@@ -20,17 +20,11 @@ from types import FrameType
 from ...io_struct import CaesuraError, ErrorCode
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-FATAL_SIGNALS = (
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGALRM,
-    signal.SIGVTALRM,
-    signal.SIGPROF,
-    signal.SIGXCPU,
-    signal.SIGIO,
-    signal.SIGPWR,
+FATAL_SIGNALS = tuple(
+    signal.Signals[f"SIG{name}"]
+    for name in ("QUIT", "USR1", "USR2", "ALRM", "VTALRM", "PROF", "XCPU", "IO", "PWR")
 )
+"""Signals that the engine does not use and that end a process by default."""
 _WATCH_S = 0.1
 
 
@@ -63,7 +57,6 @@ class Shutdown:
         return self.requested and self.left_s > 0
 
     def request(self, reason: str, *, drain: bool | None = None, timeout_s: float | None = None) -> None:
-        """Request the shutdown; ``drain`` and ``timeout_s`` are as configured if they are None."""
         drain = self._drain if drain is None else drain
         limit = self._drain_timeout_s if timeout_s is None else timeout_s
         deadline = monotonic() + limit if drain else 0.0
@@ -80,14 +73,11 @@ class Shutdown:
 
     def refuse_work(self) -> None:
         if self.requested:
-            raise CaesuraError(
-                ErrorCode.SHUTTING_DOWN, "the engine is shutting down and accepts no new requests"
-            )
+            reason = "the engine is shutting down and accepts no new requests"
+            raise CaesuraError(ErrorCode.SHUTTING_DOWN, reason)
 
 
 class StartInterruptedError(BaseException):
-    """A stop signal arrived before the engine served."""
-
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number

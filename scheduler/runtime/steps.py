@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """The parts that know what a batch, an output and a sample are; the loop hands these from one to the
-    next.
-    """
-
     loaded: LoadedWeights
     open_folder: OpenFolder
     scoring: Scoring | None = None
@@ -76,7 +72,9 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
     scoring = None if (path := config.reference_model_path) is None else Scoring(engine, path)
     folder, stamp = engine.initial_weights.folder, engine.state.stamp
     started = executor.start(folder)
-    loaded, pool, routing, limits = build_components(config, residency, folder, executor.parallel, executor)
+    loaded, pool, routing, limits = build_components(
+        config, residency, folder, executor.parallel, executor, executor.sharing
+    )
     own = make_runner(config, loaded, pool, routing)
     if isinstance(own, ModelRunner):
         own.stages = engine.stages  # from here on: the steps of the warm-up do not count
@@ -93,14 +91,7 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
     )
     waiting = WaitingQueue[Request]()
     chunks = ChunkSizer(config.sizes.chunk_tokens, config.target_step_s)
-    batcher = Batcher(
-        table,
-        cache,
-        waiting,
-        chunks=chunks,
-        share_prefixes=config.prefix_cache,
-        routing=routing,
-    )
+    batcher = Batcher(table, cache, waiting, chunks=chunks, routing=routing)
     live: LiveRequests[Request] = LiveRequests()
     outbox = Outbox(engine.router.send)
     outputs = OutputProcessor(engine, batcher, live, outbox)

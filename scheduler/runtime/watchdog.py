@@ -14,6 +14,7 @@ import faulthandler
 import logging
 import os
 import stat
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from time import monotonic, sleep
@@ -39,7 +40,6 @@ class Heartbeat:
         self.ticked = False
         """True after a tick; cleared by every check."""
         self.asleep = False
-        """True while the loop is blocked in ``poll``."""
         self.long: str | None = None
         self.on_change: Callable[[], None] = lambda: None
 
@@ -150,38 +150,20 @@ class Backstop:
             faulthandler.cancel_dump_traceback_later()
 
 
-class _SigEvent(ctypes.Structure):
-    _fields_ = (
-        ("value", ctypes.c_void_p),
-        ("signo", ctypes.c_int),
-        ("notify", ctypes.c_int),
-        ("function", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("padding", ctypes.c_char * 32),
-    )
-
-
-class _TimerSpec(ctypes.Structure):
-    _fields_ = (("interval", ctypes.c_long * 2), ("left", ctypes.c_long * 2))
-
-
 class _ExitTimer:
-    """A POSIX timer whose expiry is ``_exit(EXIT_HUNG)``."""
-
     def __init__(self) -> None:
         self._libc: Any = ctypes.CDLL(None, use_errno=True)
         if not hasattr(self._libc, "timer_create"):  # glibc before 2.34
             self._libc = ctypes.CDLL("librt.so.1", use_errno=True)
         self._id = ctypes.c_void_p()
         exit_now = ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p).value
-        event = _SigEvent(value=EXIT_HUNG, notify=_SIGEV_THREAD, function=exit_now)
-        if self._libc.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._id)):
+        event = struct.pack("@PiiPP32x", EXIT_HUNG, 0, _SIGEV_THREAD, exit_now, 0)  # struct sigevent
+        if self._libc.timer_create(_CLOCK_MONOTONIC, event, ctypes.byref(self._id)):
             raise OSError(ctypes.get_errno(), "timer_create failed")
 
     def set(self, seconds: float) -> None:
-        """Exit in ``seconds``; 0 cancels it."""
-        spec = _TimerSpec(left=(int(seconds), int(seconds % 1 * 1e9)))
-        if self._libc.timer_settime(self._id, 0, ctypes.byref(spec), None):
+        spec = struct.pack("@4l", 0, 0, int(seconds), int(seconds % 1 * 1e9))  # struct itimerspec
+        if self._libc.timer_settime(self._id, 0, spec, None):
             raise OSError(ctypes.get_errno(), "timer_settime failed")
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from ..cache.manager import CacheManager
-from ..cache.routing import RoutingPool
+from ..cache.pool import RoutingPool
 from ..execution.forward import ForwardBatch
 from ..runtime.config import PAGE_SIZE
 from .chunking import ChunkSizer
@@ -38,8 +38,7 @@ logger = logging.getLogger(__name__)
 LOOK_AHEAD = 128
 """Queued requests that one start looks at, when many of them wait for a shared prefix."""
 PAGES_PER_SKIPPED_REQUEST = 2
-"""Free pages that a start leaves for each request it skips: for the unshared end of its prompt, and to grow.
-"""
+"""Free pages left for each skipped request: for the unshared end of its prompt, and to grow."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +60,8 @@ class ScheduledBatch:
 
 
 class Batcher:
+    images = None
+
     def __init__(
         self,
         table: RequestTable,
@@ -68,7 +69,6 @@ class Batcher:
         waiting: WaitingQueue[Request],
         *,
         chunks: ChunkSizer,
-        share_prefixes: bool,
         routing: RoutingPool | None = None,
     ) -> None:
         """``routing`` stores the expert ids of computed tokens; None if the model has no experts."""
@@ -79,7 +79,6 @@ class Batcher:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self._chunk_sizer = chunks
-        self._share = share_prefixes
         self._routing = routing
         self._windows = WindowedSteps(table, cache)
         self._states = LinearStateSteps(table, cache)
@@ -89,14 +88,10 @@ class Batcher:
         """Running requests, by prompt key, that compute a prefix which others wait to share."""
         self._starting: Request | None = None
         """The request that :meth:`_start` works on; it stays set if that raises."""
-        self._decode_slots: np.ndarray | None = (
-            None  # a cache, until requests join or leave the decoding rows
-        )
+        self._decode_slots: np.ndarray | None = None  # until requests join or leave the decoding rows
         self._decode_offset = 0  # rotates the decoding rows while not all of them fit into one step
         self._deferred_releases: list[tuple[Request, bool]] = []
-        """Finished requests whose slot a step in flight still uses; True if their KV may go to the prefix
-        cache.
-        """
+        """Finished requests of a step in flight; True if their KV may go to the prefix cache."""
 
     @property
     def num_running(self) -> int:
@@ -111,12 +106,7 @@ class Batcher:
         return self._chunk_sizer.prompt_tokens
 
     @property
-    def images(self) -> None:
-        return None
-
-    @property
     def num_holding(self) -> int:
-        """Requests that hold KV, including finished ones whose release waits for a step in flight."""
         return len(self._active) + len(self._deferred_releases)
 
     @property
@@ -178,7 +168,6 @@ class Batcher:
 
     @property
     def step_limit(self) -> int | None:
-        """Most tokens of a step after one ran out of memory, or None."""
         return self._chunk_sizer.limit
 
     def halve(self, batch: ScheduledBatch) -> bool:
@@ -240,8 +229,7 @@ class Batcher:
         return len(requests)
 
     def restart_prefills(self) -> int:
-        """Requeue all requests in prefill after a weight commit, so that all of their KV comes from the new
-        weights.
+        """Requeue all requests in prefill after a weight commit: their KV comes from the new weights.
 
         Prompt log-probabilities must come from the weights that sample the first token, so waiting requests
         without output drop the ones they have.
@@ -264,9 +252,7 @@ class Batcher:
             self._release(request, keep_prefix=keep_prefix and kv_is_valid)
 
     def _release_prefix_waiters(self, request: Request) -> None:
-        """Let requests with the same prompt start: ``request`` no longer computes a prefix that they wait
-        for.
-        """
+        """Let requests with the same prompt start, which waited for the prefix of ``request``."""
         if request.computes_shared_prefix:
             request.computes_shared_prefix = False
             self._prefixes_in_progress[request.prompt_key] -= 1
@@ -274,7 +260,6 @@ class Batcher:
                 del self._prefixes_in_progress[request.prompt_key]
 
     def _rotate_decode_rows(self, decode: np.ndarray) -> np.ndarray:
-        """Cut the rows to the step's token limit; those left out come first in the next steps."""
         limit = self._chunk_sizer.limit
         fits = limit is None or len(decode) <= limit
         return decode if fits else np.roll(decode, -self._decode_offset)[:limit]
@@ -298,9 +283,8 @@ class Batcher:
             request = table.by_slot[slot]
             if request is None or request.kv is None:
                 continue  # preempted by an earlier row of this loop
-            while request.kv is not None and not self.cache.extend(
-                request.kv, int(table.scheduled[slot]) + 1
-            ):
+            needed = int(table.scheduled[slot]) + 1
+            while request.kv is not None and not self.cache.extend(request.kv, needed):
                 if self.in_flight:
                     return False
                 self._requeue(self._active[-1], keep_prefix=True)
@@ -363,7 +347,6 @@ class Batcher:
         return chunks
 
     def _prefill_chunks(self, budget: int) -> list[tuple[Request, int]]:
-        """Return ``(request, prompt tokens)`` for at most ``budget`` tokens, new requests last."""
         chunks: list[tuple[Request, int]] = []
         for request in self._prefilling:
             if budget == 0:
@@ -389,8 +372,7 @@ class Batcher:
         return not self._prefixes_in_progress[request.prompt_key] or not self._shareable_pages(request)
 
     def _shareable_pages(self, request: Request) -> int:
-        """Return the number of full pages of its prompt that may come from the prefix cache."""
-        if not self._share:
+        if not self.cache.prefix_cache:
             return 0
         first = None if request.record is None else request.record.first_uncached
         return (len(request.prompt) - 1 if first is None else first) // PAGE_SIZE
@@ -493,26 +475,19 @@ class Batcher:
             forward=forward,
             slots=slots,
             sample_slots=sample_slots,
-            completed=[
-                request
-                for request, taken in chunks
-                if table.scheduled[request.slot] + taken == table.length[request.slot]
-            ],
+            completed=[chunks[row][0] for row in complete],
             num_tokens=len(positions),
             inputs=spans,
         )
-        self._mark_in_flight(batch, ends)
-        self._states.launched(slots, starts)
-        if forward.sampling.special is not None:
-            table.sampling.counted[sample_slots] = ends[samples] + 1
-        return batch
-
-    def _mark_in_flight(self, batch: ScheduledBatch, ends: np.ndarray) -> None:
-        self.table.scheduled[batch.slots] = ends
-        self.table.inflight[batch.slots] += 1
+        table.scheduled[slots] = ends
+        table.inflight[slots] += 1
         for request in batch.completed:
             request.phase = Phase.DECODE
             self._prefilling.remove(request)
             self._decode_slots = None
         if self._chunk_sizer.limit is not None:
-            self._decode_offset += batch.forward.num_decode
+            self._decode_offset += num_decode
+        self._states.launched(slots, starts)
+        if forward.sampling.special is not None:
+            table.sampling.counted[sample_slots] = ends[samples] + 1
+        return batch

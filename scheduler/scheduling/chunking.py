@@ -44,7 +44,6 @@ class ChunkSizer:
         return budget if self.limit is None else max(min(budget, self.limit - num_decode), 0)
 
     def observe(self, prompt_tokens: int, seconds: float) -> None:
-        """Record how long a step with ``prompt_tokens`` prompt tokens took."""
         if prompt_tokens == 0:
             self._base_s += _WEIGHT * (seconds - self._base_s)
             return
@@ -62,7 +61,6 @@ class ChunkSizer:
         self._good_steps, self._has_grown = 0, False
 
     def succeeded(self, tokens: int) -> None:
-        """Record that memory sufficed for a step of ``tokens`` tokens."""
         if self.limit is None or 2 * tokens <= self.limit:  # a small step says nothing about larger ones
             return
         self._good_steps += 1

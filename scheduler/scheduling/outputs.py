@@ -133,9 +133,7 @@ class OutputProcessor(Outputs[Request]):
         self._stamp_number += 1
 
     def record(self, batch: ScheduledBatch, output: HostOutput) -> None:
-        """Record a step's tokens and finish the requests that end; rows of requests that ended in flight are
-        ignored.
-        """
+        """Record a step's tokens and finish requests; rows that ended in flight are ignored."""
         table = self._table
         if output.inputs is not None:
             _record_inputs(batch.inputs, output.inputs)

@@ -23,7 +23,7 @@ from .sampling import LogprobRecord, SamplingColumns, SamplingMaskRecord
 
 if TYPE_CHECKING:
     from ..cache.manager import RequestKV
-    from ..cache.routing import RoutingPool
+    from ..cache.pool import RoutingPool
 
 NO_SLOT = -1
 NO_TOKEN = -1

@@ -83,7 +83,6 @@ class LogprobRecord:
         self.known_inputs = at + len(logprobs)
 
     def forget_inputs(self) -> None:
-        """Drop the prompt's log-probabilities: it is computed again under other weights."""
         self.known_inputs = 0
 
     def output_rows(self, start: int, end: int) -> tuple[LogprobRows | None, LogprobRows | None]:
@@ -161,7 +160,6 @@ class SamplingMaskRecord:
         self.nbytes += ids.nbytes
 
     def at(self, position: int) -> np.ndarray:
-        """Return the token ids of one output position, int32, ascending."""
         return self._positions[position]
 
     def wire(self, count: int) -> SamplingMask | None:
@@ -375,8 +373,6 @@ def _history(table: "RequestTable", slots: np.ndarray) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class InputSpan:
-    """Prompt positions [first, first + count) of ``request`` whose log-probabilities a step computes."""
-
     request: "Request"
     record: LogprobRecord
     first: int

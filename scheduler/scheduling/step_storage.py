@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache.linear_states import RequestState, StateRows
+from ..cache.layer_ledgers import RequestState, StateRows
 from ..cache.manager import CacheManager, RequestKV
 from ..execution.forward import ForwardBatch, StateSegment, StateStep
 from ..runtime.config import PAGE_SIZE
@@ -43,7 +43,7 @@ class WindowedSteps:
         row_of_token = np.repeat(np.arange(len(slots)), counts)
         first = np.cumsum(counts) - counts
         positions = np.arange(len(row_of_token)) - first[row_of_token] + starts[row_of_token]
-        table = windows.storage[page_table]
+        table = windows.behind[page_table]
         pages = table[row_of_token, positions // PAGE_SIZE].astype(np.int64)
         return torch.from_numpy(pages * PAGE_SIZE + positions % PAGE_SIZE), torch.from_numpy(table)
 
@@ -104,11 +104,10 @@ class LinearStateSteps:
     def _segments(
         self, states: StateRows, kv: RequestKV, start: int, end: int, first: int, known: int
     ) -> list[StateSegment]:
-        """Return the segments of a row that computes [start, end), the step's tokens from ``first`` on."""
         state = _state(kv)
         source: int | None = None
         if start:
-            source = state.row if not state.source else int(states.kept[state.source])
+            source = state.row if not state.source else int(states.behind[state.source])
         segments: list[tuple[int, int, int | None]] = []
         at = start
         for pages in sorted({state.branch, min(end, known - 1) // PAGE_SIZE}):

@@ -93,7 +93,6 @@ def _invalid(reason: str, field: str, value: object, **detail: object) -> Caesur
 
 
 def require_room(samples: int, waiting: int, limit: int) -> None:
-    """Raise ``queue_full`` for samples that do not fit into the queue."""
     if waiting + samples > limit:
         reason = f"{waiting} samples are waiting, the limit is {limit}"
         raise CaesuraError(ErrorCode.QUEUE_FULL, reason, waiting=waiting, limit=limit)
@@ -147,7 +146,6 @@ def _check_further_logprobs(message: GenerateReqInput, limit: int, limits: Admis
 
 
 def _check_ids(field: str, ids: list[int], vocab_size: int) -> None:
-    """Refuse ids outside the vocabulary; the wire's types have refused negative ones."""
     if ids and max(ids) >= vocab_size:
         position, value = next((i, token) for i, token in enumerate(ids) if token >= vocab_size)
         reason = f"{field}[{position}] = {value} is outside the vocabulary of {vocab_size}"
@@ -213,7 +211,6 @@ class WaitingQueue(Generic[SampleT]):
         self._count += 1
 
     def push_front(self, requests: list[SampleT]) -> None:
-        """Put retracted or preempted requests at the front, in the given order."""
         for request in reversed(requests):
             request.phase = Phase.WAITING
             self._queue.appendleft(request)
@@ -234,8 +231,7 @@ class WaitingQueue(Generic[SampleT]):
     def start_next(
         self, may_start: Callable[[SampleT], bool], start: Callable[[SampleT, int], bool], look_ahead: int
     ) -> SampleT | None:
-        """Start and remove the first of ``look_ahead`` requests for which ``may_start`` is true; return it or
-        None.
+        """Start the first of ``look_ahead`` requests for which ``may_start`` is true, and remove it.
 
         ``start`` is called with the request and the number of requests it skips. If it returns False there is
         no room now, and no other request is tried. If it raises, the queue is unchanged.

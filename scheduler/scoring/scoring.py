@@ -39,8 +39,7 @@ from ...io_struct import (
 from ...io_struct.generate import GREEDY_BELOW
 from ..cache.allocator import PageAllocator
 from ..execution.build import build_backend, load_model, longest_context, make_pool, require_deterministic
-from ..execution.forward import ForwardBatch, SamplingBatch
-from ..execution.staging import StepLimits
+from ..execution.forward import ForwardBatch, SamplingBatch, StepLimits
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import device_module_for, streams_of
 from ..memory.host_copy import exhaust
@@ -183,7 +182,6 @@ class Scoring:
         self._answer_if_complete(job)
 
     def _check(self, message: ScoreReqInput) -> None:
-        """Refuse a message that could not be scored on an idle engine either."""
         if not 0.0 <= message.temperature <= 1e4:
             raise _invalid("temperature", repr(message.temperature), "must be finite and in [0, 10000]")
         if len(message.start) != len(message.input_ids):
@@ -277,7 +275,6 @@ class Scoring:
         engine.device_cache.after_failure(message)
 
     def _plan(self) -> list["_Span"]:
-        """Return the next chunk: as many tokens of the first sequences as fit, at least one."""
         chunk: list[_Span] = []
         budget = self._chunks.budget()
         for sequence in self._queue:
@@ -318,9 +315,7 @@ class Scoring:
         self._record(chunk, out.cpu().numpy())
 
     def _logprobs(self, hidden: Tensor, targets: Tensor, scales: Tensor) -> Generator[None, None, Tensor]:
-        """Log-probabilities of ``targets`` [S] after ``hidden`` [S, hidden]; logits are divided by ``scales``
-        [S].
-        """
+        """Yield log-probabilities of ``targets`` [S] behind ``hidden``; logits are divided by ``scales``."""
         model, device = self.model, self._device
         vocab_size = model.config.vocab_size
         out = torch.empty(len(targets), dtype=torch.float32, device=device)
@@ -348,7 +343,6 @@ class Scoring:
                 yield
 
     def _record(self, chunk: list["_Span"], logprobs: npt.NDArray[np.float32]) -> None:
-        """Store the results of a chunk in its sequences, and answer the messages that are complete."""
         broken: set[str] = set()
         offset = 0
         for span in chunk:
@@ -424,7 +418,6 @@ def _invalid(name: str, value: object, requirement: str) -> CaesuraError:
 
 
 def _batch(chunk: Sequence[_Span], device: torch.device) -> tuple[ForwardBatch, Tensor]:
-    """Return a batch that computes ``chunk``, and the scored tokens, int64 [S]."""
     positions = [np.arange(span.begin, span.end) for span in chunk]
     q_lens, kv_lens = [span.end - span.begin for span in chunk], [span.end for span in chunk]
     kv_slots = [
@@ -476,7 +469,6 @@ def _scales(chunk: Sequence[_Span], device: torch.device) -> Tensor:
 
 
 def _layers(model: CausalLM) -> list[list[Tensor]]:
-    """Return parameters and derived tensors by decoder layer, according to their names."""
     layers: list[list[Tensor]] = [[] for _ in range(model.config.num_layers)]
     for name, tensor in model.named_storage():
         if (found := _LAYER.match(name)) is not None:

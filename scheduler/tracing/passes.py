@@ -201,21 +201,23 @@ class _Source:
         return name
 
     def text(self, argument: Any) -> str:
-        if isinstance(argument, Value):
-            return argument.name
-        if isinstance(argument, Affine):
-            return f"{argument.scale} * {TOKENS} + {argument.offset}"
-        if isinstance(argument, slice):
-            return f"slice({', '.join(map(self.text, (argument.start, argument.stop, argument.step)))})"
-        if isinstance(argument, dict):
-            return f"{{{', '.join(f'{name!r}: {self.text(each)}' for name, each in argument.items())}}}"
-        if isinstance(argument, list):
-            return f"[{', '.join(map(self.text, argument))}]"
-        if isinstance(argument, tuple):
-            return f"({''.join(f'{self.text(each)}, ' for each in argument)})"
-        if type(argument) in _LITERALS and (not isinstance(argument, float) or argument - argument == 0.0):
-            return repr(argument)
-        return self.constant(argument)
+        return repr(mapped(self._leaf, argument))
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, Value):
+            return _Expression(leaf.name)
+        if isinstance(leaf, Affine):
+            return _Expression(f"{leaf.scale} * {TOKENS} + {leaf.offset}")
+        if type(leaf) in _LITERALS and (not isinstance(leaf, float) or leaf - leaf == 0.0):
+            return leaf
+        return _Expression(self.constant(leaf))
+
+
+class _Expression(str):
+    """Text that a structure's ``repr`` holds as it is."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 def compiled(

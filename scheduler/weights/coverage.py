@@ -5,7 +5,7 @@
 - A stacked tensor is written expert by expert. All its slots are due from its first rows on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -52,7 +52,7 @@ class Coverage:
         if not isinstance(tensor, Stack):
             before = self._rows_before(tensor.name, start_row)
             self._begin(tensor)
-            self.open = (tensor.name, end) if end < _rows(tensor.shape) else None
+            self.open = (tensor.name, end) if end < num_rows(tensor.shape) else None
             yield tensor, before
             if self.open is None:
                 self._finish(tensor, dtype)
@@ -113,5 +113,6 @@ class Coverage:
             self.made_together |= {name: fills, fills: name}
 
 
-def _rows(shape: tuple[int, ...]) -> int:
+def num_rows(shape: Sequence[int]) -> int:
+    """Return the length of dimension 0; a scalar has one row."""
     return shape[0] if shape else 1

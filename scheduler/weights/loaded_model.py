@@ -1,7 +1,6 @@
 """A model with its weights in, as the start of an engine hands it on."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -12,40 +11,31 @@ from ..parallel.group import SINGLE, TensorParallel
 from .loader import WeightLoader
 
 
-class LoadedWeights(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedWeights:
     """Weights of a model of any kind."""
 
-    @property
-    def model(self) -> Weights: ...
-    @property
-    def loader(self) -> WeightLoader: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def digest(self) -> str:
-        """See ``Checkpoint.local_digest``."""
-        ...
-
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of parameters and derived tensors."""
-        ...
-
-    @property
-    def derived_bytes(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    config: ModelConfig
-    model: CausalLM
+    model: Weights
     loader: WeightLoader
     dtype: torch.dtype
     device: torch.device
     digest: str
     """See ``Checkpoint.local_digest``."""
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of parameters and derived tensors."""
+        return sum(tensor.nbytes for _, tensor in self.model.named_storage())
+
+    @property
+    def derived_bytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.model.derived())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel(LoadedWeights):
+    config: ModelConfig
+    model: CausalLM
     parallel: TensorParallel = SINGLE
 
     @property
@@ -57,11 +47,3 @@ class LoadedModel:
     def num_kv_heads(self) -> int:
         """KV heads that this rank stores; 0 with latent attention."""
         return head_windows(self.config.num_heads, self.config.num_kv_heads, self.parallel)[1].length
-
-    @property
-    def weights_bytes(self) -> int:
-        return sum(tensor.nbytes for _, tensor in self.model.named_storage())
-
-    @property
-    def derived_bytes(self) -> int:
-        return sum(tensor.nbytes for _, tensor in self.model.derived())

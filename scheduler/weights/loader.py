@@ -2,14 +2,12 @@
 
 - :meth:`WeightLoader.check` is a dry run of :meth:`WeightLoader.write`: it walks the same tensors and slots
   before a byte is written, and lists every problem at once.
-- A name counts as written only when all its rows are; one that is being rewritten does not until it is
-  complete again.
 - Each of several ranks takes whole tensors and keeps its part. Rows that it does not hold may be left out;
   a source that leaves out the last ones ends with a piece of no rows at the end.
 - The result depends on the tensors alone, not on how they were cut or how often they were written.
 - A tensor may bring another one with it (a wide float its FP8 scales), which must not be among the same
-  specs. If two tensors belong together, the later form counts: one that came in another form is due again.
-- Two tensors may replace one that the model holds (blocks and scales); together they count as that one.
+  specs. Two tensors may replace one that the model holds (blocks and scales); together they count as that
+  one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +24,7 @@ from ..layers.parameters import HalfSlot, TensorSlot
 from ..models.base import Weights
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.dtypes import DTYPES, NAMES
-from .coverage import Coverage
+from .coverage import Coverage, num_rows
 from .mapper import Stack, WeightsMapper
 from .mismatches import Mismatches
 from .source import NamedSpec, WeightPiece
@@ -158,7 +156,7 @@ class WeightLoader:
         self._changed = changed
         end = start + (rows.shape[0] if slot.shape else 1)
         self.counts.written_bytes += (end - before) * prod(slot.shape[1:]) * dtype.itemsize
-        if end < _rows(slot.shape):
+        if end < num_rows(slot.shape):
             return
         self.counts.written_tensors += 1
         self.counts.cast_tensors += dtype != slot.dtype
@@ -307,7 +305,7 @@ def _walk_rows(spec: NamedSpec, tensor: TensorSlot | Stack, coverage: Coverage, 
     assert isinstance(spec, TensorSpec)
     dtype = DTYPES[spec.dtype]
     row_bytes = prod(spec.shape[1:]) * dtype.itemsize
-    count = spec.nbytes // row_bytes if row_bytes else _rows(spec.shape)
+    count = spec.nbytes // row_bytes if row_bytes else num_rows(spec.shape)
     due = coverage.next_row(tensor, spec.start_row)
     if spec.start_row != due:
         disorder.add(spec.name, _out_of_order(spec.start_row, due))
@@ -338,8 +336,3 @@ def _slots_of(tensor: TensorSlot | Stack) -> Sequence[TensorSlot]:
 
 def _component(name: str) -> str:
     return name.partition(".")[0]
-
-
-def _rows(shape: Sequence[int]) -> int:
-    """Return the length of dimension 0; a scalar has one row."""
-    return shape[0] if shape else 1

@@ -21,6 +21,7 @@ from ...io_struct import CaesuraError, ErrorCode, TensorSpec
 from ..layers.parameters import WeightSlot
 from ..memory.storage import bytes_of
 from ..models.base import Weights
+from .coverage import num_rows
 from .loader import WRITE_S
 from .upload import OnStream
 
@@ -44,7 +45,7 @@ def read_into(
     began = perf_counter()
     for spec in specs:
         slot, end = slots[spec.name], spec.offset
-        step = max(1, READ_BYTES * _rows(slot) // max(1, spec.nbytes))
+        step = max(1, READ_BYTES * num_rows(slot.shape) // max(1, spec.nbytes))
         for start, stop in _row_ranges(slot, step):
             with on_stream():
                 rows = slot.read(start, stop).contiguous().reshape(-1).view(torch.uint8)
@@ -88,7 +89,7 @@ class Held(msgspec.Struct, array_like=True, frozen=True):
 
 
 def is_divided(slot: WeightSlot) -> bool:
-    return slot.owned_columns is not None or sum(map(len, slot.owned)) != _rows(slot)
+    return slot.owned_columns is not None or sum(map(len, slot.owned)) != num_rows(slot.shape)
 
 
 def require_placeable(slots: Iterator[WeightSlot]) -> None:
@@ -157,15 +158,15 @@ def require_finite(
     model: Weights, names: Collection[str], on_stream: OnStream
 ) -> Generator[None, None, None]:
     """Raise ``weights_not_finite`` if :func:`find_non_finite` finds anything; yields between slices."""
-    search, found = find_non_finite(model, names), None
-    while found is None:
+    search = find_non_finite(model, names)
+    while True:
         with on_stream():
             try:
                 next(search)
             except StopIteration as end:
-                found = end.value
-        if found is None:
-            yield
+                found: list[NonFinite] = end.value
+                break
+        yield
     if not found:
         return
     named = ", ".join(map(str, found[:NAMED]))
@@ -207,10 +208,6 @@ def _slice_rows(slot: WeightSlot) -> int:
 
 
 def _row_ranges(slot: WeightSlot, step: int) -> Iterator[tuple[int, int]]:
-    rows = _rows(slot)
+    rows = num_rows(slot.shape)
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
-
-
-def _rows(slot: WeightSlot) -> int:
-    return slot.shape[0] if slot.shape else 1

@@ -1,14 +1,18 @@
 """What a transport delivers: named tensors, in pieces. A transport never sees a model.
 
+Everywhere but on the wire and in files, a tensor of a model of components is called ``component.name``.
+
 Frames of a message are the simplest source: read where libzmq put them (8-byte aligned), never unpickled,
 released when the call has been answered. A sender has at most two messages of half a bucket under way.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -17,7 +21,7 @@ from ..runtime.dtypes import DTYPES
 
 
 class NamedSpec(Protocol):
-    """Description of a tensor before it comes: io_struct's TensorSpec, or a checkpoint's StoredTensor."""
+    """Description of a tensor before it comes: io_struct's TensorSpec, or safetensors' TensorEntry."""
 
     @property
     def name(self) -> str: ...
@@ -66,6 +70,53 @@ class WeightSource(Protocol):
     def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Pieces:
         """Yield pieces of about ``bucket_bytes``; ``skip(name)`` is asked once for each tensor."""
         ...
+
+
+def chosen(known: tuple[str, ...], named: str | None) -> str | None:
+    """Return the component that a call writes if it names ``named``; None for a model without components.
+
+    Raises CaesuraError ``invalid_request`` if there is no such component.
+    """
+    if named is None:
+        return known[0] if known else None
+    if named not in known:
+        said = f"is none of {', '.join(known)}" if known else "is given, and this model has no components"
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST, f"component = {named!r} {said}", field="component", value=named
+        )
+    return named
+
+
+def in_component(source: WeightSource, component: str | None) -> WeightSource:
+    return source if component is None else ComponentSource(source, component)
+
+
+class ComponentSource:
+    """Tensors of one component, under the model's names."""
+
+    def __init__(self, inner: WeightSource, component: str) -> None:
+        self.inner = inner
+        self.component = component
+        self.name, self.total_bytes, self.complete = inner.name, inner.total_bytes, inner.complete
+        self.specs = renamed(inner.specs, component)
+        self._prefix = f"{component}."
+
+    def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Pieces:
+        with closing(self.inner.pieces(bucket_bytes, lambda name: skip(self._prefix + name))) as pieces:
+            for piece in pieces:
+                yield None if piece is None else replace(piece, name=self._prefix + piece.name)
+
+
+def renamed(specs: Iterable[Any], component: str | None) -> list[Any]:
+    """Return ``specs`` under the model's names."""
+    if component is None:
+        return list(specs)
+    return [
+        msgspec.structs.replace(spec, name=f"{component}.{spec.name}")
+        if isinstance(spec, TensorSpec)
+        else replace(spec, name=f"{component}.{spec.name}")
+        for spec in specs
+    ]
 
 
 @dataclass(frozen=True, slots=True)

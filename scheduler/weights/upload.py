@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,9 +40,12 @@ OnStream = Callable[[], AbstractContextManager[Any]]
 class WriteStream:
     """The stream of a device on which weights are written, and a side stream on which bytes arrive."""
 
-    def __init__(self, streams: StreamModule, on_stream: OnStream = nullcontext) -> None:
+    def __init__(
+        self, streams: StreamModule, on_stream: OnStream = nullcontext, device: torch.device | str = "cpu"
+    ) -> None:
         """Without ``on_stream``, weights are written on whichever stream is current."""
         self.on_stream = on_stream
+        self.device = torch.device(device)
         self._streams = streams
         self._side = streams.Stream()
 
@@ -69,10 +73,23 @@ class WriteStream:
         """Wait until all bytes have arrived that were sent."""
         self._side.synchronize()
 
+    def upload(self, source: WeightSource, bucket_bytes: int, skip: Skip) -> Pieces:
+        """Yield the pieces of ``source`` on the device, valid for the writing stream. Those that are there
+        already are passed on.
+        """
+        load = _Load(self, bucket_bytes)
+        try:
+            if isinstance(source, ReadAhead):
+                yield from load.read_ahead(source.fills(bucket_bytes, skip))
+            else:
+                yield from load.packed(source.pieces(bucket_bytes, skip))
+        finally:
+            load.close()
+
 
 def write_stream_of(device: torch.device, on_stream: OnStream = nullcontext) -> WriteStream | None:
     streams = streams_of(device_module_for(device))
-    return None if streams is None else WriteStream(streams, on_stream)
+    return None if streams is None else WriteStream(streams, on_stream, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,35 +157,11 @@ class _Bucket:
         self.filled += -(-rows.nbytes // _ALIGN) * _ALIGN
 
 
-class Uploader:
-    def __init__(self, stream: WriteStream, device: torch.device) -> None:
-        self._stream = stream
-        self._device = device
-
-    def pieces(self, source: WeightSource, bucket_bytes: int, skip: Skip) -> Pieces:
-        """Yield the pieces of ``source`` on the device, valid for the writing stream. Those that are there
-        already are passed on.
-        """
-        load = _Load(self._stream, self._device, bucket_bytes)
-        try:
-            if isinstance(source, ReadAhead):
-                yield from load.read_ahead(source.fills(bucket_bytes, skip))
-            else:
-                yield from load.packed(source.pieces(bucket_bytes, skip))
-        finally:
-            load.close()
-
-
-def uploader_of(stream: WriteStream | None, device: torch.device) -> Uploader | None:
-    return None if stream is None else Uploader(stream, device)
-
-
 class _Load:
     """The buckets of one load."""
 
-    def __init__(self, stream: WriteStream, device: torch.device, bucket_bytes: int) -> None:
+    def __init__(self, stream: WriteStream, bucket_bytes: int) -> None:
         self._stream = stream
-        self._device = device
         self._bucket_bytes = bucket_bytes
         self._made = 0
         self._free: deque[_Bucket] = deque()
@@ -232,8 +225,8 @@ class _Load:
         self._made += bucket is None
         with self._stream.on_stream():
             # Memory of the writing stream: what that one has been given may still use it.
-            device = torch.empty(size, dtype=torch.uint8, device=self._device)
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type != "cpu")
+            device = torch.empty(size, dtype=torch.uint8, device=self._stream.device)
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=device.device.type != "cpu")
             return _Bucket(host, device, self._stream.here())
 
     def _send(self, bucket: _Bucket) -> None:
@@ -262,9 +255,8 @@ class _Load:
 
 
 def pieces_of(
-    source: WeightSource, loader: WeightLoader, uploader: Uploader | None, bucket_bytes: int
+    source: WeightSource, loader: WeightLoader, stream: WriteStream | None, bucket_bytes: int
 ) -> Pieces:
-    """Return the pieces of ``source``, on the weights' device if it has streams."""
-    if uploader is None:
-        return source.pieces(bucket_bytes, loader.skip)
-    return uploader.pieces(source, bucket_bytes, loader.skip)
+    """Return the pieces of ``source``, on the weights' device if it has streams: else the loader copies."""
+    read = source.pieces if stream is None else partial(stream.upload, source)
+    return read(bucket_bytes, loader.skip)

@@ -174,7 +174,7 @@ def where(name: str, *folders: str) -> set[str]:
             "sampling parameter",
             "min_p",
             ["io_struct", "process", "transfer", "scheduler", "client", "integrations"],
-            {"test_min_p.py"},
+            {"test_sampler.py"},
         ),
         (
             "HTTP route",

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from campaigns.mutation import __main__ as mutation
-from campaigns.mutation.__main__ import (
+from campaigns import mutation
+from campaigns.mutation import (
     EQUIVALENT,
     EQUIVALENTS,
     KILLED,
@@ -15,10 +15,13 @@ from campaigns.mutation.__main__ import (
     SURVIVED,
     TIMEOUT,
     TREE,
-    Outcome,
-    reason_of,
+    Mutant,
+    Place,
+    draw,
+    outcome,
+    places_of_interest,
+    statement_lines,
 )
-from campaigns.mutation.mutants import Place, draw, mutant_of, places_of_interest, statement_lines
 
 SOURCE = '''"""Arithmetic."""
 from functools import cache
@@ -102,16 +105,16 @@ def test_values_defaults_and_conditions_are_drawn():
 
 def test_equal_seeds_draw_equal_mutants():
     places = places_of_interest(SOURCE, places_of("+"))
-    first, again = (draw("thing.py", SOURCE, places, replaced, 2, seed=5) for _ in range(2))
+    first, again = (draw("thing.py", SOURCE, places, 2, 5, replaced) for _ in range(2))
     assert first == again
     assert len(first) == 2
-    drawn = {tuple(draw("thing.py", SOURCE, places, replaced, 1, seed=seed)) for seed in range(20)}
+    drawn = {tuple(draw("thing.py", SOURCE, places, 1, seed, replaced)) for seed in range(20)}
     assert len(drawn) == 3
 
 
 def test_equivalent_and_invalid_mutants_are_never_drawn():
     places = places_of_interest(SOURCE, [*places_of(" number"), *places_of("LIMIT"), *places_of(">")])
-    drawn = draw("thing.py", SOURCE, places, replaced, 100, seed=1)
+    drawn = draw("thing.py", SOURCE, places, 100, 1, replaced)
     assert [(mutant.function, mutant.before, mutant.after) for mutant in drawn] == [
         ("bounded", "if number > LIMIT:", "if number >= LIMIT:")
     ]
@@ -119,14 +122,12 @@ def test_equivalent_and_invalid_mutants_are_never_drawn():
 
 
 def test_mutants_with_compile_warnings_are_never_drawn():
-    assert (
-        draw("thing.py", "x = 1 == 1\n", [Place((1, 6), "==", 0)], lambda *_: "x = 1 is 1\n", 1, seed=1) == []
-    )
+    assert draw("thing.py", "x = 1 == 1\n", [Place((1, 6), "==", 0)], 1, 1, lambda *_: "x = 1 is 1\n") == []
 
 
 def test_two_ways_to_one_text_are_one_mutant():
     places = [Place((22, 14), ">", 0), Place((22, 14), ">", 1)]
-    assert len(draw("thing.py", SOURCE, places, replaced, 100, seed=1)) == 1
+    assert len(draw("thing.py", SOURCE, places, 100, 1, replaced)) == 1
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_the_statement_around_a_line(line, lines):
 
 
 def test_an_equivalent_is_known_by_module_function_and_both_lines():
-    mutant = mutant_of(
+    mutant = Mutant.of(
         "thing.py", SOURCE, SOURCE.replace("number > LIMIT", "number >= LIMIT"), Place((22, 14), ">", 0)
     )
     entry = {
@@ -148,9 +149,9 @@ def test_an_equivalent_is_known_by_module_function_and_both_lines():
         "becomes": "if number >= LIMIT:",
         "reason": "at the limit both returns give the limit",
     }
-    assert reason_of(mutant, [entry]) == entry["reason"]
+    assert mutant.reason([entry]) == entry["reason"]
     for key in ("module", "function", "line", "becomes"):
-        assert reason_of(mutant, [entry | {key: "another"}]) is None
+        assert mutant.reason([entry | {key: "another"}]) is None
 
 
 def test_the_list_of_equivalents_speaks_of_lines_that_are_there():
@@ -163,16 +164,15 @@ def test_the_list_of_equivalents_speaks_of_lines_that_are_there():
 
 
 def test_every_path_of_the_table_is_there():
-    for module, tests in MODULES.items():
-        for path in (module, *tests.near, *tests.wide):
+    for module, stages in MODULES.items():
+        for path in (module, *sum(stages, ())):
             assert (TREE / path).is_file(), path
 
 
 def test_the_score_leaves_equivalents_out():
-    mutant = mutant_of("thing.py", SOURCE, SOURCE.replace("3 + 4", "3 - 4"), Place((9, 10), "+", 0))
+    mutant = Mutant.of("thing.py", SOURCE, SOURCE.replace("3 + 4", "3 - 4"), Place((9, 10), "+", 0))
     verdicts = [KILLED, KILLED, TIMEOUT, SURVIVED, EQUIVALENT]
-    outcomes = [Outcome(mutant, verdict, 1.0, 3, "") for verdict in verdicts]
-    assert mutation.score(outcomes) == 0.75
+    outcomes = [outcome(mutant, verdict) for verdict in verdicts]
     assert mutation.table(outcomes).splitlines()[-2:] == [
         "| `thing.py` | 5 | 3 | 1 | 1 | 1 | 75.0% |",
         "| all | 5 | 3 | 1 | 1 | 1 | 75.0% |",
@@ -182,10 +182,7 @@ def test_the_score_leaves_equivalents_out():
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from campaigns.mutation.mutants import Place, mutant_of, statement_lines
-from campaigns.mutation.sandbox import Sandbox
-from campaigns.mutation import __main__ as mutation
-from campaigns.mutation.__main__ import Tests, attempt
+from campaigns.mutation import Mutant, Place, Sandbox, attempt, statement_lines
 
 tree, folder = Path(sys.argv[1]), Path(sys.argv[2])
 sandbox = Sandbox(tree, folder, preloaded=())
@@ -194,13 +191,13 @@ source = (tree / "thing.py").read_text()
 
 def outcome(old, new):
     line = source[: source.index(old)].count("\\n") + 1
-    mutant = mutant_of("thing.py", source, source.replace(old, new), Place((line, 0), "-", 0))
-    found = attempt(sandbox, reached, mutant, source, Tests(("tests/test_thing.py",), ()))
-    return [found.verdict, found.tests, found.by]
+    mutant = Mutant.of("thing.py", source, source.replace(old, new), Place((line, 0), "-", 0))
+    found = attempt(sandbox, reached, mutant, source, (("tests/test_thing.py",), ()))
+    return [found["verdict"], found["tests"], found["by"]]
 
 endless = "    while True:\\n        pass\\n    if True:"
 sandbox.write("thing.py", source.replace("    if number > LIMIT:", endless))
-loops = sandbox.test(["tests/test_thing.py::test_bounded"], 1.0).verdict
+loops = sandbox.test(["tests/test_thing.py::test_bounded"], 1.0)[0]
 sandbox.write("thing.py", source)
 print(json.dumps({
     "reached": {
@@ -211,7 +208,7 @@ print(json.dumps({
     "survived": outcome("number > LIMIT", "number >= LIMIT"),
     "broken": outcome("3 + 4", "3 + None"),
     "loops": loops,
-    "after": sandbox.test(["tests/test_thing.py"], 60).verdict,
+    "after": sandbox.test(["tests/test_thing.py"], 60)[0],
 }))
 """
 
@@ -255,7 +252,7 @@ def test_one_mutant_is_killed_and_one_survives(tmp_path):
 
 def test_cosmic_rays_changes_are_listed_and_made():
     pytest.importorskip("cosmic_ray")
-    from campaigns.mutation.operators import all_places, changed_source
+    from campaigns.mutation import all_places, changed_source
 
     places = places_of_interest(SOURCE, all_places(SOURCE))
     assert {place.start[0] for place in places} == {9, 13, 16, 22}

@@ -8,8 +8,6 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import torch
-
 from caesura.io_struct import CaesuraError
 from caesura.scheduler.weights.transports.disk import open_checkpoint
 
@@ -34,9 +32,7 @@ def target(data: bytes) -> None:
             (folder / name).write_bytes(parts[min(number, len(parts) - 1)])
     try:
         checkpoint = open_checkpoint(folder)
-        read = sum(
-            piece.rows.nbytes for piece in checkpoint.pieces(torch.empty(BUCKET_BYTES, dtype=torch.uint8))
-        )
+        read = sum(piece.rows.nbytes for piece in checkpoint.pieces(BUCKET_BYTES))
     except CaesuraError as error:
         assert error.code == "checkpoint_error", error
         return

@@ -5,7 +5,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from caesura.scheduler.attention.backends import Choice, Shape, choose, failure_of
+from caesura.scheduler.attention.backends import Choice, choose, failure_of
+from caesura.scheduler.attention.shape import Shape
 from caesura.scheduler.runtime.config import EngineConfig
 
 pytestmark = [

@@ -25,11 +25,11 @@ def kinds(table: tuple) -> list:
 
 
 def reason_of(kind: fp8_products.Dense | fp8_products.Experts) -> str | None:
-    attempt = fp8_products._try_dense if isinstance(kind, fp8_products.Dense) else fp8_products._try_experts
-    return self_test.failure(lambda: attempt(kind, DEVICE), fp8_products._AGREEMENT, "a product with it")
+    attempt = fp8_products.try_dense if isinstance(kind, fp8_products.Dense) else fp8_products.try_experts
+    return self_test.failure(lambda: attempt(kind, DEVICE), fp8_products.AGREEMENT, "a product with it")
 
 
-@pytest.mark.parametrize("kind", kinds(fp8_products._DENSE) + kinds(fp8_products._EXPERTS))
+@pytest.mark.parametrize("kind", kinds(fp8_products.DENSE) + kinds(fp8_products.EXPERTS))
 def test_each_library_that_is_there_agrees(kind):
     reason = reason_of(kind)
     if reason is not None and "No module named" in reason:

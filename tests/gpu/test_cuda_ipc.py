@@ -60,7 +60,7 @@ def push(engine, memory: SharedBucket, weights: dict[str, torch.Tensor]) -> int:
     with engine.weight_update() as update:
         for part in parts:
             request = UpdateWeightsFromIPCReqInput(handle=memory.handle, specs=memory.fill(part))
-            engine._call(request, WeightUpdateReqOutput, 30)
+            engine.start(request, WeightUpdateReqOutput).result()
     assert update.result.committed
     return len(parts)
 
@@ -100,9 +100,8 @@ def test_a_handle_out_of_bounds_is_refused_and_the_engine_lives(engine, models, 
         ):
             handle = msgspec.structs.replace(memory.handle, **changes)
             with pytest.raises(EngineError) as caught:
-                engine._call(
-                    UpdateWeightsFromIPCReqInput(handle=handle, specs=specs), WeightUpdateReqOutput, 30
-                )
+                request = UpdateWeightsFromIPCReqInput(handle=handle, specs=specs)
+                engine.start(request, WeightUpdateReqOutput).result()
             assert caught.value.code == "invalid_request", changes
     assert engine.status().weights == "valid"
     assert engine.check_weights("checksum").total == cold[0]

@@ -8,7 +8,7 @@ import torch
 
 from caesura.scheduler import kernels
 from caesura.scheduler.execution import sampler as sampler_module
-from caesura.scheduler.execution.forward import SamplingBatch
+from caesura.scheduler.execution.forward import SamplingBatch, moved
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
 
 pytestmark = [
@@ -55,12 +55,12 @@ def batch_of(vocab_size: int) -> SamplingBatch:
 
 def on_device(logits: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
     sampler = Sampler(logits.shape[1], 32, "cuda", logits.dtype)
-    there, moved = logits.cuda(), batch.to(torch.device("cuda"))
-    sampler.sample(there, moved)
+    there, rows = logits.cuda(), moved(batch, torch.Tensor.cuda)
+    sampler.sample(there, rows)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        return sampler.sample(there, moved)
+        return sampler.sample(there, rows)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

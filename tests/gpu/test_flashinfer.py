@@ -4,12 +4,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from support.forward_batches import Row, forward_batch
+from support.forward_batches import Row, attention_shape, forward_batch
 
 from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
-from caesura.scheduler.execution.forward import ForwardBatch
+from caesura.scheduler.execution.forward import ForwardBatch, StepLimits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,8 +36,8 @@ def batch_of(rows: list[tuple[int, int]], num_decode: int, seed: int) -> Forward
 
 
 def backends(heads: int, kv_heads: int, size: int) -> tuple[FlashInferBackend, SdpaBackend]:
-    made = []
-    for make in (FlashInferBackend, SdpaBackend):
+    pools = []
+    for _ in range(2):
         pool = MHAPool(
             num_layers=1,
             num_pages=PAGES,
@@ -49,9 +49,9 @@ def backends(heads: int, kv_heads: int, size: int) -> tuple[FlashInferBackend, S
         torch.manual_seed(1)
         for storage in pool.layer(0):
             storage.normal_()
-        options = {"max_rows": 8, "max_tokens": 300, "max_pages": 20} if make is FlashInferBackend else {}
-        made.append(make(pool, heads, kv_heads, size, **options))
-    return made[0], made[1]
+        pools.append(pool)
+    shape, limits = attention_shape(pools[0], heads), StepLimits(rows=8, tokens=300, context_len=20 * 16)
+    return FlashInferBackend(pools[0], shape, limits), SdpaBackend(pools[1], shape)
 
 
 def inputs(tokens: int, heads: int, kv_heads: int, size: int) -> tuple[torch.Tensor, ...]:

@@ -4,12 +4,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from support.forward_batches import Row, forward_batch
+from support.forward_batches import Row, attention_shape, forward_batch
 
 from caesura.scheduler.attention.flashinfer_mla import FlashInferLatentBackend, kernels_of
 from caesura.scheduler.attention.mla import LatentBackend
 from caesura.scheduler.cache.pool import MLAPool
-from caesura.scheduler.execution.forward import ForwardBatch
+from caesura.scheduler.execution.forward import ForwardBatch, StepLimits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,9 +41,9 @@ def backends(heads: int, kernels: str) -> tuple[FlashInferLatentBackend, LatentB
     torch.manual_seed(1)
     pools[0].layer(0).normal_()
     pools[1].layer(0).copy_(pools[0].layer(0))
-    limits = {"max_rows": 8, "max_tokens": 300, "max_pages": 20}
-    ours = FlashInferLatentBackend(pools[0], heads, LATENT, SCALE, kernels=kernels, **limits)
-    return ours, LatentBackend(pools[1], heads, SCALE)
+    shape = attention_shape(pools[0], heads, SCALE, latent=LATENT)
+    limits = StepLimits(rows=8, tokens=300, context_len=20 * 16)
+    return FlashInferLatentBackend(pools[0], shape, limits, kernels), LatentBackend(pools[1], shape)
 
 
 def inputs(tokens: int, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

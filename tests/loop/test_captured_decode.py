@@ -209,7 +209,7 @@ def test_the_configuration_chooses_the_backend(paths, wanted, found):
     )
     loaded, pool, routing, _ = build.build_components(config, residency.ComponentResidencyManager("cpu"))
     if found is not None:
-        assert type(build.build_runner(config, loaded, pool, routing)._backend).__name__ == found
+        assert type(build.build_runner(config, loaded, pool, routing).backend).__name__ == found
         return
     with pytest.raises(CaesuraError, match="on CUDA, not on cpu") as caught:
         build.build_runner(config, loaded, pool, routing)

@@ -15,7 +15,6 @@ from caesura.io_struct import (
     PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
-    encode,
 )
 from caesura.scheduler.weights import reading
 
@@ -98,10 +97,7 @@ def test_a_refused_commit_counts_as_a_failed_update(checking, tiny_model):
     message = UpdateWeightsFromTensorReqInput(specs=specs)
     rid = checking.generate([5, 6, 7], 20)
     checking.tick(2)
-    checking.client("main").send_multipart([encode(message), *frames])
-    checking._inbox.await_one_more()
-    checking.tick(50)
-    error = assert_error(checking.replies.pop(message.id), "weights_not_finite")
+    error = assert_error(checking.call(message, buffers=frames), "weights_not_finite")
     assert error.detail["non_finite"] == [{"name": NORM, "count": 1, "total": norm.numel()}]
     status = checking.status()
     assert [(each.source, each.committed, each.failed) for each in status.totals.updates] == [

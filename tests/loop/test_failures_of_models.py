@@ -79,10 +79,10 @@ def runner_of(driver: EngineDriver) -> model_runner.ModelRunner:
 
 
 HOST_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
-    "plan": lambda driver: (runner_of(driver)._backend, "plan"),
+    "plan": lambda driver: (runner_of(driver).backend, "plan"),
     "forward": lambda driver: (runner_of(driver).model, "forward"),
     "logits": lambda driver: (runner_of(driver).model, "logits"),
-    "sample": lambda driver: (runner_of(driver)._sampler, "sample"),
+    "sample": lambda driver: (runner_of(driver).sampler, "sample"),
     "output": lambda driver: (model_runner, "_host_output"),
 }
 
@@ -125,13 +125,13 @@ def test_experts_are_recorded_once(moe_model, monkeypatch, depth):
         expected = play(driver, routed=True)
         for number in (0, 1, 2, 9):
             with monkeypatch.context() as patch:
-                Fault(patch, runner_of(driver)._sampler, "sample", NO_MEMORY[0], {number}, after=True)
+                Fault(patch, runner_of(driver).sampler, "sample", NO_MEMORY[0], {number}, after=True)
                 assert_same(play(driver, routed=True), expected)
 
 
 DEVICE_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
     "staging": lambda driver: (runner_of(driver)._inputs, "_write"),
-    "copied": lambda driver: (staging, "_sampling"),
+    "copied": lambda driver: (staging.InputStaging, "_sampling"),
     "replay": lambda driver: (runner_of(driver).graphs, "replay"),
     "logits": lambda driver: (runner_of(driver).model, "logits"),
     "results": lambda driver: (runner_of(driver)._outputs, "send"),

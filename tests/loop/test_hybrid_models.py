@@ -14,7 +14,6 @@ from support.checkpoints import (
     make_fp8_checkpoint,
 )
 from support.faults import NO_MEMORY, Fault
-from support.ranks import RankAlone
 from support.scripted import EngineDriver, tokens_of
 
 from caesura.io_struct import (
@@ -32,6 +31,7 @@ from caesura.io_struct import (
 from caesura.scheduler.execution.build import load_model
 from caesura.scheduler.kernels.native import why_not
 from caesura.scheduler.models.config import load_model_config
+from caesura.scheduler.parallel.group import TensorParallel
 from caesura.scheduler.runtime.config import EngineConfig
 
 VOCAB, TOLERANCE = 97, 1e-4
@@ -59,7 +59,7 @@ class Models:
     @property
     def runner(self):
         runner = self.driver.engine.runner
-        return runner if self.tp == 1 else runner._own
+        return runner if self.tp == 1 else runner.own
 
 
 THREE = {
@@ -218,7 +218,7 @@ def test_an_update_from_disk_is_a_cold_load_and_states_survive_neither_it_nor_a_
     assert driver.result(rid).cached_tokens == 0
     driver.call(PauseGenerationReqInput(mode="retract"))
     driver.call(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
-    pool = models.runner._backend._pool
+    pool = models.runner.backend.pool
     assert not any(storage.any() for layer in range(3) for storage in pool.layer(layer))
     driver.call(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
     driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
@@ -226,7 +226,7 @@ def test_an_update_from_disk_is_a_cold_load_and_states_survive_neither_it_nor_a_
     driver.run_until_idle()
     assert driver.result(again).output_logprobs == driver.result(rid).output_logprobs
     config = EngineConfig(model_path=models.paths[1], dtype="float32", device="cpu")
-    cold = load_model(config, parallel=RankAlone(0, models.tp))
+    cold = load_model(config, parallel=TensorParallel(0, models.tp))
     ours = dict(models.runner.model.named_storage())
     for name, tensor in cold.model.named_storage():
         assert torch.equal(ours[name], tensor), name
@@ -250,7 +250,7 @@ def test_a_step_that_ran_out_of_memory_between_two_layers(models, monkeypatch):
     driver, prompts = models.driver, [prompt_of(60, 11), prompt_of(20, 12)]
     rids = {send(driver, prompt, 20): prompt for prompt in prompts}
     driver.tick(9)
-    backend = models.runner._backend
+    backend = models.runner.backend
     with monkeypatch.context() as patch:
         fault = Fault(patch, backend, "delta" if why_not() else "compiled", NO_MEMORY[1], {2})
         driver.tick(1)

@@ -15,7 +15,7 @@ pytest.importorskip("diffusers")
 from support.image_requests import STEPS, TEXT, refusal, request
 from support.pipelines import tensors_of
 
-from caesura.scheduler.images import footprint
+from caesura.scheduler.images import memory_limit
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def run(driver, message, buffers=()):
 
 
 def held(driver):
-    samples = driver.engine.batcher._running
-    embeds = {id(s.conditioning): [s.conditioning.embeds, s.conditioning.negative] for s in samples}
-    tensors = [each for both in embeds.values() for part in both for each in (part or {}).values()]
+    samples = driver.engine.batcher.running
+    prompts = {id(prompt): prompt for sample in samples for prompt in sample.conditioning.prompts}
+    tensors = [each for prompt in prompts.values() for each in (prompt.embeds or {}).values()]
     tensors += [sample.latent for sample in samples if sample.latent is not None]
     arrays = [each for sample in samples for each in sample.latents.values()]
     arrays += [sample.image for sample in samples if sample.image is not None]
@@ -49,9 +49,8 @@ def announced(driver, message):
     driver.tick()
     sample = driver.engine.live.samples(message.id)[0]
     conditioning = sample.conditioning
-    assert conditioning.embeds is not None, "it has started"
-    embeds = [conditioning.embeds, conditioning.negative or {}]
-    there = sum(each.nbytes for part in embeds for each in part.values())
+    assert conditioning.prompt.embeds is not None, "it has started"
+    there = sum(each.nbytes for prompt in conditioning.prompts for each in (prompt.embeds or {}).values())
     driver.run_until_idle()
     assert conditioning.nbytes == pytest.approx(there, rel=0.2)
     return sample.latent_bytes + sample.kept_bytes, conditioning.nbytes
@@ -60,7 +59,7 @@ def announced(driver, message):
 @pytest.mark.parametrize("mode", [None, "in_place", "retract"])
 def test_samples_wait_rather_than_hold_more_than_they_may(driver, mode):
     sample, prompt = announced(driver, request(guidance_scale=3.0))
-    driver.engine.batcher._limit.device = limit = prompt * 2 + sample * 3
+    driver.engine.batcher.limit.device = limit = prompt * 2 + sample * 3
     messages = [request(n=n, prompt=text, guidance_scale=3.0) for n, text in ((2, "a blue"), (5, "green"))]
     for message in messages:
         driver.send(message)
@@ -68,7 +67,7 @@ def test_samples_wait_rather_than_hold_more_than_they_may(driver, mode):
     for _ in range(2 * STEPS):
         driver.tick()
         most = max(most, held(driver))
-        assert 0 < len(driver.engine.batcher._running) < 7
+        assert 0 < len(driver.engine.batcher.running) < 7
     assert 0.7 * limit < most < 1.2 * limit, "as many as may, and no more"
     if mode is not None:
         driver.call(PauseGenerationReqInput(mode=mode))
@@ -82,7 +81,7 @@ def test_samples_wait_rather_than_hold_more_than_they_may(driver, mode):
 def test_a_large_sample_keeps_its_place_and_starts_alone(driver):
     """Whatever it takes: nothing would be there sooner by waiting for more."""
     sample, prompt = announced(driver, request())
-    driver.engine.batcher._limit.device = prompt + sample
+    driver.engine.batcher.limit.device = prompt + sample
     small, large, last = request(), request(width=32, height=32), request()
     for message in (small, large, last):
         driver.send(message)
@@ -106,7 +105,7 @@ def test_embeddings_that_wait_are_limited(driver):
     ]
     buffers = [np.ascontiguousarray(each).tobytes() for each in arrays.values()]
     nbytes = sum(map(len, buffers))
-    driver.engine.batcher._limit.device = 4 * nbytes
+    driver.engine.batcher.limit.device = 4 * nbytes
     driver.call(PauseGenerationReqInput(mode="in_place"))
     given = [request(prompt=None, tensors=specs, n=3) for _ in range(2)]
     for message in given:
@@ -119,7 +118,7 @@ def test_embeddings_that_wait_are_limited(driver):
     driver.run_until_idle()
     for message in (*given, text):
         assert {reason.type for reason in reasons(driver, message)} == {"length"}
-    driver.engine.batcher._limit.device = 1
+    driver.engine.batcher.limit.device = 1
     assert run(driver, request(prompt=None, tensors=specs), buffers)[0].type == "length", "it is the only one"
 
 
@@ -127,18 +126,18 @@ def test_embeddings_that_wait_are_limited(driver):
 def memory(monkeypatch):
     """Free and total bytes of the host, of which steps of any size ask."""
     known = [1 << 40, 1 << 40]
-    monkeypatch.setattr(footprint, "WORTH_ASKING", 0)
-    monkeypatch.setattr(footprint, "free_and_total", lambda module: tuple(known))
+    monkeypatch.setattr(memory_limit, "WORTH_ASKING", 0)
+    monkeypatch.setattr(memory_limit, "free_and_total", lambda module: tuple(known))
     return known
 
 
 def least_of(driver):
-    least = driver.engine.runner._footprint.least
+    least = driver.engine.runner.footprint.least
     return max(least("denoise", 1, (16, 16)), least("decode", 1, (16, 16)))
 
 
 def test_an_image_too_large_for_the_machine_is_refused(driver, memory):
-    least = driver.engine.runner._footprint.least
+    least = driver.engine.runner.footprint.least
     memory[:] = [0, least("decode", 1, (16, 16))]
     reply = refusal(driver, request(width=32))
     assert (reply.code, reply.detail) == (
@@ -151,7 +150,7 @@ def test_an_image_too_large_for_the_machine_is_refused(driver, memory):
 
 
 def test_a_prompt_too_long_for_the_machine_is_refused(driver, memory):
-    least = driver.engine.runner._footprint.least_encoding
+    least = driver.engine.runner.footprint.least_encoding
     clip = 8
     memory[1] = least(1, [clip, clip, 400])
     reply = refusal(driver, request(max_sequence_length=800))
@@ -188,7 +187,7 @@ def test_prompts_that_do_not_fit_together_are_encoded_apart(driver, memory, monk
         return encode(prompts)
 
     monkeypatch.setattr(runner, "_encode", encoded)
-    memory[0] = runner._footprint.least_encoding(2, [8, 8, TEXT])
+    memory[0] = runner.footprint.least_encoding(2, [8, 8, TEXT])
     messages = [request(prompt=text) for text in ("a red", "a blue", "a green", "a red circle")]
     for message in messages:
         driver.send(message)

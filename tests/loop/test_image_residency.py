@@ -376,7 +376,7 @@ def test_the_cache_is_emptied_where_something_large_has_left(pipelines, monkeypa
 
 def test_an_engine_lives_on_when_a_step_or_a_component_does_not_fit(pipelines, expected, monkeypatch):
     with engine(pipelines("sd3"), "offload", "layerwise") as driver:
-        family, failures = driver.engine.runner._family, emptyings(driver, "failure")
+        family, failures = driver.engine.runner.family, emptyings(driver, "failure")
         encode, left = family.encode, 1
 
         def scarce(ids, longest):

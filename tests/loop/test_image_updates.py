@@ -122,12 +122,7 @@ def send_tensors(driver, tensors, **fields):
         for number, (name, each) in enumerate(tensors.items())
     ]
     message = UpdateWeightsFromTensorReqInput(specs=specs, flush_cache=False, **fields)
-    driver.send(message, buffers=[each.numpy().tobytes() for each in tensors.values()])
-    for _ in range(200):
-        driver.tick()
-        if message.id in driver.replies:
-            return driver.replies.pop(message.id)
-    raise AssertionError("no answer")
+    return driver.call(message, buffers=[each.numpy().tobytes() for each in tensors.values()])
 
 
 def halves(path):

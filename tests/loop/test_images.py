@@ -248,7 +248,7 @@ def test_unrequested_fields_are_not_sent(driver):
 def test_text_ids_and_embeddings_are_the_same_prompt(driver, guidance):
     options = {"guidance_scale": guidance}
     tensors = tensors_of(run(driver, request(negative_prompt="blue", **options))[0])
-    family = driver.engine.runner._family
+    family = driver.engine.runner.family
     ids, against = family.tokenize("a red", TEXT), family.tokenize("blue", TEXT)
     by_ids = request(prompt=None, prompt_ids=ids, negative_prompt_ids=against, **options)
     names = [name for name in tensors if name.endswith("embeds")]

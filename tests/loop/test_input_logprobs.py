@@ -1,16 +1,23 @@
 """Log-probabilities of prompts, across commits of weights."""
 
+import msgspec
 import numpy as np
 import pytest
-from support.scripted import EngineDriver
+import torch
+from support.edited_logits import edited, log_softmax, logits_of
+from support.scripted import EngineDriver, ScriptedRunner, cell, next_token, tokens_of
 
 from caesura.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
     GenerateReqOutput,
     PauseGenerationReqInput,
+    SamplingParams,
     UpdateWeightFromDiskReqInput,
 )
+from caesura.scheduler.execution.forward import ForwardBatch
+from caesura.scheduler.execution.logit_edits import SpecialSampler
+from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
 
 PROMPT = [3 + i * 7 % 90 for i in range(33)]
 EVERY_LOGPROB = {
@@ -107,3 +114,163 @@ def test_an_abort_after_a_retract_gives_the_logprobs_of_the_tokens_sampled_and_n
         found, expected = getattr(part, name), getattr(whole, name)
         assert found.logprobs == expected.logprobs[: 4 * found.k * count], name
     assert part.input_logprobs[4:] == whole.input_logprobs[4:]  # the first is no number
+
+
+VOCAB, EOS, NEW = 97, (2,), 14
+PARAMS = [
+    SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True, frequency_penalty=1.7, repetition_penalty=1.4),
+    SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True, presence_penalty=2.0, logit_bias={7: 3.5}),
+    SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True, repetition_penalty=0.7),
+]  # fmt: skip
+
+
+@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
+def depth(request):
+    return request.param
+
+
+def with_logits(runner: ScriptedRunner) -> None:
+    ordinary = Sampler(VOCAB, 4, "cpu", torch.float32)
+    special = SpecialSampler(ordinary, VOCAB, torch.device("cpu"))
+
+    def sample(batch: ForwardBatch, tokens: np.ndarray) -> SamplerOutput:
+        if not len(tokens):
+            none = torch.empty(0)
+            return SamplerOutput(
+                token_ids=none.long(), logprobs=none, raw_logprobs=None, sampled_logprobs=None
+            )
+        rows = torch.tensor(np.stack([logits_of(token % 3, vocab_size=VOCAB) for token in tokens.tolist()]))
+        rare = batch.sampling.special
+        return (
+            ordinary.sample(rows, batch.sampling)
+            if rare is None
+            else special.sample(rows, batch.sampling, rare)
+        )
+
+    runner.sample = sample
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [3 + (seed * 31 + i * 7) % 90 for i in range(length)]
+
+
+PROMPTS = [prompt_of(40), prompt_of(3, 1), prompt_of(20, 2), prompt_of(33, 3)]
+
+
+def check(result: GenerateReqOutput, prompt: list[int], params: SamplingParams) -> None:
+    tokens, cells, output = tokens_of(result), [cell(token, 0) for token in prompt], []
+    logprobs = np.frombuffer(result.output_logprobs, "<f4")
+    top = result.output_top_logprobs
+    ids = np.frombuffer(top.ids, "<i4").reshape(-1, top.k)
+    values = np.frombuffer(top.logprobs, "<f4").reshape(-1, top.k)
+    assert len(ids) == len(values) == len(logprobs) == len(tokens)
+    for at, token in enumerate(tokens):
+        row = logits_of(next_token(np.asarray(cells, np.uint64), VOCAB) % 3, vocab_size=VOCAB)
+        expected = log_softmax(edited(row.astype(np.float64), params, prompt, output, EOS))
+        assert token == int(np.argmax(expected)), f"output token {at}"
+        assert logprobs[at] == pytest.approx(max(expected), abs=1e-4)
+        assert values[at] == pytest.approx(sorted(expected, reverse=True)[: top.k], abs=1e-4)
+        assert ids[at, 0] == token
+        output.append(token)
+        cells.append(cell(token, 0))
+
+
+def start(driver: EngineDriver, new: int = NEW) -> list[str]:
+    with_logits(driver.runner)
+    return [
+        driver.generate(
+            prompt,
+            sampling_params=msgspec.structs.replace(params, max_new_tokens=new),
+            return_logprob=True,
+            top_logprobs_num=2 + number,
+        )
+        for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))
+    ]
+
+
+def check_all(driver: EngineDriver, rids: list[str], lengths: int | None = NEW) -> None:
+    for rid, prompt, params in zip(rids, PROMPTS, PARAMS, strict=True):
+        result = driver.result(rid)
+        check(result, prompt, params)
+        assert lengths is None or len(tokens_of(result)) == lengths
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+@pytest.mark.parametrize("ticks", [1, 3, 4, 9, 15])
+def test_a_pause_counts_nothing_twice(tiny_model, depth, mode, ticks):
+    with EngineDriver(str(tiny_model), pipeline_depth=depth, chunked_prefill_size=32) as driver:
+        rids = start(driver)
+        driver.tick(ticks)
+        driver.call(PauseGenerationReqInput(mode=mode))
+        driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+        driver.run_until_idle()
+        check_all(driver, rids, None if mode == "abort" else NEW)
+
+
+def test_preempted_requests_start_their_counters_anew(tiny_model, depth):
+    with EngineDriver(str(tiny_model), pipeline_depth=depth, kv_pool_tokens=192) as driver:
+        rids = start(driver, 40)
+        driver.run_until_idle()
+        check_all(driver, rids, 40)
+        assert sum(driver.result(rid).num_retractions for rid in rids) > 0, "the pool was meant to run out"
+
+
+@pytest.mark.parametrize("lost", [2, 5, 6, 11])
+def test_a_lost_step_is_counted_once(tiny_model, depth, lost):
+    with EngineDriver(str(tiny_model), pipeline_depth=depth, chunked_prefill_size=32) as driver:
+        rids = start(driver)
+        steps = iter(range(10**6))
+
+        def fail_once(batch: ForwardBatch) -> None:
+            if next(steps) == lost:
+                raise MemoryError("scripted")
+
+        driver.runner.on_fetch = fail_once
+        driver.run_until_idle()
+        check_all(driver, rids)
+        assert driver.status().step_failures.failed == 1
+
+
+def test_counters_are_given_back(tiny_model, depth):
+    with EngineDriver(str(tiny_model), pipeline_depth=depth, max_running_requests=4) as driver:
+        for _ in range(3):
+            rids = start(driver)
+            driver.tick(4)
+            driver.call(AbortReq(rid=rids[1]))
+            driver.run_until_idle()
+            check_all(driver, rids, None)
+        extras = driver.engine.batcher.table.sampling
+        assert sorted(extras._free_counters) == list(range(extras.num_counters))
+        assert 1 <= extras.num_counters <= 4
+
+
+def test_streamed_rows_are_those_of_the_result(tiny_model, depth):
+    with EngineDriver(str(tiny_model), pipeline_depth=depth) as driver:
+        with_logits(driver.runner)
+        asked = driver.generate(
+            PROMPTS[0], sampling_params=PARAMS[1], return_logprob=True, stream=True,
+            top_logprobs_num=3, token_ids_logprob=[5, 90], rid="asked",
+        )  # fmt: skip
+        driver.generate(PROMPTS[1], sampling_params=PARAMS[0], stream=True, rid="plain")
+        driver.run_until_idle()
+        found: dict[str, bytes] = {"top": b"", "token_ids": b""}
+        for _, message in driver.outputs:
+            if message.delta is None:
+                continue
+            ks = {
+                name: np.frombuffer(further.ks, "<i4").tolist()
+                if further is not None
+                else [0] * len(message.delta.rids)
+                for name, further in (("top", message.delta.top), ("token_ids", message.delta.token_ids))
+            }
+            for rid, top_k, ids_k in zip(message.delta.rids, ks["top"], ks["token_ids"], strict=True):
+                assert (top_k, ids_k) == ((3, 2) if rid == "asked" else (0, 0))
+            if message.delta.top is not None:
+                found["top"] += message.delta.top.logprobs
+                found["token_ids"] += message.delta.token_ids.logprobs
+        result = driver.result(asked)
+        # The last token comes with the result alone.
+        assert found["top"] == result.output_top_logprobs.logprobs[: -3 * 4]
+        assert found["token_ids"] == result.output_token_ids_logprobs.logprobs[: -2 * 4]
+        assert result.output_token_ids_logprobs.ids == np.asarray([5, 90], "<i4").tobytes()

@@ -19,7 +19,6 @@ from caesura.io_struct import (
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
-    encode,
 )
 from caesura.scheduler.weights.transports.ipc import KEPT
 
@@ -66,11 +65,7 @@ def test_a_manifest_may_name_what_the_model_skips(driver, other_model):
     session_id = driver.begin(manifest=manifest(tensors.items()))
     for part in buckets(tensors.items(), 20_000):
         specs, frames = as_frames(part)
-        message = UpdateWeightsFromTensorReqInput(specs=specs, session_id=session_id)
-        driver.client("main").send_multipart([encode(message), *frames])
-        driver._inbox.await_one_more()
-        while message.id not in driver.replies:
-            driver.tick()
+        driver.call(UpdateWeightsFromTensorReqInput(specs=specs, session_id=session_id), buffers=frames)
     reply = driver.call(EndWeightUpdateReqInput(session_id=session_id))
     assert (reply.committed, reply.skipped_tensors) == (True, 1)
 

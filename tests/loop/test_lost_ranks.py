@@ -111,7 +111,7 @@ def test_a_loop_that_sleeps_is_woken(driver, worker, other_model, state):
 def test_a_step_in_a_collective_is_broken_off(driver, worker, monkeypatch):
     rids = [driver.generate([1, 2, 3 + number], 100) for number in range(3)]
     driver.tick(5)
-    model, within = driver.engine.runner._own.model, threading.Event()
+    model, within = driver.engine.runner.own.model, threading.Event()
     forward = model.forward
 
     def entered(*arguments: Any) -> Any:

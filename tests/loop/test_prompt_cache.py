@@ -86,7 +86,7 @@ def test_differing_tokens_are_not_found(driver):
         run(driver, message)
     hits, misses, _ = counts(driver)
     assert (hits, misses) == (0, 4)
-    ids = driver.engine.runner._family.tokenize("a red", LENGTH)
+    ids = driver.engine.runner.family.tokenize("a red", LENGTH)
     run(driver, GenerateImagesReqInput(prompt_ids=ids, width=16, height=16, max_sequence_length=LENGTH))
     assert counts(driver)[0] == 1, "text and its ids are the same prompt"
 

@@ -32,7 +32,6 @@ from caesura.io_struct import (
     RenewPauseLeaseReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
-    encode,
 )
 
 pytestmark = pytest.mark.long
@@ -134,13 +133,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         message = UpdateWeightsFromTensorReqInput(
             specs=specs, owner=sender.owner, session_id=name, weight_version=label
         )
-        self.driver.client(sender.client).send_multipart([encode(message), *frames])
-        self.driver._inbox.await_one_more()
-        for _ in range(500):
-            self.driver.tick()
-            if message.id in self.driver.replies:
-                break
-        self.check(self.driver.replies.pop(message.id), expected)
+        self.check(self.driver.call(message, sender.client, buffers=frames), expected)
 
     @rule(sender=SENDERS, kind=NAMES, label=LABELS, which=st.integers(0, 1))
     def disk(self, sender, kind, label, which):

@@ -191,7 +191,7 @@ def test_a_group_that_could_not_be_joined_leaves_nothing_behind(driver):
             driver.call(msgspec.structs.replace(join, id=new_id()), max_ticks=100_000), "group_error"
         )
     checksums(driver)
-    assert driver.engine.executor._answers == {}
+    assert driver.engine.executor.answers == {}
 
 
 @pytest.mark.skipif(not DETERMINISTIC, reason="no compiled kernels on this machine")

@@ -236,7 +236,7 @@ def test_a_step_that_a_worker_cannot_read_fails_on_every_rank(driver, alone, mon
 
 
 def test_a_step_that_rank_0_cannot_execute_fails_on_every_rank(driver, alone, monkeypatch):
-    model = driver.engine.runner._own.model
+    model = driver.engine.runner.own.model
     forward, fails = model.forward, iter([True])
 
     def failing(*arguments):
@@ -258,8 +258,8 @@ def test_a_pause_answers_when_every_rank_has_ended_the_step(driver):
     driver.tick(5)
     driver.call(PauseGenerationReqInput(mode="in_place"))
     steps = driver.engine.runner
-    assert steps._under_way == []
-    assert driver.engine.executor._answers == {}
+    assert steps.under_way == []
+    assert driver.engine.executor.answers == {}
     driver.call(ContinueGenerationReqInput())
     driver.run_until_idle()
     assert len(tokens_of(driver.result(rid))) == 40

@@ -24,7 +24,6 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
-    encode,
 )
 from caesura.scheduler.runtime.config import EngineConfig
 from caesura.scheduler.runtime.engine import Engine
@@ -59,13 +58,7 @@ def from_tensors(driver: EngineDriver, path: Path, count: int | None = None, **f
     (bucket,) = buckets(named, 1 << 30)
     specs, frames = as_frames(bucket)
     message = UpdateWeightsFromTensorReqInput(specs=specs, **fields)
-    driver.client("main").send_multipart([encode(message), *frames])
-    driver._inbox.await_one_more()
-    for _ in range(500):
-        driver.tick()
-        if message.id in driver.replies:
-            return driver.replies.pop(message.id)
-    raise AssertionError("not answered")
+    return driver.call(message, buffers=frames)
 
 
 def checksum(driver: EngineDriver) -> str:

@@ -18,7 +18,6 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
-    encode,
 )
 
 ROW_BYTES = 4096
@@ -53,13 +52,7 @@ class Pieces:
     def send(self, number: int, **fields: object) -> Message:
         specs, frames = self.parts[number]
         message = UpdateWeightsFromTensorReqInput(specs=specs, **{**self.fields, **fields})
-        self.driver.client(self.client).send_multipart([encode(message), *frames])
-        self.driver._inbox.await_one_more()
-        for _ in range(200):
-            self.driver.tick()
-            if message.id in self.driver.replies:
-                return self.driver.replies.pop(message.id)
-        raise AssertionError("no answer")
+        return self.driver.call(message, self.client, buffers=frames)
 
 
 def checksum(driver: EngineDriver) -> str:
@@ -367,7 +360,8 @@ def test_the_lease_of_one_does_not_end_the_session_of_another(driver, other_mode
 # -- refused before the first byte -------------------------------------------------------------------------------------
 
 
-def one_tensor(driver: EngineDriver, other_model: Path, **fields: object) -> UpdateWeightsFromTensorReqInput:
+def one_tensor(driver: EngineDriver, other_model: Path, **fields: object) -> Message:
+    """Send some rows of a tensor; return the answer."""
     tensors = load_file(other_model / "model.safetensors")
     tensor = tensors["model.embed_tokens.weight"]
     row = tensor[0].nbytes
@@ -376,17 +370,7 @@ def one_tensor(driver: EngineDriver, other_model: Path, **fields: object) -> Upd
     fixed = type(spec)(name=spec.name, dtype=spec.dtype, shape=spec.shape, nbytes=rows * row, start_row=start)
     message = UpdateWeightsFromTensorReqInput(specs=[fixed], **fields)
     frame = tensor[start : start + rows].contiguous().numpy().tobytes()
-    driver.client("main").send_multipart([encode(message), frame])
-    driver._inbox.await_one_more()
-    return message
-
-
-def answer(driver: EngineDriver, message: Message) -> Message:
-    for _ in range(200):
-        driver.tick()
-        if message.id in driver.replies:
-            return driver.replies.pop(message.id)
-    raise AssertionError("no answer")
+    return driver.call(message, buffers=[frame])
 
 
 @pytest.mark.parametrize("paused", [False, True])
@@ -396,7 +380,7 @@ def test_rows_that_cannot_be_taken_are_refused_before_the_first_byte(driver, oth
         driver.call(PauseGenerationReqInput())
     before = checksum(driver)
     fields = {"start_row": 3, "rows": 2} if part == "from its midst" else {"rows": 3}
-    reply = answer(driver, one_tensor(driver, other_model, abort_all_requests=True, **fields))
+    reply = one_tensor(driver, other_model, abort_all_requests=True, **fields)
     if paused and part == "without its end":  # the rest may come
         assert not reply.committed
         assert_error(driver.call(EndWeightUpdateReqInput()), "weight_mismatch")
@@ -417,7 +401,7 @@ def test_a_refused_update_aborts_nobody(driver, tiny_model, other_model, refusal
     pieces = Pieces(driver, other_model, abort_all_requests=True)
     session_id = "x" if refusal == "no_session" else None
     reply = (
-        answer(driver, one_tensor(driver, other_model, abort_all_requests=True, start_row=1, rows=1))
+        one_tensor(driver, other_model, abort_all_requests=True, start_row=1, rows=1)
         if refusal == "mismatch"
         else pieces.send(0, session_id=session_id)
     )

@@ -117,9 +117,11 @@ class EngineMachine(RuleBasedStateMachine):
         return engine_status(self.driver.engine, "probe")
 
     def answer_to(self, message_id: str) -> Message:
-        for _ in range(500):
+        ticks = 0
+        while ticks < 500:
             if message_id in self.driver.replies:
                 return self.driver.replies.pop(message_id)
+            ticks += not self.driver.awaited_others()
             self.driver.tick()
         raise AssertionError(f"no answer to {message_id}")
 

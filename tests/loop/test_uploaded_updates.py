@@ -1,6 +1,7 @@
 """An engine whose weights lie on a device with streams."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,28 +14,26 @@ from caesura.io_struct import (
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
-    encode,
 )
-from caesura.scheduler.control import weight_updates
 from caesura.scheduler.execution import build
+from caesura.scheduler.runtime import engine
 from caesura.scheduler.weights.transports.disk import open_checkpoint
-from caesura.scheduler.weights.upload import Uploader, WriteStream
+from caesura.scheduler.weights.upload import WriteStream
 
 
-class Counting(Uploader):
-    loads = 0
-
-    def pieces(self, *arguments):
-        Counting.loads += 1
-        return super().pieces(*arguments)
-
-
-def uploader_of(stream: WriteStream | None, device: torch.device) -> Uploader:
-    """Of a device whose copies are done at once: the engine computes on the host, which no stream of it
+class Counting(WriteStream):
+    """Streams of a device whose copies are done at once: the engine computes on the host, which no stream of it
     orders.
     """
-    assert stream is None
-    return Counting(WriteStream(LaggingDevice(eager_side=True)), device)
+
+    loads = 0
+
+    def __init__(self, device, on_stream=nullcontext) -> None:
+        super().__init__(LaggingDevice(eager_side=True), device=device)
+
+    def upload(self, *arguments):
+        Counting.loads += 1
+        return super().upload(*arguments)
 
 
 @pytest.fixture
@@ -46,15 +45,14 @@ def expected(other_model) -> str:
 @pytest.fixture
 def driver(expected, tiny_model, monkeypatch) -> Iterator[EngineDriver]:
     monkeypatch.setattr(Counting, "loads", 0)
-    monkeypatch.setattr(build, "uploader_of", uploader_of)
-    monkeypatch.setattr(weight_updates, "uploader_of", uploader_of)
+    monkeypatch.setattr(build, "write_stream_of", Counting)
+    monkeypatch.setattr(engine, "write_stream_of", Counting)
     with EngineDriver(str(tiny_model), scripted=False) as driver:
         yield driver
 
 
 def tensors_of(path) -> list[tuple[str, torch.Tensor]]:
-    bucket = torch.empty(1 << 20, dtype=torch.uint8)
-    return [(piece.name, piece.rows.clone()) for piece in open_checkpoint(path).pieces(bucket)]
+    return [(piece.name, piece.rows.clone()) for piece in open_checkpoint(path).pieces(1 << 20)]
 
 
 def checksum(driver: EngineDriver) -> str:
@@ -72,11 +70,7 @@ def test_every_transport_brings_the_weights_of_a_plain_start(
     elif transport == "tensor":
         (part,) = buckets(tensors_of(other_model), 1 << 26)
         specs, frames = as_frames(part)
-        message = UpdateWeightsFromTensorReqInput(specs=specs)
-        driver.client("main").send_multipart([encode(message), *frames])
-        driver._inbox.await_one_more()
-        driver.tick(50)
-        reply = driver.replies.pop(message.id)
+        reply = driver.call(UpdateWeightsFromTensorReqInput(specs=specs), buffers=frames)
     else:
         with SharedTensors(tensors_of(other_model)) as shared:
             reply = driver.call(UpdateWeightsFromIPCReqInput(handle=shared.memory.handle, specs=shared.specs))
@@ -89,7 +83,7 @@ def test_every_transport_brings_the_weights_of_a_plain_start(
 
 def test_an_update_that_fails_in_between_is_told_and_the_next_one_recovers(driver, other_model, monkeypatch):
     reads = []
-    real = Uploader.pieces
+    real = WriteStream.upload
 
     def failing(self, source, size, skip):
         for number, piece in enumerate(real(self, source, size, skip)):
@@ -98,7 +92,7 @@ def test_an_update_that_fails_in_between_is_told_and_the_next_one_recovers(drive
                 raise RuntimeError("the device has had enough")
             yield piece
 
-    monkeypatch.setattr(Uploader, "pieces", failing)
+    monkeypatch.setattr(WriteStream, "upload", failing)
     failed = driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
     assert "had enough" in failed.message
     assert driver.status().weights == "poisoned"

@@ -13,7 +13,7 @@ from caesura.io_struct import (
     PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler.cache.window_pages import storage_pages
+from caesura.scheduler.cache.layer_ledgers import storage_pages
 
 VOCAB, WINDOW = 97, 37
 
@@ -49,7 +49,7 @@ def check(driver, rid, prompt, index=0):
 
 def test_a_long_request_holds_what_its_window_sees(driver):
     prompt, most = prompt_of(150), []
-    driver.runner.before = lambda batch: most.append(np.count_nonzero(windows_of(driver).storage))
+    driver.runner.before = lambda batch: most.append(np.count_nonzero(windows_of(driver).behind))
     rid = driver.generate(prompt, 90)
     driver.run_until_idle()
     assert len(tokens_of(check(driver, rid, prompt))) == 90

@@ -7,7 +7,7 @@ from support.scripted import EngineDriver
 from support.waiting import eventually
 
 from caesura.client.trainer.buckets import as_frames, buckets
-from caesura.io_struct import Message, UpdateWeightsFromTensorReqInput, WeightUpdateReqOutput, encode
+from caesura.io_struct import Message, UpdateWeightsFromTensorReqInput, WeightUpdateReqOutput
 
 
 class Sender:
@@ -16,14 +16,12 @@ class Sender:
     def __init__(self, driver: EngineDriver, path: Path, bucket_bytes: int = 20_000) -> None:
         self.driver = driver
         self.parts = list(buckets(load_file(path / "model.safetensors").items(), bucket_bytes))
-        assert len(self.parts) > 2
 
-    def send(self, number: int, **fields: object) -> Message:
-        """Bucket ``number``, with these fields of the message; its answer."""
-        specs, frames = as_frames(self.parts[number])
+    def send(self, number: int, frames: list[memoryview] | None = None, **fields: object) -> Message:
+        """Bucket ``number``, with these fields of the message, and ``frames`` in place of its own; its answer."""
+        specs, real = as_frames(self.parts[number])
         message = UpdateWeightsFromTensorReqInput(specs=specs, **fields)
-        self.driver.client("main").send_multipart([encode(message), *frames])
-        self.driver._inbox.await_one_more()
+        self.driver.send(message, buffers=real if frames is None else frames)
         # Not by a number of ticks: another rank's process writes, too, whenever it has a core.
         eventually(lambda: (self.driver.tick(), message.id in self.driver.replies)[1])
         return self.driver.replies.pop(message.id)

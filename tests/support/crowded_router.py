@@ -10,18 +10,18 @@ import threading
 import time
 
 from caesura.io_struct import AbortReqOutput
-from caesura.scheduler.messaging import client_access
+from caesura.scheduler.messaging import endpoint
 from caesura.scheduler.messaging.router_socket import Router
 
 
 def main() -> None:
     limit = int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    client_access.HANDSHAKE_MS = 120_000  # a crowd that says nothing stays
+    endpoint.HANDSHAKE_MS = 120_000  # a crowd that says nothing stays
     ended, counts = threading.Event(), threading.Event()
-    count = client_access._DescriptorGuard.note_accepted
+    count = endpoint._DescriptorGuard.note_accepted
 
-    def held(guard: client_access._DescriptorGuard, accepted: int) -> None:
+    def held(guard: endpoint._DescriptorGuard, accepted: int) -> None:
         if accepted:
             counts.wait()
         count(guard, accepted)
@@ -33,7 +33,7 @@ def main() -> None:
         ended.set()
 
     if sys.argv[3:] == ["held"]:
-        client_access._DescriptorGuard.note_accepted = held  # type: ignore[method-assign]
+        endpoint._DescriptorGuard.note_accepted = held  # type: ignore[method-assign]
     router = Router(sys.argv[1], lambda _: None)
     print(router.endpoint, flush=True)
     threading.Thread(target=read, daemon=True).start()

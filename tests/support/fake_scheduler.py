@@ -213,6 +213,10 @@ def memory_event(seq: int, cause: MemoryCause = "sample", **fields: object) -> M
     return MemoryEvent(seq=seq, at=at, cause=cause, **values)  # type: ignore[arg-type]
 
 
+def silent(request: object) -> list[object]:
+    return []
+
+
 def answer(request: Request) -> Iterable[Message]:
     """What a healthy engine would say to anything, at once."""
     match request:

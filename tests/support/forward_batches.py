@@ -1,17 +1,19 @@
 """Forward batches built by hand, and a model run over paged KV without a scheduler."""
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from caesura.scheduler.attention.mla import LatentBackend
-from caesura.scheduler.attention.mla_cpu import LatentCpuBackend
 from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
+from caesura.scheduler.attention.shape import Shape
 from caesura.scheduler.cache.pool import MHAPool, MLAPool
 from caesura.scheduler.execution.forward import AttentionBackend, ForwardBatch, SamplingBatch
+from caesura.scheduler.kernels.attention_form import PLAIN, FormKind
 from caesura.scheduler.layers.sharding import head_windows
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import ModelBackend, load_model_config
@@ -101,6 +103,28 @@ def load_model(
     return model
 
 
+def attention_shape(
+    pool: MHAPool | MLAPool,
+    heads: int,
+    scale: float | None = None,
+    *,
+    latent: int | None = None,
+    kinds: Iterable[FormKind] = (PLAIN.kind,),
+) -> Shape:
+    """Return the shape of ``heads`` query heads over ``pool``; by default with the scale of its head size."""
+    keys = pool.layer(0)[0] if isinstance(pool, MHAPool) else pool.layer(0)
+    return Shape(
+        device=keys.device,
+        dtype=keys.dtype,
+        num_heads=heads,
+        num_kv_heads=keys.shape[1] if isinstance(pool, MHAPool) else 1,
+        head_dim=keys.shape[-1],
+        scale=keys.shape[-1] ** -0.5 if scale is None else scale,
+        latent=latent,
+        kinds=tuple(kinds),
+    )
+
+
 def build_attention(
     model: CausalLM,
     dtype: torch.dtype,
@@ -116,9 +140,8 @@ def build_attention(
             num_layers=config.num_layers, num_pages=num_pages, width=mla.latent_width, dtype=dtype
         )
         heads = config.num_heads // parallel.size
-        if compiled:
-            return latents, LatentCpuBackend(latents, heads, mla.kv_lora_rank, mla.softmax_scale)
-        return latents, LatentBackend(latents, heads, mla.softmax_scale)
+        shape = attention_shape(latents, heads, mla.softmax_scale, latent=mla.kv_lora_rank)
+        return latents, PagedCpuBackend(latents, shape) if compiled else LatentBackend(latents, shape)
     heads, kv_heads = (
         window.length for window in head_windows(config.num_heads, config.num_kv_heads, parallel)
     )
@@ -130,7 +153,7 @@ def build_attention(
         dtype=dtype,
     )
     backend = PagedCpuBackend if compiled else SdpaBackend
-    return pool, backend(pool, heads, kv_heads, config.head_dim, config.attention_scale)
+    return pool, backend(pool, attention_shape(pool, heads, config.attention_scale))
 
 
 class PagedModel:

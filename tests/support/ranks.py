@@ -5,14 +5,13 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from caesura.scheduler.models import registry
-from caesura.scheduler.parallel import process_group, shared_memory
+from caesura.scheduler.parallel import host_group, torch_group
 from caesura.scheduler.parallel.group import TensorParallel
 from caesura.scheduler.weights.transports import disk
 
@@ -23,15 +22,6 @@ ANSWER_S = 120.0
 Job = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class RankAlone:
-    """A rank whose collectives nobody calls."""
-
-    rank: int
-    size: int
-    compiled: None = None
-
-
 class Ranks:
     """``size`` processes of one group over shared memory, or gloo; this one is none of them."""
 
@@ -40,7 +30,7 @@ class Ranks:
             "forkserver"
         )  # torch is imported once, by a process without threads
         context.set_forkserver_preload(
-            [process_group.__name__, shared_memory.__name__, registry.__name__, disk.__name__]
+            [torch_group.__name__, host_group.__name__, registry.__name__, disk.__name__]
         )
         self._pipes: list[Connection] = []
         self.processes = []
@@ -100,15 +90,15 @@ def _serve(pipe: Connection, rank: int, size: int, timeout_s: float, gloo: bool)
     torch.set_num_threads(1)
     found: Any
     if rank == 0:
-        found, address = process_group.listen("127.0.0.1", 0, size) if gloo else shared_memory.found(size)
+        found, address = torch_group.listen("127.0.0.1", 0, size) if gloo else host_group.found(size)
         pipe.send(address)
     else:
         found = pipe.recv()
     group: TensorParallel
     if gloo:
-        group = process_group.join(found, rank, size, torch.device("cpu"), torch.float32, timeout_s)
+        group = torch_group.join(found, rank, size, torch.device("cpu"), torch.float32, timeout_s)
     else:
-        group = shared_memory.join(found, rank, size, timeout_s)
+        group = host_group.join(found, rank, size, timeout_s)
     pipe.send("joined")
     with suppress(EOFError):  # the test is over
         while True:

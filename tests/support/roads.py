@@ -66,8 +66,7 @@ class Roads:
     def _tensor(self, bucket: Bucket, session_id: str | None) -> Message:
         specs, frames = as_frames(bucket)
         message = UpdateWeightsFromTensorReqInput(specs=specs, session_id=session_id)
-        message_id = self._driver.send(message, buffers=[bytes(frame) for frame in frames])
-        return self._answer(message_id)
+        return self._driver.call(message, buffers=frames)
 
     def _ipc(self, bucket: Bucket, session_id: str | None) -> Message:
         with SharedBucket(bucket.nbytes) as memory:
@@ -119,10 +118,3 @@ class Roads:
         for number, bucket in enumerate(buckets(weights.items(), self._bucket_bytes)):
             (self._ipc if number % 2 else self._tensor)(bucket, session_id)
         return self._driver.call(EndWeightUpdateReqInput(session_id=session_id))
-
-    def _answer(self, message_id: str) -> Message:
-        for _ in range(500):
-            self._driver.tick()
-            if message_id in self._driver.replies:
-                return self._driver.replies.pop(message_id)
-        raise AssertionError("not answered")

@@ -38,7 +38,7 @@ from caesura.io_struct import (
     decode_reply,
     encode,
 )
-from caesura.scheduler.cache.routing import RoutingPool
+from caesura.scheduler.cache.pool import RoutingPool
 from caesura.scheduler.execution.forward import ForwardBatch, HostOutput
 from caesura.scheduler.execution.sampler import SamplerOutput
 from caesura.scheduler.runtime.config import PAGE_SIZE, EngineConfig
@@ -420,7 +420,9 @@ class EngineDriver:
             self.clients[name] = socket
         return self.clients[name]
 
-    def send(self, message: Message | bytes, client: str = "main", buffers: Sequence[bytes] = ()) -> str:
+    def send(
+        self, message: Message | bytes, client: str = "main", buffers: Sequence[bytes | memoryview] = ()
+    ) -> str:
         """Send and wait until it lies in the engine's inbox; returns the message id."""
         header = message if isinstance(message, bytes) else encode(message)
         self.client(client).send_multipart([header, *buffers])
@@ -480,31 +482,42 @@ class EngineDriver:
             self.replies[message.id] = message
         return True
 
-    def call(self, message: Message, client: str = "main", max_ticks: int = 500) -> Any:
+    def call(
+        self,
+        message: Message,
+        client: str = "main",
+        max_ticks: int = 500,
+        buffers: Sequence[bytes | memoryview] = (),
+    ) -> Any:
         """Send, then tick until it is answered; ticks in which the loop would have slept do not count."""
-        message_id = self.send(message, client)
+        message_id = self.send(message, client, buffers)
         ticks, deadline = 0, monotonic() + _PATIENCE_S
         while ticks < max_ticks and monotonic() < deadline:
             self.tick()
             if message_id in self.replies:
                 return self.replies.pop(message_id)
-            if self.engine.commands._waits_for_thread:
-                # Or it would be the machine's load that says how many steps run meanwhile
-                self._await_thread()
-            elif self._inbox.would_block:
+            if self.awaited_others():
+                continue
+            if self._inbox.would_block:
                 self.client(client).poll(1)
             else:
                 ticks += 1
         raise AssertionError(f"{message} was not answered in {max_ticks} ticks")
 
-    def _await_thread(self) -> None:
-        """Wait for the thread or rank beside the loop that a command waits for; not for long, it may wait for
-        somebody itself.
+    def awaited_others(self) -> bool:
+        """Wait for the thread or rank beside the loop that a command waits for, if it waits for one.
+
+        Without that the machine's load says how many ticks pass meanwhile. The wait is short, as a thread may
+        wait for somebody itself.
         """
+        commands = self.engine.commands
+        if commands.wants_tick or commands.has_stepped_aside or not commands.is_busy:
+            return False
         poller = zmq.Poller()
         for each in (self.engine.wakeup.fd, *self.engine.executor.heard):
             poller.register(each, zmq.POLLIN)
         poller.poll(250)
+        return True
 
     def begin(self, client: str = "main", **fields: Any) -> str:
         reply = self.call(BeginWeightUpdateReqInput(**fields), client)

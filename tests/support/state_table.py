@@ -141,13 +141,16 @@ class Recipes:
         message = self.message(command)
         waiting = driver.status().waiting_requests
         message_id = driver.send(message, "other" if command in FOREIGN else "main")
-        for _ in range(2000):
+        ticks = 0
+        while ticks < 2000:
             driver.tick()
             if message_id in driver.replies or command == "generate":
                 break
+            ticks += not driver.awaited_others()
         driver.tick()
         reply = driver.replies.pop(message_id, None)
         while driver.engine.commands.is_busy:
+            driver.awaited_others()
             driver.tick()
         status = driver.status()
         if isinstance(reply, GetStatusReqOutput):

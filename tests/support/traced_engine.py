@@ -213,7 +213,14 @@ def traced_engine(
         tracer.begin("start")
         config = parse_model_config({**MODELS[model], "num_hidden_layers": num_layers})
         built = build_model(config, torch.bfloat16, DEVICE)
-        loaded = LoadedModel(config, built, WeightLoader(built), torch.bfloat16, DEVICE, "")
+        loaded = LoadedModel(
+            config=config,
+            model=built,
+            loader=WeightLoader(built),
+            dtype=torch.bfloat16,
+            device=DEVICE,
+            digest="",
+        )
         pages = 1 + ROWS * CONTEXT // 16
         engine = EngineConfig(
             model_path="",

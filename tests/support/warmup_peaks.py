@@ -25,7 +25,6 @@ import torch
 from checkpoints import Shape, write_checkpoint
 from harness.process_memory import MB, read_memory, reset_peak
 
-from caesura.scheduler.execution.autotune import WarmUp
 from caesura.scheduler.execution.build import build_components, build_runner
 from caesura.scheduler.execution.model_runner import ModelRunner
 from caesura.scheduler.layers.logits_processor import autotune_dummy_run_mode
@@ -112,7 +111,7 @@ def _measure(model: str, run: Run, rows: int, room: int | None) -> Peak:
 def _run(runner: ModelRunner, run: Run, rows: int) -> bool:
     try:
         if run == "autotune":
-            runner.autotune(WarmUp(rows=rows, lm_head_rows=HEAD_ROWS))
+            runner.autotune(rows, HEAD_ROWS)
         else:
             with autotune_dummy_run_mode() if run == "dummy" else nullcontext():
                 runner._dummy_run(rows)

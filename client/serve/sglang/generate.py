@@ -26,11 +26,19 @@ from ....io_struct.base import MAX_ID_LENGTH
 from ....io_struct.field_errors import FieldError, other_name
 from ....io_struct.generate import GREEDY_BELOW, MAX_SAMPLES, Seed, TokenId
 from ...connection.prompts import is_single
-from ...connection.request_limits import MAX_SALT_CHARACTERS, MAX_STOP_CHARACTERS, characters, check_size
 from ...connection.results import GenerateOutput, TokenDelta, TokenLogprobs
 from ...exceptions import RETRYABLE, InvalidRequest
 from ...group.router import routed_by
-from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
+from ...text.tokenizer_manager import (
+    MAX_SALT_CHARACTERS,
+    MAX_STOP_CHARACTERS,
+    Chunk,
+    GenerationRequest,
+    Sample,
+    TokenizerManager,
+    characters,
+    check_size,
+)
 from ..bodies import (
     INLINE,
     UNREADABLE,

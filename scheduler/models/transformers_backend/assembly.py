@@ -1,39 +1,162 @@
-"""From a module on the meta device to one that computes over the engine's parameters.
+"""A transformers model: built on the meta device, then made to compute over the engine's parameters.
+
+transformers 5 keeps some weights in another form than checkpoints do (experts stacked in one parameter,
+modules renamed). What it would save is asked of it on the meta device, and each answer is traced back to the
+memory that it is a part of.
 
 Invariants:
+- No parameter is ever given memory by torch. Buffers that checkpoints do not hold (rotary frequencies) are
+  what transformers computes when it loads a checkpoint; they are allocated as always, so no release loses
+  them.
+- A checkpoint tensor, under the name and in the shape that ``save_pretrained`` writes, is a contiguous part
+  of one parameter; anything else is refused by name.
 - Linear layers, embeddings, the head and gated experts become the engine's layers; every other parameter
   (norms, routers, sinks) gets engine storage that the module's own code reads. Nothing stays meta.
 - Each checkpoint tensor has one slot; parts of one product are neighbours in one parameter.
 - Engine names of decoder layer N begin with ``layers.N.``, whatever the architecture calls it.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from ...layers.embedding import Embedding
 from ...layers.linear import Linear
 from ...layers.moe import RoutedExperts
 from ...layers.parameters import Layer, Parameter, Placement, PlainSlot, WeightSlot
-from . import experts as moe
-from .names import checkpoint_parts
+from ..config import ModelConfig
+from .config import FAILURES, read_config
+from .interfaces import IMPLEMENTATION, Computed, NamedExperts, checkpoint_names, engine_experts
 from .probe import Probe, refused
 from .products import Head, PartOfProduct, Product, SharedProduct, gather_by
-from .skeleton import float32_names, stored_tensors
 
 
-@dataclass(slots=True)
-class Assembled:
-    """Layers that own a module's parameters, and those that the engine calls itself."""
+def build(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the module of this config on the meta device, with the engine's attention and experts.
 
-    layers: list[Layer] = field(default_factory=list)
-    head: Head | None = None
-    """None if the module computes its logits itself."""
-    routing: RoutedExperts | None = None
-    torch_experts: bool = False
+    Raises:
+        CaesuraError: UNSUPPORTED_MODEL, transformers' modules do not take the config.
+    """
+    kind: type[PreTrainedModel] = getattr(transformers, config.architecture)
+    options = {"experts_implementation": IMPLEMENTATION} if kind._can_set_experts_implementation() else {}
+    try:
+        read = read_config(config)
+        with torch.device("meta"):
+            module: PreTrainedModel = kind._from_config(
+                read, dtype=dtype, attn_implementation=IMPLEMENTATION, **options
+            )
+    except FAILURES as error:
+        reason = f"its modules cannot be built: {type(error).__name__}: {error}"
+        raise refused(config.architecture, reason) from error
+    module.eval()
+    module.requires_grad_(False)
+    return module
+
+
+def compute_buffers(module: PreTrainedModel, device: torch.device) -> None:
+    """Give every buffer memory on ``device``, and those that are not of checkpoints their values.
+
+    Raises:
+        CaesuraError: UNSUPPORTED_MODEL, a tensor that is neither a parameter nor a buffer has no values.
+    """
+    for each in module.modules():
+        for name, buffer in each.named_buffers(recurse=False):
+            each._buffers[name] = torch.zeros_like(buffer, device=device)
+    for parameter in module.parameters():
+        parameter._is_hf_initialized = True
+    module.initialize_weights()
+    for path, each in module.named_modules():
+        _fix_frequencies(each)
+        for name, value in vars(each).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise refused(type(module).__name__, f"{path}.{name} is neither a parameter nor a buffer")
+
+
+def _fix_frequencies(module: Any) -> None:
+    """Fix frequencies that follow a batch's longest position: the first set serves every context here."""
+    kind = getattr(module, "rope_type", None)
+    if kind is not None:  # what a forward on the meta device has left for the second set
+        for name in [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
+            delattr(module, name)
+    if isinstance(kind, str):
+        module.rope_type = "default"
+    elif isinstance(kind, dict):
+        module.rope_type = dict.fromkeys(kind, "default")
+
+
+def stored_tensors(module: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Yield every parameter and buffer of checkpoints: name, owner, name there, tensor; a tied one once."""
+    tied = set(module.all_tied_weights_keys)
+    for path, each in module.named_modules(remove_duplicate=True):
+        tensors = dict(each._parameters)
+        tensors |= {k: b for k, b in each._buffers.items() if k not in each._non_persistent_buffers_set}
+        for name, tensor in tensors.items():
+            full = f"{path}.{name}" if path else name
+            if tensor is not None and full not in tied:
+                yield full, each, name, tensor
+
+
+def float32_names(module: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Return names of tensors that transformers keeps in float32 in a model of ``dtype``, or None."""
+    kept = set(module._keep_in_fp32_modules_strict or ()) if dtype != torch.float32 else set()
+    if dtype == torch.float16:
+        kept |= set(module._keep_in_fp32_modules or ())
+    if not kept:
+        return None
+    return re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in sorted(kept)))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Neighbouring elements of a parameter."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    offset: int
+    """Elements from the parameter's first."""
+
+    def of(self, data: Tensor) -> Tensor:
+        return data.view(-1)[self.offset :][: prod(self.shape)].view(self.shape)
+
+
+class _WithoutCopies(TorchDispatchMode):
+    """Copies are their originals: a conversion makes its results contiguous, and they would not be views."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.name() == "aten::clone":
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def checkpoint_parts(module: PreTrainedModel) -> dict[str, Part]:
+    """Return every tensor of a meta module's checkpoints by name, a tied one once.
+
+    Raises:
+        CaesuraError: UNSUPPORTED_MODEL, a checkpoint tensor is no part of one parameter.
+    """
+    tied = set(module.all_tied_weights_keys)
+    state = {name: tensor for name, tensor in module.state_dict(keep_vars=False).items() if name not in tied}
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in state.items()}
+    with _WithoutCopies():  # type: ignore[no-untyped-call]
+        saved = revert_weight_conversion(module, dict(state))
+    parts: dict[str, Part] = {}
+    for name, tensor in saved.items():
+        owner = owners.get(tensor.untyped_storage()._cdata)
+        if owner is None or not tensor.is_contiguous():
+            raise refused(type(module).__name__, f"the checkpoint's {name} is no part of one parameter")
+        parts[name] = Part(owner, tuple(tensor.shape), tensor.storage_offset())
+    return parts
 
 
 class _Plain:
@@ -47,7 +170,9 @@ class _Plain:
         yield from self._slots
 
 
-class Assembler:
+class Assembled:
+    """A module whose parts the engine's layers have replaced; CaesuraError if a tensor has no place."""
+
     def __init__(self, module: PreTrainedModel, probe: Probe, place: Placement) -> None:
         self._module, self._probe, self._place = module, probe, place
         self._parts = checkpoint_parts(module)
@@ -57,10 +182,11 @@ class Assembler:
         self._float32 = float32_names(module, place.dtype)
         self._paths = dict(module.named_modules())
         self._done: set[str] = set()
-        self._result = Assembled()
-
-    def assemble(self) -> Assembled:
-        """Replace and allocate; CaesuraError UNSUPPORTED_MODEL if a checkpoint's tensor has no place."""
+        self.layers: list[Layer] = []
+        self.head: Head | None = None
+        """None if the module computes its logits itself."""
+        self.routing: RoutedExperts | None = None
+        self.torch_experts = False
         self._replace_embeddings()
         self._replace_experts()
         self._replace_products()
@@ -70,7 +196,6 @@ class Assembler:
         left = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
         if left:
             raise refused(type(self._module).__name__, f"parameters without a place: {', '.join(left[:3])}")
-        return self._result
 
     # Products
 
@@ -130,7 +255,7 @@ class Assembler:
         name = self._engine_name(f"{parent}.{last}" if parent else last)
         first = linears[0]
         product = Linear(name, first.in_features, parts, bias=first.bias is not None, place=self._place)
-        self._result.layers.append(product)
+        self.layers.append(product)
         return product
 
     # Embeddings and the head
@@ -158,14 +283,14 @@ class Assembler:
             project = self._product([head_path], [head]).forward
         else:
             return
-        self._result.head = Head(project, head.out_features, self._place)
-        self._set(head_path, self._result.head)
+        self.head = Head(project, head.out_features, self._place)
+        self._set(head_path, self.head)
 
     def _gathered(self, path: str, module: nn.Embedding, name: str, tied: bool) -> Embedding:
         vocab, hidden = module.num_embeddings, module.embedding_dim
         checkpoint = name.removesuffix(".weight")
         table = Embedding(self._engine_name(path), checkpoint, vocab, hidden, tied=tied, place=self._place)
-        self._result.layers.append(table)
+        self.layers.append(table)
         self._done.add(f"{path}.weight")
         gather_by(module, table, self._place)
         return table
@@ -180,20 +305,20 @@ class Assembler:
         if len(kinds) == 1:
             (top_k, count) = kinds.pop()
             if isinstance(count, int) and len(routed) == len(self._probe.routed):
-                self._result.routing = RoutedExperts(len(self._probe.layers), top_k, count, place=self._place)
+                self.routing = RoutedExperts(len(self._probe.layers), top_k, count, place=self._place)
         for path in routed:
             module = self._paths[path]
-            names = moe.checkpoint_names(module, path, self._parts)
+            names = checkpoint_names(module, path, self._parts)
             replaced = None
             if names is not None:
-                replaced = moe.engine_experts(module, self._engine_name(path), path, self._place)
-                self._result.layers.append(moe.NamedExperts(replaced, names))
+                replaced = engine_experts(module, self._engine_name(path), path, self._place)
+                self.layers.append(NamedExperts(replaced, names))
                 for name in ("gate_up_proj", "down_proj"):
                     self._done.add(f"{path}.{name}")
                     delattr(module, name)
-            self._result.torch_experts |= replaced is None
-            computed = moe.Computed(self._layer_of(path), self._result.routing, replaced)
-            setattr(module, moe.Computed.ATTRIBUTE, computed)
+            self.torch_experts |= replaced is None
+            computed = Computed(self._layer_of(path), self.routing, replaced)
+            setattr(module, Computed.ATTRIBUTE, computed)
 
     # Everything else
 
@@ -210,7 +335,7 @@ class Assembler:
             owner._buffers[attribute] = parameter.data
         else:
             setattr(owner, attribute, nn.Parameter(parameter.data, requires_grad=False))
-        self._result.layers.append(_Plain(parameter, slots))
+        self.layers.append(_Plain(parameter, slots))
 
     def _set(self, path: str, module: nn.Module) -> None:
         parent, _, name = path.rpartition(".")

@@ -3,12 +3,13 @@
 Between two products, or between a product and attention, a decoder's calls are a function of the product and,
 with rotary embeddings, of positions. Such a function is run on random values and compared with a kernel: a
 gate with ``gate_mul``, what makes queries, keys and values with ``rope_store``. Where they agree, one call of
-the kernel takes the place of all.
+the kernel takes the place of all. Norms are modules, and compared as such.
 
 Invariants:
 - Nothing is recognised by its form: a rotation of neighbouring pairs, heads in another order or a scale in
   between give other values, and the calls stay.
-- Weights of norms are random in the comparison, so what holds there holds for those of the moment.
+- Weights of norms are random in the comparison, so what holds there holds for those of the moment. What a
+  module is called decides nothing: a norm that subtracts the mean differs.
 - What a kernel overwrites is taken by no other call.
 - Rotary tables grow by blocks of one size, so no bit of a position depends on which others share a step.
 """
@@ -18,15 +19,108 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
+from ...kernels import Elementwise
 from ...kernels.attention_form import AttentionForm, Bend, HeadNorms
 from ...kernels.elementwise import gate_mul, rope_store
 from ...runtime.config import PAGE_SIZE
 from ...tracing.passes import by_position, compiled, drop_unused, makers_of, replace, slice_of, takers_of
 from ...tracing.tracer import Affine, Call, Trace, Value
-from .attention import attend_fused
-from .norms import Norm, close
+from .interfaces import attend_fused
+from .probe import FOREIGN_FAILURES
+
+_ROWS = 5
+_SCALES = (1e-3, 1.0, 30.0)
+_ROUNDINGS = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 8}
+"""Units in the last place; in float32 sums of another order differ in several."""
+_NAMES = ("variance_epsilon", "eps", "epsilon", "rms_norm_eps")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    compute: Callable[..., Tensor]
+    weight: Tensor
+    """[size]"""
+    eps: float
+    from_one: bool
+    """The factor is ``1 + weight``, and the product is rounded once."""
+
+
+def close(found: Tensor, expected: Tensor, *, cancels: bool = False) -> bool:
+    """Return True if two tensors have the same form, and values that agree within rounding.
+
+    Beside a value's own rounding, float32 loses what values of a row of any size cancel; with ``cancels`` the
+    tensors' dtype does.
+    """
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        return False
+    wanted = expected.float()
+    largest = wanted.abs().amax(dim=-1, keepdim=True)
+    within = _precision(expected.dtype) * wanted.abs()
+    within += _precision(expected.dtype if cancels else torch.float32) * largest
+    return bool(((found.float() - wanted).abs() <= within).all())
+
+
+def _precision(dtype: torch.dtype) -> float:
+    return _ROUNDINGS[dtype] * torch.finfo(dtype).eps
+
+
+def proven_norms(
+    decoder: nn.Module, dtype: torch.dtype, device: torch.device, kernels: Elementwise
+) -> dict[nn.Module, Norm]:
+    found: dict[nn.Module, Norm] = {}
+    known: dict[Any, bool | None] = {}
+    for module in decoder.modules():
+        sizes = _candidate(module, dtype)
+        if sizes is None:
+            continue
+        size, eps = sizes
+        kind = type(module), size, eps, hasattr(module, "weight")
+        if kind not in known:
+            known[kind] = _from_one(module, size, eps, dtype, device, kernels)
+        from_one = known[kind]
+        if from_one is not None:
+            weight = getattr(module, "weight", None)
+            weight = torch.ones(size, dtype=dtype, device=device) if weight is None else weight
+            found[module] = Norm(kernels.rms_norm, weight, eps, from_one)
+    return found
+
+
+def _candidate(module: nn.Module, dtype: torch.dtype) -> tuple[int, float] | None:
+    own = dict(module.named_parameters(recurse=False))
+    if any(True for _ in module.children()) or own.keys() != {"weight"} or module._buffers:
+        return None
+    weight = own["weight"]
+    eps = next((value for name in _NAMES if isinstance(value := getattr(module, name, None), float)), None)
+    if weight.dim() != 1 or weight.dtype != dtype or not weight.is_contiguous() or eps is None:
+        return None
+    return weight.shape[0], eps
+
+
+def _from_one(
+    module: nn.Module, size: int, eps: float, dtype: torch.dtype, device: torch.device, kernels: Elementwise
+) -> bool | None:
+    """Return the kernel's ``from_one`` that has the module's results, or None for neither."""
+    generator = torch.Generator().manual_seed(size)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    fits = {False: True, True: True}
+    for scale in _SCALES:
+        weight, x = random(size) + 0.5, scale * random(_ROWS, size)
+        try:
+            expected: Any = functional_call(module, {"weight": weight}, (x.unsqueeze(0),))
+        except FOREIGN_FAILURES:
+            return None
+        if not isinstance(expected, Tensor) or expected.shape != (1, *x.shape) or expected.dtype != dtype:
+            return None
+        for form in fits:
+            fits[form] &= close(kernels.rms_norm(x, weight, eps, from_one=form), expected[0])
+    return next((form for form, fit in fits.items() if fit), None)
+
 
 _TOKENS = 5
 _POSITIONS = 900

@@ -2,7 +2,7 @@
 
 Invariants:
 - What computes a hidden state is the trainer's own code, but for products, embeddings, experts and attention,
-  and on a CPU for what compiled kernels are shown to compute the same (:mod:`.norms`, :mod:`.fusion`).
+  and on a CPU for what compiled kernels are shown to compute the same (:mod:`.fusion`, :mod:`.fusion`).
 - On a CPU the modules' calls are traced when the model is built, and repeated without them.
 - All requests of a step are one row [1, T] with the positions of each; nothing but attention looks across
   tokens, which the check at load (:mod:`.self_check`) shows for the weights that are served.
@@ -26,13 +26,11 @@ from ...layers.parameters import Layer, Placement
 from ..base import CausalLM
 from ..config import ModelConfig
 from ..multimodal import is_vision_tensor
-from .assembly import Assembler
-from .attention import attending
-from .layerwise import LayerByLayer
-from .probe import Attended, probe, refused
+from .assembly import Assembled, build, compute_buffers
+from .interfaces import attending
+from .probe import Attended, Probe, probe, refused
 from .products import Given
 from .self_check import check
-from .skeleton import build, compute_buffers
 from .traced_decoder import traced_decoder, traced_head
 
 
@@ -58,7 +56,7 @@ class TransformersForCausalLM(CausalLM):
         first = seen.attended[0]
         scales = {call.scale for call in seen.attended}
         compute_buffers(module, place.device)
-        assembled = Assembler(module, seen, place).assemble()
+        assembled = Assembled(module, seen, place)
         self.config = replace(
             config,
             num_layers=len(seen.attended),
@@ -94,11 +92,7 @@ class TransformersForCausalLM(CausalLM):
 
     def hidden(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Return hidden states [T, hidden] of all tokens, by the attention that the module has now."""
-        out = self.decoder(
-            input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
-        )
-        last: Tensor = out.last_hidden_state
-        return last[0]
+        return _hidden(self.decoder, input_ids, positions)
 
     def forward_by_layer(
         self, batch: ForwardBatch, backend: AttentionBackend
@@ -176,3 +170,63 @@ def _skipped(module: Any) -> re.Pattern[str]:
     patterns = [r"rotary_emb\.inv_freq$", *(module._keys_to_ignore_on_load_unexpected or ())]
     patterns += [f"^{re.escape(name)}$" for name in module.all_tied_weights_keys]
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+
+
+class _Layer(nn.Module):
+    def __init__(self, layer: nn.Module, returns_tuple: bool) -> None:
+        super().__init__()
+        # Not registered: it is asked for its attributes only.
+        self.__dict__["_layer"] = layer
+        self._returns_tuple = returns_tuple
+        self.called: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.result: Tensor | None = None
+
+    def forward(self, hidden: Tensor, *args: Any, **options: Any) -> Any:
+        if self.result is None:
+            self.called = args, options
+            self.first = hidden
+        out = hidden if self.result is None else self.result
+        return (out,) if self._returns_tuple else out
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_layer"], name)
+
+
+class LayerByLayer:
+    def __init__(self, decoder: nn.Module, probe: Probe) -> None:
+        self._real = probe.layers
+        self._noting = [_Layer(layer, probe.returns_tuple) for layer in self._real]
+        self._decoder = copy.copy(decoder)
+        self._decoder._modules = {
+            name: nn.ModuleList(self._noting)
+            if isinstance(each, nn.ModuleList) and list(each) == self._real
+            else each
+            for name, each in decoder._modules.items()
+        }
+
+    def steps(self, input_ids: Tensor, positions: Tensor) -> Generator[int, None, Tensor]:
+        """Yield each layer's number before it is computed; return all hidden states, [T, hidden]."""
+        self._run(input_ids, positions, None)
+        hidden = self._noting[0].first
+        calls = [layer.called for layer in self._noting]
+        for number, (layer, called) in enumerate(zip(self._real, calls, strict=True)):
+            yield number
+            assert called is not None, "the decoder calls every layer"
+            args, options = called
+            out = layer(hidden, *args, **options)
+            hidden = out[0] if isinstance(out, tuple) else out
+        return self._run(input_ids, positions, hidden)
+
+    def _run(self, input_ids: Tensor, positions: Tensor, result: Tensor | None) -> Tensor:
+        for layer in self._noting:
+            layer.result = result
+        return _hidden(self._decoder, input_ids, positions)
+
+
+def _hidden(decoder: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    out = decoder(input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
+    last: Tensor = out.last_hidden_state[0]
+    return last

@@ -208,10 +208,7 @@ def _parameter(notes: _Notes, where: str, tensor: Tensor) -> str:
 
 
 def _mask(
-    *args: Any,
-    mask_function: Any = causal_mask_function,
-    local_size: int | None = None,
-    **options: Any,
+    *args: Any, mask_function: Any = causal_mask_function, local_size: int | None = None, **options: Any
 ) -> Tensor:
     mask = torch.empty((1, 1, _TOKENS, _TOKENS), dtype=torch.bool, device="meta")
     _notes[-1].masks[id(mask)] = mask, local_size, mask_function is causal_mask_function

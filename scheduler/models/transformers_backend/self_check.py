@@ -20,10 +20,12 @@ from torch import Tensor
 
 from ...attention.paged_cpu import PagedCpuBackend
 from ...attention.sdpa import SdpaBackend
+from ...attention.shape import Shape
 from ...cache.pool import MHAPool
 from ...execution.forward import AttentionBackend, ForwardBatch, SamplingBatch
 from ...kernels import TORCH, best
 from ...runtime.config import PAGE_SIZE
+from ..base import result_of
 from .probe import refused
 
 if TYPE_CHECKING:
@@ -45,9 +47,12 @@ def check(model: "TransformersForCausalLM") -> None:
     generator = torch.Generator().manual_seed(0)
     vocab = model.config.vocab_size
     requests = [torch.randint(0, vocab, (length,), generator=generator) for length in _LENGTHS]
+    kinds: list[type[SdpaBackend | PagedCpuBackend]] = [SdpaBackend]
+    if model.device.type == "cpu" and best("attention", model.device, model.dtype) != TORCH:
+        kinds.append(PagedCpuBackend)
     with torch.inference_mode():
         expected = [_plain(model, tokens) for tokens in requests]
-        found = [_paged(model, requests, kind) for kind in _backends(model)]
+        found = [_paged(model, requests, kind) for kind in kinds]
     worst, where = 0.0, ""
     pairs = [
         (number, *pair) for each in found for number, pair in enumerate(zip(each, expected, strict=True))
@@ -89,12 +94,6 @@ def _plain(model: "TransformersForCausalLM", tokens: Tensor) -> Tensor:
         config._attn_implementation = before
 
 
-def _backends(model: "TransformersForCausalLM") -> list[type[SdpaBackend] | type[PagedCpuBackend]]:
-    if best("attention", model.device, model.dtype) == TORCH or model.device.type != "cpu":
-        return [SdpaBackend]
-    return [SdpaBackend, PagedCpuBackend]
-
-
 def _paged(
     model: "TransformersForCausalLM",
     requests: Sequence[Tensor],
@@ -111,9 +110,15 @@ def _paged(
         device=model.device,
         page_size=PAGE_SIZE,
     )
-    backend: AttentionBackend = kind(
-        pool, config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale
+    shape = Shape(
+        device=model.device,
+        dtype=model.dtype,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.attention_scale,
     )
+    backend: AttentionBackend = kind(pool, shape)
     first = np.cumsum([1, *pages])
     parts: list[list[Tensor]] = [[] for _ in requests]
     for rows, spans in zip(_ROWS, _STEPS, strict=True):
@@ -121,21 +126,13 @@ def _paged(
         batch = _batch(tokens, spans, [int(first[row]) for row in rows], model.device)
         backend.plan(batch)
         out = model.forward(batch, backend).clone()
-        if not torch.allclose(out, _by_layer(model, batch, backend), rtol=1e-3, atol=1e-5, equal_nan=True):
+        if not torch.allclose(
+            out, result_of(model.forward_by_layer(batch, backend)), rtol=1e-3, atol=1e-5, equal_nan=True
+        ):
             raise refused(config.architecture, "its layers cannot be computed one by one")
         for row, part in zip(rows, out.split([len(each) for each in tokens]), strict=True):
             parts[row].append(part)
     return [torch.cat(each) for each in parts]
-
-
-def _by_layer(model: "TransformersForCausalLM", batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
-    steps = model.forward_by_layer(batch, backend)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            hidden: Tensor = end.value
-            return hidden
 
 
 def _batch(

@@ -16,9 +16,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ...kernels.attention_form import AttentionForm
 from ...tracing.tracer import NotTraceableError, Trace, Tracer, merge
-from .attention import attend
-from .experts import Computed
-from .norms import Norm
+from .fusion import Norm
+from .interfaces import Computed, attend
 from .probe import FOREIGN_FAILURES, Probe
 from .products import GatheredEmbedding, Given, Head, PartOfProduct, Product, SharedProduct
 

@@ -26,7 +26,7 @@ On a host without accelerators the buffer is a memfd, described as by ``SharedMe
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from enum import Enum
 from time import monotonic
 
 import msgspec
@@ -36,6 +36,7 @@ from ....io_struct import CaesuraError, CudaIPCHandle, ErrorCode, SharedMemoryHa
 from ....transfer.legacy_pickle import MAX_BYTES, Call, Global, parse
 from ....transfer.safetensors import DTYPES, NAMES_BY_TORCH
 from ...runtime.background import Wakeup
+from ..source import SharedMemory
 
 _ADDRESS = re.compile(r"ipc://.{1,107}|tcp://(127(\.\d{1,3}){3}|localhost|\[::1\]):\d{1,5}")
 _LINGER_MS = 1000
@@ -51,41 +52,17 @@ _REBUILD_ARGUMENTS = (
 """Arguments of torch's rebuild_cuda_tensor, named as in ``CudaIPCHandle`` where they are the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """The server's buffer."""
+class Marker(Enum):
+    """A message without contents."""
 
-    handle: SharedMemoryHandle | CudaIPCHandle
-    start: int
-    """First byte of the buffer in the memory of ``handle``."""
-    nbytes: int
+    CLOSING = "the buffer is to be let go"
+    ENDING = "everything has come; to be answered after the commit"
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Tensors that lie in the buffer now."""
-
-    specs: list[TensorSpec]
-
-
-@dataclass(frozen=True, slots=True)
-class Closing:
-    """The buffer is to be let go."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Everything has come; to be answered after the commit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The server was silent, gave up, or sent what cannot be read."""
-
-    error: CaesuraError
-
-
-Turn = Opening | Bucket | Closing | Ending | Failed
+Turn = SharedMemory | list[TensorSpec] | Marker | CaesuraError
+"""A message of the server: its buffer, the tensors that lie in the buffer now, or a marker. The error says
+that it was silent, gave up, or sent what cannot be read.
+"""
 
 
 class _Refusing(Exception):  # noqa: N818  a jump to that state, not an error of its own
@@ -139,7 +116,7 @@ class Conversation:
                 yield from self._protocol(socket)
             except CaesuraError as error:
                 self._refusal = self._refusal or error.message
-                yield Failed(error)
+                yield error
                 self._refuse_all(socket)
             except _Refusing:
                 self._refuse_all(socket)
@@ -162,13 +139,13 @@ class Conversation:
         yield opening_of(self._hear(socket), self._device_uuid)
         self._consent(socket)
         while (message := self._hear(socket)) is not None:
-            yield Bucket(specs_of(message))
+            yield specs_of(message)
             self._consent(socket)
-        yield Closing()
+        yield Marker.CLOSING
         self._consent(socket)
         if self._hear(socket) is not None:
             raise _malformed("something follows the first None that is not another one")
-        yield Ending()
+        yield Marker.ENDING
         self._consent(socket)
 
     def _hear(self, socket: zmq.Socket[bytes]) -> object:
@@ -229,14 +206,14 @@ class Conversation:
             self._answer(socket, self._refusal or "refused")
 
 
-def opening_of(message: object, device_uuid: str) -> Opening:
+def opening_of(message: object, device_uuid: str) -> SharedMemory:
     """Return the first message of a server; raises ``malformed_message``."""
     if type(message) is dict:
         try:
             memory = msgspec.convert(message, SharedMemoryHandle)
         except msgspec.ValidationError as error:
             raise _malformed(f"its buffer's description is wrong: {error}") from error
-        return Opening(memory, 0, memory.nbytes)
+        return SharedMemory(memory, 0, memory.nbytes)
     if not (type(message) is tuple and len(message) == 2 and message[0] == _REBUILD):
         raise _malformed("its first message describes no buffer")
     arguments = message[1]
@@ -257,7 +234,7 @@ def opening_of(message: object, device_uuid: str) -> Opening:
     start = _natural(found["start"], "start")
     if start + shape[0] > handle.nbytes:
         raise _malformed(f"its buffer ends beyond the {handle.nbytes} bytes that it lies in")
-    return Opening(handle, start, shape[0])
+    return SharedMemory(handle, start, shape[0])
 
 
 def specs_of(message: object) -> list[TensorSpec]:

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from ....io_struct import CaesuraError, ErrorCode
-from ....transfer.safetensors import LENGTH_BYTES, SafetensorsError, header_length, parse_header
+from ....transfer.safetensors import LENGTH_BYTES, SafetensorsError, TensorEntry, header_length, parse_header
 from ...memory.workspace import Workspace
 from ...models.config import ModelBackend, ModelConfig, config_difference, load_model_config
 from ...runtime.dtypes import DTYPES
 from ...runtime.files import checkpoint_error, open_regular, read_small, require_folder
 from ..loader import WeightLoader
-from ..source import Pieces, WeightPiece
-from ..upload import Fill, Place, Uploader
+from ..source import Pieces
+from ..upload import Fill, Place, WriteStream, pieces_of
 
 MAX_HEADER_BYTES = 16 << 20
 """Some 130,000 tensors; the format's own 100 MB would block the loop."""
@@ -52,36 +52,41 @@ class _Index(msgspec.Struct):
 
 
 @dataclass(slots=True, frozen=True)
-class StoredTensor:
-    name: str
-    dtype: str
-    """A key of :data:`~...dtypes.DTYPES`."""
-    shape: list[int]
-    file: int
-    offset: int
-    """Bytes from the start of the file."""
-    nbytes: int
-
-
-@dataclass(slots=True, frozen=True)
 class _File:
     path: Path
     identity: tuple[int, int, int, int]
     """Device, inode, size and modification time in ns of the file whose header was read."""
     header: bytes
-    header_bytes: int
+    """Its SHA-256."""
+    data_start: int
+    """First byte behind the header."""
     changed_ns: int
     """Time of the last change of any kind, which nobody can set."""
+    tensors: list[TensorEntry]
 
 
 class Checkpoint:
-    """A checked folder of safetensors files; holds no open file."""
+    """A checked folder of safetensors files, the source of an update; holds no open file."""
 
-    def __init__(self, path: Path, files: list[_File], tensors: list[StoredTensor]) -> None:
+    name = "disk"
+    complete = True
+
+    def __init__(
+        self, path: Path, files: list[_File], workspace: Workspace | None = None, owned: Owned | None = None
+    ) -> None:
         self.path = path
-        self.specs = tensors
-        self.total_bytes = sum(tensor.nbytes for tensor in tensors)
+        self.specs = [tensor for file in files for tensor in file.tensors]
+        self.total_bytes = sum(tensor.nbytes for tensor in self.specs)
         self._files = files
+        self._workspace = workspace or Workspace()
+        self._owned = owned
+
+    def into(self, workspace: Workspace, owned: Owned | None = None) -> "Checkpoint":
+        """Return it to be read by way of ``workspace``, only the rows that are ``owned``.
+
+        Fresh memory would cost a page fault for every 4 KB of it, each time.
+        """
+        return Checkpoint(self.path, self._files, workspace, owned)
 
     @property
     def digest(self) -> str:
@@ -105,66 +110,35 @@ class Checkpoint:
         facts = [(file.identity[1], file.changed_ns) for file in self._files]
         return hashlib.sha256(f"{self.digest}{facts}".encode()).hexdigest()
 
-    def pieces(
-        self, bucket: Tensor, skip: Callable[[str], bool] | None = None, owned: Owned | None = None
-    ) -> Iterator[WeightPiece]:
-        """Read tensors in file order, large ones in ranges of rows.
+    def pieces(self, bucket_bytes: int, skip: Callable[[str], bool] = lambda name: False) -> Pieces:
+        """Read tensors in file order, large ones in ranges of rows, into one bucket of ``bucket_bytes``.
 
-        Raises CHECKPOINT_ERROR when a file changed since its header was read, or ends early.
-
-        Args:
-            bucket: uint8 [n] on the CPU, reused for every piece, so that a piece is valid until the next. A
-                row that is larger than it is read into a temporary of its own.
-            skip: called once per tensor name; True passes over it without reading.
-            owned: tells which rows of a tensor are needed; None means all of them.
+        A row that is larger is read into a temporary of its own. Raises CHECKPOINT_ERROR when a file changed
+        since its header was read, or ends early.
         """
-        for fill in self.fills(len(bucket), skip, owned):
-            part = bucket if fill.nbytes <= len(bucket) else torch.empty(fill.nbytes, dtype=torch.uint8)
+        bucket = self._workspace.take("disk", (bucket_bytes,), torch.uint8)
+        for fill in self.fills(bucket_bytes, skip):
+            part = bucket if fill.nbytes <= bucket_bytes else torch.empty(fill.nbytes, dtype=torch.uint8)
             fill.read(part[: fill.nbytes])
             for place in fill.places:
                 yield place.piece(part)
 
-    def fills(
-        self, bucket_bytes: int, skip: Callable[[str], bool] | None = None, owned: Owned | None = None
-    ) -> Iterator[Fill]:
+    def fills(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Iterator[Fill]:
         """Yield the reads that :meth:`pieces` does; a file is open as long as one of its reads is known."""
-        rows = _all_rows if owned is None else partial(_rows_needed, owned)
-        for number, file in enumerate(self._files):
-            tensors = [t for t in self.specs if t.file == number and not (skip is not None and skip(t.name))]
+        for file in self._files:
+            tensors = [tensor for tensor in file.tensors if not skip(tensor.name)]
             if not tensors:
                 continue
             opened = _OpenFile(file)
-            for run in _runs(tensors, bucket_bytes, rows):
+            for run in _runs(tensors, bucket_bytes, self._rows):
                 if len(run) == 1:
-                    yield from _fills_of(opened, run[0], bucket_bytes, rows(run[0]))
+                    yield from _fills_of(opened, run[0], bucket_bytes, self._rows(run[0]))
                 else:
                     yield _fill_of_run(opened, run)
 
-
-class DiskSource:
-    """A checkpoint as the :class:`~..source.WeightSource` of an update: always complete."""
-
-    name = "disk"
-    complete = True
-
-    def __init__(self, checkpoint: Checkpoint, workspace: Workspace, owned: Owned | None = None) -> None:
-        """``workspace`` is kept between updates: fresh memory costs a page fault for every 4 KB of it, each
-        time.
-        """
-        self.specs = checkpoint.specs
-        self.total_bytes = checkpoint.total_bytes
-        self.path, self.digest = str(checkpoint.path), checkpoint.digest
-        self.local_digest = checkpoint.local_digest
-        self._checkpoint = checkpoint
-        self._workspace = workspace
-        self._owned = owned
-
-    def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Pieces:
-        bucket = self._workspace.take("disk", (bucket_bytes,), torch.uint8)
-        yield from self._checkpoint.pieces(bucket, skip, self._owned)
-
-    def fills(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Iterator[Fill]:
-        return self._checkpoint.fills(bucket_bytes, skip, self._owned)
+    def _rows(self, tensor: TensorEntry) -> tuple[range, ...]:
+        owned = None if self._owned is None else self._owned(tensor.name)
+        return _all_rows(tensor) if owned is None else owned
 
 
 def open_fitting(path: str, config: ModelConfig) -> Checkpoint:
@@ -216,27 +190,21 @@ def _open_folder(folder: Path) -> Checkpoint:
             folder, f"{reason}; only safetensors is read, never a pickle" if others else reason
         )
     files: list[_File] = []
-    tensors: list[StoredTensor] = []
-    header_bytes = 0
-    for number, file_path in enumerate(paths):
-        file, found = _read_file_header(file_path, number)
-        header_bytes += file.header_bytes
-        if header_bytes > MAX_HEADERS_BYTES:
+    for file_path in paths:
+        files.append(_read_file_header(file_path))
+        if sum(file.data_start for file in files) > MAX_HEADERS_BYTES:
             raise checkpoint_error(folder, f"has more than {MAX_HEADERS_BYTES} bytes of headers")
-        files.append(file)
-        tensors += found
-    _check_names(folder, files, tensors, index)
-    return Checkpoint(folder, files, tensors)
+    _check_names(folder, files, index)
+    return Checkpoint(folder, files)
 
 
 def load_from_disk(
-    loader: WeightLoader, checkpoint: Checkpoint, bucket_bytes: int, uploader: Uploader | None = None
+    loader: WeightLoader, checkpoint: Checkpoint, bucket_bytes: int, stream: WriteStream | None = None
 ) -> None:
     """Check and load a complete checkpoint without interruption, for a cold start."""
     loader.check(checkpoint.specs, complete=True)
-    source = DiskSource(checkpoint, Workspace(), loader.owned)
-    pieces = source.pieces(bucket_bytes, loader.skip)
-    for piece in pieces if uploader is None else uploader.pieces(source, bucket_bytes, loader.skip):
+    source = checkpoint.into(Workspace(), loader.owned)
+    for piece in pieces_of(source, loader, stream, bucket_bytes):
         assert piece is not None, "files never say that nothing has come"
         loader.write(piece)
 
@@ -257,7 +225,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return index.weight_map
 
 
-def _read_file_header(path: Path, number: int) -> tuple[_File, list[StoredTensor]]:
+def _read_file_header(path: Path) -> _File:
     descriptor = open_regular(path)
     try:
         identity, changed_ns = _identity(descriptor), os.fstat(descriptor).st_ctime_ns
@@ -267,31 +235,23 @@ def _read_file_header(path: Path, number: int) -> tuple[_File, list[StoredTensor
         if len(header) < length or _identity(descriptor) != identity:
             raise checkpoint_error(path, "changed while its header was read")
         data_start = LENGTH_BYTES + length
-        tensors = [
-            StoredTensor(
-                entry.name, entry.dtype, entry.shape, number, data_start + entry.offset, entry.nbytes
-            )
-            for entry in parse_header(header, size - data_start)
-        ]
+        tensors = parse_header(header, size - data_start)
     except SafetensorsError as error:
         raise checkpoint_error(path, str(error)) from error
     except OSError as error:
         raise checkpoint_error(path, f"cannot be read: {error.strerror}") from error
     finally:
         os.close(descriptor)
-    return _File(path, identity, hashlib.sha256(header).digest(), length, changed_ns), tensors
+    return _File(path, identity, hashlib.sha256(header).digest(), data_start, changed_ns, tensors)
 
 
-def _check_names(
-    folder: Path, files: list[_File], tensors: list[StoredTensor], index: dict[str, str] | None
-) -> None:
+def _check_names(folder: Path, files: list[_File], index: dict[str, str] | None) -> None:
     """Raise unless each name is in one file only, and where the index says."""
     found: dict[str, str] = {}
-    for tensor in tensors:
-        file = files[tensor.file].path.name
-        if tensor.name in found:
-            raise checkpoint_error(folder, f"holds {tensor.name!r} twice, in {found[tensor.name]} and {file}")
-        found[tensor.name] = file
+    for name, file in ((tensor.name, each.path.name) for each in files for tensor in each.tensors):
+        if name in found:
+            raise checkpoint_error(folder, f"holds {name!r} twice, in {found[name]} and {file}")
+        found[name] = file
     if index is None or index == found:
         return
     wrong = sorted(name for name in index.keys() | found.keys() if index.get(name) != found.get(name))
@@ -301,23 +261,18 @@ def _check_names(
     raise checkpoint_error(folder, f"has an index that puts {name!r} in {says} while it is in {has}{others}")
 
 
-def _all_rows(tensor: StoredTensor) -> tuple[range, ...]:
+def _all_rows(tensor: TensorEntry) -> tuple[range, ...]:
     return (range(tensor.shape[0] if tensor.shape else 1),)
 
 
-def _rows_needed(owned: Owned, tensor: StoredTensor) -> tuple[range, ...]:
-    rows = owned(tensor.name)
-    return _all_rows(tensor) if rows is None else rows
-
-
 def _runs(
-    tensors: list[StoredTensor], limit: int, rows: Callable[[StoredTensor], tuple[range, ...]]
-) -> Iterator[list[StoredTensor]]:
+    tensors: list[TensorEntry], limit: int, rows: Callable[[TensorEntry], tuple[range, ...]]
+) -> Iterator[list[TensorEntry]]:
     """Yield runs of adjacent, aligned tensors, at most ``limit`` bytes together.
 
     A tensor of which some rows are not needed is a run of its own.
     """
-    run: list[StoredTensor] = []
+    run: list[TensorEntry] = []
     for tensor in tensors:
         if rows(tensor) != _all_rows(tensor):
             yield from ([run] if run else [])
@@ -344,11 +299,11 @@ class _OpenFile:
         weakref.finalize(self, os.close, self.descriptor)
 
     def read(self, part: Tensor, offset: int, name: str) -> None:
-        """Fill ``part``, uint8, from ``offset`` on; errors name the tensor ``name``."""
+        """Fill ``part``, uint8, from ``offset`` in the data on; errors name the tensor ``name``."""
         # A file rewritten under us could be right in size and torn in content: compare around every read.
         self._require_unchanged()
         view = memoryview(part.numpy().data)
-        done = 0
+        done, offset = 0, self.file.data_start + offset
         while done < len(view):
             try:
                 count = os.preadv(self.descriptor, [view[done:]], offset + done)
@@ -368,7 +323,7 @@ class _OpenFile:
             raise checkpoint_error(self.file.path, "changed while it was being read")
 
 
-def _fill_of_run(opened: _OpenFile, run: list[StoredTensor]) -> Fill:
+def _fill_of_run(opened: _OpenFile, run: list[TensorEntry]) -> Fill:
     """Return one read of several small tensors: a read for each takes longer than the bytes."""
     begin, end, name = run[0].offset, run[-1].offset + run[-1].nbytes, run[0].name
     places = [
@@ -378,7 +333,7 @@ def _fill_of_run(opened: _OpenFile, run: list[StoredTensor]) -> Fill:
 
 
 def _fills_of(
-    opened: _OpenFile, tensor: StoredTensor, bucket_bytes: int, needed: tuple[range, ...]
+    opened: _OpenFile, tensor: TensorEntry, bucket_bytes: int, needed: tuple[range, ...]
 ) -> Iterator[Fill]:
     """Yield reads of the ``needed`` rows of a large tensor, of at most ``bucket_bytes`` or one row.
 

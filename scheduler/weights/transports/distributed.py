@@ -2,13 +2,8 @@
 
 - Joining, receiving and leaving happen in threads, each with a deadline; the loop never waits for one.
 - A broadcast that was entered must end: what is refused never enters one, and what is broken off leaves the
-  group dead.
-- Per group two buffers are kept between calls: one is received into while the other is written from. On a
-  device with streams events order the two.
-- What blocks without a timeout of its own (NCCL finding its ranks) is given up at ours: the group is dead,
-  its thread is left.
-- An engine that is rank 0 sends (transmission.py) and receives nothing there; what it receives elsewhere it
-  can relay.
+  group dead. So does what blocks without a timeout of its own (NCCL finding its ranks); its thread is left.
+- An engine that is rank 0 sends and receives nothing there; what it receives elsewhere it can relay.
 """
 
 import contextlib
@@ -46,9 +41,19 @@ from ....transfer.process_group import (
 from ...runtime.background import Feed, Worker
 from ..source import WeightPiece, cut
 from ..upload import WriteStream
-from .batches import Batch, batches_of, nbytes_of
-from .reception import GRACE_S, SHARED_BYTES, Reception, broadcasts, plans_of
-from .transmission import Relay, Transmission
+from .broadcasts import (
+    GRACE_S,
+    SHARED_BYTES,
+    Batch,
+    Received,
+    Relay,
+    Transmission,
+    batches_of,
+    broadcasts,
+    first_line,
+    nbytes_of,
+    plans_of,
+)
 
 MAX_WORLD_SIZE = 16384
 """A backend reserves memory for every rank before the first has come."""
@@ -69,34 +74,24 @@ class Group:
 
     def __init__(
         self,
+        groups: "WeightsUpdateGroups",
         membership: Membership,
         timeout_s: float,
         broadcast_timeout_s: float,
-        device: torch.device,
-        wake: Callable[[], None],
-        *,
-        interface: str | None = None,
-        write_stream: WriteStream | None = None,
     ) -> None:
-        """Args:
-        timeout_s: for all ranks to join.
-        broadcast_timeout_s: for each broadcast, later.
-        device: of the model, with its index.
-        write_stream: where pieces are written to the model; None on the host.
-        """
+        """Begin to join, within ``timeout_s``; ``broadcast_timeout_s`` is for each broadcast."""
         self.membership = membership
-        self._interface = interface
+        self._interface, self._wake = groups.interface, groups.wake
         self._timeout_s = timeout_s
         self._broadcast_timeout_s = broadcast_timeout_s
         on_device = membership.backend == "nccl"
-        self._device = device if on_device else torch.device("cpu")
-        self._write_stream = write_stream if on_device else None
-        self._wake = wake
+        self._device = groups.device if on_device else torch.device("cpu")
+        self._write_stream = groups.write_stream if on_device else None
         self._deadline = monotonic() + timeout_s
         self._failure: CaesuraError | None = None
         self._backend: Any = None
         self._buffers: dict[int, Tensor] = {}
-        self._joining: Feed[Any] = Feed(self._join(), wake)
+        self._joining: Feed[Any] = Feed(self._join(), self._wake)
         self._leaving: threading.Thread | None = None
         self._worker: Worker | None = None
         self._sending: Transmission | None = None
@@ -213,10 +208,15 @@ class Group:
         self.require_sender()
         return Relay(self._backend, self._broadcast_timeout_s)
 
-    def receive(self, sizes: Sequence[int], relay: Relay | None = None) -> Reception:
-        """Receive one broadcast from rank 0 per size, in bytes; each is passed on to ``relay``.
+    def receive(
+        self, sizes: Sequence[int], relay: Relay | None = None
+    ) -> Generator[Tensor | None, None, None]:
+        """Receive one broadcast from rank 0 per size, in bytes, and pass it on to ``relay``.
 
-        Raises ``out_of_memory`` if there is no room for them; no broadcast was entered then.
+        Yields the bytes of each, valid until the next one is asked for, or None if it has not come yet; with
+        a relay also None until it has passed on everything. Raises ``out_of_memory`` if there is no room, and
+        no broadcast was entered; ``group_error`` if one failed or did not come in time, and the group is
+        dead.
         """
         stream, timeout_s = self._write_stream, self._broadcast_timeout_s
         plans = list(plans_of(sizes, 0 if stream is None else SHARED_BYTES))
@@ -224,13 +224,53 @@ class Group:
             self._make_room(slot, max((plan.nbytes for plan in plans[slot::2]), default=0))
         self._worker = self._worker or Worker()
         written = [None if stream is None else stream.mark() for _ in (0, 1)]
-        buffers = [self._buffers[slot] for slot in (0, 1)]
         limit = timedelta(seconds=timeout_s)
-        items = broadcasts(self._backend, plans, buffers, written, stream, limit, relay)
+        items = broadcasts(
+            self._backend, plans, [self._buffers[0], self._buffers[1]], written, stream, limit, relay
+        )
         feed = Feed(items, self._wake, ahead=2, submit=self._worker.submit)
         if relay is not None:  # a buffer may be kept that long by what is relayed from it
             timeout_s += relay.timeout_s
-        return Reception(feed, written, stream, timeout_s=timeout_s, broken=self.broken, wake=self._wake)
+        timer: threading.Timer | None = None
+        deadline = monotonic() + timeout_s + GRACE_S
+
+        def look_again() -> None:
+            """Look again at the deadline, also where the thread is stuck."""
+            nonlocal timer
+            left = deadline - monotonic()
+            if left <= 0:
+                raise self.broken(f"a broadcast did not come within {timeout_s:g} s")
+            if stream is not None and (timer is None or timer.finished.is_set()):
+                timer = threading.Timer(left, self._wake)
+                timer.daemon = True
+                timer.start()
+
+        try:
+            for number in range(len(plans)):
+                while (received := self._taken(feed)) is None:
+                    look_again()
+                    self.joined()  # not any more where it has been destroyed
+                    yield None
+                deadline = monotonic() + timeout_s + GRACE_S
+                if stream is not None and received.arrived is not None:
+                    stream.write_after(received.arrived)
+                yield from received.broadcasts
+                # The buffer may be filled again, after what was enqueued from it.
+                written[number % 2] = None if stream is None else stream.mark()
+                feed.release()
+            while relay is not None and not feed.ended:
+                look_again()
+                yield None
+        finally:
+            if timer is not None:
+                timer.cancel()
+            feed.cancel()
+
+    def _taken(self, feed: Feed[Received]) -> Received | None:
+        try:
+            return feed.take()
+        except RuntimeError as error:
+            raise self.broken(f"a broadcast failed: {first_line(error)}") from error
 
     def _make_room(self, slot: int, needed: int) -> None:
         if slot in self._buffers and self._buffers[slot].numel() >= needed:
@@ -253,7 +293,7 @@ class Group:
             store = TCPStore(host, int(port), member.world_size, is_master=False, timeout=self._time_left())
             own, ranks = keys_of(member, store)
         except (RuntimeError, ValueError) as error:
-            raise self.error(f"its store did not answer: {_first_line(error)}") from error
+            raise self.error(f"its store did not answer: {first_line(error)}") from error
         reason, backend = None, None
         try:
             joining = self._time_left() if member.backend == "gloo" else limit
@@ -270,7 +310,7 @@ class Group:
                 store.set_timeout(limit)  # at the first broadcast the ranks meet in it
             yield backend
         except RuntimeError as error:
-            reason = _first_line(error)
+            reason = first_line(error)
         if reason is None:
             return
         seen = ranks_seen(member, own, ranks)
@@ -347,17 +387,16 @@ class DistributedSource:
     ) -> Generator[WeightPiece | None, None, None]:
         self._group.joined()
         relay = None if self._behind is None else self._behind.relay()
-        reception = self._group.receive([nbytes_of(batch) for batch in self._batches], relay)
-        with contextlib.closing(reception):
+        sizes = [nbytes_of(batch) for batch in self._batches]
+        with contextlib.closing(self._group.receive(sizes, relay)) as reception:
             for batch in self._batches:
-                while (received := reception.take()) is None:
-                    self._group.joined()  # not any more where it has been destroyed
+                while (received := next(reception)) is None:
                     yield None
                 for spec in batch:
                     if not skip(spec.name):
                         data = received[spec.offset : spec.offset + spec.nbytes]
                         yield from cut(spec, data, bucket_bytes)
-            while relay is not None and not reception.is_over():
+            for _ in reception:
                 yield None
         if self._behind is not None and relay is not None and relay.failure is not None:
             self.relay_error = self._behind.broken(relay.failure).message
@@ -380,11 +419,9 @@ class WeightsUpdateGroups:
         interface: of the network, whose address is listened on; None for what suits the group.
         write_stream: where pieces are written to the model; None on the host.
         """
-        self._interface = interface
+        self.device, self.wake = device, wake
+        self.interface, self.write_stream = interface, write_stream
         self._joining: list[Group] = []
-        self._device = device
-        self._wake = wake
-        self._write_stream = write_stream
         self._groups: dict[str, Group] = {}
 
     def join(self, request: InitWeightsUpdateGroupReqInput) -> Group:
@@ -398,23 +435,15 @@ class WeightsUpdateGroups:
             f"{request.master_address}:{request.master_port}",
             request.world_size,
             request.rank_offset,
-            request.backend or ("nccl" if self._device.type == "cuda" else "gloo"),
+            request.backend or ("nccl" if self.device.type == "cuda" else "gloo"),
         )
-        _require_possible(member, self._device)
+        _require_possible(member, self.device)
         group = self._groups.get(member.group_name)
         if group is not None and group.membership != member:
             raise group.error("a group of this name exists with other parameters: destroy it first")
         if group is None:
             self._require_room()
-            group = Group(
-                member,
-                request.timeout_s,
-                request.broadcast_timeout_s,
-                self._device,
-                self._wake,
-                interface=self._interface,
-                write_stream=self._write_stream,
-            )
+            group = Group(self, member, request.timeout_s, request.broadcast_timeout_s)
             self._groups[member.group_name] = group
             self._joining.append(group)
         return group
@@ -449,9 +478,6 @@ class WeightsUpdateGroups:
         if behind is not None:
             behind.require_sender()
         return DistributedSource(group, batches_of(request), request, behind)
-
-    def transmit(self, name: str, nbytes: int) -> Transmission:
-        return self.find(name).transmit(nbytes)
 
     def close(self) -> None:
         """Leave all of them; waits a moment for those that can be left at once."""
@@ -498,7 +524,3 @@ def _require_possible(member: Membership, device: torch.device) -> None:
             raise CaesuraError(
                 ErrorCode.INVALID_REQUEST, f"{field} {value} must be below {below}", field=field, value=value
             )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

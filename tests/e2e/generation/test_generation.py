@@ -1,6 +1,5 @@
 """Generation from outside: a launched process, its clients, and transformers as the reference."""
 
-import asyncio
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,7 +12,6 @@ from support.checkpoints import FAMILIES, make_checkpoint
 from support.lanes import quick
 
 from caesura.client import (
-    AsyncSchedulerClient,
     InvalidRequest,
     PromptTooLong,
     SamplingParams,
@@ -207,25 +205,6 @@ def test_a_stream_is_the_result_in_pieces(float32):
         assert ids[output.index] == output.output_ids
         assert logprobs[output.index] == output.output_logprobs
     assert len(deltas) > 24, "tokens were meant to come one by one"
-
-
-def test_the_asyncio_client_gets_the_same(float32):
-    params = SamplingParams(max_new_tokens=16, seed=9, ignore_eos=True)
-    expected = float32.client.generate(PROMPTS, params, return_logprob=True)
-
-    async def ask():
-        async with AsyncSchedulerClient(float32.client.endpoint) as client:
-            outputs = await client.generate(PROMPTS, params, return_logprob=True)
-            handle = await client.submit(PROMPTS[0], params, stream=True)
-            streamed = [token async for delta in handle for token in delta.output_ids]
-            return outputs, streamed, await client.status()
-
-    outputs, streamed, status = asyncio.run(ask())
-    assert [output.output_ids for output in outputs] == [output.output_ids for output in expected]
-    for output, other in zip(outputs, expected, strict=True):
-        assert_close(output.output_logprobs, other.output_logprobs, 1e-4)
-    assert streamed == expected[0].output_ids
-    assert status.pid == float32.client.status().pid
 
 
 def test_many_at_once_are_what_each_is_alone(float32):

@@ -1,6 +1,5 @@
 """Images through the launched engine and both clients."""
 
-import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -10,7 +9,6 @@ from safetensors.torch import load_file
 from support.lanes import quick
 
 from caesura.client import (
-    AsyncSchedulerClient,
     ImageOutput,
     InvalidRequest,
     Unsupported,
@@ -90,17 +88,6 @@ def test_embeddings_of_a_result_are_a_prompt(engine):
     as_tensors = {name: torch.from_numpy(np.array(each)) for name, each in first.embeds.items()}
     third = engine.generate_images(embeds=as_tensors, guidance_scale=2.0, **OPTIONS)
     assert np.array_equal(latents(first), latents(third))
-
-
-def test_coroutines_get_the_same(engine):
-    expected = engine.generate_images("a blue", **OPTIONS)
-
-    async def together():
-        async with AsyncSchedulerClient(engine.endpoint) as client:
-            return await asyncio.gather(*(client.generate_images("a blue", **OPTIONS) for _ in range(3)))
-
-    for output in asyncio.run(together()):
-        np.testing.assert_allclose(latents(output), latents(expected), rtol=0, atol=1e-5)
 
 
 def test_an_abort_ends_with_the_steps_that_were_made(engine):

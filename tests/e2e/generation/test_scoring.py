@@ -1,7 +1,5 @@
 """Scoring through a process and the clients."""
 
-import asyncio
-
 import numpy as np
 import psutil
 import pytest
@@ -10,8 +8,8 @@ import transformers
 from support.checkpoints import make_checkpoint
 from support.lanes import quick
 
-from caesura.client import AsyncSchedulerClient, SamplingParams, launch_scheduler
-from caesura.client.exceptions import EngineError, InvalidRequest, PromptTooLong, Unsupported
+from caesura.client import SamplingParams, launch_scheduler
+from caesura.client.exceptions import EngineError, InvalidRequest, Unsupported
 
 MIB = 1 << 20
 SHAPE = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}
@@ -100,24 +98,6 @@ def test_the_reference_is_in_memory_while_it_is_used(policy, reference, alone, r
                 assert extra < 0.4 * size, "what is left: workspaces, and Python's objects"
             client.score(PROMPTS, start=1)
         assert psutil.Process(rest.pid).num_threads() < 12
-
-
-def test_the_same_from_coroutines(policy, reference):
-    async def ask(endpoint: str) -> None:
-        async with AsyncSchedulerClient(endpoint) as client:
-            generating = asyncio.create_task(client.generate(PROMPTS, PARAMS))
-            one, many = await asyncio.gather(
-                client.score(PROMPTS[0], start=10), client.score(PROMPTS[:2], start=[10, 48])
-            )
-            assert len(one) == 30
-            assert [len(scores) for scores in many] == [30, 1]
-            assert one == pytest.approx(many[0], abs=1e-5)
-            assert len(await generating) == len(PROMPTS)
-            with pytest.raises(PromptTooLong, match="sequence 1 of 300 tokens"):
-                await client.score([[1, 2], [1] * 300], start=1)
-
-    with launch_scheduler(policy, reference_model_path=reference, **OPTIONS) as client:
-        asyncio.run(ask(client.endpoint))
 
 
 def test_wrong_arguments_are_refused(policy, reference):

@@ -368,3 +368,11 @@ def test_incremental_streams_add_up(tmp_path):
             found = [row for frame in frames for row in frame["meta_info"].get(name, [])]
             assert len(found) == len(whole["output_ids"])
         assert frames[-1]["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_probes_and_scrapes_do_not_renew_the_lease_of_a_pause(tiny_model):
+    with served("--model", str(tiny_model)) as server:
+        server.ok("/pause_generation", {"mode": "in_place", "lease_s": 1.0, "on_lease_expiry": "continue"})
+        while server.get("/server_info").json()["internal_states"][0]["generation"] == "paused":
+            for path in ("/health", "/metrics", "/dashboard/data"):
+                server.get(path)

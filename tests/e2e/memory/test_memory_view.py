@@ -1,6 +1,5 @@
 """What an engine notes of its memory while it is paused, updated, flushed and released."""
 
-import asyncio
 import re
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import msgspec
 import pytest
 from support.scripted import EngineDriver
 
-from caesura.client import AsyncSchedulerClient, SamplingParams, launch_scheduler
+from caesura.client import SamplingParams, launch_scheduler
 from caesura.client.memory_view import fetch
 from caesura.client.serve.pages.document import PageData
 from caesura.io_struct import (
@@ -256,13 +255,3 @@ def test_a_page_of_history_at_a_time(tiny_model):
         assert (len(first.events), first.more) == (256, True)
         events = fetch(client, timeout=None).events
     assert [event.seq for event in events] == list(range(1, 302))
-
-
-def test_the_async_client_has_the_history_too(engine):
-    async def ask():
-        async with AsyncSchedulerClient(engine.endpoint) as client:
-            return await client.memory_history(after=1)
-
-    events = asyncio.run(ask()).events
-    assert events == engine.memory_history(after=1).events
-    assert events[0].seq == 2

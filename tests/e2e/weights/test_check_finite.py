@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
+from support.client_updates import update_by
 from support.parameter_server import ParameterServer
 from support.waiting import PATIENCE_S as PATIENCE
 
@@ -19,7 +20,6 @@ from caesura.client import (
     WeightsPoisoned,
     launch_scheduler,
 )
-from caesura.client.trainer import WeightUpdateGroup
 
 pytestmark = pytest.mark.slow  # its engines take seconds to start
 
@@ -52,13 +52,6 @@ def engine(folder) -> Iterator[SchedulerClient]:
         yield client
 
 
-@pytest.fixture
-def group(engine) -> Iterator[WeightUpdateGroup]:
-    """A new one for each test, since an update that fails ends it."""
-    with WeightUpdateGroup.create([engine]) as group:
-        yield group
-
-
 def weights_of(folder: Path) -> Weights:
     return load_file(folder / "model.safetensors")
 
@@ -69,32 +62,23 @@ def spoil(weights: Weights, name: str, *values: float) -> None:
     weights[name] = flat.to(weights[name].dtype).view(weights[name].shape)
 
 
-def send(
-    engine: SchedulerClient, transport: str, weights: Weights, folder: Path, group: WeightUpdateGroup | None
-):
-    named = list(weights.items())
+def send(engine: SchedulerClient, transport: str, weights: Weights, folder: Path):
     if transport == "disk":
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        return engine.update_weights_from_disk(folder)
-    if transport == "tensor":
-        return engine.update_weights_from_tensor(named)
-    if transport == "ipc":
-        return engine.update_weights_from_ipc(named)
-    return engine.update_weights_from_distributed(named, group=group)
+    return update_by(engine, transport, weights, folder)
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensor", "ipc", "distributed"])
 def test_non_finite_weights_are_refused_and_poison_until_a_complete_update(
-    engine, folder, transport, tmp_path, request
+    engine, folder, transport, tmp_path
 ):
-    group = request.getfixturevalue("group") if transport == "distributed" else None
     target = Path(shutil.copytree(folder, tmp_path / "new"))
     before = engine.status()
     weights = weights_of(folder)
     for name, values in ((NORM, (NAN, INF, -INF)), (K, (NAN,)), (DOWN, (NAN, NAN)), (Q, (NAN,))):
         spoil(weights, name, *values)
     with pytest.raises(WeightsNotFinite) as caught:
-        send(engine, transport, weights, target, group)
+        send(engine, transport, weights, target)
     error = caught.value
     assert (error.detail["tensors"], len(error.detail["non_finite"])) == (4, 3)
     found = {each["name"]: (each["count"], each["total"]) for each in error.detail["non_finite"]}
@@ -112,10 +96,7 @@ def test_non_finite_weights_are_refused_and_poison_until_a_complete_update(
     if transport != "disk":
         engine.update_weights_from_tensor([(NORM, weights_of(folder)[NORM])])
         assert engine.status().weights == "poisoned", "the others are still what they were"
-    group = WeightUpdateGroup.create([engine], group_name="again") if transport == "distributed" else None
-    assert send(engine, transport, weights_of(folder), target, group).committed
-    if group is not None:
-        group.close()
+    assert send(engine, transport, weights_of(folder), target).committed
     status = engine.status()
     assert (status.weights, status.weights_epoch) == ("valid", before.weights_epoch + 1)
     assert engine.generate([5, 6, 7], SamplingParams(max_new_tokens=1)).output_ids

@@ -5,20 +5,39 @@ Compared by the bytes of every parameter and by tokens with their logprobs. Quic
 have forms of their own by all roads; the table of every family is long.
 """
 
+import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
 from support.architectures import ARCHITECTURES, tiny_model
-from support.checkpoints import FAMILIES, HYBRIDS, make_checkpoint
+from support.checkpoints import FAMILIES, HYBRIDS, make_checkpoint, make_fp8_checkpoint
+from support.client_updates import TRANSPORTS, update_by
+from support.lanes import quick
 from support.mxfp4 import SHAPE, make_mxfp4_checkpoint
 from support.plain_trainer import PlainTrainer, weights_of
+from support.properties import examples
 from support.roads import Roads
-from support.scripted import EngineDriver, tokens_of
+from support.scripted import EngineDriver, assert_error, tokens_of
 
-from caesura.io_struct import FlushCacheReqInput, GenerateReqInput, SamplingParams, WeightsCheckerReqInput
+from caesura.client import LaunchedScheduler, SchedulerClient, launch_scheduler
+from caesura.client.trainer import WeightUpdateGroup
+from caesura.io_struct import (
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    SamplingParams,
+    UpdateWeightFromDiskReqInput,
+    WeightsCheckerReqInput,
+)
 
 PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(40)]]
 MXFP4, FLOAT16 = "gpt-oss, MXFP4", "qwen3-moe, float16"
@@ -115,6 +134,114 @@ def test_modules_of_transformers(folder, trainer: PlainTrainer) -> None:
     compare_all_roads(folder, trainer, FOREIGN_QUICK)
 
 
+def test_an_engine_of_transformers_says_so_and_has_no_expert_ids(folder) -> None:
+    with engine(folder(FOREIGN_QUICK, 1), FOREIGN_QUICK) as driver:
+        assert "transformers" in driver.status().kernels_reason
+        message = GenerateReqInput(input_ids=PROMPTS[0], return_routed_experts=True)
+        assert_error(driver.call(message), "unsupported")
+
+
 @pytest.mark.parametrize("family", LONG)
 def test_every_family(folder, trainer: PlainTrainer, family: str) -> None:
     compare_all_roads(folder, trainer, family)
+
+
+@pytest.mark.parametrize("family", [QUICK[0], FOREIGN_QUICK])
+def test_released_weights_come_back_by_an_update(folder, family: str) -> None:
+    path = folder(family, 1)
+    with engine(path, family) as driver:
+        cold = state(driver)
+        driver.call(PauseGenerationReqInput(mode="retract"))
+        driver.call(ReleaseMemoryOccupationReqInput())
+        driver.call(ResumeMemoryOccupationReqInput())
+        assert driver.status().weights == "invalid"
+        driver.call(UpdateWeightFromDiskReqInput(model_path=str(path)), max_ticks=100_000)
+        driver.call(ContinueGenerationReqInput())
+        assert state(driver) == cold
+
+
+# -- by a client, in any order and cut -----------------------------------------------------------------------------------
+
+
+Forms = list[tuple[Path, Path]]
+"""Folders to update from, each with the one that a cold start of its weights reads; the engine starts from the first."""
+
+
+@pytest.fixture(scope="module", params=[*quick(["tied", "untied"]), "fp8"])
+def forms(request, tmp_path_factory) -> Forms:
+    root = tmp_path_factory.mktemp(request.param)
+    if request.param == "fp8":
+        return fp8_forms(root)
+    paths = [root / str(seed) for seed in range(3)]
+    for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float32)):
+        make_checkpoint(paths[seed], "qwen3", tied=request.param == "tied", dtype=dtype, seed=seed)
+    return [(path, path) for path in paths]
+
+
+def fp8_forms(root: Path) -> Forms:
+    """FP8 weights, and others as FP8, as bfloat16, and with every second projection as bfloat16 without scales."""
+    for seed in range(2):
+        make_checkpoint(root / f"plain{seed}", "qwen3", dtype=torch.bfloat16, seed=seed)
+        make_fp8_checkpoint(root / f"plain{seed}", root / f"fp8-{seed}", (16, 32))
+    shutil.copytree(root / "plain1", root / "mixed")
+    plain, fp8 = weights_of(root / "plain1"), weights_of(root / "fp8-1")
+    half = sorted(name for name in plain if f"{name}_scale_inv" in fp8)[::2]
+    mixed = {name: value for name, value in fp8.items() if name.removesuffix("_scale_inv") not in half}
+    save_file(mixed | {name: plain[name] for name in half}, root / "mixed" / "model.safetensors")
+    start, other = root / "fp8-0", root / "fp8-1"
+    return [(start, start), (other, other), (root / "plain1", other), (root / "mixed", other)]
+
+
+def launch(path: Path) -> LaunchedScheduler:
+    return launch_scheduler(str(path), dtype="float32", num_threads=1, kv_pool_tokens=256)
+
+
+@pytest.fixture(scope="module")
+def cold(forms: Forms) -> dict[Path, str]:
+    totals = {}
+    for path in {cold for _, cold in forms}:
+        with launch(path) as client:
+            totals[path] = client.check_weights("checksum").total
+    return totals
+
+
+@pytest.fixture(scope="module")
+def client(forms: Forms) -> Iterator[SchedulerClient]:
+    with launch(forms[0][0]) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def group(client: SchedulerClient) -> Iterator[WeightUpdateGroup]:
+    with WeightUpdateGroup.create([client]) as group:
+        yield group
+
+
+@settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
+@given(
+    data=st.data(),
+    steps=st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.sampled_from(TRANSPORTS),
+            st.sampled_from([1, 64, 1000, 4096, 20_000, 1 << 20]),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    twice=st.booleans(),
+    paused=st.booleans(),
+)
+def test_update_equals_cold_load(client, group, forms, cold, data, steps, twice, paused):
+    if paused:
+        client.pause("retract")
+    for number, transport, bucket_bytes in steps:
+        path, cold_path = forms[number % len(forms)]
+        weights = weights_of(path)
+        tensors = {name: weights[name] for name in data.draw(st.permutations(sorted(weights)))}
+        for _ in range(1 + twice):
+            reply = update_by(client, transport, tensors, path, group, bucket_bytes=bucket_bytes)
+            assert reply.committed
+        assert client.check_weights("checksum").total == cold[cold_path]
+    client.continue_generation(torch_empty_cache=False)
+    assert client.status().weights == "valid"

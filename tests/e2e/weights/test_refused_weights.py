@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from safetensors.torch import load_file, save_file
+from support import client_updates
 from support.waiting import PATIENCE_S as PATIENCE
 
 from caesura.client import (
@@ -14,9 +15,9 @@ from caesura.client import (
     WeightMismatch,
     launch_scheduler,
 )
-from caesura.client.trainer import SharedTensors, WeightUpdateGroup
+from caesura.client.trainer import WeightUpdateGroup
 
-TRANSPORTS = ("disk", "tensor", "ipc", "ipc, shared", "distributed", "tensor, asyncio", "ipc, asyncio")
+TRANSPORTS = (*client_updates.TRANSPORTS, "tensor, asyncio", "ipc, asyncio")
 
 
 @pytest.fixture(scope="module")
@@ -29,21 +30,14 @@ def engine(tiny_model, tmp_path_factory):
 def updated(engine: ControlClient, transport: str, tensors, folder, **options):
     if transport == "disk":
         save_file(tensors, folder / "model.safetensors")
-        return engine.update_weights_from_disk(folder, timeout=PATIENCE, **options)
-    if transport == "distributed":
-        with WeightUpdateGroup.create([engine], timeout_s=PATIENCE) as group:
-            return group.update(tensors, timeout=PATIENCE, **options)[0]
-    if transport == "ipc, shared":
-        with SharedTensors(tensors) as shared:
-            return engine.update_weights_from_ipc(shared, timeout=PATIENCE, **options)
-    kind, _, is_asyncio = transport.partition(", ")
-    name = f"update_weights_from_{kind}"
-    if not is_asyncio:
-        return getattr(engine, name)(tensors, timeout=PATIENCE, **options)
+    kind, _, how = transport.partition(", ")
+    if how != "asyncio":
+        return client_updates.update_by(engine, transport, tensors, folder, **options)
 
     async def update():
         async with AsyncControlClient(engine.endpoint) as client:
-            return await getattr(client, name)(tensors, timeout=PATIENCE, **options)
+            method = getattr(client, f"update_weights_from_{kind}")
+            return await method(tensors, timeout=PATIENCE, **options)
 
     return asyncio.run(update())
 

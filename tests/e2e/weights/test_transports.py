@@ -1,4 +1,4 @@
-"""Weights by every transport: the result is that of a cold load, whatever the road (I7)."""
+"""Updates by tensors and shared memory: sessions, refusals, bounds and mappings."""
 
 import fcntl
 import os
@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
+from support.buckets_by_hand import Sender
 from support.checkpoints import make_checkpoint
-from support.lanes import quick
-from support.properties import examples
 from support.scripted import EngineDriver, assert_error
 from support.waiting import eventually
 
@@ -21,8 +18,6 @@ from caesura.client.exceptions import EngineError
 from caesura.client.trainer import (
     SharedBucket,
     SharedTensors,
-    WeightUpdateGroup,
-    as_frames,
     buckets,
     manifest,
 )
@@ -36,7 +31,7 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
-    encode,
+    WeightUpdateReqOutput,
 )
 from caesura.scheduler.weights.transports.ipc import KEPT
 
@@ -45,23 +40,13 @@ pytestmark = pytest.mark.slow  # its engines take seconds to start
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=quick(["tied", "untied"]))
-def family(request, tmp_path_factory) -> list[Path]:
+@pytest.fixture(scope="module")
+def family(tmp_path_factory) -> list[Path]:
     paths = []
     for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float32)):
-        path = tmp_path_factory.mktemp("models") / f"{request.param}-{seed}"
-        make_checkpoint(path, "qwen3", tied=request.param == "tied", dtype=dtype, seed=seed)
-        paths.append(path)
+        paths.append(tmp_path_factory.mktemp("models") / str(seed))
+        make_checkpoint(paths[-1], "qwen3", tied=True, dtype=dtype, seed=seed)
     return paths
-
-
-@pytest.fixture(scope="module")
-def cold(family) -> list[str]:
-    totals = []
-    for path in family:
-        with launch_scheduler(str(path), dtype="float32", num_threads=1, kv_pool_tokens=256) as client:
-            totals.append(client.check_weights("checksum").total)
-    return totals
 
 
 @pytest.fixture(scope="module")
@@ -72,63 +57,6 @@ def engine(family):
 
 def weights_of(path: Path) -> Weights:
     return load_file(path / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def group(engine):
-    with WeightUpdateGroup.create([engine]) as group:
-        yield group
-
-
-def push(
-    client: SchedulerClient,
-    group: WeightUpdateGroup,
-    transport: str,
-    path: Path,
-    order: list[str],
-    bucket_bytes: int,
-) -> None:
-    weights = weights_of(path)
-    tensors = [(name, weights[name]) for name in order]
-    if transport == "disk":
-        reply = client.update_weights_from_disk(path)
-    elif transport == "tensor":
-        reply = client.update_weights_from_tensor(tensors, bucket_bytes=bucket_bytes)
-    elif transport == "ipc":
-        reply = client.update_weights_from_ipc(tensors, bucket_bytes=bucket_bytes)
-    elif transport == "ipc, shared":
-        with SharedTensors(tensors) as shared:
-            reply = client.update_weights_from_ipc(shared)
-    else:
-        reply = client.update_weights_from_distributed(tensors, group=group, bucket_bytes=bucket_bytes)
-    assert reply.committed
-
-
-@settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
-@given(
-    data=st.data(),
-    steps=st.lists(
-        st.tuples(
-            st.integers(0, 2),
-            st.sampled_from(["disk", "tensor", "ipc", "ipc, shared", "distributed"]),
-            st.sampled_from([1, 64, 1000, 4096, 20_000, 1 << 20]),
-        ),
-        min_size=1,
-        max_size=3,
-    ),
-    twice=st.booleans(),
-    paused=st.booleans(),
-)
-def test_update_equals_cold_load(engine, group, family, cold, data, steps, twice, paused):
-    if paused:
-        engine.pause("retract")
-    for which, transport, bucket_bytes in steps:
-        names = data.draw(st.permutations(sorted(weights_of(family[which]))))
-        for _ in range(1 + twice):
-            push(engine, group, transport, family[which], names, bucket_bytes)
-        assert engine.check_weights("checksum").total == cold[which]
-    engine.continue_generation(torch_empty_cache=False)
-    assert engine.status().weights == "valid"
 
 
 @pytest.mark.parametrize("bucket_bytes", [16, 1000, 1 << 20])
@@ -149,25 +77,6 @@ def test_buckets_hold_their_bound_and_lose_nothing(bucket_bytes):
     for name, tensor in tensors.items():
         whole = torch.cat(seen[name]) if tensor.dim() else seen[name][0]
         assert torch.equal(whole, tensor)
-
-
-class Sender:
-    """Sends single calls of an update to a driven engine."""
-
-    def __init__(self, driver: EngineDriver, path: Path, bucket_bytes: int) -> None:
-        self.driver = driver
-        self.parts = list(buckets(weights_of(path).items(), bucket_bytes))
-
-    def send(self, number: int, frames: list[memoryview] | None = None, **fields: object):
-        specs, real = as_frames(self.parts[number])
-        message = UpdateWeightsFromTensorReqInput(specs=specs, **fields)
-        self.driver.client("main").send_multipart([encode(message), *(real if frames is None else frames)])
-        self.driver._inbox.await_one_more()
-        for _ in range(500):
-            self.driver.tick()
-            if message.id in self.driver.replies:
-                return self.driver.replies.pop(message.id)
-        raise AssertionError("not answered")
 
 
 @pytest.fixture
@@ -276,12 +185,11 @@ def test_specs_are_bounds_checked(driver, other_model, fault):
         "nbytes": {"nbytes": tensor.nbytes - 4},
     }[fault]
     message = UpdateWeightsFromTensorReqInput(specs=[TensorSpec(**fields)])
-    driver.client("main").send_multipart([encode(message), tensor.numpy().tobytes()])
-    driver._inbox.await_one_more()
-    driver.tick(3)
+    assert driver.call(message, buffers=[tensor.numpy().tobytes()]).code in (
+        "invalid_request",
+        "weight_mismatch",
+    )
     assert driver.status().weights == "valid"
-    reply = driver.replies.pop(message.id)  # it was sent before that answer, to the same client
-    assert reply.code in ("invalid_request", "weight_mismatch")
 
 
 def test_requests_go_on_across_a_tensor_update(engine, family):
@@ -327,8 +235,9 @@ def test_shared_memory_that_could_fault_the_engine_is_refused(engine, family):
             replace(good, fd=0, inode=os.fstat(0).st_ino),
             replace(good, pid=2**22 - 1),
         ):
+            request = UpdateWeightsFromIPCReqInput(handle=handle, specs=specs)
             with pytest.raises(EngineError) as caught:
-                engine._call(UpdateWeightsFromIPCReqInput(handle=handle, specs=specs), object, 30)
+                engine.start(request, WeightUpdateReqOutput).result()
             assert caught.value.code == "invalid_request"
         os.close(unsealed)
         assert fcntl.fcntl(memory.handle.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
@@ -365,13 +274,15 @@ def test_one_mapping_serves_many_updates_and_goes_with_its_owner(family):
         eventually(lambda: mapped(pid) == 0)  # an idle engine lets go of memory whose owner is gone
 
 
-def test_shared_tensors_are_handed_over_in_place(engine, family, cold):
+def test_shared_tensors_are_handed_over_in_place(engine, family):
+    engine.update_weights_from_disk(family[1])
+    cold = engine.check_weights("checksum").total
     with SharedTensors(weights_of(family[1]).items()) as shared:
-        engine.update_weights_from_ipc(shared)
-        assert engine.check_weights("checksum").total == cold[1]
+        assert engine.update_weights_from_ipc(shared).changed_tensors == 0
+        assert engine.check_weights("checksum").total == cold
         shared.copy_from(weights_of(family[2]).items())
         assert engine.update_weights_from_ipc(shared).changed_tensors == len(shared)
-        assert engine.check_weights("checksum").total != cold[1]
+        assert engine.check_weights("checksum").total != cold
     with SharedTensors(weights_of(family[0]).items(), dtype=torch.bfloat16) as shared:
         assert {tensor.dtype for _, tensor in shared} == {torch.bfloat16}
         engine.update_weights_from_tensor(shared)

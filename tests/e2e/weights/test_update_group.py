@@ -1,6 +1,5 @@
 """A trainer's end of a process group, against engines in processes of their own."""
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +9,6 @@ from support.plain_trainer import PlainTrainer, update_message, weights_of
 from support.waiting import PATIENCE_S, eventually
 
 from caesura.client import (
-    AsyncControlClient,
     EngineError,
     GroupError,
     SamplingParams,
@@ -123,16 +121,6 @@ def test_a_process_group_that_the_trainer_has_already(engine, other_model):
     assert group.update(weights_of(other_model).items())[0].committed
     group.close()
     trainer.close()
-
-
-def test_the_asyncio_client(engine, group, other_model):
-    async def update() -> WeightUpdateReqOutput:
-        async with AsyncControlClient(engine.endpoint) as client:
-            return await client.update_weights_from_distributed(
-                weights_of(other_model).items(), group=group, bucket_bytes=4096
-            )
-
-    assert asyncio.run(update()).committed
 
 
 def test_several_engines_with_one_broadcast(engine, tiny_model, other_model):

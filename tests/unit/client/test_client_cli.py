@@ -30,20 +30,29 @@ from caesura.io_struct import (
 
 
 @pytest.fixture
-def fake(tmp_path_factory, monkeypatch):
-    endpoint = f"ipc://{tmp_path_factory.mktemp('s')}/s"
-    monkeypatch.setenv("CAESURA_ENDPOINT", endpoint)
-    monkeypatch.setenv("COLUMNS", "160")
-    with FakeScheduler(endpoint) as scheduler:
-        yield scheduler
+def serve(tmp_path_factory, monkeypatch):
+    """Starts an engine at the address of the environment; ``handler`` answers."""
+    with contextlib.ExitStack() as engines:
+
+        def start(handler=answer):
+            endpoint = f"ipc://{tmp_path_factory.mktemp('s')}/s"
+            monkeypatch.setenv("CAESURA_ENDPOINT", endpoint)
+            return engines.enter_context(FakeScheduler(endpoint, handler))
+
+        yield start
+
+
+@pytest.fixture
+def fake(serve):
+    return serve()
 
 
 @pytest.fixture
 def caesura(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["caesura", *arguments])
+    def run(*arguments, columns=160):
+        monkeypatch.setenv("COLUMNS", str(columns))
         with pytest.raises(SystemExit) as exit:
-            cli.main()
+            cli.main(arguments)
         captured = capsys.readouterr()
         return exit.value.code, captured.out, captured.err
 
@@ -61,25 +70,22 @@ def test_status_is_readable(fake, caesura):
     assert "avx2: linear, sampler; torch: attention (attention_backend = 'sdpa')" in out
 
 
-def test_status_says_whose_the_pause_is_and_until_when(tmp_path_factory, caesura):
-    endpoint = f"ipc://{tmp_path_factory.mktemp('s')}/s"
+def test_status_says_whose_the_pause_is_and_until_when(serve, caesura):
 
     def leased(request):
         reply = status_reply(request)
         reply.pause_owner, reply.lease_left_s, reply.gen_throughput = "trainer 7", 12.34, 1234.56
         return [reply]
 
-    with FakeScheduler(endpoint, leased):
-        code, out, _ = caesura("status", "--endpoint", endpoint)
+    serve(leased)
+    code, out, _ = caesura("status")
     assert code == 0
     words = " ".join(out.split())  # wherever the table breaks a line
     assert "owner trainer 7, lease ends in 12.3 s)" in words
     assert "throughput 1234.6 tokens/s in the last seconds" in words
 
 
-def test_status_of_an_image_engine_has_no_tokens(tmp_path_factory, monkeypatch, caesura):
-    endpoint = f"ipc://{tmp_path_factory.mktemp('s')}/s"
-    monkeypatch.setenv("COLUMNS", "160")
+def test_status_of_an_image_engine_has_no_tokens(serve, caesura):
 
     def painter(request):
         reply = status_reply(request)
@@ -90,8 +96,8 @@ def test_status_of_an_image_engine_has_no_tokens(tmp_path_factory, monkeypatch, 
         ]
         return [reply]
 
-    with FakeScheduler(endpoint, painter):
-        code, out, _ = caesura("status", "--endpoint", endpoint)
+    serve(painter)
+    code, out, _ = caesura("status")
     assert code == 0
     assert "1 encoding, 7 denoising, 2 decoding, " in out
     assert "at most 4 samples for now" in out
@@ -144,16 +150,15 @@ def test_a_lease_needs_an_owner_and_a_length(fake, caesura):
     assert (code, "0.0<x<=86400.0" in err) == (2, True)
 
 
-def test_a_lease_that_another_pause_has_prevented_is_not_promised(tmp_path_factory, caesura):
-    endpoint = f"ipc://{tmp_path_factory.mktemp('s')}/s"
+def test_a_lease_that_another_pause_has_prevented_is_not_promised(serve, caesura):
 
     def others(request):
         if isinstance(request, RenewPauseLeaseReqInput):
             return [RenewPauseLeaseReqOutput(id=request.id, renewed=False)]
         return answer(request)
 
-    with FakeScheduler(endpoint, others):
-        code, out, _ = caesura("pause", "--endpoint", endpoint, "--owner", "me", "--lease", "60")
+    serve(others)
+    code, out, _ = caesura("pause", "--owner", "me", "--lease", "60")
     assert (code, "lease             none: the pause is another owner's" in out) == (0, True)
 
 
@@ -167,17 +172,16 @@ def test_profile_waits_for_its_steps_and_names_the_file(fake, caesura):
     assert fake.next_request(StopProfileReqInput).wait
 
 
-def test_a_long_path_is_shown_whole(tmp_path_factory, caesura, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    endpoint, path = f"ipc://{tmp_path_factory.mktemp('s')}/s", "/traces/" + "x" * 80 + ".json.gz"
+def test_a_long_path_is_shown_whole(serve, caesura):
+    path = "/traces/" + "x" * 80 + ".json.gz"
 
     def far(request):
         if isinstance(request, StopProfileReqInput):
             return [StopProfileReqOutput(id=request.id, path=path, steps=20)]
         return answer(request)
 
-    with FakeScheduler(endpoint, far):
-        code, out, _ = caesura("profile", "--endpoint", endpoint)
+    serve(far)
+    code, out, _ = caesura("profile", columns=60)
     assert code == 0
     assert path in "".join(line.removeprefix("path").strip() for line in out.splitlines())
 
@@ -201,16 +205,15 @@ def test_flush_update_and_abort(fake, caesura, monkeypatch, tmp_path):
     assert fake.next_request(AbortReq).abort_all
 
 
-def test_a_typed_error_is_one_line_and_status_one(tmp_path_factory, caesura):
-    endpoint = f"ipc://{tmp_path_factory.mktemp('s')}/s"
+def test_a_typed_error_is_one_line_and_status_one(serve, caesura):
 
     def refuse(request):
         if isinstance(request, FlushCacheReqInput):
             return [ErrorReply(id=request.id, code=ErrorCode.NOT_IDLE, message="2 requests are running")]
         return answer(request)
 
-    with FakeScheduler(endpoint, refuse):
-        result = caesura("flush", "--endpoint", endpoint)
+    serve(refuse)
+    result = caesura("flush")
     assert result == (1, "", "error: 2 requests are running [not_idle]\n")
 
 
@@ -218,9 +221,7 @@ HOSTILE = "\x1b[2J\x9b31m[red]mine[/red]\u202e\r\n"
 SHOWN = r"\x1b[2J\x9b31m[red]mine[/red]\u202e\r\n"
 
 
-def test_foreign_strings_are_shown_as_text(tmp_path_factory, caesura, monkeypatch):
-    endpoint = f"ipc://{tmp_path_factory.mktemp('s')}/s"
-    monkeypatch.setenv("COLUMNS", "200")
+def test_foreign_strings_are_shown_as_text(serve, caesura):
 
     def hostile(request):
         if isinstance(request, FlushCacheReqInput):
@@ -229,9 +230,9 @@ def test_foreign_strings_are_shown_as_text(tmp_path_factory, caesura, monkeypatc
         reply.pause_owner, reply.weight_version, reply.model_path = HOSTILE, HOSTILE, HOSTILE
         return [reply]
 
-    with FakeScheduler(endpoint, hostile):
-        code, out, err = caesura("status", "--endpoint", endpoint)
-        refused = caesura("flush", "--endpoint", endpoint)
+    serve(hostile)
+    code, out, err = caesura("status", columns=200)
+    refused = caesura("flush", columns=200)
     assert (code, err, out.count(SHOWN)) == (0, "", 3)
     assert all(char.isprintable() or char == "\n" for char in out)
     assert refused == (1, "", f"error: held by {SHOWN} [not_idle]\n")

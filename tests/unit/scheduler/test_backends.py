@@ -11,7 +11,8 @@ from support import fake_flashinfer
 
 from caesura.io_struct import CaesuraError
 from caesura.scheduler.attention import backends, flashinfer, flashinfer_mla, paged_triton
-from caesura.scheduler.attention.backends import Choice, Shape, choose
+from caesura.scheduler.attention.backends import Choice, choose
+from caesura.scheduler.attention.shape import Shape
 from caesura.scheduler.execution.build import load_model
 from caesura.scheduler.execution.kernel_report import what_serves
 from caesura.scheduler.kernels import TORCH

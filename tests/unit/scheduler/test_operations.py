@@ -2,8 +2,10 @@
 
 import dataclasses
 import logging
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ from caesura.scheduler.execution import kernel_report as operations
 from caesura.scheduler.execution.build import load_model
 from caesura.scheduler.execution.kernel_report import Serving, what_serves
 from caesura.scheduler.kernels import OPERATIONS, TORCH, native
+from caesura.scheduler.runtime import libraries
 from caesura.scheduler.runtime.config import EngineConfig
 
 needs_kernels = pytest.mark.skipif(native.why_not() is not None, reason=f"no kernels: {native.why_not()}")
@@ -146,3 +149,31 @@ def test_a_processor_that_cannot_is_no_failure_of_the_build(monkeypatch, capsys)
     monkeypatch.setattr(native, "why_not", lambda: native.NO_AVX2)
     assert command.main() == 0
     assert native.NO_AVX2 in capsys.readouterr().err
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+ADVISED = """
+import numpy as np
+array = np.ones(32 << 20, np.uint8)
+print(any(line.startswith("VmFlags:") and " hg" in line for line in open("/proc/self/smaps")))
+"""
+
+
+def advised(**settings: str) -> bool:
+    environment = {name: value for name, value in os.environ.items() if name not in libraries._SETTINGS}
+    found = subprocess.check_output([sys.executable, "-c", ADVISED], text=True, env=environment | settings)
+    return found.strip() == "True"
+
+
+@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this kernel has no transparent huge pages")
+def test_numpy_asks_for_no_huge_pages(monkeypatch):
+    """The kernel would fill again what malloc_trim gave back."""
+    for name in libraries._SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    assert advised()
+    assert not advised(**libraries.settings())
+
+
+def test_user_settings_are_kept(monkeypatch):
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert "GOMP_SPINCOUNT" not in libraries.settings()

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from support.fake_scheduler import FakeScheduler, VanishError, answer, delta, echo, finished, results, rid_of
+from support.fake_scheduler import FakeScheduler, answer, delta, finished, results, rid_of, silent
 from support.waiting import PATIENCE_S as PATIENCE
 
 from caesura.client import (
@@ -15,32 +15,16 @@ from caesura.client import (
     EngineDied,
     GenerationHandle,
     InternalError,
-    InvalidRequest,
-    NotIdle,
-    QueueFull,
     SamplingParams,
     SchedulerClient,
-    TimedOut,
 )
 from caesura.client.connection import async_channel
 from caesura.io_struct import (
     AbortReq,
     EndWeightUpdateReqInput,
-    ErrorCode,
-    ErrorReply,
     GenerateReqInput,
-    GetStatusReqInput,
     UpdateWeightsFromIPCReqInput,
 )
-
-
-@pytest.fixture
-def endpoint(tmp_path_factory):
-    return f"ipc://{tmp_path_factory.mktemp('s')}/s"
-
-
-def silent(request):
-    return []
 
 
 def run(endpoint, body, handler=answer):
@@ -65,58 +49,6 @@ def test_both_clients_have_the_same_methods_and_arguments():
     blocking = {name: each for name, each in public(SchedulerClient).items() if name not in launcher_only}
     assert public(AsyncSchedulerClient) == blocking
     assert public(AsyncGenerationHandle) == public(GenerationHandle)
-
-
-def test_shapes_of_generate(endpoint):
-    async def body(client, fake):
-        one = await client.generate([1, 2], return_logprob=True, timeout=PATIENCE)
-        assert (one.output_ids, one.output_logprobs) == ([2, 1, 0], [-2.0, -1.0, 0.0])
-        many = await client.generate([[1], [2]], SamplingParams(n=2), timeout=PATIENCE)
-        assert [output.output_ids for output in many] == [[1, 0], [1, 1], [2, 0], [2, 1]]
-        with pytest.raises(InvalidRequest):
-            await client.generate(["x"])
-
-    run(endpoint, body)
-
-
-def test_replies_out_of_order_find_their_callers(endpoint):
-    held = []
-
-    def backwards(request):
-        held.append(request)
-        return [] if len(held) < 20 else [reply for each in reversed(held) for reply in answer(each)]
-
-    async def body(client, fake):
-        outputs = await asyncio.gather(*(client.generate([i], timeout=PATIENCE) for i in range(20)))
-        assert [output.output_ids for output in outputs] == [[i, 0] for i in range(20)]
-
-    run(endpoint, body, backwards)
-
-
-def test_typed_errors(endpoint):
-    def refuse(request):
-        return [ErrorReply(id=request.id, code=ErrorCode.NOT_IDLE, message="busy", detail={"running": 1})]
-
-    async def body(client, fake):
-        with pytest.raises(NotIdle) as caught:
-            await client.flush_cache(timeout=PATIENCE)
-        assert caught.value.detail == {"running": 1}
-
-    run(endpoint, body, refuse)
-
-
-def test_one_bad_prompt_aborts_the_rest_of_its_list(endpoint):
-    def second_is_refused(request):
-        if isinstance(request, GenerateReqInput) and request.input_ids == [2]:
-            return [ErrorReply(id=request.id, code=ErrorCode.QUEUE_FULL, message="full")]
-        return [] if isinstance(request, GenerateReqInput) else answer(request)
-
-    async def body(client, fake):
-        with pytest.raises(QueueFull):
-            await client.generate([[1], [2]], rid="job", timeout=PATIENCE)
-        assert (await asyncio.to_thread(fake.next_request, AbortReq)).rid == "job-0"
-
-    run(endpoint, body, second_is_refused)
 
 
 def test_work_of_an_update_does_not_stop_the_loop():
@@ -159,81 +91,6 @@ def test_a_generation_whose_sink_raises_is_aborted(endpoint):
     run(endpoint, body, one_token)
 
 
-def test_a_timeout_names_the_message_and_a_retry_attaches(endpoint):
-    async def body(client, fake):
-        with pytest.raises(TimedOut) as caught:
-            await client.generate([1], timeout=0.05)
-        first = await asyncio.to_thread(fake.next_request)
-        assert caught.value.message_id == first.id
-        assert isinstance(await asyncio.to_thread(fake.next_request), GetStatusReqInput)  # why it waits
-        retry = asyncio.create_task(client.generate([1], message_id=first.id, timeout=PATIENCE))
-        fake.push(echo(await asyncio.to_thread(fake.next_request)))
-        assert (await retry).output_ids == [1, 0]
-
-    run(endpoint, body, silent)
-
-
-def test_a_handle_streams_with_a_gap_and_ends(endpoint):
-    def gap(request):
-        rid = rid_of(request)
-        return [delta((rid, 0, 0, [1])), delta((rid, 0, 2, [3])), results(finished(rid, [1, 2, 3]))]
-
-    async def body(client, fake):
-        handle = await client.submit([9], stream=True)
-        deltas = [each async for each in handle.deltas(PATIENCE)]
-        assert [(each.start, each.output_ids) for each in deltas] == [(0, [1]), (1, [2, 3])]
-        assert [each async for each in handle] == []
-        assert handle.done()
-        assert (await handle.result(PATIENCE)).output_ids == [1, 2, 3]
-
-    run(endpoint, body, gap)
-
-
-def test_waiting_on_a_handle_times_out_without_ending_it(endpoint):
-    async def body(client, fake):
-        handle = await client.submit([1], rid="r", stream=True)
-        with pytest.raises(TimedOut):
-            await handle.results(0.01)
-        with pytest.raises(TimedOut):
-            await anext(handle.deltas(0.01))
-        await asyncio.to_thread(fake.next_request)
-        fake.push(results(finished("r", [4])))
-        assert (await handle.result(PATIENCE)).output_ids == [4]
-
-    run(endpoint, body, silent)
-
-
-def test_abort_through_the_handle(endpoint):
-    def abortable(request):
-        return answer(request) if isinstance(request, AbortReq) else []
-
-    async def body(client, fake):
-        handle = await client.submit([1], rid="r")
-        assert (await handle.abort(PATIENCE)).aborted == 1
-        assert fake.next_request(AbortReq).rid == "r"
-
-    run(endpoint, body, abortable)
-
-
-def test_control_verbs_and_weight_sessions(endpoint):
-    async def body(client, fake):
-        assert (await client.pause("in_place", timeout=PATIENCE)).mode == "in_place"
-        assert (await client.continue_generation(timeout=PATIENCE)).was_paused
-        assert (await client.flush_cache(timeout=PATIENCE)).freed_tokens == 16
-        assert (await client.check_weights(timeout=PATIENCE)).total == "00"
-        assert (await client.status(timeout=PATIENCE)).generation == "paused"
-        async with client.weight_update(weight_version="2", timeout=PATIENCE) as session:
-            await client.update_weights_from_disk("/new", timeout=PATIENCE)
-        assert session.result.weight_version == "2"
-        with pytest.raises(KeyError):
-            async with client.weight_update(timeout=PATIENCE):
-                raise KeyError
-        ends = [fake.next_request(EndWeightUpdateReqInput).commit for _ in range(2)]
-        assert ends == [True, False]
-
-    run(endpoint, body)
-
-
 def unanswered(*kinds):
     return lambda request: [] if isinstance(request, kinds) else answer(request)
 
@@ -267,46 +124,6 @@ def test_a_session_block_that_is_dropped_is_aborted_without_waiting(endpoint):
     run(endpoint, body, unanswered(EndWeightUpdateReqInput))
 
 
-def test_an_engine_that_vanishes_fails_everything_pending(endpoint):
-    def vanish(request):
-        if isinstance(request, GetStatusReqInput):
-            raise VanishError
-        return []
-
-    async def body(client, fake):
-        handle = await client.submit([1])
-        with pytest.raises(EngineDied, match="lost"):
-            await client.status(timeout=PATIENCE)
-        with pytest.raises(EngineDied):
-            await handle.result(PATIENCE)
-
-    run(endpoint, body, vanish)
-
-
-def test_a_new_engine_at_the_same_endpoint_is_found(endpoint):
-    async def main():
-        async with AsyncSchedulerClient(endpoint) as client:
-            with FakeScheduler(endpoint, silent) as first:
-                lost = await client.submit([1])
-                await asyncio.to_thread(first.next_request)
-            with pytest.raises(EngineDied):
-                await lost.result(PATIENCE)
-            with FakeScheduler(endpoint) as second:
-                assert (await client.generate([2], timeout=PATIENCE)).output_ids == [2, 0]
-                assert second.next_request().input_ids == [2]
-
-    asyncio.run(main(), debug=True)
-
-
-def test_missing_engine_is_an_error(endpoint):
-    async def main():
-        async with AsyncSchedulerClient(endpoint, connect_timeout=0.05) as client:
-            with pytest.raises(EngineDied, match="there is no such socket file"):
-                await client.status()
-
-    asyncio.run(main(), debug=True)
-
-
 def test_a_timer_that_fires_early_is_set_again(endpoint, monkeypatch):
     async def use():
         loop = asyncio.get_running_loop()
@@ -320,18 +137,6 @@ def test_a_timer_that_fires_early_is_set_again(endpoint, monkeypatch):
                 waiting.result()
 
     asyncio.run(use())
-
-
-def test_closing_fails_whoever_still_waits_and_every_later_call(endpoint):
-    async def body(client, fake):
-        handle = await client.submit([1])
-        await client.close()
-        with pytest.raises(EngineDied, match="closed"):
-            await handle.result(PATIENCE)
-        with pytest.raises(EngineDied, match="closed"):
-            await client.status()
-
-    run(endpoint, body, silent)
 
 
 def test_a_client_belongs_to_one_loop(endpoint):

@@ -11,7 +11,7 @@ from support.fake_scheduler import FakeScheduler
 from support.waiting import eventually
 
 from caesura.client import SchedulerClient
-from caesura.client.connection import context
+from caesura.client.connection import link
 from caesura.client.connection.async_client import AsyncSchedulerClient
 
 CLIENTS = 40
@@ -61,13 +61,13 @@ def test_the_last_connection_ends_the_context(tmp_path):
 
 
 def test_more_connections_than_zeromq_allows_by_default():
-    shared = context.acquire()
+    shared = link.acquire_context()
     try:
         sockets = [shared.socket(zmq.REQ) for _ in range(1100)]
         for each in sockets:
             each.close(linger=0)
     finally:
-        context.release()
+        link.release_context()
 
 
 SHORT_OF_DESCRIPTORS = """

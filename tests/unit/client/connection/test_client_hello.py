@@ -1,14 +1,12 @@
 """The first exchange on a connection."""
 
-import asyncio
-
 import msgspec
 import pytest
 import zmq
 from support.fake_scheduler import FakeScheduler, status_reply, welcome
 from support.waiting import PATIENCE_S as PATIENCE
 
-from caesura.client import AsyncSchedulerClient, EngineDied, SchedulerClient, ShuttingDown, VersionMismatch
+from caesura.client import EngineDied, SchedulerClient, ShuttingDown, VersionMismatch
 from caesura.io_struct import (
     WIRE_VERSION,
     ErrorCode,
@@ -21,11 +19,6 @@ from caesura.io_struct import (
 )
 
 OURS = ".".join(map(str, WIRE_VERSION))
-
-
-@pytest.fixture
-def endpoint(tmp_path_factory):
-    return f"ipc://{tmp_path_factory.mktemp('s')}/s"
 
 
 def refuse(hello):
@@ -47,28 +40,14 @@ OTHERS = {refuse: "2.7", accept: "2.7", know_nothing: r"0 \(it knows no hello\)"
 
 
 @pytest.mark.parametrize("greet", OTHERS, ids=lambda greet: greet.__name__)
-def test_another_version_fails_every_call_with_both_versions(endpoint, greet):
+def test_another_version_fails_every_call_with_both_versions(endpoint, greet, connect):
     sentence = rf"^this client \(caesura .*\) speaks wire {OURS}, the engine at {endpoint} speaks wire {OTHERS[greet]} "
-    with FakeScheduler(endpoint, greet=greet) as fake, SchedulerClient(endpoint) as client:
+    with FakeScheduler(endpoint, greet=greet) as fake, connect(endpoint) as client:
         for call in (client.status, client.pause, lambda **_: client.generate([1], timeout=PATIENCE)):
             with pytest.raises(VersionMismatch, match=sentence):
                 call(timeout=PATIENCE)
         assert fake.requests.empty(), "nothing but hellos has been sent"
         assert client.incarnation is None
-
-
-def test_another_version_fails_every_coroutine(endpoint):
-    async def main():
-        with FakeScheduler(endpoint, greet=refuse) as fake:
-            async with AsyncSchedulerClient(endpoint) as client:
-                calls = [client.generate([1], timeout=PATIENCE), client.status(timeout=PATIENCE)]
-                failed = await asyncio.gather(*calls, return_exceptions=True)
-                assert [type(error) for error in failed] == [VersionMismatch, VersionMismatch]
-                with pytest.raises(VersionMismatch, match=r"2\.7"):
-                    await client.status()
-                assert fake.requests.empty()
-
-    asyncio.run(main(), debug=True)
 
 
 def test_a_newer_minor_version_is_welcome(endpoint):

@@ -13,7 +13,7 @@ import time
 import pytest
 import support.fake_scheduler
 import zmq
-from support.fake_scheduler import FakeScheduler, VanishError, answer, status_reply
+from support.fake_scheduler import FakeScheduler, VanishError, answer, silent, status_reply
 from support.waiting import PATIENCE_S as PATIENCE
 
 import caesura.client.connection.link
@@ -32,15 +32,6 @@ from caesura.io_struct import (
 FAKE = support.fake_scheduler.__file__
 RECONNECTS_S = 0.6
 """Longer than libzmq waits before it would reconnect by itself; nothing here depends on how much longer."""
-
-
-@pytest.fixture
-def endpoint(tmp_path_factory):
-    return f"ipc://{tmp_path_factory.mktemp('s')}/s"
-
-
-def silent(request):
-    return []
 
 
 class Pumped:
@@ -274,24 +265,14 @@ def test_an_engine_that_comes_back_soon_is_waited_for(endpoint, monkeypatch):
             assert waiting.result(PATIENCE).output_ids == [1, 0]
 
 
-def test_an_engine_that_says_nothing_counts_as_hung(endpoint):
-    with FakeScheduler(endpoint, silent) as fake, SchedulerClient(endpoint, keepalive_timeout=0.3) as client:
+def test_an_engine_that_says_nothing_counts_as_hung(endpoint, connect):
+    with FakeScheduler(endpoint, silent) as fake, connect(endpoint, keepalive_timeout=0.3) as client:
         pending = client.submit([1])
         with pytest.raises(EngineDied, match=r"silent for 0\.3 s"):
             client.status(timeout=PATIENCE)
         with pytest.raises(EngineDied, match="silent"):
             pending.result(PATIENCE)
         assert fake.hellos >= 1
-
-
-def test_a_coroutine_notices_an_engine_that_hangs(endpoint):
-    async def main():
-        with FakeScheduler(endpoint, silent):
-            async with AsyncSchedulerClient(endpoint, keepalive_timeout=0.3) as client:
-                with pytest.raises(EngineDied, match=r"silent for 0\.3 s"):
-                    await client.status(timeout=PATIENCE)
-
-    asyncio.run(main(), debug=True)
 
 
 def test_an_engine_that_is_stopped_is_not_waited_for_again_until_it_goes_on(endpoint):

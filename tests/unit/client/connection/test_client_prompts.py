@@ -1,15 +1,13 @@
 """What ``generate``, ``submit`` and ``score`` take for prompts and sampling parameters."""
 
-import asyncio
-
 import numpy
 import pytest
 import torch
-from support.fake_scheduler import FakeScheduler
+from support.fake_scheduler import FakeScheduler, floats
 
-from caesura.client import AsyncSchedulerClient, InvalidRequest, SamplingParams, SchedulerClient
-from caesura.client.connection.scoring import Scores
-from caesura.io_struct import GenerateReqInput
+from caesura.client import InternalError, InvalidRequest, SamplingParams, SchedulerClient
+from caesura.client.connection.prompts import Scores
+from caesura.io_struct import GenerateReqInput, ScoreReqInput, ScoreReqOutput
 
 
 @pytest.fixture(scope="module")
@@ -18,18 +16,10 @@ def fake(tmp_path_factory):
         yield scheduler
 
 
-@pytest.fixture(params=["blocking", "asyncio"])
-def generate(fake, request):
-    if request.param == "blocking":
-        with SchedulerClient(fake.endpoint) as client:
-            yield client.generate
-        return
-
-    async def one(*arguments, **options):
-        async with AsyncSchedulerClient(fake.endpoint) as client:
-            return await client.generate(*arguments, **options)
-
-    yield lambda *arguments, **options: asyncio.run(one(*arguments, **options))
+@pytest.fixture
+def generate(fake):
+    with SchedulerClient(fake.endpoint) as client:
+        yield client.generate
 
 
 def sent(fake):
@@ -142,7 +132,57 @@ def test_submit_takes_one_prompt(fake):
 
 
 def test_score_takes_arrays_too():
-    scores = Scores(torch.tensor([[1, 2], [3, 4]]), torch.tensor([1, 1]), 1.0, None)
+    scores = Scores(torch.tensor([[1, 2], [3, 4]]), torch.tensor([1, 1]), 1.0)
     assert (scores.request.input_ids, scores.request.start) == ([[1, 2], [3, 4]], [1, 1])
     with pytest.raises(InvalidRequest, match="is text"):
-        Scores("Hello", 1, 1.0, None)
+        Scores("Hello", 1, 1.0)
+
+
+def by_position(request: ScoreReqInput):
+    yield ScoreReqOutput(
+        id=request.id,
+        logprobs=[
+            floats(-float(i) for i in range(start, len(ids)))
+            for ids, start in zip(request.input_ids, request.start, strict=True)
+        ],
+    )
+
+
+def score(endpoint, handler, *args, **options):
+    with FakeScheduler(endpoint, handler) as fake, SchedulerClient(endpoint) as client:
+        return client.score(*args, **options), fake.next_request(ScoreReqInput)
+
+
+def test_one_sequence_gives_one_list(endpoint):
+    found, sent = score(endpoint, by_position, (7, 8, 9), start=1, temperature=0.5)
+    assert found == [-1.0, -2.0]
+    assert (sent.input_ids, sent.start, sent.temperature) == ([[7, 8, 9]], [1], 0.5)
+
+
+def test_many_give_many_and_one_start_serves_all(endpoint):
+    found, sent = score(endpoint, by_position, [[7, 8, 9], [5, 6]], start=2, message_id="m")
+    assert found == [[-2.0], []]
+    assert (sent.id, sent.start, sent.temperature) == ("m", [2, 2], 1.0)
+    found, _ = score(endpoint, by_position, [[7, 8, 9], [5, 6]], start=[2, 1])
+    assert found == [[-2.0], [-1.0]]
+
+
+@pytest.mark.parametrize("lengths", [[1, 1], [2, 1, 1], [2], []])
+def test_an_answer_of_other_lengths_is_refused(endpoint, lengths):
+    def wrong(request):
+        yield ScoreReqOutput(id=request.id, logprobs=[floats([0.0] * length) for length in lengths])
+
+    with pytest.raises(InternalError, match=r"for \[2, 1\] tokens"):
+        score(endpoint, wrong, [[7, 8, 9], [5, 6]], start=1)
+
+
+@pytest.mark.parametrize(
+    ("ids", "start"), [([[1, 2]], [1, 1]), ([[1, 2], [3, 4]], [1]), (["a"], 1), ([[1.5]], 1), ([[1]], [1.5])]
+)
+def test_invalid_scores_are_refused_before_sending(endpoint, ids, start):
+    with (
+        FakeScheduler(endpoint, by_position),
+        SchedulerClient(endpoint) as client,
+        pytest.raises(InvalidRequest),
+    ):
+        client.score(ids, start=start)

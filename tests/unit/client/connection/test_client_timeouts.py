@@ -1,11 +1,9 @@
 """Seconds that no clock can take: refused by a sentence before anything is sent, or what they can only mean."""
 
-import asyncio
-
 import numpy as np
 import pytest
 import torch
-from support.fake_scheduler import FakeScheduler
+from support.fake_scheduler import FakeScheduler, silent
 from support.waiting import PATIENCE_S as PATIENCE
 
 from caesura.client import (
@@ -24,15 +22,6 @@ PAST = [-1.0, float("-inf"), 0, -(2**63), np.float32(-1)]
 FOR_EVER = [float("inf"), 2**63, 2.0**63, 1e300, 10**400, None, np.float64(1e300)]
 
 
-@pytest.fixture
-def endpoint(tmp_path_factory):
-    return f"ipc://{tmp_path_factory.mktemp('s')}/s"
-
-
-def silent(request):
-    return []
-
-
 def uses(client):
     tensors = [("w", torch.ones(2))]
     return [
@@ -43,8 +32,8 @@ def uses(client):
 
 
 @pytest.mark.parametrize("timeout", NO_TIME)
-def test_invalid_times_are_refused_before_sending(endpoint, timeout):
-    with FakeScheduler(endpoint) as fake, SchedulerClient(endpoint) as client:
+def test_invalid_times_are_refused_before_sending(endpoint, timeout, connect):
+    with FakeScheduler(endpoint) as fake, connect(endpoint) as client:
         for use in uses(client):
             with pytest.raises(InvalidRequest, match=r"timeout = .* must be a number of seconds, or None"):
                 use(timeout)
@@ -58,8 +47,8 @@ def test_invalid_times_are_refused_before_sending(endpoint, timeout):
 
 
 @pytest.mark.parametrize("timeout", PAST)
-def test_past_deadlines_mean_no_waiting(endpoint, timeout):
-    with FakeScheduler(endpoint, silent), SchedulerClient(endpoint) as client:
+def test_past_deadlines_mean_no_waiting(endpoint, timeout, connect):
+    with FakeScheduler(endpoint, silent), connect(endpoint) as client:
         for use in uses(client)[:2]:
             with pytest.raises(TimedOut):
                 use(timeout)
@@ -70,43 +59,14 @@ def test_past_deadlines_mean_no_waiting(endpoint, timeout):
 
 
 @pytest.mark.parametrize("timeout", FOR_EVER)
-def test_uncountable_times_mean_for_ever(endpoint, timeout):
-    with (
-        FakeScheduler(endpoint),
-        SchedulerClient(endpoint, connect_timeout=timeout, keepalive_timeout=timeout) as client,
-    ):
+def test_uncountable_times_mean_for_ever(endpoint, timeout, connect):
+    times = {"connect_timeout": timeout, "keepalive_timeout": timeout}
+    with FakeScheduler(endpoint), connect(endpoint, **times) as client:
         assert client.status(timeout=timeout).step == 12
         assert client.generate([1], timeout=timeout).output_ids == [1, 0]
         handle = client.submit([1], stream=True)
         assert handle.result(timeout).output_ids == [1, 0]
         assert [delta.output_ids for delta in handle.deltas(timeout)] == [[1, 0]]
-
-
-def test_coroutines_take_the_same(endpoint):
-    async def main():
-        with FakeScheduler(endpoint, silent) as fake:
-            async with AsyncSchedulerClient(endpoint, keepalive_timeout=2**63) as client:
-                for timeout in NO_TIME:
-                    for use in (client.status, lambda **late: client.generate([1], **late)):
-                        with pytest.raises(InvalidRequest, match="timeout"):
-                            await use(timeout=timeout)
-                assert fake.requests.empty()
-                handle = await client.submit([1], stream=True)
-                for timeout in PAST:
-                    with pytest.raises(TimedOut):
-                        await client.status(timeout=timeout)
-                    with pytest.raises(TimedOut):
-                        await handle.result(timeout)
-                    with pytest.raises(TimedOut):
-                        await anext(handle.deltas(timeout))
-        with FakeScheduler(endpoint):
-            for timeout in FOR_EVER:
-                async with AsyncSchedulerClient(endpoint, connect_timeout=timeout) as client:
-                    assert (await client.status(timeout=timeout)).step == 12
-                    handle = await client.submit([1], stream=True)
-                    assert [d.output_ids async for d in handle.deltas(timeout)] == [[1, 0]]
-
-    asyncio.run(main(), debug=True)
 
 
 @pytest.mark.parametrize("kind", [SchedulerClient, AsyncSchedulerClient, ControlClient, AsyncControlClient])

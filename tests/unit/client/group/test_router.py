@@ -2,9 +2,14 @@
 
 from dataclasses import dataclass
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fake_scheduler import status_reply
 
+from caesura.client import InternalError
+from caesura.client.group.combining import Counters, combined, combined_status
 from caesura.client.group.router import (
     LOAD_MARGIN,
     MAX_PREFIXES,
@@ -12,6 +17,19 @@ from caesura.client.group.router import (
     Router,
     current_routing_key,
     routed_by,
+)
+from caesura.io_struct import (
+    ContinueGenerationReqOutput,
+    Distribution,
+    EngineTotals,
+    FlushCacheReqOutput,
+    GetStatusReqInput,
+    GetStatusReqOutput,
+    PauseGenerationReqOutput,
+    RankMemory,
+    ReleaseMemoryOccupationReqOutput,
+    RenewPauseLeaseReqOutput,
+    WeightsCheckerReqOutput,
 )
 
 
@@ -98,3 +116,86 @@ def test_a_key_is_any_text():
         assert Router().choose(engines, prompt(0), key=key) is Router().choose(
             engines[::-1], prompt(1), key=key
         )
+
+
+def one_of(*replies, tp: int = 1):
+    return combined(dict(enumerate(replies)), tp)
+
+
+def status(**changes: object) -> GetStatusReqOutput:
+    return msgspec.structs.replace(status_reply(GetStatusReqInput()), **changes)
+
+
+def total(*statuses: GetStatusReqOutput, serving: list[int], counters: Counters | None = None):
+    counters = counters or Counters()
+    for number, each in enumerate(statuses):
+        counters.take(f"replica-{number}", each)
+    return combined_status(dict(enumerate(statuses)), serving, counters=counters, tp=1)
+
+
+def test_counts_are_added_and_what_is_unknown_stays_unknown():
+    counts = {"step": 3, "held_requests": 1, "held_tokens": 16, "waiting_requests": 0, "aborted_requests": 2}
+    paused = PauseGenerationReqOutput(id="a", mode="abort", owner="http", **counts)
+    other = msgspec.structs.replace(paused, owner="somebody")
+    reply = one_of(paused, other)
+    assert (reply.step, reply.held_tokens, reply.aborted_requests, reply.owner) == (6, 32, 4, "somebody")
+    flushed = FlushCacheReqOutput(id="a", freed_tokens=5)
+    assert one_of(flushed, flushed).freed_tokens == 10
+    assert one_of(flushed, flushed).reserved_before is None
+    leases = [RenewPauseLeaseReqOutput(id="a", renewed=True, lease_left_s=left) for left in (2.0, 1.5)]
+    assert one_of(*leases).lease_left_s == 1.5
+    released = ReleaseMemoryOccupationReqOutput(
+        id="a", released_tags=["kv_cache"], freed_bytes={"kv_cache": 7}, reserved_before=9, reserved_after=2
+    )
+    assert one_of(released, released).freed_bytes == {"kv_cache": 14}
+
+
+def test_ranks_are_numbered_through():
+    rank = RankMemory(rank=1, reserved_before=4, reserved_after=3)
+    reply = ContinueGenerationReqOutput(id="a", was_paused=True, reserved_before=9, freed=1, ranks=[rank])
+    whole = one_of(reply, reply, tp=2)
+    assert [each.rank for each in whole.ranks] == [1, 3]
+    assert (whole.reserved_before, whole.freed, whole.reserved_after) == (18, 2, None)
+
+
+def test_different_weights_are_an_error_that_names_the_replicas():
+    same = [WeightsCheckerReqOutput(id="a", total="x", changed=[name]) for name in ("b", "a")]
+    assert one_of(*same).changed == ["a", "b"]
+    with pytest.raises(InternalError, match="replica-1"):
+        one_of(same[0], WeightsCheckerReqOutput(id="a", total="y"))
+
+
+def test_a_status_tells_of_those_that_serve_and_adds_all():
+    fine = status(running_requests=2, generation="running", weights="valid", generated_tokens=10)
+    broken = status(running_requests=1, weights="poisoned", weights_detail="torn", generated_tokens=5)
+    found = total(fine, broken, serving=[0])
+    assert (found.weights, found.weights_detail, found.running_requests) == ("valid", None, 3)
+    assert found.kv.total == fine.kv.total + broken.kv.total
+    assert found.kv.page_size == fine.kv.page_size
+    alone = total(fine, broken, serving=[])
+    assert (alone.weights, alone.weights_detail) == ("poisoned", "replica-1: torn")
+
+
+def test_replicas_are_paused_when_all_of_them_are():
+    running, paused = status(generation="running"), status(generation="paused", pause_mode="in_place")
+    assert total(running, paused, serving=[0, 1]).generation == "running"
+    found = total(paused, paused, serving=[0, 1])
+    assert (found.generation, found.pause_mode) == ("paused", "in_place")
+
+
+def test_a_restart_sets_no_counter_back():
+    counters = Counters()
+    first = [status(incarnation="a", generated_tokens=10), status(incarnation="b", generated_tokens=7)]
+    assert total(*first, serving=[0, 1], counters=counters).generated_tokens == 17
+    again = [status(incarnation="c", generated_tokens=1), first[1]]
+    assert total(*again, serving=[0, 1], counters=counters).generated_tokens == 18
+    third = [status(incarnation="d", generated_tokens=0), first[1]]
+    assert total(*third, serving=[0, 1], counters=counters).generated_tokens == 18
+
+
+def test_histograms_of_samples_are_added():
+    one = EngineTotals(staleness=Distribution(counts=[3, 1], sum=1.0))
+    none = EngineTotals()
+    found = total(status(totals=one), status(totals=one), status(totals=none), serving=[0, 1, 2])
+    assert found.totals.staleness == Distribution(counts=[6, 2], sum=2.0)
+    assert found.totals.queue_time == Distribution()

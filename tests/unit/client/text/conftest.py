@@ -1,4 +1,4 @@
-"""A tokenizer and an address for engines that tests script."""
+"""A tokenizer for engines that tests script."""
 
 import pytest
 from support.tokenizers import make_byte_level
@@ -9,8 +9,3 @@ from caesura.client.text import TextTokenizer
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return TextTokenizer.from_folder(make_byte_level(tmp_path_factory.mktemp("tokenizer")))
-
-
-@pytest.fixture
-def endpoint(tmp_path_factory):
-    return f"ipc://{tmp_path_factory.mktemp('s')}/s"

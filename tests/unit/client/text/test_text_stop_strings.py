@@ -12,7 +12,7 @@ from caesura.client import GenerateOutput
 from caesura.client.connection.results import TokenLogprobs
 from caesura.client.exceptions import InvalidRequest
 from caesura.client.text import StopMatcher, StopStrings, TextTokenizer, output_text
-from caesura.client.text.sample_text import SampleText, cut
+from caesura.client.text.sample_text import SampleText, shortened
 from caesura.io_struct import FinishReason, RoutedExperts, WeightVersionSpan
 
 few = st.text("ab🎉\ufffd", max_size=24)
@@ -173,7 +173,7 @@ def output(count, *, prompt=3, start=1, dtype="U8", layers=2, top_k=2, spans=((0
 @pytest.mark.parametrize("length", range(7))
 def test_everything_that_counts_tokens_is_cut_equally(length, dtype):
     whole = output(5, dtype=dtype)
-    part = cut(whole, length)
+    part = shortened(whole, length)
     count = min(length, 5)
     assert part.output_ids == whole.output_ids[:count]
     for name in ("output_logprobs", "raw_logprobs", "sampled_logprobs"):
@@ -195,5 +195,5 @@ def test_everything_that_counts_tokens_is_cut_equally(length, dtype):
 
 
 def test_the_prompts_rows_may_begin_behind_the_cut():
-    assert cut(output(5, start=3), 1).routed_experts.shape == [0, 2, 2]
-    assert cut(output(5), 5) == output(5)
+    assert shortened(output(5, start=3), 1).routed_experts.shape == [0, 2, 2]
+    assert shortened(output(5), 5) == output(5)

@@ -1,10 +1,13 @@
 """Streams and batches of text over a scripted engine."""
 
 import asyncio
+import gc
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.fake_scheduler import (
+    FakeScheduler,
     VanishError,
     answer,
     finished,
@@ -13,12 +16,15 @@ from support.fake_scheduler import (
     rid_of,
 )
 from support.text_engine import Engine, run, script, until_abort
+from support.tokenizers import make_byte_level
+from support.waiting import eventually
 
 from caesura.client import (
     EngineDied,
     QueueFull,
     SamplingParams,
 )
+from caesura.client.text import TextClient
 from caesura.client.text.tokenizer_manager import GenerationRequest
 from caesura.io_struct import (
     ErrorCode,
@@ -271,3 +277,39 @@ def test_a_scored_prompt_has_no_output_whole_or_streamed(endpoint, tokenizer, st
             )
 
     run(endpoint, tokenizer, body, handler)
+
+
+THREADS = 6
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_byte_level(tmp_path, vocab_size=400)
+    return tmp_path
+
+
+def test_calls_of_other_threads_end_with_the_client(folder):
+    with ThreadPoolExecutor(THREADS) as pool:
+        for number in range(20):
+            with FakeScheduler(f"ipc://{folder}/s{number}", lambda request: []) as fake:
+                client = TextClient(fake.endpoint, str(folder))
+                waiting = [pool.submit(lambda c=client: next(c.stream("abc"))) for _ in range(THREADS)]
+                eventually(lambda f=fake: f.requests.qsize() >= THREADS)
+                client.close()
+                for each in waiting:
+                    with pytest.raises(EngineDied):
+                        each.result()
+
+
+def test_a_stream_that_the_loops_own_thread_collects_holds_up_nothing(folder):
+    with (
+        FakeScheduler(f"ipc://{folder}/s") as fake,
+        TextClient(fake.endpoint, str(folder)) as client,
+    ):
+        stream = client.stream("abc")
+        next(stream)
+        cycle = [stream]
+        cycle.append(cycle)
+        del stream, cycle
+        client._loop.call_soon_threadsafe(gc.collect)
+        assert client.generate("abc").output.output_ids

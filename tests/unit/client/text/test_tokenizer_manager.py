@@ -16,10 +16,15 @@ from caesura.client import (
     PromptTooLong,
     SamplingParams,
 )
-from caesura.client.connection.request_limits import MAX_SALT_CHARACTERS, MAX_STOP_CHARACTERS
 from caesura.client.text import TextTokenizer, output_text
 from caesura.client.text.stop_strings import shared_stop_strings
-from caesura.client.text.tokenizer_manager import ENCODE_INLINE, GenerationRequest, TokenizerManager
+from caesura.client.text.tokenizer_manager import (
+    ENCODE_INLINE,
+    MAX_SALT_CHARACTERS,
+    MAX_STOP_CHARACTERS,
+    GenerationRequest,
+    TokenizerManager,
+)
 from caesura.io_struct import (
     AbortReq,
     FinishReason,

@@ -1,17 +1,30 @@
 """The trainer's half of an update by itself: what is made when, and what is let go."""
 
 import gc
+import operator
 import os
+import types
 from collections import OrderedDict
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
+from support.checkpoints import FAMILIES, HYBRIDS, make_checkpoint
+from support.multimodal_checkpoints import WHOLE, as_before_version_5, make_multimodal_checkpoint
 
 from caesura.client import InvalidRequest, TimedOut
-from caesura.client.trainer import SharedBucket, SharedBuckets, SharedTensors, buckets, steps
-from caesura.client.trainer.steps import Await, Run, Send, ipc_steps, tensor_steps
+from caesura.client.connection.channel import at_once
+from caesura.client.trainer import (
+    SharedBucket,
+    SharedBuckets,
+    SharedTensors,
+    buckets,
+    checkpoint_tensors,
+    sending,
+)
+from caesura.client.trainer.sending import send_tensors, share_tensors
 from caesura.io_struct import (
     BeginWeightUpdateReqInput,
     CaesuraError,
@@ -41,30 +54,63 @@ def test_a_dtype_that_cannot_be_sent_is_refused_before_memory_is_made(monkeypatc
     assert caught.value.code == "invalid_request"
 
 
-def sent_by(steps):
-    messages = []
-    wanted = next(steps)
-    while not isinstance(wanted, Await):
-        is_send = isinstance(wanted, Send)
-        if is_send:
-            sent = wanted.request
-            messages.append(sent.manifest if isinstance(sent, BeginWeightUpdateReqInput) else sent.specs)
-        wanted = steps.send(Future() if is_send else wanted.work())
-    steps.close()
-    return messages
+class Ticket:
+    """An answer that does not come until it is told to."""
+
+    def __init__(self) -> None:
+        self.callbacks: list = []
+
+    def done(self) -> bool:
+        return False
+
+    def add_done_callback(self, callback) -> None:
+        self.callbacks.append(callback)
 
 
-def options(bucket_bytes):
-    return {"options": {}, "bucket_bytes": bucket_bytes, "shared": SharedBuckets()}
+class Update:
+    """An update that a test carries out from one wait for an answer to the next, and what it has sent."""
+
+    def __init__(self, transport, tensors, options=None, *, bucket_bytes=BUCKET_BYTES, shared=None) -> None:
+        self.sent, self.tickets = [], []
+        sender = sending.Sender(self._start, lambda *_: suspended(), at_once(operator.call))
+        shared = shared or SharedBuckets()
+        self.coroutine = transport(sender, tensors, options or {}, bucket_bytes=bucket_bytes, shared=shared)
+
+    def _start(self, request, expects, buffers):
+        self.sent.append((request, buffers))
+        self.tickets.append(Ticket())
+        return self.tickets[-1]
+
+    def go_on(self):
+        """Give an answer, where one is waited for; return True at the end."""
+        try:
+            self.coroutine.send(None)
+        except StopIteration:
+            return True
+        return False
 
 
-@pytest.mark.parametrize("transport", [tensor_steps, ipc_steps])
+@types.coroutine
+def suspended():
+    yield
+    return "answer"
+
+
+def sent_by(transport, tensors, bucket_bytes):
+    update = Update(transport, tensors, bucket_bytes=bucket_bytes)
+    update.go_on()
+    update.coroutine.close()
+    first = update.sent[0][0]
+    return first.manifest if isinstance(first, BeginWeightUpdateReqInput) else first.specs
+
+
+@pytest.mark.parametrize("transport", [send_tensors, share_tensors])
 @pytest.mark.parametrize("bucket_bytes", [BUCKET_BYTES, 1 << 20])
 def test_a_state_dict_is_as_good_as_pairs(transport, bucket_bytes):
-    expected = sent_by(transport(TENSORS, **options(bucket_bytes)))
-    assert {spec.name for spec in expected[0]} == {name for name, _ in TENSORS}
+    expected = sent_by(transport, TENSORS, bucket_bytes)
+    assert {spec.name for spec in expected} == {name for name, _ in TENSORS}
     for given in (dict(TENSORS), OrderedDict(TENSORS), dict(TENSORS).items(), iter(TENSORS), tuple(TENSORS)):
-        assert sent_by(transport(given, **options(bucket_bytes))) == expected
+        assert sent_by(transport, given, bucket_bytes) == expected
 
 
 def test_shared_tensors_are_made_of_and_filled_from_a_state_dict():
@@ -105,10 +151,10 @@ ONE = torch.ones(2)
         ({}, "there are no tensors to send: named_tensors is empty, or a generator that was used up"),
     ],
 )
-@pytest.mark.parametrize("transport", [tensor_steps, ipc_steps])
+@pytest.mark.parametrize("transport", [send_tensors, share_tensors])
 def test_invalid_named_tensors_error_is_one_sentence(transport, given, sentence):
     with pytest.raises(InvalidRequest, match=sentence):
-        next(transport(given, **options(BUCKET_BYTES)))
+        Update(transport, given).go_on()
 
 
 def test_dropped_and_failed_updates_leave_no_memory():
@@ -139,22 +185,16 @@ def test_frames_are_made_when_their_turn_comes(monkeypatch):
     bytes.
     """
     made = []
-    real = steps.as_frames
-    monkeypatch.setattr(steps, "as_frames", lambda part: made.append(part) or real(part))
-    update = steps.tensor_steps(TENSORS, {}, bucket_bytes=BUCKET_BYTES, shared=SharedBuckets())
-    sent, answered, wanted = [], 0, next(update)
-    while True:
-        if isinstance(wanted, Send):
-            sent.append(type(wanted.request))
-            under_way = made[max(answered - 1, 0) :]  # the answer of begin is one of them
-            assert len(under_way) <= 2
-            assert sum(part.nbytes for part in under_way) <= BUCKET_BYTES
-        else:
-            answered += 1
-        try:
-            wanted = update.send("answer")
-        except StopIteration:
-            break
+    real = sending.as_frames
+    monkeypatch.setattr(sending, "as_frames", lambda part: made.append(part) or real(part))
+    update = Update(send_tensors, TENSORS)
+    answered = 0
+    while not update.go_on():
+        under_way = made[max(answered - 1, 0) :]  # the answer of begin is one of them
+        assert len(under_way) <= 2
+        assert sum(part.nbytes for part in under_way) <= BUCKET_BYTES
+        answered += 1
+    sent = [type(request) for request, _ in update.sent]
     updates = [UpdateWeightsFromTensorReqInput] * len(made)
     assert len(made) > 2
     assert sent == [BeginWeightUpdateReqInput, *updates, EndWeightUpdateReqInput]
@@ -164,37 +204,18 @@ def test_frames_are_made_when_their_turn_comes(monkeypatch):
 def test_tensors_that_fit_a_bucket_are_one_message():
     """Also where it would be cut otherwise: a call of its own joins whatever session is open."""
     tensors = [("w", torch.zeros(3, 4 << 20, dtype=torch.uint8))]
-    update = steps.tensor_steps(tensors, {}, bucket_bytes=12 << 20, shared=SharedBuckets())
-    wanted = update.send(next(update).work())  # it is copied first
-    assert isinstance(wanted, Send)
-    assert isinstance(wanted.request, UpdateWeightsFromTensorReqInput)
-    assert [spec.name for spec in wanted.request.specs] == ["w"]
-
-
-class Ticket:
-    """An answer that does not come until it is told to."""
-
-    def __init__(self) -> None:
-        self.callbacks: list = []
-
-    def done(self) -> bool:
-        return False
-
-    def add_done_callback(self, callback) -> None:
-        self.callbacks.append(callback)
+    update = Update(send_tensors, tensors, bucket_bytes=12 << 20)
+    update.go_on()
+    ((request, _),) = update.sent
+    assert isinstance(request, UpdateWeightsFromTensorReqInput)
+    assert [spec.name for spec in request.specs] == ["w"]
+    update.coroutine.close()
 
 
 def start(shared: SharedBuckets):
-    update = ipc_steps(TENSORS, {"session_id": "s"}, bucket_bytes=BUCKET_BYTES, shared=shared)
-    tickets, memory, wanted = [], None, next(update)
-    while not isinstance(wanted, Await):
-        if isinstance(wanted, Run):
-            wanted = update.send(wanted.work())
-        else:
-            memory = wanted.request.handle
-            tickets.append(Ticket())
-            wanted = update.send(tickets[-1])
-    return update, tickets, memory
+    update = Update(share_tensors, TENSORS, {"session_id": "s"}, shared=shared)
+    update.go_on()
+    return update.coroutine, update.tickets, update.sent[-1][0].handle
 
 
 @pytest.mark.parametrize("error", [TimedOut("late"), KeyboardInterrupt(), None])
@@ -234,3 +255,65 @@ def test_a_bucket_never_has_more_pieces_than_a_message_may_have_frames():
     tensors = [(f"t{number}", torch.zeros(1)) for number in range(MAX_FRAMES + 5)]
     sizes = [len(bucket.pieces) for bucket in buckets(tensors)]
     assert sizes == [MAX_FRAMES - 1, 6]
+
+
+def test_single_messages_are_copies():
+    tensors = [("w", torch.ones(8))]
+    update = Update(send_tensors, tensors, bucket_bytes=1 << 20)
+    update.go_on()
+    tensors[0][1].fill_(7.0)
+    ((_, (frame,)),) = update.sent
+    assert torch.frombuffer(frame, dtype=torch.float32, count=8).tolist() == [1.0] * 8
+    update.coroutine.close()
+
+
+CASES = [
+    *((family, tied) for family in (*FAMILIES, *HYBRIDS) for tied in (False, True)),
+    *((architecture, False) for architecture in WHOLE),
+]
+
+
+def build(path: Path, name: str, tied: bool = False) -> transformers.PreTrainedModel:
+    if name in WHOLE:
+        model = make_multimodal_checkpoint(path / "wide", name)
+    else:
+        model = make_checkpoint(path / "wide", name, tied=tied)
+    model = model.to(torch.bfloat16)
+    model.save_pretrained(path)
+    return model
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize(("name", "tied"), CASES)
+def test_equal_to_save_pretrained(tmp_path: Path, name: str, tied: bool):
+    model = build(tmp_path, name, tied)
+    spelled = (
+        as_before_version_5 if name in WHOLE else str
+    )  # checkpoints of some still are, and engines take both
+    saved = {spelled(key): value for key, value in load_file(tmp_path / "model.safetensors").items()}
+    sent = [(spelled(key), value) for key, value in checkpoint_tensors(model)]
+    assert sorted(name for name, _ in sent) == sorted(saved)
+    for name, tensor in sent:
+        assert tensor.dtype == saved[name].dtype
+        assert tensor.shape == saved[name].shape
+        assert bytes_of(tensor) == bytes_of(saved[name])
+
+
+def test_tensors_are_views_of_the_model(tmp_path):
+    model = build(tmp_path, "qwen3-moe")
+    listed = dict(checkpoint_tensors(model))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(3)
+    assert all((tensor == 3).all() for tensor in listed.values())
+
+
+def test_experts_fused_in_an_unknown_way_are_refused(tmp_path):
+    model = build(tmp_path, "qwen3-moe")
+    model.config.model_type = "unheard_of"
+    with pytest.raises(CaesuraError, match="unheard_of") as caught:
+        list(checkpoint_tensors(model))
+    assert caught.value.code == "unsupported"

@@ -9,12 +9,13 @@ import pytest
 import torch
 from support import fake_flashinfer, fake_fp8_libraries, record_flashinfer
 from support.flashinfer_interface import Call, Interface, recorded
-from support.forward_batches import Row, forward_batch
+from support.forward_batches import Row, attention_shape, forward_batch
 
 from caesura.scheduler.attention import flashinfer
 from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.flashinfer_mla import FlashInferLatentBackend
 from caesura.scheduler.cache.pool import MHAPool, MLAPool
+from caesura.scheduler.execution.forward import StepLimits
 from caesura.scheduler.kernels.attention_form import PLAIN, AttentionForm
 from caesura.scheduler.layers import fp8_products
 from caesura.scheduler.memory.workspace import Workspace
@@ -33,16 +34,9 @@ def calls() -> list[Call]:
             patch.setitem(sys.modules, name, module)
         pool = MHAPool(num_layers=1, num_pages=9, kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.bfloat16)
         forms = PLAIN, AttentionForm(window=9, softcap=3.0), AttentionForm(window=5, sinks=torch.zeros(HEADS))
-        backend = FlashInferBackend(
-            pool,
-            HEADS,
-            KV_HEADS,
-            SIZE,
-            max_rows=4,
-            max_tokens=60,
-            max_pages=4,
-            kinds=[form.kind for form in forms],
-        )
+        shape = attention_shape(pool, HEADS, kinds=[form.kind for form in forms])
+        limits = StepLimits(rows=4, tokens=60, context_len=4 * 16)
+        backend = FlashInferBackend(pool, shape, limits)
         decode, prompt = Row([0], 20, [1, 2]), Row([0] * 20, 0, [3, 4])
         for rows, over in (([decode, prompt], backend), ([decode], backend.for_decode(1))):
             batch = forward_batch(rows, 1)
@@ -51,8 +45,9 @@ def calls() -> list[Call]:
             for form in forms:
                 over.forward(qkv[:, :HEADS], qkv[:, HEADS:-KV_HEADS], qkv[:, -KV_HEADS:], 0, form)
         latents = MLAPool(num_layers=1, num_pages=9, width=LATENT + SIZE, dtype=torch.bfloat16)
-        limits = {"max_rows": 4, "max_tokens": 60, "max_pages": 4}
-        latent = FlashInferLatentBackend(latents, HEADS, LATENT, 0.1, kernels="fa2", **limits)
+        latent = FlashInferLatentBackend(
+            latents, attention_shape(latents, HEADS, 0.1, latent=LATENT), limits, "fa2"
+        )
         for rows, over in (([decode, prompt], latent), ([decode], latent.for_decode(1))):
             batch = forward_batch(rows, 1)
             over.plan(batch)

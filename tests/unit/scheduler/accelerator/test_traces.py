@@ -140,7 +140,7 @@ def traced(case: str, tracer: Tracer) -> Traces:
         records = {name: engine.step(make(engine.vocab_size)) for name, make in steps.items()}
         records["start"] = engine.started
         records["last tokens"] = engine.set_last_tokens()
-        vocab_size, in_triton = engine.vocab_size, engine.runner._sampler._triton is not None
+        vocab_size, in_triton = engine.vocab_size, engine.runner.sampler._triton is not None
     with traced_engine(tracer, model, backend, 3, by_torch=by_torch, autotune=False) as engine:
         deeper = {name: engine.step(STEPS[name](engine.vocab_size)) for name in ("decode", "mixed")}
         deeper["start"] = engine.started

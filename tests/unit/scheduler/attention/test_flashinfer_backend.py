@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import fake_flashinfer
-from support.forward_batches import Row, forward_batch
+from support.forward_batches import Row, attention_shape, forward_batch
 from support.properties import examples
 from torch import Tensor
 
@@ -17,7 +17,9 @@ from caesura.scheduler.attention import flashinfer
 from caesura.scheduler.attention.flashinfer import FlashInferBackend, why_not
 from caesura.scheduler.attention.page_lists import PageLists, page_lists
 from caesura.scheduler.attention.sdpa import SdpaBackend
+from caesura.scheduler.attention.shape import Shape
 from caesura.scheduler.cache.pool import MHAPool
+from caesura.scheduler.execution.forward import StepLimits
 from caesura.scheduler.kernels.attention_form import PLAIN, AttentionForm, FormKind
 from caesura.scheduler.runtime.config import EngineConfig
 
@@ -31,9 +33,15 @@ def small_workspaces():
         yield
 
 
+LIMITS = StepLimits(rows=8, tokens=200, context_len=8 * 16)
+
+
+def shape_over(pool: MHAPool, **options) -> Shape:
+    return attention_shape(pool, HEADS, 0.3, **options)
+
+
 def backend_over(pool: MHAPool, **options) -> FlashInferBackend:
-    sizes = {"max_rows": 8, "max_tokens": 200, "max_pages": 8, **options}
-    return FlashInferBackend(pool, HEADS, KV_HEADS, SIZE, 0.3, library=fake_flashinfer, **sizes)
+    return FlashInferBackend(pool, shape_over(pool, **options), LIMITS, fake_flashinfer)
 
 
 def filled_pool(num_pages: int = 60, seed: int = 0) -> MHAPool:
@@ -76,7 +84,7 @@ def test_mixed_steps_agree_with_the_torch_backend(decode, prefill, seed):
     batch = batch_of(rows, len(decode), seed)
     q, k, v = projections(len(batch.input_ids), seed)
     ours, reference = filled_pool(), filled_pool()
-    torch_backend = SdpaBackend(reference, HEADS, KV_HEADS, SIZE, 0.3)
+    torch_backend = SdpaBackend(reference, shape_over(reference))
     backend = backend_over(ours)
     with torch.inference_mode():
         for each in (backend, torch_backend):
@@ -121,9 +129,7 @@ def test_layers_of_every_form_agree_with_the_torch_backend(own_pages):
     kinds = [form.kind for form in FORMS.values()]
     ours, reference = filled_pool(61), filled_pool(61)
     backend = backend_over(ours, kinds=kinds)
-    torch_backend = SdpaBackend(
-        reference, HEADS, KV_HEADS, SIZE, 0.3, windows=[kind.window for kind in kinds]
-    )
+    torch_backend = SdpaBackend(reference, shape_over(reference, kinds=kinds))
     captured = backend.for_decode(3)
     for seed, (rows, num_decode) in enumerate(
         (
@@ -161,9 +167,7 @@ def test_sinks_are_those_of_the_moment():
 def test_pages_before_a_window_are_not_listed():
     batch = batch_of([(63, 1), (15, 1), (30, 20)], 2)
     table = batch.page_table
-    indptr, last, kv_lens, qo_indptr, prefill_indptr, _rows, positions, indices = page_lists(
-        batch, 16, window=17
-    )
+    indptr, last, kv_lens, qo_indptr, prefill_indptr, _rows, positions, indices = page_lists(batch, window=17)
     assert indptr.tolist() == [0, 2, 3, 7]  # from token 47, from 0, from 14
     assert (last.tolist(), kv_lens.tolist()) == ([16, 16, 2], [32, 16, 50])
     assert (qo_indptr.tolist(), prefill_indptr.tolist()) == ([0, 20], [0, 4])
@@ -184,9 +188,7 @@ def test_decode_and_prefill_rows_are_planned_apart_and_once_per_step():
 def test_page_lists_of_a_step_by_hand():
     batch = batch_of([(32, 1), (15, 1), (14, 3)], 2)
     table = batch.page_table
-    indptr, last, kv_lens, qo_indptr, prefill_indptr, batch_indices, positions, indices = page_lists(
-        batch, 16
-    )
+    indptr, last, kv_lens, qo_indptr, prefill_indptr, batch_indices, positions, indices = page_lists(batch)
     assert indptr.tolist() == [0, 3, 4, 6]
     assert last.tolist() == [1, 16, 1]
     assert kv_lens.tolist() == [33, 16, 17]
@@ -197,7 +199,7 @@ def test_page_lists_of_a_step_by_hand():
 
 
 def test_lists_of_steps_of_one_size_lie_where_a_graph_looks_for_them():
-    lists = PageLists(rows=4, tokens=70, pages=8, page_size=16, device=torch.device("cpu"))
+    lists = PageLists(StepLimits(rows=4, tokens=70, context_len=128), torch.device("cpu"))
     views = lists.decode_views(3)
     for seed in range(3):
         batch = batch_of([(seed * 17, 1), (90, 1), (3, 1)], 3, seed)
@@ -211,14 +213,14 @@ def test_lists_of_steps_of_one_size_lie_where_a_graph_looks_for_them():
 def test_captured_decode_keeps_its_buffers_and_follows_each_plan():
     pool, reference = filled_pool(), filled_pool()
     captured = backend_over(pool).for_decode(3)
-    torch_backend = SdpaBackend(reference, HEADS, KV_HEADS, SIZE, 0.3)
+    torch_backend = SdpaBackend(reference, shape_over(reference))
     buffers = None
     for seed in range(4):
         batch = batch_of([(seed * 15, 1), (89, 1), (3 + seed, 1)], 3, seed)
         q, k, v = projections(3, seed)
         captured.plan(batch)
         torch_backend.plan(batch)
-        found = [t.data_ptr() for t in captured._wrappers[PLAIN.kind]._plans]
+        found = [t.data_ptr() for t in captured.forms[PLAIN.kind][1]._plans]
         assert found == (buffers or found)
         buffers = found
         torch.testing.assert_close(
@@ -236,12 +238,12 @@ def test_a_plan_writes_host_memory_only_after_the_copies_of_the_one_before(captu
 
     class Event:
         def synchronize(self) -> None:
-            seen.append(("wait", backend._lists[None]._host.tolist()))
+            seen.append(("wait", backend.lists[None].host.tolist()))
 
         def record(self) -> None:
-            seen.append(("copied", backend._lists[None]._host.tolist()))
+            seen.append(("copied", backend.lists[None].host.tolist()))
 
-    backend.host_memory._copied = Event()
+    backend.host_memory.copied = Event()
     for seed in range(3):
         planned.plan(batch_of([(40 * seed, 1), (9, 1)], 2, seed))
     assert [kind for kind, _ in seen] == ["wait", "copied"] * 3
@@ -284,21 +286,20 @@ def test_the_library_is_asked_for_its_workspace(answer):
         for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
     }
     library = SimpleNamespace(**{**vars(fake_flashinfer), **made})
-    sizes = {"max_rows": 8, "max_tokens": 200, "max_pages": 8}
-    backend = FlashInferBackend(filled_pool(), HEADS, KV_HEADS, SIZE, 0.3, library=library, **sizes)
+    pool = filled_pool()
+    backend = FlashInferBackend(pool, shape_over(pool), LIMITS, library)
     least = flashinfer.workspace_bytes(HEADS, KV_HEADS, SIZE, 8, torch.device("cpu"))
     told = 0 if isinstance(answer, Exception) else answer[0]
-    assert backend._forms[PLAIN.kind]._workspace.numel() == max(least, told)
+    assert backend.forms[PLAIN.kind][0].workspace.numel() == max(least, told)
     assert [name for name, _ in asked] == [*made]
     assert asked[0][1] == [(9,), (8,), (8,)]
 
 
 @pytest.mark.parametrize("heads,expected", [(2, False), (6, False), (8, True), (16, True)])
 def test_large_groups_decode_on_tensor_cores(heads, expected):
-    backend = FlashInferBackend(
-        filled_pool(), heads, KV_HEADS, SIZE, library=fake_flashinfer, max_rows=1, max_tokens=1, max_pages=1
-    )
-    assert backend._forms[PLAIN.kind].decode.use_tensor_cores is expected
+    pool, limits = filled_pool(), StepLimits(rows=1, tokens=1, context_len=16)
+    backend = FlashInferBackend(pool, attention_shape(pool, heads), limits, fake_flashinfer)
+    assert backend.forms[PLAIN.kind][1].use_tensor_cores is expected
 
 
 @pytest.mark.parametrize(
@@ -324,7 +325,7 @@ def test_backend_says_why_it_cannot_serve(device, dtype, size, reason):
 )
 def test_forms_without_kernels_are_told(monkeypatch, kinds, library, reason):
     monkeypatch.setattr(flashinfer, "find_spec", lambda name: object())
-    monkeypatch.setattr("caesura.scheduler.attention.flashinfer_forms.import_module", lambda name: library)
+    monkeypatch.setattr("caesura.scheduler.attention.flashinfer.import_module", lambda name: library)
     found = why_not(torch.device("cuda"), torch.bfloat16, 64, kinds)
     assert (found is None) if reason is None else (reason in found)
 

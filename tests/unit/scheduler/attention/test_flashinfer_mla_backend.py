@@ -5,17 +5,19 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import fake_flashinfer
-from support.forward_batches import Row, forward_batch
+from support.forward_batches import Row, attention_shape, forward_batch
 from support.properties import examples
 from torch import Tensor
 
 from caesura.scheduler.attention import flashinfer, flashinfer_mla
 from caesura.scheduler.attention.flashinfer_mla import FlashInferLatentBackend, serves_prefill, why_not
 from caesura.scheduler.attention.mla import LatentBackend
+from caesura.scheduler.attention.shape import Shape
 from caesura.scheduler.cache.pool import MLAPool
+from caesura.scheduler.execution.forward import StepLimits
 
 LATENT, ROPE, SCALE = 8, 4, 0.3
-LIMITS = {"max_rows": 8, "max_tokens": 200, "max_pages": 8}
+LIMITS = StepLimits(rows=8, tokens=200, context_len=8 * 16)
 
 
 def filled_pool() -> MLAPool:
@@ -27,9 +29,11 @@ def filled_pool() -> MLAPool:
 
 
 def backend_over(pool: MLAPool, heads: int) -> FlashInferLatentBackend:
-    return FlashInferLatentBackend(
-        pool, heads, LATENT, SCALE, kernels="fa2", library=fake_flashinfer, **LIMITS
-    )
+    return FlashInferLatentBackend(pool, shape_over(pool, heads), LIMITS, "fa2", fake_flashinfer)
+
+
+def shape_over(pool: MLAPool, heads: int) -> Shape:
+    return attention_shape(pool, heads, SCALE, latent=LATENT)
 
 
 def batch_of(rows: list[tuple[int, int]], num_decode: int, seed: int = 0):
@@ -62,7 +66,7 @@ def test_mixed_steps_agree_with_the_torch_backend(heads, decode, prefill, seed):
     given_inputs = inputs(len(batch.input_ids), heads, seed)
     ours, theirs = filled_pool(), filled_pool()
     with torch.inference_mode():
-        planned = backend_over(ours, heads), LatentBackend(theirs, heads, SCALE)
+        planned = backend_over(ours, heads), LatentBackend(theirs, shape_over(theirs, heads))
         for each in planned:
             each.plan(batch)
         for layer in range(2):
@@ -90,13 +94,16 @@ def test_prefill_is_torchs_where_a_tile_would_cut_a_query(heads, expected):
 
 def test_captured_decode_keeps_its_buffers_and_follows_each_plan():
     pool, reference = filled_pool(), filled_pool()
-    captured, torch_backend = backend_over(pool, 4).for_decode(3), LatentBackend(reference, 4, SCALE)
+    captured, torch_backend = (
+        backend_over(pool, 4).for_decode(3),
+        LatentBackend(reference, shape_over(reference, 4)),
+    )
     buffers = None
     for seed in range(4):
         batch, given_inputs = batch_of([(seed * 15, 1), (89, 1), (3 + seed, 1)], 3, seed), inputs(3, 4, seed)
         captured.plan(batch)
         torch_backend.plan(batch)
-        found = [t.data_ptr() for t in captured._wrapper._plans]
+        found = [t.data_ptr() for t in captured.decode._plans]
         assert found == (buffers or found)
         buffers = found
         expected = torch_backend.forward(*given_inputs, 0)

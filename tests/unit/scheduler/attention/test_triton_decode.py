@@ -14,12 +14,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 from support.compiled_triton import compiling
-from support.forward_batches import Row, forward_batch
+from support.forward_batches import Row, attention_shape, forward_batch
 
 from caesura.scheduler.attention import paged_triton
 from caesura.scheduler.attention.paged_triton import PagedTritonBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
+from caesura.scheduler.execution.forward import StepLimits
 from caesura.scheduler.kernels.attention_form import AttentionForm
 
 pytestmark = pytest.mark.long
@@ -40,6 +41,10 @@ def test_the_kernel_in_the_interpreter():
         text=True,
     )
     assert done.returncode == 0, done.stdout
+
+
+def limits(rows: int) -> StepLimits:
+    return StepLimits(rows=rows, tokens=rows, context_len=20 * 16)
 
 
 def filled_pool(kv_heads: int, size: int, dtype: torch.dtype = torch.float32) -> MHAPool:
@@ -71,10 +76,10 @@ PUBLISHED = [(8, 2, 64), (5, 1, 80), (6, 2, 96), (16, 2, 128), (40, 1, 128), (4,
 def test_planned_decode_agrees_with_the_torch_backend(heads, kv_heads, size, dtype, multiprocessors):
     pool, reference = filled_pool(kv_heads, size, dtype), filled_pool(kv_heads, size, dtype)
     scale = 1.1 * size**-0.5
-    backend = PagedTritonBackend(pool, heads, kv_heads, size, scale, max_rows=5, max_pages=20)
-    backend._multiprocessors = multiprocessors
+    backend = PagedTritonBackend(pool, attention_shape(pool, heads, scale), limits(5))
+    backend.multiprocessors = multiprocessors
     decode = backend.for_decode(3)
-    torch_backend = SdpaBackend(reference, heads, kv_heads, size, scale)
+    torch_backend = SdpaBackend(reference, attention_shape(reference, heads, scale))
     generator = torch.Generator().manual_seed(2)
     for seed, lengths in enumerate([[0, 300, 63], [15, 64, 127]] if size <= 16 else [[0, 130, 63]]):
         batch = batch_of(lengths, seed)
@@ -108,9 +113,11 @@ FORMS = [
 def test_every_form_agrees_with_the_torch_backend():
     pools = [filled_pool(2, 16) for _ in range(2)]
     pools[0].window_pages = PAGES  # with a table of its own
-    backend = PagedTritonBackend(pools[0], 4, 2, 16, max_rows=3, max_pages=20)
-    backend._multiprocessors = 8
-    decode, torch_backend = backend.for_decode(3), SdpaBackend(pools[1], 4, 2, 16)
+    backend = PagedTritonBackend(
+        pools[0], attention_shape(pools[0], 4, kinds=[form.kind for form in FORMS]), limits(3)
+    )
+    backend.multiprocessors = 8
+    decode, torch_backend = backend.for_decode(3), SdpaBackend(pools[1], attention_shape(pools[1], 4))
     q, k, v = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
     lengths = [0, 300, 63]
     for form in FORMS:
@@ -138,8 +145,8 @@ def dense(pool: MHAPool, q: torch.Tensor, pages: list[int], length: int) -> torc
 @interpreted
 def test_stale_pages_and_padding_rows_disturb_nobody():
     pool = filled_pool(2, 16)
-    backend = PagedTritonBackend(pool, 4, 2, 16, max_rows=3, max_pages=20)
-    backend._multiprocessors = 8
+    backend = PagedTritonBackend(pool, attention_shape(pool, 4), limits(3))
+    backend.multiprocessors = 8
     decode = backend.for_decode(3)
     q, k, v = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
     decode.plan(batch_of([100, 50, 7], 0))  # leaves page numbers behind

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.properties import examples
 
+from caesura.scheduler.cache.layer_ledgers import WindowPages, storage_pages
 from caesura.scheduler.cache.manager import CacheManager, LedgerError, Usage
-from caesura.scheduler.cache.window_pages import WindowPages, storage_pages
 
 PAGE = 2
 ROW = 16
@@ -202,7 +202,7 @@ class ManagerWithWindows(ManagerAgainstContents):
         self.late.clear()
 
     def computed(self, request):
-        kv, storage = request.kv, self.manager.windows.storage
+        kv, storage = request.kv, self.manager.windows.behind
         for start in range(request.computed, len(request.tokens), 4):
             end = min(start + 4, len(request.tokens))
             self.manager.reach(kv, end)
@@ -223,7 +223,7 @@ class ManagerWithWindows(ManagerAgainstContents):
     def the_next_token_of_every_request_finds_what_it_sees(self):
         for request in self.requests:
             pages = request.kv.pages[self.first_seen(request.computed) : request.computed // PAGE]
-            stored = self.manager.windows.storage[pages].tolist()
+            stored = self.manager.windows.behind[pages].tolist()
             assert 0 not in stored
             assert [self.behind[each] for each in stored] == [self.content[page] for page in pages.tolist()]
 
@@ -290,7 +290,7 @@ def test_a_long_request_has_no_more_storage_than_its_window_needs():
     tokens = list(range(30))
     assert run(manager, tokens) == 0
     assert manager.usage().cached == 15
-    assert np.count_nonzero(manager.windows.storage) == 3  # what token 30 sees, and a page below
+    assert np.count_nonzero(manager.windows.behind) == 3  # what token 30 sees, and a page below
 
 
 def test_a_prefix_is_shared_up_to_where_its_window_is_there():
@@ -324,7 +324,7 @@ def test_a_page_that_two_computed_has_the_storage_of_whoever_still_had_some():
     manager.donate(first, array(tokens))  # its early pages have lost their storage
     manager.donate(second, array(tokens))
     manager.check()
-    assert np.count_nonzero(manager.windows.storage) == 10
+    assert np.count_nonzero(manager.windows.behind) == 10
     manager.close(first, None)
     manager.close(second, None)
     manager.check()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import fake_flashinfer
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
-from support.forward_batches import load_model
+from support.forward_batches import attention_shape, load_model
 from support.recorded_graphs import RecordingDevice
 from support.scripted import EngineDriver, tokens_of
 from support.workspaces import memory_of
@@ -18,11 +18,10 @@ from caesura.io_struct import CaesuraError, GenerateReqInput, SamplingParams
 from caesura.scheduler.attention import flashinfer
 from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.cache.pool import MHAPool
-from caesura.scheduler.execution.autotune import WarmUp
-from caesura.scheduler.execution.build import build_components, build_runner, warm_up
+from caesura.scheduler.execution.build import build_components, build_runner, warm_up_rows
+from caesura.scheduler.execution.forward import StepLimits
 from caesura.scheduler.execution.model_runner import ModelRunner
 from caesura.scheduler.execution.sampler import Sampler
-from caesura.scheduler.execution.staging import StepLimits
 from caesura.scheduler.layers.logits_processor import LogitsProcessor, autotune_dummy_run_mode
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.memory.residency import ComponentResidencyManager
@@ -62,12 +61,12 @@ class Head:
     def __init__(self, runner: ModelRunner) -> None:
         self.rows: list[int] = []
         processor = runner.model._logits
-        self._project = processor._project
-        processor._project = self
+        self.project = processor.project
+        processor.project = self
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         self.rows.append(len(hidden))
-        return self._project(hidden, out)
+        return self.project(hidden, out)
 
 
 def cold_runner(path: str, **options: object) -> ModelRunner:
@@ -147,17 +146,17 @@ def test_a_warm_up_leaves_no_trace(checkpoint, family):
         tensor.fill_(7.0)
     if routing is not None:
         routing._pages.fill_(99)
-    runner._last_tokens[:ROWS] = torch.arange(ROWS) + 3
+    runner.last_tokens[:ROWS] = torch.arange(ROWS) + 3
     weights = {name: tensor.clone() for name, tensor in loaded.model.named_storage()}
 
-    runner.autotune(WarmUp(rows=ROWS, lm_head_rows=3))
+    runner.autotune(ROWS, 3)
 
     assert any((tensor[0] != 7.0).any() for tensor in kv), "it did run, on the scratch page"
     assert all((tensor[1:] == 7.0).all() for tensor in kv)
     if routing is not None:
         assert (routing._pages[0] != 99).any()
         assert (routing._pages[1:] == 99).all()
-    assert runner._last_tokens[:ROWS].tolist() == list(range(3, 3 + ROWS))
+    assert runner.last_tokens[:ROWS].tolist() == list(range(3, 3 + ROWS))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.model.named_storage())
     assert not runner.stages.totals()
 
@@ -166,10 +165,10 @@ def test_a_warm_up_leaves_no_trace(checkpoint, family):
 def test_the_head_meets_a_bounded_number_of_rows(checkpoint, head_rows, expected):
     runner = cold_runner(checkpoint("qwen3"))
     head, sampled, batches = Head(runner), [], []
-    sample, forward = runner._sampler.sample, runner.model.forward
-    runner._sampler.sample = lambda logits, batch: sampled.append(sample(logits, batch))
+    sample, forward = runner.sampler.sample, runner.model.forward
+    runner.sampler.sample = lambda logits, batch: sampled.append(sample(logits, batch))
     runner.model.forward = lambda batch, backend: batches.append(batch) or forward(batch, backend)
-    runner.autotune(WarmUp(rows=ROWS, lm_head_rows=head_rows))
+    runner.autotune(ROWS, head_rows)
     assert [(batch.num_rows, batch.num_decode) for batch in batches] == [(ROWS, ROWS)]
     assert head.rows == [len(output.token_ids) for output in sampled] == expected
     assert all((output.token_ids >= 0).all() for output in sampled)
@@ -178,20 +177,18 @@ def test_the_head_meets_a_bounded_number_of_rows(checkpoint, head_rows, expected
 @pytest.mark.parametrize("on", [True, False])
 def test_an_engine_is_warm_as_configured(checkpoint, monkeypatch, on):
     asked = []
-    monkeypatch.setattr(ModelRunner, "autotune", lambda self, warm_up: asked.append(warm_up))
+    monkeypatch.setattr(ModelRunner, "autotune", lambda self, *rows: asked.append(rows))
     config = config_of(checkpoint("qwen3"), autotune=on, autotune_lm_head_rows=5)
     loaded, pool, routing, _ = build_components(config, ComponentResidencyManager("cpu"))
     build_runner(config, loaded, pool, routing)
-    assert asked == ([WarmUp(rows=ROWS, lm_head_rows=5)] if on else [])
+    assert asked == ([(ROWS, 5)] if on else [])
 
 
 def test_rows_are_those_of_the_pool_where_kernels_are_chosen_by_size(checkpoint):
     config = config_of(checkpoint("qwen3"), max_running_requests=512)
     loaded, *_ = build_components(config, ComponentResidencyManager("cpu"))
-    on_cpu = warm_up(config, loaded)
-    assert (on_cpu.rows, on_cpu.lm_head_rows) == (16, 16)
-    elsewhere = warm_up(config, replace(loaded, device=torch.device("cuda")))
-    assert (elsewhere.rows, elsewhere.lm_head_rows) == (512, 64)
+    assert warm_up_rows(config, loaded) == (16, 16)
+    assert warm_up_rows(config, replace(loaded, device=torch.device("cuda"))) == (512, 64)
 
 
 def test_a_negative_bound_is_refused():
@@ -221,17 +218,17 @@ def test_running_out_of_memory_is_a_warning(checkpoint, monkeypatch, caplog):
     def fail(batch: object) -> None:
         raise torch.OutOfMemoryError("out of memory: tried to allocate 3 GiB")
 
-    monkeypatch.setattr(runner._backend, "plan", fail)
+    monkeypatch.setattr(runner.backend, "plan", fail)
     with caplog.at_level(logging.WARNING):
-        runner.autotune(WarmUp(rows=ROWS, lm_head_rows=1))
+        runner.autotune(ROWS, 1)
     assert "starts cold" in caplog.text
 
     def break_down(batch: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(runner._backend, "plan", break_down)
+    monkeypatch.setattr(runner.backend, "plan", break_down)
     with pytest.raises(RuntimeError, match="a bug"):
-        runner.autotune(WarmUp(rows=ROWS, lm_head_rows=1))
+        runner.autotune(ROWS, 1)
 
 
 def streaming_runner(path: str, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelRunner, RecordingDevice]:
@@ -239,8 +236,7 @@ def streaming_runner(path: str, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelR
     model, device = load_model(path, torch.float32), RecordingDevice()
     limits = StepLimits.of(max_rows=ROWS, chunk_tokens=8, context_len=64)
     pool = MHAPool(num_layers=2, num_pages=9, kv_heads=2, head_size=12, dtype=torch.float32)
-    sizes = {"max_rows": limits.rows, "max_tokens": limits.tokens, "max_pages": limits.pages}
-    backend = FlashInferBackend(pool, 4, 2, 12, library=fake_flashinfer, **sizes)
+    backend = FlashInferBackend(pool, attention_shape(pool, 4), limits, fake_flashinfer)
     sampler = Sampler(97, ROWS, CPU, torch.float32)
     return ModelRunner(model, backend, sampler, limits=limits, device=CPU, device_module=device), device
 
@@ -249,11 +245,11 @@ def test_everything_runs_on_the_forward_stream_with_waits_both_ways(checkpoint, 
     runner, device = streaming_runner(checkpoint("qwen3"), monkeypatch)
     head = Head(runner)
     fake_flashinfer.CALLS.clear()
-    forward, project = runner.model.forward, head._project
+    forward, project = runner.model.forward, head.project
     runner.model.forward = lambda *of: device.log.append("decoder") or forward(*of)
-    head._project = lambda *of: device.log.append("head") or project(*of)
+    head.project = lambda *of: device.log.append("head") or project(*of)
 
-    runner.autotune(WarmUp(rows=ROWS, lm_head_rows=2))
+    runner.autotune(ROWS, 2)
     assert device.log == ["wait", "enter", "decoder", "head", "leave", "wait"]
     assert [f"plan decode {ROWS}"] == fake_flashinfer.CALLS
     assert head.rows == [2]

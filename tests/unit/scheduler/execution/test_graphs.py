@@ -9,18 +9,17 @@ import pytest
 import torch
 from support import fake_flashinfer
 from support.checkpoints import make_checkpoint
-from support.forward_batches import Row, forward_batch, greedy_sampling, load_model
+from support.forward_batches import Row, attention_shape, forward_batch, greedy_sampling, load_model
 from support.recorded_graphs import RecordingDevice, without_compiled_kernels
 
 from caesura.scheduler.attention import flashinfer
 from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
-from caesura.scheduler.execution.forward import ForwardBatch, SpecialRows
+from caesura.scheduler.execution.forward import ForwardBatch, SpecialRows, StepLimits
 from caesura.scheduler.execution.graphs import ladder
 from caesura.scheduler.execution.model_runner import ModelRunner
 from caesura.scheduler.execution.sampler import Sampler
-from caesura.scheduler.execution.staging import StepLimits
 from caesura.scheduler.executor.executor import Pending
 from caesura.scheduler.executor.parallel_runner import ParallelRunner
 from caesura.scheduler.executor.rpc import Answer, Failure
@@ -82,18 +81,11 @@ def engine(path: str, *, captured: bool) -> Engine:
     for layer in range(config.num_layers):
         for storage in pool.layer(layer):
             storage[1:] = torch.nan
-    sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
+    shape = attention_shape(pool, config.num_heads)
     device = RecordingDevice() if captured else None
-    backend = SdpaBackend(pool, *sizes)
+    backend = SdpaBackend(pool, shape)
     if captured:
-        backend = FlashInferBackend(
-            pool,
-            *sizes,
-            max_rows=LIMITS.rows,
-            max_tokens=LIMITS.tokens,
-            max_pages=LIMITS.pages,
-            library=fake_flashinfer,
-        )
+        backend = FlashInferBackend(pool, shape, LIMITS, fake_flashinfer)
     runner = ModelRunner(
         model,
         backend,
@@ -394,10 +386,10 @@ def test_a_workspace_of_logits_that_grows_leaves_the_graph_its_own(checkpoints):
 def test_a_capture_changes_no_slots_last_token(checkpoints):
     one, all_requests = engine(checkpoints[0], captured=True), requests(11)
     one.runner.execute(sampled(step([], all_requests)))
-    before = one.runner._last_tokens[: LIMITS.rows].clone()
+    before = one.runner.last_tokens[: LIMITS.rows].clone()
     capture(one)
     assert one.runner.graphs.are_captured
-    assert torch.equal(one.runner._last_tokens[: LIMITS.rows], before)
+    assert torch.equal(one.runner.last_tokens[: LIMITS.rows], before)
 
 
 def test_a_head_that_cannot_be_captured_leaves_the_hidden_states_to_graphs(checkpoints, caplog):
@@ -436,7 +428,7 @@ def test_an_error_of_a_compiler_of_kernels_is_no_end(checkpoints, monkeypatch, c
         """As Triton's: no RuntimeError."""
 
     one = engine(checkpoints[0], captured=True)
-    make = one.runner.graphs._backend.for_decode
+    make = one.runner.graphs.backend.for_decode
 
     def failing(rows: int):
         made = make(rows)
@@ -447,7 +439,7 @@ def test_an_error_of_a_compiler_of_kernels_is_no_end(checkpoints, monkeypatch, c
         made.forward = forward
         return made
 
-    monkeypatch.setattr(one.runner.graphs._backend, "for_decode", failing)
+    monkeypatch.setattr(one.runner.graphs.backend, "for_decode", failing)
     with caplog.at_level(logging.WARNING):
         assert capture(one) == 0
     assert "out of resource: shared memory" in caplog.text
@@ -456,7 +448,7 @@ def test_an_error_of_a_compiler_of_kernels_is_no_end(checkpoints, monkeypatch, c
 
 def test_a_shortage_of_memory_may_pass(checkpoints, monkeypatch, caplog):
     one = engine(checkpoints[0], captured=True)
-    make, given = one.runner.graphs._backend.for_decode, []
+    make, given = one.runner.graphs.backend.for_decode, []
 
     def short(rows: int):
         if len(given) == 2:
@@ -464,7 +456,7 @@ def test_a_shortage_of_memory_may_pass(checkpoints, monkeypatch, caplog):
         given.append(rows)
         return make(rows)
 
-    monkeypatch.setattr(one.runner.graphs._backend, "for_decode", short)
+    monkeypatch.setattr(one.runner.graphs.backend, "for_decode", short)
     with caplog.at_level(logging.WARNING):
         assert capture(one) == 2
     assert "no memory for graphs" in caplog.text
@@ -505,8 +497,9 @@ def test_graphs_are_for_backends_that_can_and_only_where_wanted(checkpoints):
     def graphs(backend, **options):
         return ModelRunner(model, backend, sampler, limits=limits, device=CPU, **options).graphs
 
-    able = FlashInferBackend(pool, 4, 2, 12, library=fake_flashinfer, max_rows=1, max_tokens=2, max_pages=1)
+    shape = attention_shape(pool, 4)
+    able = FlashInferBackend(pool, shape, limits, fake_flashinfer)
     assert graphs(able, device_module=RecordingDevice()) is not None
     assert graphs(able, device_module=RecordingDevice(), use_graphs=False) is None
     assert graphs(able, device_module=HOST) is None
-    assert graphs(SdpaBackend(pool, 4, 2, 12), device_module=RecordingDevice()) is None
+    assert graphs(SdpaBackend(pool, shape), device_module=RecordingDevice()) is None

@@ -25,10 +25,10 @@ every_kind = pytest.mark.parametrize("kind", ["best", "torch", "silent"])
 def special_sampler(kind: str, vocab_size: int, dtype: torch.dtype, rows: int) -> SpecialSampler:
     ordinary = Sampler(vocab_size, rows, "cpu", dtype, in_torch=kind == "torch")
     made = SpecialSampler(ordinary, vocab_size, torch.device("cpu"))
-    made._chunk_rows = 3  # a step needs several chunks
+    made.chunk_rows = 3  # a step needs several chunks
     if kind == "best":
         return made
-    made._exact = exact = Sampler(vocab_size, rows, "cpu", torch.float32, in_torch=kind == "torch")
+    made.exact = exact = Sampler(vocab_size, rows, "cpu", torch.float32, in_torch=kind == "torch")
     if kind == "silent":
         sample = exact.sample
 

@@ -55,7 +55,7 @@ class World:
         ordinary = Sampler(VOCAB, SLOTS, "cpu", dtype)
         self.sampler, self.ordinary = SpecialSampler(ordinary, VOCAB, torch.device("cpu")), ordinary
         # A chunk of two rows, so that a step needs several.
-        self.sampler._chunk_rows = 2
+        self.sampler.chunk_rows = 2
         self.requests = [
             make_requests(
                 m, client=b"c", seed=m.sampling_params.seed, limit=60, eos_token_ids=EOS, arrival=0.0
@@ -235,7 +235,7 @@ def test_a_row_depends_on_itself_alone():
 
     def sample(members: list[int], chunk_rows: int) -> tuple[SamplerOutput, list[int]]:
         world = World([sent[n] for n in members], torch.float32)
-        world.sampler._chunk_rows = chunk_rows
+        world.sampler.chunk_rows = chunk_rows
         slots = np.asarray([request.slot for request in world.requests])
         batch = sampling_batch(world.table, slots, np.full(len(members), 3))
         out = world.sampler.sample(logits[members], batch, batch.special)

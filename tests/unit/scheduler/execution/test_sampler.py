@@ -19,19 +19,22 @@ DRAWS = 20_000
 LARGEST_UNIFORM = float(np.nextafter(1.0, 0.0))
 
 
-WAYS = ["compiled", pytest.param("torch", marks=pytest.mark.long), "torch that reads no values"]
-"""The last one is that of accelerators, of which the second is a part."""
+WAYS = [*native.ISAS[1:], pytest.param("torch", marks=pytest.mark.long), "torch that reads no values"]
+"""The last one is that of accelerators, of which the one before is a part."""
 
 
 @pytest.fixture(params=WAYS, autouse=True, scope="module")
 def implementation(request):
-    if request.param == "compiled" and native.why_not():
-        pytest.skip(f"no compiled kernels: {native.why_not()}")
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param not in ("compiled", "torch"):
+    compiled = request.param in native.ISAS
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        native.limited_to(request.param if compiled else "torch") as possible,
+    ):
+        if compiled and not possible:
+            pytest.skip(f"no {request.param} here: {native.why_not() or 'the processor lacks it'}")
+        if request.param == "torch that reads no values":
             patch.setattr(sampler_module, "_reading_is_free", lambda device: False)
-        with native.limited_to(native.isa() if request.param == "compiled" else "torch"):
-            yield
+        yield
 
 
 def uniforms(count: int, seed: int = 1) -> np.ndarray:
@@ -46,6 +49,7 @@ def make_batch(
     greedy=False,
     top_k=None,
     top_p=1.0,
+    min_p=None,
     u=0.5,
     want_raw=True,
     want_sampled=True,
@@ -63,7 +67,8 @@ def make_batch(
         top_p=p,
         uniforms=per_row(u, torch.float64),
         any_sampled=not bool(is_greedy.all()),
-        any_filtered=bool((~is_greedy & ((k < vocab_size) | (p < 1))).any()),
+        any_filtered=min_p is not None or bool((~is_greedy & ((k < vocab_size) | (p < 1))).any()),
+        min_p=None if min_p is None else per_row(min_p, torch.float32),
         want_raw=want_raw,
         want_sampled=want_sampled,
     )
@@ -85,14 +90,15 @@ class Exact:
     """Filtered and renormalised."""
 
     @classmethod
-    def of(cls, logits: torch.Tensor, temperature=1.0, top_k=None, top_p=1.0) -> "Exact":
+    def of(cls, logits: torch.Tensor, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0) -> "Exact":
         scaled = logits.double().numpy() / np.float64(np.float32(temperature))
         full = np.exp(scaled - scaled.max())
         full /= full.sum()
         order = np.argsort(-scaled, kind="stable")[:top_k]
         renormalised = full[order] / full[order].sum()
         before = np.concatenate([[0.0], renormalised.cumsum()[:-1]])
-        order = order[(before < np.float64(np.float32(top_p))) | (np.arange(len(order)) == 0)]
+        likely = full[order] >= np.float64(np.float32(min_p)) * full.max()
+        order = order[(before < np.float64(np.float32(top_p))) & likely | (np.arange(len(order)) == 0)]
         kept = np.zeros_like(full)
         kept[order] = full[order] / full[order].sum()
         return cls(full, kept)
@@ -120,6 +126,15 @@ def chi_square_p(tokens: np.ndarray, expected: np.ndarray) -> float:
         pytest.param(1000, torch.float32, {"top_p": 0.8}, id="top-p"),
         pytest.param(700, torch.bfloat16, {"temperature": 1.3, "top_k": 90, "top_p": 0.9}, id="both"),
         pytest.param(2000, torch.float32, {"temperature": 5.0, "top_p": 0.999}, id="top-p, full sort"),
+        pytest.param(700, torch.float32, {"min_p": 0.05}, id="min-p"),
+        pytest.param(700, torch.bfloat16, {"min_p": 0.0005}, id="small min-p"),
+        pytest.param(700, torch.float32, {"min_p": 1.0}, id="the best only"),
+        pytest.param(700, torch.bfloat16, {"temperature": 1.6, "min_p": 0.3}, id="min-p, temperature"),
+        pytest.param(
+            700, torch.float32, {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02}, id="min-p, top-p"
+        ),
+        pytest.param(700, torch.bfloat16, {"top_k": 30, "min_p": 0.1}, id="min-p, top-k"),
+        pytest.param(700, torch.float32, {"top_k": 5, "top_p": 0.99, "min_p": 0.001}, id="all filters"),
         pytest.param(7, torch.float32, {}, id="less than a block"),
         pytest.param(257, torch.float32, {"temperature": 4.0}, id="a block of one"),
         pytest.param(1, torch.float32, {}, id="one token"),
@@ -136,7 +151,7 @@ def test_draws_follow_the_exact_distribution(vocab_size, dtype, parameters):
     assert chi_square_p(tokens, Exact.of(logits, **parameters).kept) > 1e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", native.FLOATS)
 @pytest.mark.parametrize("vocab_size", [1, 300, 4096, 151_936])
 def test_logprobs_match_float64(vocab_size, dtype):
     generator = torch.Generator().manual_seed(3)
@@ -243,15 +258,17 @@ def test_top_p_ties_across_shortlists():
     values=st.lists(st.integers(-3, 3), min_size=1, max_size=40),
     top_k=st.integers(1, 40),
     top_p=st.sampled_from([0.1, 0.3, 0.5, 0.77, 0.95, 1.0]),
+    min_p=st.sampled_from([None, 0.01, 0.2, 0.9]),
     temperature=st.sampled_from([0.5, 1.0, 2.0]),
 )
-def test_filters_match_the_definition(values, top_k, top_p, temperature):
+def test_filters_match_the_definition(values, top_k, top_p, min_p, temperature):
     logits = torch.tensor(values, dtype=torch.float32)
     top_k = min(top_k, len(values))
-    exact = Exact.of(logits, temperature, top_k, top_p)
+    exact = Exact.of(logits, temperature, top_k, top_p, min_p or 0.0)
     points = 400
     u = (np.arange(points) + 0.5) / points
-    out = sample(logits.expand(points, -1), temperature=temperature, top_k=top_k, top_p=top_p, u=u)
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    out = sample(logits.expand(points, -1), temperature=temperature, u=u, **filters)
     tokens = out.token_ids.numpy()
     # An evenly spaced grid gives every token its share to within one point: an exact test of the whole
     # distribution.
@@ -285,7 +302,7 @@ def test_extreme_noise_reaches_both_ends():
     assert sample(logits, u=[0.0, LARGEST_UNIFORM]).token_ids.tolist() == [0, 999]
 
 
-@pytest.mark.parametrize("parameters", [{}, {"greedy": True}, {"top_k": 5}, {"top_p": 0.5}])
+@pytest.mark.parametrize("parameters", [{}, {"greedy": True}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}])
 def test_rows_that_are_not_finite(parameters):
     generator = torch.Generator().manual_seed(5)
     clean = torch.randn(6, 700, generator=generator)
@@ -315,7 +332,8 @@ def test_rows_that_are_not_finite(parameters):
 
 @pytest.mark.parametrize("vocab_size", [33, 4097, 151_936])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_does_not_depend_on_its_neighbours(vocab_size, dtype):
+@pytest.mark.parametrize("likely", [False, True])
+def test_a_row_does_not_depend_on_its_neighbours(vocab_size, dtype, likely):
     rows = 9
     generator = torch.Generator().manual_seed(11)
     logits = (torch.randn(rows, vocab_size, generator=generator) * 4).to(dtype)
@@ -325,6 +343,7 @@ def test_a_row_does_not_depend_on_its_neighbours(vocab_size, dtype):
         "top_k": np.where(np.arange(rows) % 3 == 1, 20, vocab_size),
         "top_p": np.where(np.arange(rows) % 5 == 2, 0.7, 1.0),
         "u": uniforms(rows),
+        **({"min_p": np.where(np.arange(rows) % 3 == 2, 0.2, 0.0)} if likely else {}),
     }
 
     def run(index: list[int], max_rows: int) -> list[list]:

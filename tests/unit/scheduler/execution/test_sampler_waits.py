@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from caesura.io_struct import GenerateReqInput, SamplingParams
-from caesura.scheduler.execution.forward import SamplingBatch
+from caesura.scheduler.execution.forward import SamplingBatch, moved
 from caesura.scheduler.execution.logit_edits import SpecialSampler
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
 from caesura.scheduler.scheduling.request import RequestTable, make_requests
@@ -20,6 +20,10 @@ FILTERS = {
     "both": {"top_k": 20, "top_p": 0.9},
     "min-p": {"min_p": 0.1},
 }
+
+
+def to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(META)
 
 
 def batch_of(*params: SamplingParams, **options: object) -> SamplingBatch:
@@ -38,7 +42,7 @@ def test_filtered_rows(options):
     batch = batch_of(*rows, return_logprob=True, return_raw_logprob=True)
     assert batch.any_filtered
     out = Sampler(VOCAB, 2, META, torch.bfloat16).sample(
-        torch.empty((3, VOCAB), dtype=torch.bfloat16, device=META), batch.to(META)
+        torch.empty((3, VOCAB), dtype=torch.bfloat16, device=META), moved(batch, to_meta)
     )
     assert_of(out, 3)
 
@@ -52,9 +56,9 @@ def test_special_rows():
     ]
     batch = batch_of(*rows, return_logprob=True, top_logprobs_num=2, token_ids_logprob=[1, 2])
     assert batch.special is not None
-    batch = batch.to(META)
+    batch, special = moved(batch, to_meta), moved(batch.special, to_meta)
     sampler = SpecialSampler(Sampler(VOCAB, 4, META, torch.bfloat16), VOCAB, META)
-    out = sampler.sample(torch.empty((4, VOCAB), dtype=torch.bfloat16, device=META), batch, batch.special)
+    out = sampler.sample(torch.empty((4, VOCAB), dtype=torch.bfloat16, device=META), batch, special)
     assert_of(out, 4)
     assert out.further.top.shape == (4, 2)
 

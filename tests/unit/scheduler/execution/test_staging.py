@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.properties import examples
 
-from caesura.scheduler.execution.forward import ForwardBatch, SamplingBatch
+from caesura.scheduler.execution.forward import ForwardBatch, SamplingBatch, StepLimits
 from caesura.scheduler.execution.sampler import SamplerOutput
-from caesura.scheduler.execution.staging import InputStaging, OutputStaging, StepLimits
+from caesura.scheduler.execution.staging import InputStaging, OutputStaging
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(tokens=40, rows=9, context_len=100)
@@ -154,12 +154,12 @@ def test_a_page_table_that_nothing_reads_stays_on_the_host(rows):
     staging, batch = inputs(), batch_of([1] * 5, 5, 4)
     with staging.staged(batch, rows) as staged:
         start = staged.page_table.storage_offset() * staged.page_table.itemsize
-    staging._device[start:] = 77
+    staging.device_block[start:] = 77
     with staging.staged(batch, rows, table=False) as staged:
         assert staged.page_table.shape == (rows or 5, 0)
         assert np.array_equal(staged.page_table_host[:5], batch.page_table.numpy())
         assert_equal(staged.sampling, batch.sampling)
-    assert bool((staging._device[start:] == 77).all())
+    assert bool((staging.device_block[start:] == 77).all())
 
 
 def test_steps_of_one_size_lie_at_the_same_addresses():
@@ -193,7 +193,7 @@ def test_the_host_block_is_written_only_after_the_copy_has_left_it():
     staging = inputs(device)
     (taken,) = device.events
     before = None
-    taken.at_wait = lambda: seen.append(staging._host.clone())
+    taken.at_wait = lambda: seen.append(staging.host_block.clone())
     seen: list[torch.Tensor] = []
     for number in range(3):
         with staging.staged(batch_of([1] * 4, 4, 2, number)):
@@ -201,8 +201,8 @@ def test_the_host_block_is_written_only_after_the_copy_has_left_it():
             assert taken.waits == number + 1
             if before is not None:
                 assert torch.equal(seen[-1], before), "written before the wait"
-                assert not torch.equal(staging._host, before)
-        before = staging._host.clone()
+                assert not torch.equal(staging.host_block, before)
+        before = staging.host_block.clone()
         assert taken.recorded == number + 1
 
 

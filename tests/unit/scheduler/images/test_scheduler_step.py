@@ -1,12 +1,16 @@
 """The arithmetic of a step, against the published formulas written down once more in float64."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from caesura.io_struct import SdeParams
+from caesura.scheduler.images.memory_limit import MemoryLimit
+from caesura.scheduler.images.request import ImageBatch
+from caesura.scheduler.images.runner import ALONE, step_threads
 from caesura.scheduler.images.scheduler_step import (
     INITIAL,
     advance,
@@ -143,3 +147,134 @@ def test_a_grid_that_does_not_fall_is_refused(sigmas):
 def test_a_grid_that_falls_is_taken():
     assert problem_of([1.0, 0.5, 0.001]) is None
     assert problem_of([1.0]) is None
+
+
+pytest.importorskip("diffusers")
+GB = 1 << 30
+
+
+def samples(count, *, latent=1, kept=0, prompt=0):
+    conditioning = SimpleNamespace(nbytes=prompt)
+    return [
+        SimpleNamespace(conditioning=conditioning, latent_bytes=latent, kept_bytes=kept) for _ in range(count)
+    ]
+
+
+def starting(limit, running, waiting, most):
+    running, count = [*running], 0
+    for sample in waiting[:most]:
+        if not limit.allows(running, sample):
+            break
+        running.append(sample)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "sample", "expected"),
+    [
+        (10, None, {"latent": 3}, 3),
+        (10, None, {"latent": 3, "kept": 2}, 2),
+        (10, None, {"latent": 3, "prompt": 4}, 2),
+        (10, 4, {"latent": 3, "kept": 2}, 2),
+        (10, 100, {"latent": 3, "kept": 2}, 3),
+        (None, 4, {"latent": 3, "kept": 2}, 2),
+        (None, None, {"latent": 3, "kept": 2}, 6),
+        (0, None, {"latent": 3}, 1),
+    ],
+)
+def test_images_that_fit_together_start_together(device, host, sample, expected):
+    assert starting(MemoryLimit(device, host), [], samples(9, **sample), 6) == expected
+
+
+def test_running_requests_leave_less_memory():
+    limit, running = MemoryLimit(10, None), samples(2, latent=2, prompt=3)
+    assert starting(limit, running, samples(9, latent=2), 6) == 1
+    assert starting(limit, running, samples(9, latent=4), 6) == 0
+    assert starting(limit, running, [*samples(1, latent=4), *samples(9, latent=1)], 6) == 0, "in their order"
+    assert starting(limit, running, [], 6) == 0
+
+
+def memory(free):
+    return SimpleNamespace(mem_get_info=lambda: (free, 80 * GB))
+
+
+@pytest.mark.parametrize(
+    ("device", "on_host", "expected"),
+    [
+        (memory(40 * GB), False, (15 * GB, 32 * GB)),
+        (memory(40 * GB), True, (15 * GB, None)),
+        (memory(8 * GB), False, (0, 32 * GB)),
+        (memory(0), False, (None, 32 * GB)),
+        (SimpleNamespace(), False, (None, 32 * GB)),
+    ],
+)
+def test_the_limit_is_a_share_of_what_is_free_beside_what_is_still_to_come(device, on_host, expected):
+    limit = MemoryLimit.of_free_memory(device, memory(64 * GB), 0.5, kept_free=10 * GB, on_host=on_host)
+    assert (limit.device, limit.host) == expected
+
+
+pytest.importorskip("diffusers")
+TOKENS, WIDTH, CHANNELS = 64, 128, 16
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def family():
+    config = SimpleNamespace(num_attention_heads=4, attention_head_dim=WIDTH // 4)
+    return SimpleNamespace(
+        transformer=SimpleNamespace(config=config),
+        vae_channels=CHANNELS,
+        image_tokens=lambda shape: shape[0],
+    )
+
+
+def batch(kind, rows, *, guided=False, side=32):
+    sample = SimpleNamespace(shape=(TOKENS,), size=(side, side), conditioning=SimpleNamespace(guided=guided))
+    return ImageBatch(kind=kind, samples=[sample] * rows, prompts=[])
+
+
+def inside(step):
+    with step_threads(family(), step):
+        return torch.get_num_threads()
+
+
+FULL = ALONE // (TOKENS * WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (batch("denoise", FULL), 1),
+        (batch("denoise", FULL + 1), 2),
+        (batch("denoise", FULL // 2, guided=True), 1),
+        (batch("denoise", FULL, guided=True), 2),
+        (batch("decode", ALONE // (CHANNELS * 32**2)), 1),
+        (batch("decode", 1, side=64), 2),
+        (batch("encode", 1), 2),
+    ],
+)
+def test_the_number_follows_from_the_size_of_the_step(two_threads, step, expected):
+    assert inside(step) == expected
+    assert torch.get_num_threads() == 2
+
+
+def test_a_step_that_fails_leaves_the_number_as_it_was(two_threads):
+    with pytest.raises(ZeroDivisionError), step_threads(family(), batch("denoise", 1)):
+        _ = 1 / 0
+    assert torch.get_num_threads() == 2
+
+
+def test_an_engine_of_one_thread_keeps_it():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert inside(batch("denoise", 10 * FULL)) == 1
+    finally:
+        torch.set_num_threads(before)

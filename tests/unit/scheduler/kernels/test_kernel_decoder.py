@@ -8,7 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
-from support.forward_batches import PagedModel, Row, Sequence, build_attention, forward_batch, load_model
+from support.forward_batches import (
+    PagedModel,
+    Row,
+    Sequence,
+    attention_shape,
+    build_attention,
+    forward_batch,
+    load_model,
+)
 from support.kernels import instruction_sets, threads
 from support.properties import examples
 from support.sanitized import run_sanitized
@@ -258,7 +266,7 @@ def test_other_layers_are_computed_one_by_one(tmp_path, family, options):
 def test_without_the_paged_kernel_layers_are_computed_one_by_one(models):
     model, batch = models["qwen3", torch.float32], batch_of([(1, 3), (5, 0)], 1)
     pool, _ = attention(model, torch.float32)
-    backend = SdpaBackend(pool, model.config.num_heads, model.config.num_kv_heads, model.config.head_dim)
+    backend = SdpaBackend(pool, attention_shape(pool, model.config.num_heads))
     with torch.inference_mode():
         backend.plan(batch)
         hidden = model.forward(batch, backend)
@@ -361,7 +369,7 @@ def test_steps_that_would_be_misread_are_refused(change):
     if native.why_not():
         pytest.skip(f"no compiled kernels: {native.why_not()}")
     pool = MHAPool(num_layers=1, num_pages=3, kv_heads=2, head_size=8, dtype=torch.float32)
-    backend = PagedCpuBackend(pool, 4, 2, 8)
+    backend = PagedCpuBackend(pool, attention_shape(pool, 4))
     backend.plan(forward_batch([Row([1], 0, [1]), Row([1], 3, [2])], 2))
     keys, values = pool.layer(0)
     right = {

@@ -16,7 +16,7 @@ from support.sanitized import run_sanitized
 from torch import Tensor
 
 from caesura.scheduler.attention.delta_rule import HybridBackend
-from caesura.scheduler.cache.state_pool import StatePool, StateShape
+from caesura.scheduler.cache.pool import StatePool, StateShape
 from caesura.scheduler.execution.forward import AttentionBackend, StateSegment, StateStep
 from caesura.scheduler.kernels.delta import LARGEST_HEAD, delta_for
 from caesura.scheduler.kernels.linear import packable

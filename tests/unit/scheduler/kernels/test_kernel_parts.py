@@ -4,21 +4,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.forward_batches import Row, forward_batch
+from support.forward_batches import Row, attention_shape, forward_batch
 from support.kernels import instruction_sets, threads, unit
 from support.properties import examples
 from torch import Tensor
 from torch.nn import functional
 
 from caesura.scheduler.attention.mla import LatentBackend
-from caesura.scheduler.attention.mla_cpu import LatentCpuBackend
+from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
 from caesura.scheduler.cache.pool import MLAPool
 from caesura.scheduler.kernels import experts, linear, native
 from caesura.scheduler.kernels.decoder_layers import GroupRouting
 from caesura.scheduler.kernels.elementwise import rotate_latents, sigmoid_mul
-from caesura.scheduler.layers.moe import GroupedRouter
+from caesura.scheduler.layers.moe import best_in_groups
 from caesura.scheduler.layers.norm import normalize
-from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.layers.rotary import rotate
 
 DTYPES = native.FLOATS
@@ -134,14 +133,12 @@ def test_the_choice_by_groups_is_that_of_torch(
 ) -> None:
     count, top_groups = groups
     total, k = count * size, min(4, top_groups * size)
-    place = Placement(torch.float32, torch.device("cpu"))
     by = GroupRouting(groups=count, top_groups=top_groups, sigmoid=sigmoid, best_two=best_two, scale=1.7)
-    router = GroupedRouter("r", "r", 8, total, k, by, normalize=normalize, bias=biased, place=place)
     logits, bias = (
         normal(seed, torch.float32, tokens, total) * 3,
         normal(seed + 1, torch.float32, total) * 0.1,
     )
-    expected_ids, expected = router._choose(logits, bias if biased else None)
+    expected_ids, expected = best_in_groups(logits, bias if biased else None, k, by, normalize=normalize)
     for _ in instruction_sets():
         ids, weights = experts.route_in_groups(
             logits.clone(), bias if biased else None, k, by, normalize=normalize
@@ -239,17 +236,17 @@ def test_attention_over_latents_is_that_of_torch(dtype, heads, latent, rope) -> 
     q, k = normal(1, dtype, tokens, heads, width), normal(2, dtype, tokens, 1, width)
     filled = normal(3, dtype, 13 * 16, width)
 
-    def attend(backend_of) -> tuple[Tensor, Tensor]:
+    def attend(kind) -> tuple[Tensor, Tensor]:
         pool = MLAPool(num_layers=1, num_pages=13, width=width, dtype=dtype)
         pool.layer(0).view(-1, width).copy_(filled)
-        backend = backend_of(pool)
+        backend = kind(pool, attention_shape(pool, heads, latent=latent))
         backend.plan(batch)
         return backend.forward(q, k, k[..., :latent], 0).clone(), pool.layer(0)
 
-    expected, stored = attend(lambda pool: LatentBackend(pool, heads, width**-0.5))
+    expected, stored = attend(LatentBackend)
     for _ in instruction_sets():
         for count in (1, 3):
             with threads(count):
-                got, ours = attend(lambda pool: LatentCpuBackend(pool, heads, latent, width**-0.5))
+                got, ours = attend(PagedCpuBackend)
             near(got, expected, dtype, 8 if dtype == torch.float32 else 3)
             assert torch.equal(ours, stored)

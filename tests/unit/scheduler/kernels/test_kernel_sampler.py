@@ -3,10 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy import stats
-from support.properties import examples
 
 from caesura.scheduler.execution.forward import SamplingBatch
 from caesura.scheduler.execution.sampler import Sampler, noise
@@ -84,26 +80,6 @@ def test_agrees_with_torch(isa, dtype, vocab_size):
     torch.testing.assert_close(raw, expected.raw_logprobs, atol=2e-6, rtol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_logprobs_match_float64(isa, dtype):
-    logits = (torch.randn(40, 5000, generator=torch.Generator().manual_seed(3)) * 10).to(dtype)
-    tokens, logprobs, raw = sample(logits, temperature=0.7, u=uniforms(40))
-    chosen = (torch.arange(40), tokens)
-    torch.testing.assert_close(
-        logprobs.double(), (logits.double() / np.float32(0.7)).log_softmax(1)[chosen], atol=1e-5, rtol=2e-6
-    )
-    torch.testing.assert_close(raw.double(), logits.double().log_softmax(1)[chosen], atol=1e-5, rtol=2e-6)
-
-
-def test_draws_follow_the_distribution(isa):
-    draws = 20_000
-    logits = torch.tensor([0.0, 1.0, -2.0, 3.0, 0.5, -1.0, 2.0] * 60)  # two blocks
-    tokens, *_ = sample(logits.expand(draws, -1).contiguous(), temperature=1.5, u=uniforms(draws))
-    expected = (logits.double() / 1.5).softmax(0).numpy() * draws
-    observed = np.bincount(tokens.numpy(), minlength=len(logits))
-    assert stats.chisquare(observed, expected).pvalue > 1e-3
-
-
 @pytest.mark.parametrize("vocab_size", [5, 300])
 def test_the_inverse_of_a_known_distribution(isa, vocab_size):
     step = 1 / vocab_size
@@ -123,50 +99,6 @@ def test_the_only_possible_token_is_drawn(isa, place, u):
         assert (tokens.item(), logprobs.item(), raw.item()) == (place, 0.0, 0.0)
 
 
-@settings(max_examples=examples(60))
-@given(st.integers(1, 700), st.integers(0, 999), st.sampled_from([0.0, 1e-300, 1e-17, 0.3, LARGEST_UNIFORM]))
-def test_no_token_of_probability_zero(vocab_size, seed, u):
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(4, vocab_size, generator=generator) * 3
-    logits[torch.rand(4, vocab_size, generator=generator) < 0.9] = -torch.inf
-    logits[:, int(torch.randint(vocab_size, (1,), generator=generator))] = 0.0
-    for name in native.ISAS[1:]:
-        with native.limited_to(name) as possible:
-            if possible:
-                tokens, *_ = sample(logits, u=u)
-                assert (logits.gather(1, tokens[:, None]) > -torch.inf).all(), name
-
-
-def test_greedy_takes_the_lowest_index_of_equal_ones(isa):
-    for dtype in DTYPES:
-        logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(4)).to(dtype)
-        logits[0, [700, 300, 301]] = 9
-        logits[1, [999, 256]] = 9
-        logits[2, [255, 512]] = 9
-        tokens, logprobs, raw = sample(logits, greedy=True, temperature=5.0)
-        assert tokens.tolist() == [300, 256, 255]
-        assert torch.equal(logprobs, raw)  # greedy is unscaled
-
-
-def test_rows_that_are_not_finite_disturb_no_other(isa):
-    logits = torch.randn(7, 600, generator=torch.Generator().manual_seed(5))
-    good = sample(logits, u=uniforms(7))
-    logits[1, 599] = torch.nan
-    logits[2, 3] = torch.inf
-    logits[3] = -torch.inf
-    logits[4, 0] = torch.nan
-    logits[4, 1] = torch.inf
-    bad = [1, 2, 3, 4]
-    for greedy in (False, torch.tensor([False, True] * 3 + [False])):
-        tokens, logprobs, raw = sample(logits, greedy=greedy, u=uniforms(7))
-        assert tokens[bad].tolist() == [-1] * 4
-        assert logprobs[bad].isnan().all()
-        assert raw[bad].isnan().all()
-    tokens, logprobs, raw = sample(logits, u=uniforms(7))
-    for one, other in zip((tokens, logprobs, raw), good):
-        assert torch.equal(one[[0, 5, 6]], other[[0, 5, 6]])
-
-
 def test_a_scaled_logit_beyond_float32_is_not_finite(isa):
     logits = torch.zeros(2, 300)
     logits[0, 7], logits[1, 7] = 3e38, -3e38
@@ -174,22 +106,6 @@ def test_a_scaled_logit_beyond_float32_is_not_finite(isa):
     assert tokens[0].item() == -1
     assert logprobs[0].isnan()
     assert tokens[1].item() not in (-1, 7)
-
-
-def test_a_row_does_not_depend_on_the_others_or_on_threads(isa):
-    logits = (torch.randn(50, 3000, generator=torch.Generator().manual_seed(6)) * 3).bfloat16()
-    u = uniforms(50)
-    sampler = RowSampler(3000)
-    alone = [sample(logits[i : i + 1], temperature=0.9, u=u[i], sampler=sampler) for i in range(50)]
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            together = sample(logits, temperature=0.9, u=u, sampler=sampler)
-            for column, values in enumerate(together):
-                assert torch.equal(values, torch.cat([row[column] for row in alone]))
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_rows_may_have_a_stride_and_raw_may_be_left_out(isa):

@@ -12,6 +12,7 @@ from support.sanitized import run_sanitized
 
 from caesura.scheduler import kernels
 from caesura.scheduler.kernels import native
+from caesura.scheduler.kernels.self_test import failure
 
 
 @pytest.fixture
@@ -246,3 +247,51 @@ def test_the_logic_of_amx_in_software(tmp_path):
             pytest.skip("what surrounds the tile instructions needs AVX-512 with bfloat16")
     header = Path(__file__).parents[3] / "support" / "fake_amx.h"
     assert run_sanitized(FAKE_AMX, tmp_path, "linear", flags=("-include", str(header))) == "clean\n"
+
+
+NINJA = """Ninja build failed. Ninja output:
+ninja: Entering directory `/root/.cache/flashinfer'
+[1/3] nvcc -c kernel.cu
+/bin/sh: 1: nvcc: not found
+"""
+
+
+class CompileError(Exception):
+    """No RuntimeError."""
+
+
+@pytest.mark.parametrize(
+    "error,told",
+    [
+        (
+            RuntimeError(NINJA),
+            "RuntimeError: Ninja build failed. Ninja output: … /bin/sh: 1: nvcc: not found",
+        ),
+        (RuntimeError("Could not find nvcc: error\nfatal"), "RuntimeError: Could not find nvcc: error"),
+        (CompileError("at 12:3"), "CompileError: at 12:3"),
+        (KeyError(), "KeyError"),
+        (OSError("\n \n"), "OSError"),
+        (ValueError("x" * 5000), f"ValueError: {'x' * 288}"),
+    ],
+)
+def test_errors_of_a_self_test_are_reported(error, told):
+    def attempt():
+        yield 0.0
+        raise error
+
+    assert failure(attempt, 0.1, "a step") == f"a step fails: {told}"
+
+
+@pytest.mark.parametrize(
+    "differences,told",
+    [
+        ([], None),
+        ([0.0, 0.1, 0.05], None),
+        ([0.2, 0.0], "a step is off by 0.200"),
+        ([float("nan"), 0.0], "a step is off by nan"),
+        ([0.3, float("nan"), 0.0], "a step is off by nan"),
+        ([float("inf")], "a step is off by inf"),
+    ],
+)
+def test_the_largest_difference_counts(differences, told):
+    assert failure(lambda: differences, 0.1, "a step") == told

@@ -17,7 +17,7 @@ import pytest
 import torch
 from support import fake_flashinfer
 from support.checkpoints import make_checkpoint
-from support.forward_batches import PagedModel, Sequence, load_model
+from support.forward_batches import PagedModel, Sequence, attention_shape, load_model
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,12 +25,13 @@ from caesura.scheduler import kernels
 from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.paged_triton import PagedTritonBackend
 from caesura.scheduler.cache.pool import MHAPool
+from caesura.scheduler.execution.forward import StepLimits
 from caesura.scheduler.kernels.attention_form import HeadNorms
 from caesura.scheduler.kernels.decoder_layers import GroupRouting
 from caesura.scheduler.layers import experts as experts_module
 from caesura.scheduler.layers import moe
 from caesura.scheduler.layers.mlp import bent
-from caesura.scheduler.layers.moe import GroupedRouter
+from caesura.scheduler.layers.moe import Router
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.layers.rotary import RopeParameters, RotaryEmbedding, rotate
 
@@ -242,19 +243,22 @@ def test_the_lower_of_equal_experts_is_chosen_and_nothing_else_than_experts():
 @computed
 @pytest.mark.parametrize("sigmoid,bias", [(False, False), (True, True)])
 @pytest.mark.parametrize("groups,top_groups,group_score", [(1, 1, "max"), (4, 2, "top2"), (3, 1, "max")])
-def test_the_choice_by_groups_is_torchs(sigmoid, bias, groups, top_groups, group_score):
+def test_the_choice_by_groups_is_torchs(sigmoid, bias, groups, top_groups, group_score, monkeypatch):
     experts, top_k = groups * 20, 6
     by = GroupRouting(
         groups=groups, top_groups=top_groups, sigmoid=sigmoid, best_two=group_score == "top2", scale=2.5
     )
-    place = Placement(torch.float32, DEVICE)
-    router = GroupedRouter("r", "gate", 8, experts, top_k, by, normalize=bias, bias=bias, place=place)
-    for slot in router.slots():
-        slot.write(torch.randn(slot.shape), 0)
-    x, record = torch.randn(12, 8), torch.empty(12, top_k, dtype=torch.uint8)
-    expected_ids, expected = router.forward(x, record)
-    router._triton = triton_experts
-    ids, weights = router.forward(x, record.zero_())
+    place, x = Placement(torch.float32, DEVICE), torch.randn(12, 8)
+    found = []
+    for library in (None, triton_experts):
+        monkeypatch.setattr(moe, "triton_for", lambda *of, library=library: library)
+        router = Router("r", "gate", 8, experts, top_k, by=by, normalize=bias, bias=bias, place=place)
+        torch.manual_seed(1)
+        for slot in router.slots():
+            slot.write(torch.randn(slot.shape), 0)
+        record = torch.zeros(12, top_k, dtype=torch.uint8)
+        found.append((*router.forward(x, record), record))
+    (expected_ids, expected, _), (ids, weights, record) = found
     assert torch.equal(ids, expected_ids)
     assert torch.equal(record.long(), ids)
     torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-5)
@@ -295,11 +299,9 @@ def logits_of(model: Any, backend: type | None) -> list[Tensor]:
     paged = PagedModel(model, torch.float32, num_pages=20)
     config, pool = model.config, paged.pool
     if isinstance(pool, MHAPool) and backend is not None:
-        sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
-        options: dict[str, Any] = {"max_rows": 4, "max_pages": 8}
-        if backend is FlashInferBackend:
-            options |= {"max_tokens": 64, "library": fake_flashinfer}
-        paged.backend = backend(pool, *sizes, **options)
+        limits = StepLimits(rows=4, tokens=64, context_len=8 * 16)
+        library = [fake_flashinfer] if backend is FlashInferBackend else []
+        paged.backend = backend(pool, attention_shape(pool, config.num_heads), limits, *library)
         assert paged.backend.fused is not None
     generator = torch.Generator().manual_seed(3)
     first, second = (Sequence(torch.randint(0, 97, (40,), generator=generator).tolist()) for _ in range(2))

@@ -282,7 +282,7 @@ def test_the_warm_up_compiles_what_special_rows_use(in_triton, monkeypatch):
     monkeypatch.setattr(sampler_module, "best", lambda *of: kernels.TRITON)
     special.warm_up(batch_of(1, 50))
     assert compiled == [(torch.float32, (1, 50))]
-    assert special._exact is None
+    assert special.exact is None
     monkeypatch.setattr(sampler_module, "best", lambda *of: kernels.TORCH)
     SpecialSampler(Sampler(50, 2, "cpu", torch.bfloat16), 50, torch.device("cpu")).warm_up(batch_of(1, 50))
     assert len(compiled) == 1, "torch compiles nothing"

@@ -23,7 +23,7 @@ from caesura.scheduler.layers import experts as experts_module
 from caesura.scheduler.layers import moe
 from caesura.scheduler.layers.experts import Experts
 from caesura.scheduler.layers.mlp import GatedMLP
-from caesura.scheduler.layers.moe import MoeBlock, RoutedExperts, TopKRouter
+from caesura.scheduler.layers.moe import MoeBlock, RoutedExperts, Router
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.models.config import config_difference, load_model_config
 from caesura.scheduler.models.registry import build_model
@@ -130,7 +130,7 @@ def test_routing_is_that_of_transformers(normalize: bool, tmp_path: Path) -> Non
     make_checkpoint(tmp_path, "qwen3-moe", num_experts=60, num_experts_per_tok=7, norm_topk_prob=normalize)
     config = json.loads((tmp_path / "config.json").read_text())
     theirs = Qwen3MoeTopKRouter(_Attributes({**config, "num_experts": config["num_local_experts"]}))
-    ours = TopKRouter("r", "gate", 40, 60, 7, normalize=normalize, place=Placement(torch.float32, CPU))
+    ours = Router("r", "gate", 40, 60, 7, normalize=normalize, place=Placement(torch.float32, CPU))
     (slot,) = ours.slots()
     weight, x = torch.randn(60, 40), torch.randn(200, 40)
     slot.write(weight, 0)
@@ -149,7 +149,7 @@ class _Attributes:
 
 @pytest.mark.usefixtures("served")
 def test_weights_of_the_chosen_are_rounded_as_transformers_rounds_them() -> None:
-    router = TopKRouter("r", "gate", 40, 9, 4, normalize=True, place=Placement(torch.bfloat16, CPU))
+    router = Router("r", "gate", 40, 9, 4, normalize=True, place=Placement(torch.bfloat16, CPU))
     next(router.slots()).write(torch.randn(9, 40), 0)
     _, weights = router.forward(torch.randn(20, 40).bfloat16(), torch.empty(20, 4, dtype=torch.uint8))
     assert weights.dtype == torch.float32
@@ -187,7 +187,7 @@ def test_a_model_records_what_transformers_chose(tmp_path: Path) -> None:
 
 def test_a_block_adds_what_everything_goes_through() -> None:
     place = Placement(torch.float32, CPU)
-    router = TopKRouter("r", "gate", 16, 4, 2, normalize=True, place=place)
+    router = Router("r", "gate", 16, 4, 2, normalize=True, place=place)
     layer = random_experts(4, 16, 8, torch.float32)
     shared = GatedMLP("s", "shared_experts", 16, 24, place=place)
     for slot in (*router.slots(), *shared.slots()):

@@ -5,13 +5,13 @@ import random
 import pytest
 import torch
 from support.mxfp4 import dequantize_mxfp4
-from support.ranks import RankAlone
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from caesura.scheduler.kernels import native
 from caesura.scheduler.layers.experts import ExpertNames, Experts
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.layers.stacked_experts import dequantize
+from caesura.scheduler.parallel.group import TensorParallel
 
 EXPERTS, HIDDEN, WIDTH = 3, 96, 64
 WHOLE = {"mlp.experts.gate_up_proj": (2 * WIDTH, HIDDEN), "mlp.experts.down_proj": (HIDDEN, WIDTH)}
@@ -46,7 +46,7 @@ def test_transformers_agrees():
 
 
 def layer(dtype, rank=0, size=1):
-    place = Placement(dtype, torch.device("cpu"), parallel=RankAlone(rank, size))
+    place = Placement(dtype, torch.device("cpu"), parallel=TensorParallel(rank, size))
     names = ExpertNames(stacked=True)
     return Experts(
         "e", "mlp.experts", EXPERTS, HIDDEN, WIDTH, names=names, bias=True, bend="clamped", place=place

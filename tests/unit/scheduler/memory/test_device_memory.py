@@ -99,9 +99,6 @@ def device_modules(monkeypatch):
     return modules
 
 
-# --- emptying
-
-
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "privateuseone"])
 def test_caching_devices_are_emptied_alike(device_modules, kind):
     module = device_modules[kind] = CachingDevice(allocated=100, cached=40, total=1000)
@@ -184,9 +181,6 @@ def test_report_line(before, after, line):
     assert report.freed == max(0, before - after)
 
 
-# --- available memory
-
-
 def test_available_memory_of_mps(device_modules):
     device_modules["mps"] = MpsLike()
     assert get_available_memory("mps") == 700
@@ -229,9 +223,6 @@ def test_available_memory_of_this_host():
     assert get_available_memory("cpu") > 0
 
 
-# --- settings that defeat it
-
-
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
 def test_expandable_segments_with_a_memory_saver_are_refused_by_name(name):
     environ = {name: "max_split_size_mb:64, expandable_segments:True"}
@@ -264,9 +255,6 @@ def test_other_allocator_settings_pass(value):
     refuse_defeating_settings({"PYTORCH_CUDA_ALLOC_CONF": value})
 
 
-# --- the host's files
-
-
 def make_host(tmp_path: Path, files: dict[str, str]) -> HostDevice:
     for name, text in files.items():
         path = tmp_path / name
@@ -281,58 +269,51 @@ MEMINFO = (
 KB = 1024
 
 
-def test_machine_without_limits(tmp_path):
-    host = make_host(
-        tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a\n", "cgroup/a/memory.max": "max\n"}
-    )
-    assert host.mem_get_info() == (600 * KB, 1000 * KB)
+def limits(folder: str, most: int, used: int) -> dict[str, str]:
+    return {f"{folder}/memory.max": f"{most * KB}\n", f"{folder}/memory.current": f"{used * KB}\n"}
 
 
-def test_cgroup_v2_counts_inactive_page_cache_as_free(tmp_path):
-    files = {
-        "proc/meminfo": MEMINFO,
-        "proc/self/cgroup": "0::/pod/box\n",
-        "cgroup/pod/box/memory.max": f"{500 * KB}\n",
-        "cgroup/pod/box/memory.current": f"{300 * KB}\n",
-    }
-    assert make_host(tmp_path, files).mem_get_info() == (200 * KB, 500 * KB)
-    files["cgroup/pod/box/memory.stat"] = f"anon 5\ninactive_file {100 * KB}\nactive_file {50 * KB}\n"
-    assert make_host(tmp_path, files).mem_get_info() == (300 * KB, 500 * KB)
-
-
-def test_cgroup_v2_tightest_ancestor_wins(tmp_path):
-    files = {
-        "proc/meminfo": MEMINFO,
-        "proc/self/cgroup": "0::/pod/box\n",
-        "cgroup/pod/box/memory.max": f"{900 * KB}\n",
-        "cgroup/pod/box/memory.current": f"{100 * KB}\n",
-        "cgroup/pod/memory.max": f"{400 * KB}\n",
-        "cgroup/pod/memory.current": f"{390 * KB}\n",
-    }
-    assert make_host(tmp_path, files).mem_get_info() == (10 * KB, 400 * KB)
-
-
-def test_cgroup_inside_a_container_lies_at_the_root(tmp_path):
-    files = {
-        "proc/meminfo": MEMINFO,
-        "proc/self/cgroup": "0::/kubepods/pod1/box\n",
-        "cgroup/memory.max": f"{500 * KB}\n",
-        "cgroup/memory.current": f"{700 * KB}\n",
-    }
-    assert make_host(tmp_path, files).mem_get_info() == (0, 500 * KB)
-
-
-def test_cgroup_v1(tmp_path):
-    files = {
-        "proc/meminfo": MEMINFO,
-        "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/box\n0::/unified\n",
-        "cgroup/memory/box/memory.limit_in_bytes": f"{500 * KB}\n",
-        "cgroup/memory/box/memory.usage_in_bytes": f"{300 * KB}\n",
-        "cgroup/memory/box/memory.stat": f"inactive_file 7\ntotal_inactive_file {20 * KB}\n",
-        "cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-        "cgroup/memory/memory.usage_in_bytes": f"{800 * KB}\n",
-    }
-    assert make_host(tmp_path, files).mem_get_info() == (220 * KB, 500 * KB)
+@pytest.mark.parametrize(
+    ("cgroup", "files", "free", "total"),
+    [
+        pytest.param("0::/a\n", {"cgroup/a/memory.max": "max\n"}, 600, 1000, id="no limit"),
+        pytest.param("0::/pod/box\n", limits("cgroup/pod/box", 500, 300), 200, 500, id="v2"),
+        pytest.param(
+            "0::/pod/box\n",
+            limits("cgroup/pod/box", 500, 300)
+            | {"cgroup/pod/box/memory.stat": f"anon 5\ninactive_file {100 * KB}\nactive_file {50 * KB}\n"},
+            300,
+            500,
+            id="v2, inactive page cache is free",
+        ),
+        pytest.param(
+            "0::/pod/box\n",
+            limits("cgroup/pod/box", 900, 100) | limits("cgroup/pod", 400, 390),
+            10,
+            400,
+            id="v2, the tightest ancestor wins",
+        ),
+        pytest.param(
+            "0::/kubepods/pod1/box\n", limits("cgroup", 500, 700), 0, 500, id="at the root of a container"
+        ),
+        pytest.param(
+            "5:cpu,cpuacct:/x\n4:memory:/box\n0::/unified\n",
+            {
+                "cgroup/memory/box/memory.limit_in_bytes": f"{500 * KB}\n",
+                "cgroup/memory/box/memory.usage_in_bytes": f"{300 * KB}\n",
+                "cgroup/memory/box/memory.stat": f"inactive_file 7\ntotal_inactive_file {20 * KB}\n",
+                "cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "cgroup/memory/memory.usage_in_bytes": f"{800 * KB}\n",
+            },
+            220,
+            500,
+            id="v1",
+        ),
+    ],
+)
+def test_free_memory_is_that_of_the_tightest_cgroup(tmp_path, cgroup, files, free, total):
+    host = make_host(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": cgroup, **files})
+    assert host.mem_get_info() == (free * KB, total * KB)
 
 
 def test_process_memory_by_kind(tmp_path):
@@ -350,9 +331,6 @@ def test_platforms_that_say_less(tmp_path):
     assert DeviceMemoryReading.of(silent) == DeviceMemoryReading(0, 0)
     assert silent.mem_get_info()[0] == 0
     assert empty_device_cache(silent) is False
-
-
-# --- the real allocator
 
 
 INTERLEAVED = """
@@ -433,3 +411,58 @@ def test_out_of_memory_errors_are_recognised(error):
 ], ids=repr)  # fmt: skip
 def test_values_that_do_not_count(error):
     assert not device_memory.is_out_of_memory(error)
+
+
+class Device:
+    """Reserved memory goes through ``readings``, then stays at the last one."""
+
+    def __init__(self, *readings: int) -> None:
+        self.readings = [reading * MIB for reading in readings]
+        self.emptied = 0
+
+    def memory_reserved(self) -> int:
+        return self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+
+def totals(cache: DeviceCache) -> dict[str, tuple[int, int]]:
+    return {each.place: (each.count, each.freed_bytes) for each in cache.totals()}
+
+
+def test_an_emptying_during_which_more_was_allocated_counts_as_nothing():
+    cache = DeviceCache(Device(10, 12))
+    assert cache.empty("idle").freed == 0
+    assert totals(cache) == {"idle": (1, 0)}
+
+
+def test_earlier_events_count_for_earlier_callers():
+    cache = DeviceCache(Device(8, 6))
+    assert cache.empty("release", reserved_before=100 * MIB).freed == 92 * MIB
+    assert totals(cache) == {"release": (1, 92 * MIB)}
+
+
+@pytest.mark.parametrize("broken", ["synchronize", "empty_cache"])
+def test_a_device_in_any_state_does_not_stop_the_answer(caplog, broken):
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    device, noted = Device(10, 6), []
+    if broken == "empty_cache":
+        device.empty_cache = fail
+    cache = DeviceCache(
+        device,
+        synchronize=fail if broken == "synchronize" else lambda: None,
+        note_failure=lambda what, freed: noted.append((what, freed)),
+    )
+    cache.after_failure("step 3")
+    assert noted == [("step 3", 0)]
+    assert "could not be emptied" in caplog.text
+
+
+def test_after_a_failure_the_history_hears_what_came_back():
+    noted: list[tuple[str, int]] = []
+    cache = DeviceCache(Device(10, 6), note_failure=lambda what, freed: noted.append((what, freed)))
+    cache.after_failure("step 3")
+    assert noted == [("step 3", 4 * MIB)]

@@ -1,15 +1,19 @@
 """The KV pool on an accelerator leaves what a step takes; on the CPU it does not ask."""
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
 from support.checkpoints import make_checkpoint
+from support.workspaces import memory_of
 
 from caesura.io_struct import CaesuraError
-from caesura.scheduler.cache.window_pages import storage_pages
+from caesura.scheduler.cache.layer_ledgers import storage_pages
 from caesura.scheduler.execution import build
 from caesura.scheduler.execution.build import build_pool, kv_bytes_per_token, load_model, step_bytes
+from caesura.scheduler.memory.workspace import ALIGNMENT, Workspace
 from caesura.scheduler.runtime.config import PAGE_SIZE, EngineConfig
 
 
@@ -56,7 +60,7 @@ def test_layers_with_a_window_have_room_for_the_windows_of_all_requests(tmp_path
     assert pages_of(pool) == [most, 256, most]
     assert most < 64
     windows = build.build_windows(config, loaded, pool)
-    assert (windows.window, len(windows.storage)) == (20, 257)
+    assert (windows.window, len(windows.behind)) == (20, 257)
 
 
 def test_they_have_no_more_than_the_others(tmp_path):
@@ -107,3 +111,51 @@ def test_memory_that_holds_no_state_is_refused(tmp_path, monkeypatch):
     with pytest.raises(CaesuraError, match="1 pages and 1 rows of states needs") as refused:
         build_pool(config, loaded, 256)
     assert refused.value.detail["needed_bytes"] > 15_000
+
+
+def test_workspace_grows_and_never_shrinks():
+    workspace, sizes = Workspace(), []
+    for rows in (3, 7, 2, 7, 0):
+        taken = workspace.take("x", (rows, 5), torch.float32)
+        assert taken.shape == (rows, 5)
+        assert taken.is_contiguous()
+        sizes.append(memory_of(workspace, "x").numel())
+    assert sizes == [15, 35, 35, 35, 35]
+
+
+def test_a_purpose_is_one_memory_and_two_are_two():
+    workspace = Workspace()
+    workspace.take("x", (4,), torch.int64).fill_(7)
+    workspace.take("y", (4,), torch.int64).fill_(8)
+    assert workspace.take("x", (2, 2), torch.int64).tolist() == [[7, 7], [7, 7]]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64])
+def test_tail_begins_at_a_line(dtype: torch.dtype):
+    workspace = Workspace()
+    for count in (1, 63, 4097, 1 << 20):
+        assert workspace.take("x", (count,), dtype).data_ptr() % ALIGNMENT == 0
+
+
+def test_smaller_workspaces_go_before_larger_ones_come(monkeypatch: pytest.MonkeyPatch):
+    workspace = Workspace()
+    gone: list[bool] = []
+    small = weakref.ref(workspace.take("x", (8,), torch.float32))
+    empty = torch.empty
+
+    def watched(*args: object, **options: object) -> torch.Tensor:
+        gc.collect()
+        gone.append(small() is None)
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", watched)
+    workspace.take("x", (9,), torch.float32)
+    assert gone == [True]
+
+
+def test_update_may_write_buffers_that_a_step_has_taken():
+    workspace = Workspace()
+    with torch.inference_mode():
+        workspace.take("x", (4,), torch.float32)
+    workspace.take("x", (4,), torch.float32).fill_(1)
+    workspace.take("x", (3,), torch.float32).fill_(2)

@@ -14,8 +14,7 @@ from support.raw_client import RawClient
 from support.waiting import eventually
 
 from caesura.io_struct import GetStatusReqInput
-from caesura.scheduler.messaging.client_access import MAX_RESERVE
-from caesura.scheduler.messaging.endpoint import LISTEN_BACKLOG
+from caesura.scheduler.messaging.endpoint import LISTEN_BACKLOG, MAX_RESERVE
 
 pytestmark = pytest.mark.slow  # thousands of connections take seconds
 

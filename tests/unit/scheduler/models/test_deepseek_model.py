@@ -18,7 +18,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 
 from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
 from caesura.scheduler.attention.mla import LatentBackend
-from caesura.scheduler.attention.mla_cpu import LatentCpuBackend
+from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
 from caesura.scheduler.cache.pool import MLAPool
 from caesura.scheduler.execution.build import build_components, build_runner, kv_bytes_per_token
 from caesura.scheduler.kernels import native
@@ -281,8 +281,8 @@ def test_the_engine_stores_latents_alone(folder: Path) -> None:
     assert isinstance(pool, MLAPool)
     assert pool.nbytes == (512 + 16) * kv_bytes_per_token(loaded)
     assert isinstance(
-        build_runner(config, loaded, pool, routing)._backend,
-        LatentCpuBackend if native.why_not() is None else LatentBackend,
+        build_runner(config, loaded, pool, routing).backend,
+        PagedCpuBackend if native.why_not() is None else LatentBackend,
     )
     pool.layer(1).fill_(3.0)
     for step in (manager.release(MEMORY_TAGS), manager.resume(MEMORY_TAGS)):

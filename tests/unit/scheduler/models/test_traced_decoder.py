@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from caesura.scheduler.kernels import TORCH, best, elementwise_for, native
-from caesura.scheduler.models.transformers_backend.norms import proven_norms
+from caesura.scheduler.models.transformers_backend.fusion import proven_norms
 
 CPU = torch.device("cpu")
 compiled_only = pytest.mark.skipif(

@@ -9,13 +9,13 @@ import pytest
 import torch
 from support.checkpoints import make_checkpoint, make_dequantized_checkpoint, make_fp8_checkpoint
 from support.rank_jobs import alone_and_beside_others, bits_each_way, logits_of, lost_within_a_step, sampled
-from support.ranks import RankAlone, Ranks
+from support.ranks import Ranks
 
 from caesura.io_struct import CaesuraError, ErrorCode
 from caesura.scheduler.kernels import native
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
-from caesura.scheduler.parallel.group import SINGLE
+from caesura.scheduler.parallel.group import SINGLE, TensorParallel
 
 TOLERANCE = 1e-4
 
@@ -195,7 +195,7 @@ def test_indivisible_sizes_are_refused_by_name(
     config = load_model_config(tmp_path)
     for rank in range(ranks):
         with pytest.raises(CaesuraError, match=field) as caught:
-            build_model(config, torch.float32, torch.device("cpu"), RankAlone(rank, ranks))
+            build_model(config, torch.float32, torch.device("cpu"), TensorParallel(rank, ranks))
         assert caught.value.code == ErrorCode.UNSUPPORTED_MODEL
         assert caught.value.detail["fields"] == [field]
 
@@ -206,5 +206,5 @@ def test_a_border_within_an_fp8_block_is_refused_by_name(family: str, module: st
     make_fp8_checkpoint(tmp_path / "plain", tmp_path / "fp8", (128, 128), ())
     config = load_model_config(tmp_path / "fp8")
     with pytest.raises(CaesuraError, match=module) as caught:
-        build_model(config, torch.float32, torch.device("cpu"), RankAlone(0, 2))
+        build_model(config, torch.float32, torch.device("cpu"), TensorParallel(0, 2))
     assert caught.value.code == ErrorCode.UNSUPPORTED_MODEL

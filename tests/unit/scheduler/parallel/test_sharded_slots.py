@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 from support.properties import examples
-from support.ranks import RankAlone
 from torch import Tensor
 
 from caesura.scheduler.layers.attention import Attention, AttentionShape
@@ -24,10 +23,11 @@ from caesura.scheduler.memory.workspace import Workspace
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.parallel.group import TensorParallel
 from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.source import WeightPiece
-from caesura.scheduler.weights.transports.disk import DiskSource, open_checkpoint
+from caesura.scheduler.weights.transports.disk import open_checkpoint
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
@@ -36,7 +36,7 @@ FP8 = torch.float8_e4m3fn
 def place(
     rank: int, size: int, dtype: torch.dtype = torch.float32, fp8: Fp8Blocks | None = None
 ) -> Placement:
-    return Placement(dtype, CPU, fp8, parallel=RankAlone(rank, size))
+    return Placement(dtype, CPU, fp8, parallel=TensorParallel(rank, size))
 
 
 def slots_of(layer: Layer) -> dict[str, WeightSlot]:
@@ -206,7 +206,7 @@ class Folder:
     tensors: dict[str, Tensor]
 
     def model(self, rank: int, size: int) -> CausalLM:
-        return build_model(load_model_config(self.path), torch.float32, CPU, RankAlone(rank, size))
+        return build_model(load_model_config(self.path), torch.float32, CPU, TensorParallel(rank, size))
 
 
 BLOCKS = {"qwen3": (12, 12), "qwen3.5": (2, 4)}
@@ -235,7 +235,7 @@ def test_from_disk_each_rank_reads_what_it_holds(folder: Folder, bucket_bytes: i
         loader, checkpoint = WeightLoader(model), open_checkpoint(folder.path)
         loader.check(checkpoint.specs, complete=True)
         read.append(0)
-        for piece in DiskSource(checkpoint, Workspace(), loader.owned).pieces(bucket_bytes, loader.skip):
+        for piece in checkpoint.into(Workspace(), loader.owned).pieces(bucket_bytes, loader.skip):
             assert piece is not None
             read[-1] += piece.rows.nbytes
             loader.write(piece)

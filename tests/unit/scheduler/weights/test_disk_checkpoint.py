@@ -18,6 +18,7 @@ from support.properties import examples
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, ErrorCode
+from caesura.scheduler.memory.workspace import Workspace
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.weights.loader import WeightLoader
@@ -41,8 +42,7 @@ def write(path: Path, header: dict[str, Any] | bytes, data: bytes) -> None:
 
 def read(checkpoint: Checkpoint, bucket_bytes: int = 1 << 16) -> dict[str, Tensor]:
     parts: dict[str, list[Tensor]] = {}
-    bucket = torch.empty(bucket_bytes, dtype=torch.uint8)
-    for piece in checkpoint.pieces(bucket):
+    for piece in checkpoint.pieces(bucket_bytes):
         held = parts.setdefault(piece.name, [])
         assert piece.start_row == sum(len(rows) for rows in held)
         held.append(piece.rows.clone())
@@ -78,8 +78,9 @@ def test_any_bucket_gives_the_same_tensors(
 
 def test_pieces_stay_within_the_bucket_and_are_made_in_it(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
-    bucket = torch.empty(64, dtype=torch.uint8)
-    for piece in open_checkpoint(tmp_path).pieces(bucket):
+    workspace = Workspace()
+    bucket = workspace.take("disk", (64,), torch.uint8)
+    for piece in open_checkpoint(tmp_path).into(workspace).pieces(64):
         row_bytes = piece.rows[0].nbytes if piece.rows.dim() and len(piece.rows) else 0
         assert piece.rows.nbytes <= max(64, row_bytes)
         assert row_bytes > 64 or piece.rows.untyped_storage().data_ptr() == bucket.data_ptr()
@@ -108,8 +109,7 @@ def test_neighbours_come_as_they_lie(
         skipped |= {f"{number}"} if skip else set()
     write(folder / "model.safetensors", header, data)
     parts: dict[str, bytes] = {}
-    bucket = torch.empty(bucket_bytes, dtype=torch.uint8)
-    for piece in open_checkpoint(folder).pieces(bucket, skipped.__contains__):
+    for piece in open_checkpoint(folder).pieces(bucket_bytes, skipped.__contains__):
         assert piece.rows.data_ptr() % piece.rows.itemsize == 0
         held = piece.rows.contiguous().view(torch.uint8).numpy().tobytes()
         parts[piece.name] = parts.get(piece.name, b"") + held
@@ -141,7 +141,7 @@ def test_skipped_tensors_are_asked_for_once_and_not_read(tmp_path: Path) -> None
         asked.append(name)
         return name in ("matrix", "wide")
 
-    names = {p.name for p in open_checkpoint(tmp_path).pieces(torch.empty(64, dtype=torch.uint8), skip)}
+    names = {p.name for p in open_checkpoint(tmp_path).pieces(64, skip)}
     assert names == TENSORS.keys() - {"matrix", "wide"}
     assert sorted(asked) == sorted(TENSORS)
 
@@ -352,7 +352,7 @@ def test_a_file_that_changes_after_it_was_opened(change: Callable[[Path], Any], 
 def test_a_file_truncated_between_two_pieces(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(100, 100)}, file)
-    pieces = open_checkpoint(tmp_path).pieces(torch.empty(4000, dtype=torch.uint8))
+    pieces = open_checkpoint(tmp_path).pieces(4000)
     next(pieces)
     os.truncate(file, 5000)
     assert "changed" in reason(file, lambda: list(pieces))
@@ -375,7 +375,7 @@ def test_reads_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_an_abandoned_read_closes_its_file(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
-    pieces = open_checkpoint(tmp_path).pieces(torch.empty(64, dtype=torch.uint8))
+    pieces = open_checkpoint(tmp_path).pieces(64)
     before = len(os.listdir("/proc/self/fd"))
     next(pieces)
     assert len(os.listdir("/proc/self/fd")) == before + 1

@@ -1,15 +1,28 @@
 """The search for values that are not finite: every form of storage, slice by slice."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 from support.forward_batches import load_model
 
+from caesura.client.trainer.chain import tensors_per_bucket
+from caesura.io_struct import (
+    CaesuraError,
+    SendWeightsReqInput,
+    TensorSpec,
+    UpdateWeightsFromDistributedReqInput,
+)
 from caesura.scheduler.models.base import CausalLM
+from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights import reading
-from caesura.scheduler.weights.reading import NonFinite, count_non_finite, find_non_finite
+from caesura.scheduler.weights.reading import NonFinite, count_non_finite, find_non_finite, read_into
+from caesura.scheduler.weights.transports.broadcasts import batches_of, nbytes_of
 
 NAN, INF = float("nan"), float("inf")
 KV_UP = "model.layers.0.self_attn.kv_b_proj.weight"
@@ -91,3 +104,104 @@ def test_a_derived_tensor_that_overflows_is_found(model):
     scales.write(before, 0)
     model.finalize_weights()
     assert found_in(model, model.weight_slots()) == []
+
+
+SIZES = st.lists(st.integers(0, 40), max_size=30)
+
+
+def specs_of(sizes: list[int]) -> list[TensorSpec]:
+    return [
+        TensorSpec(name=f"t{number}", dtype="BF16", shape=[size], nbytes=2 * size)
+        for number, size in enumerate(sizes)
+    ]
+
+
+@given(sizes=SIZES.filter(bool), cut=st.integers(1, 100))
+def test_broadcasts_have_every_tensor_once_in_order_and_without_gaps(sizes, cut):
+    specs = specs_of(sizes)
+    counts = tensors_per_bucket(specs, cut)
+    fields = {"specs": specs, "load_format": "flattened_bucket", "tensors_per_broadcast": counts}
+    sent, received = (
+        batches_of(kind(**fields)) for kind in (SendWeightsReqInput, UpdateWeightsFromDistributedReqInput)
+    )
+    assert sent == received
+    assert [spec.name for batch in sent for spec in batch] == [spec.name for spec in specs]
+    for batch in sent:
+        end = 0
+        for spec in batch:
+            assert spec.offset == end
+            end += spec.nbytes
+        assert nbytes_of(batch) == end
+        assert end <= cut or len(batch) == 1
+
+
+@given(sizes=SIZES.filter(bool), cut=st.integers(1, 100))
+def test_buckets_are_as_few_as_their_order_allows(sizes, cut):
+    """No tensor would have fitted into the bucket before its own."""
+    specs = specs_of(sizes)
+    counts = tensors_per_bucket(specs, cut)
+    assert sum(counts) == len(specs)
+    start = 0
+    for count in counts[:-1]:
+        with_the_next = specs[start : start + count + 1]
+        assert sum(spec.nbytes for spec in with_the_next) > cut
+        start += count
+
+
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+@given(sizes=SIZES)
+def test_without_counts_it_is_one_broadcast_or_one_for_each(load_format, sizes):
+    batches = batches_of(SendWeightsReqInput(specs=specs_of(sizes), load_format=load_format))
+    assert [len(batch) for batch in batches] == ([1] * len(sizes) if load_format is None else [len(sizes)])
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tensors_per_broadcast": [2]}, "needs load_format"),
+        ({"tensors_per_broadcast": [1], "load_format": "flattened_bucket"}, "counts 1 tensors"),
+        ({"tensors_per_broadcast": [2, 1], "load_format": "flattened_bucket"}, "specs has 2"),
+    ],
+)
+def test_counts_that_do_not_add_up_are_refused(fields, said):
+    with pytest.raises(CaesuraError, match=said) as caught:
+        batches_of(UpdateWeightsFromDistributedReqInput(specs=specs_of([1, 2]), **fields))
+    assert caught.value.code == "invalid_request"
+
+
+KINDS = ["qwen2", "qwen3", "qwen3-moe", "deepseek-v2", "fp8"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("models") / request.param
+    make_checkpoint(path, "qwen3" if request.param == "fp8" else request.param, seed=1)
+    if request.param != "fp8":
+        return path
+    make_fp8_checkpoint(path, path.with_name("in-fp8"), blocks=(16, 32))
+    return path.with_name("in-fp8")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("read_bytes", [1, 700, 1 << 20])
+def test_every_tensor_is_read_as_it_was_written(folder, dtype, read_bytes, monkeypatch):
+    monkeypatch.setattr(reading, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(reading, "WRITE_S", 0.0)
+    slots = load_model(str(folder), dtype).weight_slots()
+    files = load_file(folder / "model.safetensors")
+    specs, end = [], 0
+    for name, slot in slots.items():
+        nbytes = torch.Size(slot.shape).numel() * slot.dtype.itemsize
+        specs.append(
+            TensorSpec(
+                name=name, dtype=NAMES[slot.dtype], shape=list(slot.shape), offset=end + 3, nbytes=nbytes
+            )
+        )
+        end += nbytes + 3
+    buffer = torch.zeros(end, dtype=torch.uint8)
+    slices = sum(1 for _ in read_into(buffer, specs, slots, nullcontext))
+    assert slices >= len(specs)
+    for spec in specs:
+        found = buffer[spec.offset : spec.offset + spec.nbytes]
+        expected = files[spec.name].to(slots[spec.name].dtype).contiguous().reshape(-1).view(torch.uint8)
+        assert torch.equal(found, expected), spec.name

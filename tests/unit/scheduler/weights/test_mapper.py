@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.checkpoints import FAMILIES, HYBRIDS, make_checkpoint, make_fp8_checkpoint
 from support.properties import examples
-from support.ranks import RankAlone
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, TensorSpec
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.parallel.group import TensorParallel
 from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.source import WeightPiece
@@ -37,7 +37,7 @@ GATE_UP, DOWN = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.e
 
 
 def built(path: Path, rank: int = 0, size: int = 1) -> CausalLM:
-    return build_model(load_model_config(path), torch.float32, CPU, RankAlone(rank, size))
+    return build_model(load_model_config(path), torch.float32, CPU, TensorParallel(rank, size))
 
 
 def from_disk(path: Path, rank: int = 0, size: int = 1) -> dict[str, Tensor]:

@@ -18,8 +18,8 @@ from torch.distributed import PrefixStore, TCPStore
 
 from caesura.io_struct import CaesuraError, TensorSpec, UpdateWeightsFromDistributedReqInput
 from caesura.io_struct.weights import PRESENT
-from caesura.scheduler.weights.transports import reception
-from caesura.scheduler.weights.transports.distributed import DistributedSource, Group
+from caesura.scheduler.weights.transports import distributed
+from caesura.scheduler.weights.transports.distributed import DistributedSource, Group, WeightsUpdateGroups
 from caesura.scheduler.weights.upload import WriteStream
 from caesura.transfer import process_group
 from caesura.transfer.process_group import Membership
@@ -97,7 +97,8 @@ def group(
     wake: Callable[[], None] = lambda: None,
 ) -> Group:
     member = Membership(NAME, f"127.0.0.1:{store.port}", 3, rank, "nccl")
-    return Group(member, timeout_s, broadcast_timeout_s, CPU, wake, write_stream=write_stream)
+    groups = WeightsUpdateGroups(CPU, wake, write_stream=write_stream)
+    return Group(groups, member, timeout_s, broadcast_timeout_s)
 
 
 def say_present(store: TCPStore) -> None:
@@ -150,7 +151,7 @@ def test_a_group_that_is_left_is_aborted(store: TCPStore) -> None:
 def test_a_trainer_that_died_before_its_first_broadcast(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reception, "GRACE_S", 0.0)
+    monkeypatch.setattr(distributed, "GRACE_S", 0.0)
     woken = threading.Event()
     device = LaggingDevice()
     stream = WriteStream(device, device.on_stream)
@@ -198,7 +199,7 @@ def test_two_buffers_in_turn_tear_nothing(
             for target in got:
                 came: Tensor | None = None
                 while came is None:
-                    came = receiving.take()
+                    came = next(receiving)
                 with device.on_stream():
                     target.copy_(came)
                 if waits:
@@ -216,5 +217,5 @@ def test_small_broadcasts_are_waited_for_together(store: TCPStore) -> None:
     eventually(one.joined)
     Nccl.made[0].coming += [torch.zeros(8, dtype=torch.uint8) for _ in range(1000)]
     with closing(one.receive([8] * 1000)) as receiving:
-        eventually(lambda: receiving.take() is not None)
+        eventually(lambda: next(receiving) is not None)
     assert Nccl.made[0].most_unwaited == 1000

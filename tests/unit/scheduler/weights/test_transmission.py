@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from caesura.io_struct import CaesuraError, ErrorCode
 from caesura.scheduler.runtime.background import Worker
-from caesura.scheduler.weights.transports import transmission
-from caesura.scheduler.weights.transports.reception import broadcasts, plans_of
-from caesura.scheduler.weights.transports.transmission import Relay, Transmission
+from caesura.scheduler.weights.transports import broadcasts as broadcasts_module
+from caesura.scheduler.weights.transports.broadcasts import Relay, Transmission, broadcasts, plans_of
 from caesura.scheduler.weights.upload import WriteStream
 
 LIMIT = timedelta(seconds=PATIENCE_S)
@@ -127,12 +126,12 @@ def test_a_broadcast_that_fails_ends_the_send(worker):
 
 
 def test_a_broadcast_that_hangs_is_given_up(worker, monkeypatch):
-    monkeypatch.setattr(transmission, "GRACE_S", 0.0)
+    monkeypatch.setattr(broadcasts_module, "GRACE_S", 0.0)
     device = LaggingDevice()
     released: list[Callable[[], None]] = []
     never = SimpleNamespace(broadcast=lambda views, options: SimpleNamespace(wait=lambda: None))
     sending = transmission_of(never, device, 8, worker, timeout_s=0.05)
-    sending._submit = released.append  # the thread never comes to it
+    sending.submit = released.append  # the thread never comes to it
     sending.send(8)
     sending.send(8)
     with pytest.raises(CaesuraError, match=r"a broadcast did not end within 0.05 s"):

@@ -11,14 +11,11 @@ from support.lagging_streams import LaggingDevice
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, TensorSpec
-from caesura.scheduler.memory.workspace import Workspace
 from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights import upload
 from caesura.scheduler.weights.source import BufferSource, WeightPiece, WeightSource
-from caesura.scheduler.weights.transports.disk import DiskSource, open_checkpoint
-from caesura.scheduler.weights.upload import BUCKETS, Uploader, WriteStream
-
-CPU = torch.device("cpu")
+from caesura.scheduler.weights.transports.disk import open_checkpoint
+from caesura.scheduler.weights.upload import BUCKETS, WriteStream
 
 
 def never(name: str) -> bool:
@@ -54,8 +51,8 @@ def uploaded(
 ) -> dict[str, Tensor]:
     device = LaggingDevice(eager_side=eager)
     target = Target(device, waits=waits)
-    uploader = Uploader(WriteStream(device, device.on_stream), CPU)
-    for piece in uploader.pieces(source, bucket_bytes, skip):
+    stream = WriteStream(device, device.on_stream)
+    for piece in stream.upload(source, bucket_bytes, skip):
         if piece is not None:
             target.write(piece)
     device.writing.synchronize()
@@ -75,8 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tensors(folder: Path) -> dict[str, Tensor]:
-    bucket = torch.empty(1 << 20, dtype=torch.uint8)
-    return {piece.name: piece.rows.clone() for piece in open_checkpoint(folder).pieces(bucket)}
+    return {piece.name: piece.rows.clone() for piece in open_checkpoint(folder).pieces(1 << 20)}
 
 
 @pytest.mark.parametrize(("waits", "eager"), [(False, False), (True, False), (False, True)])
@@ -84,7 +80,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 def test_files_read_by_threads_arrive_whole(
     folder: Path, tensors: dict[str, Tensor], bucket_bytes: int, waits: bool, eager: bool
 ) -> None:
-    source = DiskSource(open_checkpoint(folder), Workspace())
+    source = open_checkpoint(folder)
     assert equal(uploaded(source, bucket_bytes, waits=waits, eager=eager), tensors)
 
 
@@ -104,7 +100,7 @@ def test_memory_of_a_message_arrives_whole(
 
 
 def test_skipped_tensors_are_neither_read_nor_sent(folder: Path, tensors: dict[str, Tensor]) -> None:
-    source = DiskSource(open_checkpoint(folder), Workspace())
+    source = open_checkpoint(folder)
     found = uploaded(source, 4096, lambda name: "mlp" in name)
     assert found.keys() == {name for name in tensors if "mlp" not in name}
 
@@ -137,10 +133,10 @@ def test_a_transports_memory_is_free_when_the_next_piece_is_asked_for() -> None:
 
 def test_received_tensors_are_written_before_waiting() -> None:
     device = LaggingDevice()
-    uploader = Uploader(WriteStream(device, device.on_stream), CPU)
+    stream = WriteStream(device, device.on_stream)
     came = [
         None if piece is None else piece.name
-        for piece in uploader.pieces(Scripted([1, 2, None, None, 3]), 1 << 20, never)
+        for piece in stream.upload(Scripted([1, 2, None, None, 3]), 1 << 20, never)
     ]
     assert came == ["t1", "t2", None, None, "t3"]
 
@@ -150,7 +146,7 @@ def test_one_bucket_is_on_its_way_while_another_is_written(
 ) -> None:
     device = LaggingDevice()
     stream = WriteStream(device, device.on_stream)
-    pieces = Uploader(stream, CPU).pieces(DiskSource(open_checkpoint(folder), Workspace()), 4096, never)
+    pieces = stream.upload(open_checkpoint(folder), 4096, never)
     next(pieces)
     copies = [work for work in stream._side.pending if getattr(work, "__name__", "") == "<lambda>"]
     assert len(copies) == 2
@@ -160,11 +156,13 @@ def test_one_bucket_is_on_its_way_while_another_is_written(
 
 def test_files_are_read_ahead_as_far_as_there_are_buckets(folder: Path) -> None:
     device = LaggingDevice()
-    uploader = Uploader(WriteStream(device, device.on_stream), CPU)
+    stream = WriteStream(device, device.on_stream)
     reads, all_read = [], threading.Event()
-    source = DiskSource(open_checkpoint(folder), Workspace())
+    source = open_checkpoint(folder)
 
-    class Counted(DiskSource):
+    class Counted:
+        name, specs, total_bytes, complete = "disk", source.specs, source.total_bytes, True
+
         def fills(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Iterator[upload.Fill]:
             for fill in source.fills(bucket_bytes, skip):
                 read = fill.read
@@ -177,7 +175,7 @@ def test_files_are_read_ahead_as_far_as_there_are_buckets(folder: Path) -> None:
 
                 yield upload.Fill(fill.nbytes, counted, fill.places)
 
-    pieces = uploader.pieces(Counted(open_checkpoint(folder), Workspace()), 2048, never)
+    pieces = stream.upload(Counted(), 2048, never)
     next(pieces)
     assert all_read.wait()
     pieces.close()
@@ -186,7 +184,7 @@ def test_files_are_read_ahead_as_far_as_there_are_buckets(folder: Path) -> None:
 
 def test_a_file_that_ends_early_fails_the_load_and_leaves_no_thread(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3", seed=2)
-    source = DiskSource(open_checkpoint(tmp_path), Workspace())
+    source = open_checkpoint(tmp_path)
     (path,) = tmp_path.glob("*.safetensors")
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 1000)

@@ -1,0 +1,310 @@
+"""The messages of one update, whichever client sends them.
+
+Invariants:
+- Two or three messages are in flight, together at most one bucket in size: while the engine copies one, the
+  next is prepared. Memory is not reused before the reply to its message has arrived; if no caller waits for
+  the reply any more, the memory is left to those messages.
+- An update that fails, is interrupted or cancelled aborts its own session and no other: it names the session
+  by the id of its ``begin``, which is known before the reply.
+- Tensors must not change until the update has returned or raised. What the engine reads later is a copy, or
+  belongs to an aborted session.
+"""
+
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ...io_struct import (
+    BeginWeightUpdateReqInput,
+    BeginWeightUpdateReqOutput,
+    CaesuraError,
+    ControlRequest,
+    EndWeightUpdateReqInput,
+    Reply,
+    TensorSpec,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+    WeightUpdateReqOutput,
+)
+from ...io_struct.base import MAX_FRAME_BYTES
+from ..exceptions import InvalidRequest, NoSession, WeightMismatch, is_answer
+from .buckets import Bucket, NamedTensors, as_frames, bucket_size, buckets, manifest, pairs
+from .shared import SharedBuckets, SharedTensors, common_cuda_device
+
+MIN_PART_BYTES = 8 << 20
+"""Size of a message below which tensors are not cut further to occupy both sides."""
+UNDER_WAY = 2
+"""Number of messages of one update that wait for their answers."""
+HOST_UNDER_WAY = 3
+"""The same through shared memory of the host. Its parts have the smallest size, so that they stay in the
+last-level cache; the third one hides the time that a message takes.
+"""
+
+
+class Ticket(Protocol):
+    """A future of either kind."""
+
+    def done(self) -> bool: ...
+
+    def add_done_callback(self, callback: Callable[[Any], object], /) -> object:
+        """Call the function, which is kept alive until then, when the answer has arrived."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """A client's ways to send and to wait, or those of several clients at once."""
+
+    start: Callable[[ControlRequest, type[Reply], Sequence[memoryview]], Any]
+    """Sends a message, given its reply's type and the frames behind its header."""
+    wait: Callable[[Any, ControlRequest], Awaitable[Any]]
+    """Waits for the reply to a message."""
+    run: Callable[[Callable[[], Any]], Awaitable[Any]]
+    """Calls a function that may block."""
+
+    def send(self, request: ControlRequest, buffers: Sequence[memoryview] = ()) -> Any:
+        """Send a message and go on."""
+        begins = isinstance(request, BeginWeightUpdateReqInput)
+        return self.start(request, BeginWeightUpdateReqOutput if begins else WeightUpdateReqOutput, buffers)
+
+    async def call(self, request: ControlRequest, buffers: Sequence[memoryview] = ()) -> Any:
+        """Send a message and wait for its reply."""
+        return await self.wait(self.send(request, buffers), request)
+
+
+async def send_tensors(
+    sender: Sender,
+    named_tensors: NamedTensors,
+    options: dict[str, Any],
+    *,
+    bucket_bytes: int,
+    shared: SharedBuckets,
+) -> WeightUpdateReqOutput:
+    """Send one update over the socket; ``options`` are fields of ``WeightUpdateOptions``.
+
+    A single message is sent from a copy, because it may be committed after its sender has stopped waiting.
+    """
+    tensors = list(pairs(named_tensors))
+    bucket_bytes = min(bucket_size(bucket_bytes), MAX_FRAME_BYTES)
+    size, total = bucket_bytes, total_bytes(tensors)
+    if total > bucket_bytes:  # several messages, so that one can be sent while another is copied
+        size = part_bytes(total // 4, bucket_bytes, UNDER_WAY)
+    parts = list(buckets(tensors, size))
+    if len(parts) == 1:
+        return await _copied(sender, parts[0], options, shared)
+    return await in_one_session(
+        sender, tensors, options, len(parts), lambda named: _frames(sender, parts, named)
+    )
+
+
+async def share_tensors(
+    sender: Sender,
+    named_tensors: NamedTensors,
+    options: dict[str, Any],
+    *,
+    bucket_bytes: int,
+    shared: SharedBuckets,
+) -> WeightUpdateReqOutput:
+    """Send one update through shared memory of at most ``bucket_bytes``, in two or three slots.
+
+    :class:`SharedTensors` are in shared memory already: one message passes all of them.
+    """
+    if isinstance(named_tensors, SharedTensors):
+        return await _handed_over(sender, named_tensors, options)
+    tensors = list(pairs(named_tensors))
+    size, total = bucket_size(bucket_bytes), total_bytes(tensors)
+    device = common_cuda_device(tensor for _, tensor in tensors)
+    under_way = HOST_UNDER_WAY if device is None else UNDER_WAY
+    if total > MIN_PART_BYTES:
+        size = part_bytes(0 if device is None else total // 8, bucket_bytes, under_way)
+    parts = list(buckets(tensors, size))
+    return await in_one_session(
+        sender,
+        tensors,
+        options,
+        len(parts),
+        lambda named: _shared(sender, parts, named, shared, device, under_way),
+    )
+
+
+def total_bytes(tensors: list[tuple[str, Any]]) -> int:
+    return sum(tensor.nbytes for _, tensor in tensors)
+
+
+def part_bytes(wanted: int, bucket_bytes: int, under_way: int) -> int:
+    """Return the bytes of a message: ``wanted``, or less if more than ``bucket_bytes`` would be under way."""
+    return max(min(bucket_bytes // under_way, max(wanted, MIN_PART_BYTES)), 1)
+
+
+async def in_one_session(
+    sender: Sender,
+    tensors: list[tuple[str, Any]],
+    options: dict[str, Any],
+    num_calls: int,
+    exchanges: Callable[[dict[str, Any]], Awaitable[WeightUpdateReqOutput]],
+) -> WeightUpdateReqOutput:
+    """Make ``num_calls`` calls in a session of their own, all or nothing; a single one needs no session.
+
+    ``exchanges`` makes the calls, given their options, which name the session. If ``options`` have a
+    ``session_id``, everything belongs to that session instead.
+    """
+    if not num_calls:
+        raise InvalidRequest(
+            "there are no tensors to send: named_tensors is empty, or a generator that was used up before",
+            field="named_tensors",
+        )
+    if num_calls == 1 or options.get("session_id") is not None:
+        return await exchanges(options)
+    component = options.get("component")
+    begin = BeginWeightUpdateReqInput(manifest=manifest(tensors), component=component)
+    try:
+        try:
+            await sender.call(begin)
+        except WeightMismatch as error:  # a subset is no manifest, but fits if nothing else was wrong with it
+            if error.detail.get("unexpected") or error.detail.get("mismatched"):
+                raise
+            sender.send(_abort_of(begin))  # some of several engines may have opened it
+            begin = BeginWeightUpdateReqInput()
+            await sender.call(begin)
+        await exchanges({**options, "session_id": begin.id})
+        committed: WeightUpdateReqOutput = await sender.call(_commit_of(begin, options))
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        await _abort(sender, begin, error)
+        raise
+    return committed
+
+
+async def _handed_over(
+    sender: Sender, tensors: SharedTensors, options: dict[str, Any]
+) -> WeightUpdateReqOutput:
+    """Send one message, in a session of its own unless the options name one.
+
+    The engine may read the memory when this has long timed out and its owner has changed it. The begin and
+    the call are under way together.
+    """
+    begin = BeginWeightUpdateReqInput()
+    named = options if options.get("session_id") is not None else {**options, "session_id": begin.id}
+    request = UpdateWeightsFromIPCReqInput(handle=tensors.memory.handle, specs=tensors.specs, **named)
+    if named is options:
+        only: WeightUpdateReqOutput = await sender.call(request)
+        return only
+    try:
+        opened, written = sender.send(begin), sender.send(request)
+        await sender.wait(opened, begin)
+        await sender.wait(written, request)
+        committed: WeightUpdateReqOutput = await sender.call(_commit_of(begin, options))
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        await _abort(sender, begin, error)
+        raise
+    return committed
+
+
+def _commit_of(begin: BeginWeightUpdateReqInput, options: dict[str, Any]) -> EndWeightUpdateReqInput:
+    return EndWeightUpdateReqInput(session_id=begin.id, weight_version=options.get("weight_version"))
+
+
+def _abort_of(begin: BeginWeightUpdateReqInput) -> EndWeightUpdateReqInput:
+    return EndWeightUpdateReqInput(commit=False, session_id=begin.id)
+
+
+async def _abort(sender: Sender, begin: BeginWeightUpdateReqInput, error: BaseException) -> None:
+    """End the session without a commit, whatever its state; wait for that only if the engine has answered."""
+    request = _abort_of(begin)
+    try:
+        ticket = sender.send(request)
+        if is_answer(error):
+            await sender.wait(ticket, request)
+    except NoSession:  # it had ended with the error, or was never opened
+        pass
+    except CaesuraError as second:
+        error.add_note(f"aborting the session: {second}")
+
+
+async def _frames(sender: Sender, parts: list[Bucket], options: dict[str, Any]) -> WeightUpdateReqOutput:
+    """Send frames of the tensors' own memory; one is copied to the host only when its turn has come."""
+
+    async def send(number: int) -> tuple[Ticket, ControlRequest]:
+        specs, frames = as_frames(parts[number])
+        request = UpdateWeightsFromTensorReqInput(specs=specs, **options)
+        return sender.send(request, frames), request
+
+    return await _some_at_a_time(sender, len(parts), send, UNDER_WAY)
+
+
+async def _copied(
+    sender: Sender, part: Bucket, options: dict[str, Any], shared: SharedBuckets
+) -> WeightUpdateReqOutput:
+    """Send one message of one frame, from memory that does not change before the answer is there."""
+    memory = shared.take(part.nbytes, None)
+    specs: list[TensorSpec] = await sender.run(lambda: memory.fill(part))
+    frame: memoryview = memory.view(0, part.nbytes).numpy().data
+    request = UpdateWeightsFromTensorReqInput(specs=specs, **options)
+    reply: WeightUpdateReqOutput = await sender.call(request, [frame])
+    shared.give_back(memory)
+    return reply
+
+
+async def _shared(
+    sender: Sender,
+    parts: list[Bucket],
+    options: dict[str, Any],
+    shared: SharedBuckets,
+    device: torch.device | None,
+    under_way: int,
+) -> WeightUpdateReqOutput:
+    """Fill one slot, in host memory or on ``device``, while the engine copies another out."""
+    slot = max(part.nbytes for part in parts)
+    memory = shared.take(slot * min(len(parts), under_way), device)
+
+    async def send(number: int) -> tuple[Ticket, ControlRequest]:
+        specs: list[TensorSpec] = await sender.run(
+            lambda: memory.fill(parts[number], number % under_way * slot)
+        )
+        request = UpdateWeightsFromIPCReqInput(handle=memory.handle, specs=specs, **options)
+        return sender.send(request), request
+
+    reply = await _some_at_a_time(sender, len(parts), send, under_way, kept=memory)
+    shared.give_back(memory)
+    return reply
+
+
+async def _some_at_a_time(
+    sender: Sender,
+    count: int,
+    send: Callable[[int], Awaitable[tuple[Ticket, ControlRequest]]],
+    under_way: int,
+    kept: object = None,
+) -> WeightUpdateReqOutput:
+    """Send messages 0 to ``count - 1``, at most ``under_way`` unanswered; return the last reply.
+
+    ``kept`` is the memory that the messages refer to: it lives until all of them are answered.
+    """
+    pending: list[tuple[Ticket, ControlRequest]] = []
+    reply: WeightUpdateReqOutput | None = None
+    try:
+        for number in range(count):
+            if len(pending) == under_way:
+                reply = await sender.wait(*pending[0])
+                del pending[0]
+            pending.append(await send(number))
+        while pending:
+            reply = await sender.wait(*pending[0])
+            del pending[0]
+    except BaseException as error:
+        if is_answer(error):  # the first error counts; the others are its consequences
+            for sent in pending:
+                with contextlib.suppress(CaesuraError):
+                    await sender.wait(*sent)
+        for ticket, _ in pending:
+            if not ticket.done():  # the engine has yet to read this memory, which must live until then
+                ticket.add_done_callback(lambda _: kept)
+        raise
+    assert reply is not None
+    return reply

@@ -1,0 +1,97 @@
+"""Ranks that are processes of one host and compute on its CPU: collectives over memory that they share.
+
+Invariants: rank 0 makes the memory and hands out its address; nobody enters :func:`join` for longer than the
+timeout. The memory has no name, so nothing is left of a group whatever ends its ranks.
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+from ...io_struct import CaesuraError, ErrorCode
+from ..kernels import native
+from ..kernels.collectives import MAX_RANKS, Collective, create
+from .group import TensorParallel
+
+TIMEOUT_S = 600.0
+"""Longest wait for a rank that lives, in seconds: it may still be loading weights."""
+
+
+class HostGroup(TensorParallel):
+    """Processes of one host."""
+
+    def __init__(self, collective: Collective) -> None:
+        super().__init__(collective.rank, collective.size)
+        self.compiled = self._collective = collective
+
+    def all_reduce(self, x: Tensor) -> None:
+        if x.dtype in native.FLOATS:
+            self._collective.all_reduce(x)
+        else:
+            x.copy_(summed(self.all_gather(x.view(1, -1)).view(self.size, *x.shape)))
+
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        x = x.contiguous()
+        if out is None:
+            out = x.new_empty((x.shape[0], self.size * x.shape[1]))
+        self._collective.all_gather(x, out)
+        return out
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        self._collective.broadcast(x, source)
+
+    def barrier(self) -> None:
+        self._collective.barrier()
+
+    def abort(self) -> None:
+        self._collective.abort()
+
+    def reset(self) -> None:
+        self._collective.reset()
+
+    def close(self) -> None:
+        self._collective.close()
+
+
+def summed(parts: Tensor) -> Tensor:
+    """Return the sum of ``parts`` [ranks, ...], added in their order, in float32 where that is wider."""
+    total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def found(size: int) -> tuple[int, str]:
+    """Make memory for ``size`` ranks; return its descriptor, and its address while that is open.
+
+    Raises:
+        CaesuraError: ``unsupported``, there are no compiled kernels, or too many ranks.
+    """
+    reason = native.why_not()
+    if reason is None and size > MAX_RANKS:
+        reason = f"at most {MAX_RANKS} ranks, not {size}"
+    if reason is not None:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED, f"ranks cannot share memory: {reason}", reason=reason, size=size
+        )
+    fd = create(size)
+    return fd, f"/proc/{os.getpid()}/fd/{fd}"
+
+
+def join(memory: int | str, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> HostGroup:
+    """Enter a group of :func:`found` by its descriptor (rank 0) or its address; return when all ranks have.
+
+    Raises:
+        RankLostError: not all of them came in time, or one is gone.
+        CaesuraError: ``unsupported``, the memory cannot be reached or is not made for ``size`` ranks.
+    """
+    try:
+        fd = memory if isinstance(memory, int) else os.open(memory, os.O_RDWR | os.O_CLOEXEC)
+        collective = Collective(fd, rank, size, timeout_s)
+    except (OSError, ValueError) as error:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED, f"rank {rank} of {size} cannot share memory: {error}", reason=str(error)
+        ) from error
+    collective.assemble()
+    return HostGroup(collective)

@@ -1,0 +1,184 @@
+"""Ranks on several hosts, or with an accelerator each: collectives by the backends of torch.distributed.
+
+Invariants:
+- A backend is used bare, without torch's registry of process groups: it leaves no global state.
+- gloo only carries bytes: sums are taken here, in the order of ranks, so they have the bits of those over
+  shared memory. NCCL sums by itself: all ranks get the same bits, which may depend on the number of elements.
+- Ranks that would compute otherwise than rank 0 (other kernels, another torch) are refused when the group
+  forms: each rank samples for itself, and a single other bit could make it sample another token.
+- A gloo backend ends with its last reference, which closes its connections and so tells the others: whoever
+  gives up or fails lets go of it.
+- On the CPU a collective that cannot end raises. On an accelerator it is enqueued, and nobody waits for it:
+  who notices that a rank is gone calls :meth:`TorchGroup.abort`.
+
+NCCL's way is written against torch 2.13 and has not been run on several GPUs.
+"""
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from ...io_struct import CaesuraError, ErrorCode
+from ..kernels import serving
+from ..kernels.collectives import RankLostError
+from .group import TensorParallel
+from .host_group import TIMEOUT_S, summed
+
+_NCCL_IN_TORCH = {
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # wait() orders streams; the host goes on
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else a watchdog ends the process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+
+class TorchGroup(TensorParallel):
+    """A group over gloo, or NCCL where tensors are on CUDA."""
+
+    def __init__(
+        self, store: Store, rank: int, size: int, device: torch.device, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """Enter by the store of :func:`listen`. Raises RankLostError if not all ranks came in time."""
+        super().__init__(rank, size)
+        self._store, self._device = store, device
+        self._timeout = timedelta(seconds=timeout_s)
+        self._generation = 0
+        self._backend: Any = self._make()
+
+    def all_reduce(self, x: Tensor) -> None:
+        if x.device.type == "cuda":
+            self._end(self._live().allreduce([x]))
+        else:
+            x.copy_(summed(self._gathered(x)))
+
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        parts = self._gathered(x.contiguous())
+        if out is None:
+            out = x.new_empty((x.shape[0], self.size * x.shape[1]))
+        width = x.shape[1]
+        for rank, part in enumerate(parts):
+            target = out[:, rank * width : (rank + 1) * width]
+            target.copy_(part[:, : target.shape[1]])
+        return out
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        self._end(self._live().broadcast([_as_bytes(x)], options))
+
+    def barrier(self) -> None:
+        # On an accelerator it is one for the device alone.
+        self.all_reduce(torch.zeros(1, device=self._device))
+
+    def abort(self) -> None:
+        backend, self._backend = self._backend, None
+        if backend is not None and self._device.type == "cuda":
+            backend.abort()
+
+    def reset(self) -> None:
+        self.abort()
+        self._generation += 1
+        self._backend = self._make()
+
+    def close(self) -> None:
+        self.abort()
+
+    def _live(self) -> Any:
+        if self._backend is None:
+            raise RankLostError(self.rank, None, "this rank has given up, or has seen another one fail")
+        return self._backend
+
+    def _make(self) -> Any:
+        store = PrefixStore(f"ranks/{self._generation}", self._store)
+        if self._device.type == "cuda":
+            os.environ.update(_NCCL_IN_TORCH)
+            torch.cuda.set_device(self._device)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+        try:
+            return dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
+        except RuntimeError as error:
+            raise RankLostError(self.rank, None, str(error)) from error
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        parts = x.new_empty((self.size, *x.shape))
+        if x.device.type == "cuda":
+            self._end(self._live()._allgather_base(_as_bytes(parts), _as_bytes(x)))
+        else:
+            self._end(self._live().allgather([[_as_bytes(part) for part in parts]], [_as_bytes(x)]))
+        return parts
+
+    def _end(self, work: Any) -> None:
+        if self._device.type == "cuda":
+            work.wait()
+            return
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            self.abort()
+            raise RankLostError(self.rank, None, str(error)) from error
+
+
+def listen(host: str, port: int, size: int, timeout_s: float = TIMEOUT_S) -> tuple[Store, str]:
+    """Return rank 0's store, by which the ranks find each other, and its address ``host:port``.
+
+    torch would listen on all addresses, so it is given a socket that listens at ``host`` alone.
+    """
+    family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server((host, port), family=family, backlog=size)
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        size,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, f"{host}:{port}"
+
+
+def join(
+    store: Store | str,
+    rank: int,
+    size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    timeout_s: float = TIMEOUT_S,
+) -> TorchGroup:
+    """Enter a group that computes in ``dtype``, by the store of :func:`listen` (rank 0) or its address.
+
+    Raises:
+        RankLostError: rank 0 is not there, or not all ranks came in time.
+        CaesuraError: ``unsupported``, this rank would compute otherwise than rank 0.
+    """
+    try:
+        if isinstance(store, str):
+            host, _, port = store.rpartition(":")
+            store = TCPStore(host, int(port), size, is_master=False, timeout=timedelta(seconds=timeout_s))
+        mine = f"torch {torch.__version__}, {serving(device, dtype)}"
+        if rank == 0:
+            store.set("computes", mine)
+        theirs = store.get("computes").decode()
+    except RuntimeError as error:
+        raise RankLostError(rank, 0, str(error)) from error
+    if mine != theirs:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            f"rank {rank} would sample other tokens than rank 0: "
+            f"it computes with {mine}, rank 0 with {theirs}",
+            rank=rank,
+        )
+    return TorchGroup(store, rank, size, device, timeout_s)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)

@@ -1,0 +1,182 @@
+"""Collectives over shared memory, between real processes, against NumPy."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support import rank_jobs
+from support.ranks import Ranks
+from support.sanitized import run_sanitized
+from support.waiting import PATIENCE_S
+from torch import Tensor
+
+from caesura.io_struct import CaesuraError, ErrorCode
+from caesura.scheduler.kernels import native
+from caesura.scheduler.parallel import host_group
+from caesura.scheduler.parallel.group import SINGLE
+
+pytestmark = pytest.mark.skipif(native.why_not() is not None, reason="no compiled kernels")
+
+ROUNDS = 1500
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    found = Ranks(request.param)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def mortal() -> Iterator[Callable[..., Ranks]]:
+    made: list[Ranks] = []
+
+    def make(size: int, timeout_s: float = PATIENCE_S) -> Ranks:
+        made.append(Ranks(size, timeout_s))
+        return made[-1]
+
+    yield make
+    for group in made:
+        group.close()
+
+
+def summed(parts: list[Tensor]) -> bytes:
+    total = parts[0].float().numpy().copy()
+    for part in parts[1:]:
+        total += part.float().numpy()
+    return bytes(torch.from_numpy(total).to(parts[0].dtype).view(torch.uint8).numpy())
+
+
+def expected_rounds(size: int, seed: int, count: int) -> Iterator[bytes]:
+    choice = torch.Generator().manual_seed(seed)
+    own = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(size)]
+
+    def draw(limit: int) -> int:
+        return int(torch.randint(0, limit, (), generator=choice))
+
+    for _ in range(count):
+        kind, rows, width = (draw(limit) for limit in (4, 7, 900))
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[draw(3)]
+        x = [torch.randn((rows + 1, width + 1), generator=generator).to(dtype) for generator in own]
+        bits = [np.asarray(part.view(torch.uint8)) for part in x]
+        if kind == 0:
+            yield summed(x)
+        elif kind == 3:
+            yield bytes(bits[draw(size)])
+        else:
+            dropped = draw(width + 1) * dtype.itemsize if kind == 2 else 0
+            joined = np.concatenate(bits, axis=1)
+            yield bytes(np.ascontiguousarray(joined[:, : joined.shape[1] - dropped]))
+
+
+def test_thousands_of_rounds_are_those_of_numpy(ranks: Ranks) -> None:
+    results = ranks.call(rank_jobs.rounds, 3, ROUNDS)
+    for number, expected in enumerate(expected_rounds(len(results), 3, ROUNDS)):
+        for rank, found in enumerate(results):
+            assert found[number] == expected, (number, rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sum_of_more_than_a_buffer_holds(ranks: Ranks, dtype: torch.dtype) -> None:
+    elements = 700_001
+    parts = [
+        torch.randn(elements, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        for rank in range(len(ranks.processes))
+    ]
+    for found in ranks.call(rank_jobs.large_sum, elements, dtype):
+        assert bytes(found.view(torch.uint8).numpy()) == summed(parts)
+
+
+def test_waiters_for_a_killed_rank_are_told(mortal: Callable[..., Ranks]) -> None:
+    """At once, though the rank is a zombie that nobody has waited for, and though it would be waited for for
+    a minute.
+    """
+    ranks = mortal(3)
+    ranks.call(rank_jobs.barrier)
+    ranks.start(rank_jobs.reduce_for_ever)
+    ranks.kill(1)
+    for rank, (seconds, error) in zip((0, 2), ranks.results([0, 2]), strict=True):
+        assert seconds < 30.0, "half of what it would wait for a rank that lives"
+        assert error.startswith(f"{rank} 1 its process has ended") or "has seen another one fail" in error
+    ranks.processes[1].join()
+
+
+def test_all_are_told_of_one_that_gives_up_and_can_begin_anew(mortal: Callable[..., Ranks]) -> None:
+    ranks = mortal(3)
+    for _ in range(3):
+        assert all("given up" in error for error in ranks.call(rank_jobs.give_up, 2))
+        assert all("given up" in error for error in ranks.call(rank_jobs.wait_once)), "until all begin anew"
+        assert ranks.call(rank_jobs.begin_anew) == [3.0, 3.0, 3.0]
+
+
+def test_one_that_lives_and_does_not_come_is_waited_for_only_so_long(mortal: Callable[..., Ranks]) -> None:
+    ranks = mortal(2, timeout_s=2.0)
+    ranks.start_on(0, rank_jobs.wait_once)
+    assert ranks.results([0]) == ["1 it did not come in time"]
+    assert ranks.call(rank_jobs.begin_anew) == [1.0, 1.0]
+
+
+def test_waiters_for_a_rank_that_left_are_told(mortal: Callable[..., Ranks]) -> None:
+    ranks = mortal(2)
+    ranks.start_on(1, rank_jobs.leave)
+    assert ranks.results([1]) == [None]
+    ranks.start_on(0, rank_jobs.wait_once)
+    assert ranks.results([0]) == ["1 it has left the group"]
+
+
+def test_a_memory_of_another_size_is_refused() -> None:
+    fd, _ = host_group.found(3)
+    with pytest.raises(CaesuraError, match="no shared memory for rank 0 of 2") as caught:
+        host_group.join(fd, 0, 2)
+    assert caught.value.code == ErrorCode.UNSUPPORTED
+    with pytest.raises(CaesuraError, match="rank 1 of 2 cannot share memory"):
+        host_group.join("/proc/self/fd/4095", 1, 2)
+
+
+def test_one_rank_alone_does_nothing() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    before = x.clone()
+    SINGLE.all_reduce(x)
+    SINGLE.broadcast(x, 0)
+    assert torch.equal(x, before)
+    assert SINGLE.all_gather(x) is x
+    assert torch.equal(SINGLE.all_gather(x, torch.empty(2, 2)), x[:, :2])
+
+
+SANITIZED = """
+import os, threading
+import torch
+from support import rank_jobs
+from support.kernels import instruction_sets
+from caesura.scheduler.parallel import host_group
+
+RANKS = 3
+for isa in instruction_sets():
+    fd, _ = host_group.found(RANKS)
+    own = [fd, *(os.open(f"/proc/self/fd/{fd}", os.O_RDWR) for _ in range(RANKS - 1))]
+    found = {}
+
+    def run(rank):
+        group = host_group.join(own[rank], rank, RANKS, 60.0)
+        sums = [rank_jobs.large_sum(group, 300_001, dtype) for dtype in (torch.float32, torch.bfloat16)]
+        found[rank] = rank_jobs.rounds(group, 8, 60), sums, rank_jobs.give_up(group, 1), rank_jobs.begin_anew(group)
+        group.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    for rank in range(RANKS):
+        assert found[rank][0] == found[0][0] and "given up" in found[rank][2] and found[rank][3] == 3.0
+        assert all(torch.equal(a, b) for a, b in zip(found[rank][1], found[0][1]))
+    print(isa, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_memory_is_accessed_within_bounds(tmp_path: Path) -> None:
+    assert "avx2" in run_sanitized(SANITIZED, tmp_path, "collectives")
