@@ -12,10 +12,11 @@ import asyncio
 import contextlib
 import gc
 import os
+import signal
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeVar
@@ -30,12 +31,12 @@ from ..connection.async_client import AsyncSchedulerClient
 from ..exceptions import EngineRestarting
 from ..group.processes import ReplicaProcesses
 from ..group.replicas import ReplicaFleet
+from ..launch.launcher import LaunchedScheduler
 from ..launch.notify import notify
 from ..launch.supervisor import Down, Serving, Supervisor, status_of
 from ..launch.supervisor import State as EngineState
 from ..text.tokenizer import TextTokenizer, TokenizerMissing
 from ..text.tokenizer_manager import TokenizerManager
-from .command import Launched, stop_signals
 from .context import OWNER, Front, FrontEnd
 from .errors import EXCEPTION_HANDLERS
 from .middleware import AuthMiddleware, BodyLimit, RoutingKey
@@ -49,6 +50,7 @@ from .vllm import tokens
 
 __all__ = ["ROUTES", "Front", "FrontEnd", "ServeOptions", "create_app", "routes_of"]
 
+Launched = LaunchedScheduler | Supervisor | ReplicaProcesses
 T = TypeVar("T")
 EXIT_GRACE_S = 0.3
 """Seconds between the engine's unexpected end and the server's, in which errors are sent."""
@@ -174,6 +176,39 @@ def _announce(options: ServeOptions, engines: str, scheme: str) -> None:
     click.echo(f"serving {options.model_name} on {scheme}://{host}:{options.port}{keys} ({engines})")
     sys.stdout.flush()
     notify("READY=1", f"STATUS=serving on {scheme}://{host}:{options.port}")
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that end the command; SIGHUP not if it was ignored at start, as under ``nohup``."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
+@contextlib.contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """Cancel the block at a stop signal: exit with 128 and the signal's number.
+
+    A second signal does not interrupt the cleanup; a third one has its default action.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, _frame: object) -> None:
+        received.append(number)
+        if len(received) == 1:
+            raise KeyboardInterrupt(number)
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, interrupt) for number in stop_signals()}
+    try:
+        yield
+    except KeyboardInterrupt as interrupted:
+        number = signal.Signals(interrupted.args[0] if interrupted.args else signal.SIGINT)
+        click.echo(f"the server ends: {number.name} at start", err=True)
+        raise click.exceptions.Exit(128 + number) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 async def unless_stopped(starting: Coroutine[Any, Any, T]) -> T:

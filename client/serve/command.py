@@ -7,11 +7,9 @@ import asyncio
 import contextlib
 import os
 import resource
-import signal
 import socket
 import ssl
 import sys
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import click
@@ -43,7 +41,6 @@ from .options import (
     warn,
 )
 
-Launched = LaunchedScheduler | Supervisor | ReplicaProcesses
 StartedT = TypeVar("StartedT", Supervisor, ReplicaProcesses)
 
 MAX_DESCRIPTORS = 1 << 20
@@ -111,7 +108,7 @@ def _run(
         import uvloop
 
         run = uvloop.run
-    with interrupted_by_signals():  # until the event loop has handlers of its own
+    with app.interrupted_by_signals():  # until the event loop has handlers of its own
         launched = None if options.model is None else _launch(options, scheduler_arguments)
         try:
             status: int = run(app.serve(options, launched, bound, tls))
@@ -121,7 +118,9 @@ def _run(
                 launched.close()
 
 
-def _launch(options: ServeOptions, scheduler_arguments: list[str]) -> Launched:
+def _launch(
+    options: ServeOptions, scheduler_arguments: list[str]
+) -> LaunchedScheduler | Supervisor | ReplicaProcesses:
     arguments = ["--model", str(options.model), *scheduler_arguments, "--log-format", options.log_format]
     keys: dict[str, Any] = {
         "curve_server_key": options.curve_server_key,
@@ -163,36 +162,3 @@ def _started(engines: StartedT) -> StartedT:
         engines.close()
         raise
     return engines
-
-
-def stop_signals() -> list[signal.Signals]:
-    """Return the signals that end the command; SIGHUP not if it was ignored at start, as under ``nohup``."""
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
-
-
-@contextlib.contextmanager
-def interrupted_by_signals() -> Iterator[None]:
-    """Cancel the block at a stop signal: exit with 128 and the signal's number.
-
-    A second signal does not interrupt the cleanup; a third one has its default action.
-    """
-    received: list[int] = []
-
-    def interrupt(number: int, _frame: object) -> None:
-        received.append(number)
-        if len(received) == 1:
-            raise KeyboardInterrupt(number)
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
-
-    before = {number: signal.signal(number, interrupt) for number in stop_signals()}
-    try:
-        yield
-    except KeyboardInterrupt as interrupted:
-        number = signal.Signals(interrupted.args[0] if interrupted.args else signal.SIGINT)
-        click.echo(f"the server ends: {number.name} at start", err=True)
-        raise click.exceptions.Exit(128 + number) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
