@@ -32,7 +32,6 @@ WAITING_POLL_S = 0.005
 MAX_POLL_S = 3600.0
 """Longest sleep: poll takes 32 bits of milliseconds, and deadlines may be infinite."""
 BACKLOG_POLL_S = 0.005
-"""Seconds between attempts to send unsent output."""
 
 
 @dataclass(slots=True)
@@ -50,7 +49,6 @@ class Scheduler:
         self._depth = engine.steps.pipeline_depth
         self._heard = engine.executor.heard
         self.last_step_at: float | None = None
-        """Monotonic time of the last step's output, or None before the first."""
         self._poller = zmq.Poller()
         self._poller.register(engine.router.socket, zmq.POLLIN)
         for fd in (engine.wakeup.fd, *engine.shutdown.fds, *engine.executor.heard):

@@ -56,7 +56,7 @@ def submit(driver: EngineDriver, params: SamplingParams) -> list[str]:
     for prompt in PROMPTS:
         message = GenerateReqInput(input_ids=prompt, sampling_params=params, return_logprob=True)
         driver.send(message)
-        driver.engine.scheduler._receive(0)
+        driver.hear()
         rids.append(message.id)
     return rids
 
@@ -138,9 +138,6 @@ def test_an_update_equals_a_cold_load(models, dtype):
 
 
 def test_reserved_memory_is_flat_over_updates_in_place(models):
-    """Blocks that something else used between two updates go back at each continue, while the engine is still
-    paused.
-    """
     paths, _ = models["float32"]
     params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=2, ignore_eos=True)
     before, after = [], []

@@ -69,7 +69,7 @@ def generate(driver: EngineDriver) -> list[tuple[list[int], list[float]]]:
     for prompt in PROMPTS:
         message = GenerateReqInput(input_ids=prompt, sampling_params=params, return_logprob=True)
         driver.send(message)
-        driver.engine.scheduler._receive(0)
+        driver.hear()
         rids.append(message.id)
     driver.run_until_idle()
     results = [driver.result(rid) for rid in rids]
@@ -134,7 +134,7 @@ def sampled(driver: EngineDriver) -> list[tuple[list[int], list[float]]]:
                 return_raw_logprob=number % 2 == 0,
             )
             driver.send(message)
-            driver.engine.scheduler._receive(0)
+            driver.hear()
             rids.append(message.id)
         driver.run_until_idle()
         results += [driver.result(rid) for rid in rids]

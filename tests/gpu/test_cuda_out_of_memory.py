@@ -36,7 +36,7 @@ def outputs(driver: EngineDriver) -> list[tuple[list[int], list[float]]]:
     for prompt in PROMPTS:
         message = GenerateReqInput(input_ids=prompt, sampling_params=params, return_logprob=True)
         driver.send(message)
-        driver.engine.scheduler._receive(0)
+        driver.hear()
         rids.append(message.id)
     driver.run_until_idle()
     results = [driver.result(rid) for rid in rids]

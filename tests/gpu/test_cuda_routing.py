@@ -45,7 +45,7 @@ def test_replayed_in_transformers(model, retract):
                 input_ids=prompt, sampling_params=params, return_logprob=True, return_routed_experts=True
             )
             driver.send(message)
-            driver.engine.scheduler._receive(0)
+            driver.hear()
             rids.append(message.id)
         if retract:
             driver.tick(8)

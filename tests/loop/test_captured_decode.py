@@ -49,9 +49,6 @@ def torch_only(monkeypatch):
 
 @pytest.fixture
 def device(monkeypatch):
-    """Engines built from now on compute on it: streams, staging, FlashInfer and graphs, all on the CPU's
-    memory.
-    """
     made = RecordingDevice()
     monkeypatch.setattr(build, "device_module_for", lambda device: made)
     monkeypatch.setattr(flashinfer, "why_not", lambda *of: None)
@@ -73,7 +70,7 @@ def submit(driver: EngineDriver) -> list[str]:
     for prompt in PROMPTS:
         message = GenerateReqInput(input_ids=prompt, sampling_params=params, return_logprob=True)
         driver.send(message)
-        driver.engine.scheduler._receive(0)
+        driver.hear()
         rids.append(message.id)
     return rids
 

@@ -45,7 +45,7 @@ def submit(driver: EngineDriver, routed: bool) -> list[str]:
             input_ids=prompt, sampling_params=params, return_logprob=True, return_routed_experts=routed
         )
         driver.send(message)
-        driver.engine.scheduler._receive(0)
+        driver.hear()
         rids.append(message.id)
     return rids
 

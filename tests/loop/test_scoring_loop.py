@@ -202,15 +202,14 @@ def test_decoding_and_commands_go_on_between_two_slices(tiny_model, reference, j
 def test_the_loop_sleeps_when_nothing_is_left_and_not_before(tiny_model, reference, monkeypatch):
     monkeypatch.setattr(scoring, "SLICE_S", 0.0)
     with driver_with(tiny_model, reference, "offload") as driver:
-        scheduler = driver.engine.scheduler
         driver.send(message := ScoreReqInput(input_ids=sequences(30), start=[1]))
         driver.tick()
         while message.id not in driver.replies:
-            assert scheduler._timeout(None) == 0
+            assert driver.sleep_s() == 0
             driver.tick()
-        while scheduler._timeout(None) == 0:
+        while driver.sleep_s() == 0:
             driver.tick()
-        assert scheduler._timeout(None) > 1, "the idle timer"
+        assert driver.sleep_s() > 1, "the idle timer"
         assert status_of(driver).device_bytes == 0
 
 
@@ -242,7 +241,7 @@ def test_the_loop_neither_waits_for_a_device_nor_spins(tiny_model, reference, ju
             driver.tick()
             assert device.looks == looks
             if (rid, 0) in driver.results:
-                assert 0 < driver.engine.scheduler._timeout(None) <= 0.01
+                assert 0 < driver.sleep_s() <= 0.01
         assert (rid, 0) in driver.results
         driver.tick()
         assert_scores(driver.replies.pop(message.id), message, judge)

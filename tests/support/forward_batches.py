@@ -65,7 +65,6 @@ def forward_batch(rows: list[Row], num_decode: int, page_size: int = 16) -> Forw
 
 
 def greedy_sampling(count: int) -> SamplingBatch:
-    """Sampling inputs that nothing in these tests reads."""
     return SamplingBatch(
         temperature=torch.ones(count),
         greedy=torch.ones(count, dtype=torch.bool),
@@ -179,9 +178,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def step(self, decode: list[Sequence], prefill: list[tuple[Sequence, int]] = ()) -> list[Tensor]:
-        """Compute one token of each ``decode`` sequence and n of each ``(sequence, n)``; logits [n, vocab] of
-        each.
-        """
+        """Compute one token of each ``decode`` sequence and n of each ``(sequence, n)``."""
         work = [(sequence, 1) for sequence in decode] + list(prefill)
         rows = []
         for sequence, count in work:

@@ -73,7 +73,7 @@ def outputs(driver: EngineDriver) -> list[tuple[list[int], bytes]]:
             params = SamplingParams(max_new_tokens=8, temperature=temperature, seed=number, ignore_eos=True)
             message = GenerateReqInput(input_ids=prompt, sampling_params=params, return_logprob=True)
             driver.send(message)
-            driver.engine.scheduler._receive(0)
+            driver.hear()
             rids.append(message.id)
     driver.run_until_idle()
     results = [driver.result(rid) for rid in rids]
@@ -168,9 +168,7 @@ class TestPoisoned:
         return Path(shutil.copytree(checkpoint("qwen3", 2), tmp_path / "torn"))
 
     def is_written(self, driver: EngineDriver) -> bool:
-        """Whether an update has written some of its bytes; never all of them, where this is asked at each
-        tick.
-        """
+        """Whether an update has written some of its bytes."""
         progress = driver.status().update
         if progress is None or progress.written_bytes == 0:
             return False

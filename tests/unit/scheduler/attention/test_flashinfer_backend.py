@@ -109,9 +109,7 @@ FORMS = {
 
 
 def with_window_pages(batch, gone: int):
-    """``batch`` with a table of its own for layers with a window of ``gone``: other pages, and 0 where the
-    window has moved on.
-    """
+    """``batch`` with a table of its own for layers with a window of ``gone``."""
     table = torch.zeros_like(batch.page_table)
     slots = torch.empty_like(batch.kv_slots)
     first_token = 0
@@ -263,9 +261,6 @@ def test_a_plan_writes_host_memory_only_after_the_copies_of_the_one_before(captu
     ],
 )
 def test_the_workspace_is_that_of_the_largest_step(monkeypatch, heads, kv_heads, size, rows, megabytes):
-    """On 132 multiprocessors; a fixed size would be too small for large groups, and too large for most
-    models.
-    """
     monkeypatch.setattr(flashinfer, "multiprocessors", lambda device: 132)
     found = flashinfer.workspace_bytes(heads, kv_heads, size, rows, torch.device("cuda"))
     assert found / 1e6 == pytest.approx(megabytes, abs=1.5)

@@ -79,9 +79,6 @@ def cold_runner(path: str, **options: object) -> ModelRunner:
 
 
 def gathering_processor() -> tuple[LogitsProcessor, Workspace]:
-    """A vocabulary divided among ranks: the head's part, then a collective, which raises as there is no
-    group.
-    """
     weight = torch.randn(50, 4)
 
     def project(hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -90,9 +90,6 @@ def test_a_sum_of_more_than_a_buffer_holds(ranks: Ranks, dtype: torch.dtype) -> 
 
 
 def test_waiters_for_a_killed_rank_are_told(mortal: Callable[..., Ranks]) -> None:
-    """At once, though the rank is a zombie that nobody has waited for, and though it would be waited for for
-    a minute.
-    """
     ranks = mortal(3)
     ranks.call(rank_jobs.barrier)
     ranks.start(rank_jobs.reduce_for_ever)
