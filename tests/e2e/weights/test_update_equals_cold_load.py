@@ -72,9 +72,7 @@ def outputs(driver: EngineDriver) -> list[tuple[list[int], bytes]]:
         for temperature in (0.0, 1.0):
             params = SamplingParams(max_new_tokens=8, temperature=temperature, seed=number, ignore_eos=True)
             message = GenerateReqInput(input_ids=prompt, sampling_params=params, return_logprob=True)
-            driver.send(message)
-            driver.hear()
-            rids.append(message.id)
+            rids.append(driver.submit(message))
     driver.run_until_idle()
     results = [driver.result(rid) for rid in rids]
     return [(tokens_of(result), result.output_logprobs) for result in results]

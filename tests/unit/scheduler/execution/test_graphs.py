@@ -36,7 +36,7 @@ PAGES = 100
 @pytest.fixture(autouse=True)
 def small_and_plain(monkeypatch):
     without_compiled_kernels(monkeypatch)
-    monkeypatch.setattr(flashinfer, "_INT_WORKSPACE_BYTES", 64)
+    monkeypatch.setattr(flashinfer, "INT_WORKSPACE_BYTES", 64)
 
 
 @pytest.fixture(scope="module")
