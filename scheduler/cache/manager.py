@@ -70,8 +70,6 @@ class CacheManager:
         self._open: dict[RequestKV, None] = {}  # a set that remembers the order
         self._num_owned = 0  # sum of num_pages - num_shared over the open requests
 
-    # -- life of a request -------------------------------------------------------------------------
-
     def open(self, tokens: np.ndarray, salt: str, pages_row: np.ndarray) -> RequestKV:
         """Start a request with prompt ``tokens`` (integers [n]), sharing the longest cached prefix of whole
         pages.
@@ -223,8 +221,6 @@ class CacheManager:
         kv.node = None
         self._free(own)
         self._free(unlocked)
-
-    # -- the whole cache ---------------------------------------------------------------------------
 
     def commit_epoch(self, epoch: int) -> int:
         """Free every older cached page that nobody locks, after new weights are in place; return how many.

@@ -89,7 +89,6 @@ class AdmissionLimits:
         )
 
     def _total_limit(self, prompt_len: int, max_new_tokens: int | None) -> int:
-        """Return the number of tokens at which a request finishes; refuse what exceeds context or KV pool."""
         new_tokens = max_new_tokens if max_new_tokens is not None else max(self.context_len - prompt_len, 1)
         if prompt_len + new_tokens > self.context_len:
             raise CaesuraError(
