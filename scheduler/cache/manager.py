@@ -115,7 +115,6 @@ class CacheManager:
         return pages, node, cached
 
     def reach(self, kv: RequestKV, num_tokens: int) -> None:
-        """Bring the pages of ``kv`` up to ``num_tokens``, which a step will compute, into its range."""
         self._require_open(kv)
         self._enter(kv, -(-num_tokens // self.page_size))
 

@@ -261,7 +261,6 @@ class RadixTree:
         return pages
 
     def clear(self) -> np.ndarray:
-        """Forget everything; return all pages (int32). Raises LedgerError if something is locked."""
         if self.num_locked_pages:
             raise LedgerError(f"clear of a tree with {self.num_locked_pages} locked pages")
         pages = np.concatenate([NO_PAGES, *(node.pages for node in self.nodes())])

@@ -177,7 +177,6 @@ def _decode(header: bytes, buffers: list[memoryview]) -> Request:
 
 
 def _renew_lease(engine: "Engine", message: RenewPauseLeaseReqInput) -> RenewPauseLeaseReqOutput:
-    """Return whether the sender's lease lives; receiving the message has renewed it."""
     state = engine.state
     left = state.lease_left_s if message.owner == state.ownership.owner else None
     return RenewPauseLeaseReqOutput(id=message.id, renewed=left is not None, lease_left_s=left)

@@ -79,7 +79,6 @@ class Throughput:
         return (self._engine.outputs.generated_tokens - recent[0].generated_tokens) / (now - recent[0].at)
 
     def due(self) -> float | None:
-        """Return when :meth:`act` is due, on the monotonic clock; None if there is nothing to do."""
         if self._is_working:
             return self._next
         return None if self._logged is None else self._logged.at + self._log_interval_s

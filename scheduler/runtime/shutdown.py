@@ -160,7 +160,6 @@ class StopSignals:
                     signal.pthread_kill(main, number)
 
     def serving(self) -> None:
-        """Stop raising at signals: the loop handles them by :attr:`fd`, or the start has failed."""
         self._serving = True
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:

@@ -162,7 +162,6 @@ class LiveRequests(Generic[SampleT]):
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[SampleT]:
-        """Iterate over a copy, in the order of admission: finishing a request removes it."""
         return iter(list(self._by_key.values()))
 
     def add(self, requests: Iterable[SampleT]) -> None:

@@ -95,7 +95,6 @@ class _Sequence:
 
     @property
     def inputs(self) -> int:
-        """Number of tokens to compute: all but the last, because no token follows that one."""
         return len(self.ids) - 1
 
 
