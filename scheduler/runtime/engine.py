@@ -14,7 +14,7 @@ from ..cache.manager import LedgerError
 from ..control.committed_weights import WeightsFile
 from ..control.engine_state import EngineState
 from ..control.parameter_server import ParameterServerUpdates
-from ..control.weight_sending import WeightSending
+from ..control.process_groups import WeightSending
 from ..control.weight_sessions import Sessions
 from ..control.weight_updates import WeightUpdates
 from ..execution.build import MakeRunner, build_runner

@@ -116,7 +116,7 @@ class Scoring:
                 "state per sequence, which scoring does not have",
                 fields=["architectures"],
             )
-        residency.divide(WEIGHTS, _layers(loaded.model))
+        residency.registered[WEIGHTS].divide(_layers(loaded.model))
         if config.deterministic:
             require_deterministic(loaded)
         self.model, self._device = loaded.model, loaded.device
@@ -245,7 +245,7 @@ class Scoring:
             model_path=self._model_path,
             residency=engine.config.reference_residency,
             weights=engine.residency.nbytes(WEIGHTS),
-            device_bytes=engine.residency.device_bytes(WEIGHTS),
+            device_bytes=engine.residency.registered[WEIGHTS].device_bytes,
             pending_sequences=len(self._queue),
             scored_tokens=self._scored_tokens,
         )

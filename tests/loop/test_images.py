@@ -81,9 +81,6 @@ def test_dynamic_shifting_and_a_folder_without_t5(tmp_path):
 
 
 def recomputed(pipeline, result, sde, guidance):
-    """Log-probs as a learner computes them: diffusers' transformer on the returned latents and embeddings,
-    the SDE's own formulas.
-    """
     from unit.scheduler.images.test_scheduler_step import reference
 
     tensors = {name: torch.from_numpy(value.copy()) for name, value in tensors_of(result).items()}
