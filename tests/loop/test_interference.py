@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from support.clock import clock_of
 from support.scripted import EngineDriver, assert_error
 
 from caesura.client.trainer import SharedTensors, as_frames, buckets, manifest
@@ -109,8 +110,7 @@ def test_refused_updates_do_not_gather_mappings(driver, other_model):
 
 
 def test_a_command_that_waits_is_a_sign_of_life(driver, monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.control.engine_state.monotonic", lambda: now[0])
+    clock = clock_of(monkeypatch, ["control.engine_state"])
     driver.call(PauseGenerationReqInput(mode="in_place", owner="trainer", lease_s=5.0))
     driver.send(
         InitWeightsUpdateGroupReqInput(
@@ -119,7 +119,7 @@ def test_a_command_that_waits_is_a_sign_of_life(driver, monkeypatch):
     )
     driver.tick(2)
     assert driver.engine.commands.is_busy
-    now[0] += 6.0
+    clock.now += 6.0
     assert driver.sleep_s() > 0
     driver.tick(3)
     assert driver.status().generation == "paused"
