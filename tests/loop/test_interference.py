@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from support.clock import clock_of
-from support.scripted import EngineDriver, assert_error
+from support.scripted import EngineDriver, assert_error, one_piece_per_slice
 
 from caesura.client.trainer import SharedTensors, as_frames, buckets, manifest
 from caesura.io_struct import (
@@ -26,10 +26,7 @@ from caesura.scheduler.weights.transports.ipc import KEPT
 
 @pytest.fixture
 def driver(tiny_model, monkeypatch):
-    monkeypatch.setattr(
-        "caesura.scheduler.messaging.command_queue.SLICE_S", 0.0
-    )  # one piece per tick, as for a large model
-    monkeypatch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
+    one_piece_per_slice(monkeypatch, writes=True)
     with EngineDriver(str(tiny_model)) as driver:
         yield driver
 

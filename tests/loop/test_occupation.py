@@ -590,8 +590,7 @@ def test_any_order_one_command_at_a_time(tiny_model, other_model, commands, dept
 )
 def test_any_order_without_waiting_for_answers(tiny_model, other_model, commands, depth, backup):
     with pytest.MonkeyPatch.context() as patch, a_driver(tiny_model, depth, backup) as driver:
-        one_piece_per_slice(patch)
-        patch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
+        one_piece_per_slice(patch, writes=True)
         trial = Trial(driver, other_model)
         trial.commit_watch("update")
         sent: dict[str, Message] = {}
