@@ -228,11 +228,11 @@ def _require_stored(batches: list[Batch], slots: dict[str, WeightSlot]) -> None:
             found.add_unexpected(spec.name, spec.shape)
             continue
         if tuple(spec.shape) != slot.shape:
-            found.add_misshapen(spec.name, slot.shape, spec.shape)
+            found.add(spec.name, expected_shape=list(slot.shape), got_shape=list(spec.shape))
         if spec.dtype != NAMES[slot.dtype]:
-            found.add_wrong_dtype(spec.name, NAMES[slot.dtype], spec.dtype)
+            found.add(spec.name, expected_dtype=NAMES[slot.dtype], got_dtype=spec.dtype)
         if spec.name in seen:
-            found.add(spec.name, "named twice")
+            found.add(spec.name, reason="named twice")
         seen.add(spec.name)
     found.raise_if_any(given=seen)
 
