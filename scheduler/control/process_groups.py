@@ -52,9 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 2.0
-"""Longest wait until a process group is destroyed; a broken one may block in a broadcast until its own
-timeout.
-"""
+"""Longest wait until a process group is destroyed: one that is broken may block until its own timeout."""
 
 
 def init_group(engine: "Engine", request: InitWeightsUpdateGroupReqInput, sender: Sender) -> Operation:
