@@ -73,8 +73,7 @@ class Sink(Protocol):
     """
 
     def on_tokens(self, delta: TokenDelta, /) -> None: ...
-    def on_finished(self, output: GenerateOutput, /) -> None:
-        pass
+    def on_finished(self, output: GenerateOutput, /) -> None: ...  # after all its tokens
 
 
 QueueT = TypeVar("QueueT", bound=DeltaQueue)
