@@ -31,7 +31,6 @@ HIGH_WATER_MARK = 1000
 RECEIVE_HIGH_WATER_MARK = 8192
 """Messages of one client that ZeroMQ receives ahead of the loop."""
 LINGER_S = 1.0
-"""Seconds that closing waits for slow clients to take their last messages."""
 MESSAGES_PER_DRAIN = 512
 """Messages taken per tick, so that a flood cannot stop generation."""
 FRAMES_PER_DRAIN = 4096
@@ -100,7 +99,7 @@ class Router:
                     if not is_muted:
                         yield client, header, []
                     continue
-                message = self._incoming = _Incoming(client, header, is_refused=is_muted)
+                message = self._incoming = _Incoming(client, header, nbytes=len(header), is_refused=is_muted)
             if frames == 0:
                 return
             frames = self._read_frames(message, frames)
@@ -114,13 +113,15 @@ class Router:
         socket = self.socket
         while not message.is_refused and frames and socket.rcvmore:
             try:
-                message.add(socket.recv(copy=False).buffer)
+                buffer = socket.recv(copy=False).buffer
             except MemoryError as error:
                 self._refuse_without_memory(message.client, error)
                 message.is_refused, message.buffers = True, []
                 break
+            message.buffers.append(buffer)
+            message.nbytes += len(buffer)
             frames -= 1
-            if message.is_too_long:
+            if len(message.buffers) >= MAX_FRAMES or message.nbytes > MAX_MESSAGE_BYTES:
                 self._refuse(message)
         if message.is_refused:
             for _ in range(DISCARDED_PER_DRAIN):
@@ -222,11 +223,3 @@ class _Incoming:
     buffers: list[memoryview] = field(default_factory=list)
     nbytes: int = 0
     is_refused: bool = False
-
-    def add(self, buffer: memoryview) -> None:
-        self.buffers.append(buffer)
-        self.nbytes += len(buffer)
-
-    @property
-    def is_too_long(self) -> bool:
-        return len(self.buffers) >= MAX_FRAMES or self.nbytes + len(self.header) > MAX_MESSAGE_BYTES

@@ -34,9 +34,6 @@ def running(driver: EngineDriver) -> dict[str, int]:
 
 
 def test_a_large_request_does_not_starve_those_it_would_have_overtaken(tiny_model):
-    """The samples of a group wait for their prefix; what comes behind them and does not fit must not become
-    first.
-    """
     with engine(tiny_model, kv_pool_tokens=16 * PAGE_SIZE) as driver:
         group = driver.generate(PREFIX, 4 * PAGE_SIZE, n=3)
         large = driver.generate([5 + i % 80 for i in range(12 * PAGE_SIZE)], 4)

@@ -101,7 +101,7 @@ def test_refused_updates_do_not_gather_mappings(driver, other_model):
     for each in shared:
         message = UpdateWeightsFromIPCReqInput(handle=each.memory.handle, specs=each.specs)
         assert_error(driver.call(message), "weight_mismatch")
-    assert len(driver.engine.updates._maps) <= KEPT
+    assert len(driver.engine.updates.maps) <= KEPT
     for each in shared:
         each.close()
     driver.engine.updates.collect()

@@ -350,9 +350,6 @@ def test_poisoned_weights_become_invalid_and_one_complete_update_heals(driver, o
 
 
 def test_unfinished_writes_are_forgotten_on_release(driver, other_model):
-    """A trainer died while it filled invalid weights; its successor starts over, and inherits neither bytes
-    nor label.
-    """
     driver.call(PauseGenerationReqInput())
     release(driver, "weights")
     resume(driver)
@@ -387,9 +384,7 @@ def test_a_resume_without_enough_memory_changes_nothing(driver, monkeypatch):
 
 
 class Physics:
-    """Knows what has memory by watching it go and come, not by asking the lifecycle; KV is lost with its
-    memory.
-    """
+    """Knows what has memory by watching it go and come, not by asking the lifecycle."""
 
     def __init__(self, driver: EngineDriver) -> None:
         self.gone: set[MemoryTag] = set()

@@ -49,7 +49,6 @@ def listening(
     context_length: int | None = None,
     **options: Any,
 ) -> Iterator[Listening]:
-    """A server on loopback; ``options`` are those of :class:`ServeOptions`."""
     listener = socket.create_server(("127.0.0.1", 0))
     ready = threading.Event()
     servers: list[Server] = []

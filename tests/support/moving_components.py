@@ -164,7 +164,7 @@ class Model:
                 [allocate((elements,), torch.float32, CPU), allocate((2, elements), torch.bfloat16, CPU)]
                 for _ in range(LAYERS)
             ]
-        manager.divide("model", self.layers)
+        self.component.divide(self.layers)
         self.values = [number + 1 for number in range(len(self.tensors))]
         for tensor, value in zip(self.tensors, self.values, strict=True):
             tensor.fill_(value)
@@ -181,7 +181,6 @@ class Model:
         return [self.head, *(tensor for layer in self.layers for tensor in layer)]
 
     def check(self, number: int) -> None:
-        """Layer ``number`` holds what was written to it."""
         first = 1 + 2 * number
         for tensor, value in zip(self.layers[number], self.values[first : first + 2], strict=True):
             assert bool((tensor == value).all()), f"layer {number}"
@@ -194,7 +193,7 @@ class Model:
         for number in range(LAYERS):
             at_layer(number)
             self.check(number)
-            most = max(most, self.manager.device_bytes("model"))
+            most = max(most, self.manager.registered["model"].device_bytes)
         assert bool((self.head == self.values[0]).all())
         return most
 

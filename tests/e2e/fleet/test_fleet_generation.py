@@ -175,9 +175,6 @@ def test_a_moved_generation_equals_one_that_stayed(engines, case):
 
 
 def test_an_engine_that_is_killed_costs_no_request(engines, launch):
-    """SIGKILL in the middle of ten requests: every one ends as it would have, and the dead engine gets
-    nothing more.
-    """
     victim = launch()
     prompts = [[*PROMPT, number] for number in range(10)]
 

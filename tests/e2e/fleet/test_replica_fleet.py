@@ -47,9 +47,7 @@ def processes(tiny_model) -> Iterator[ReplicaProcesses]:
 def run(
     processes: ReplicaProcesses, body: Callable[[ReplicaFleet], Awaitable[None]], *, model: Path | None = None
 ) -> None:
-    """``body`` on a fleet. Afterwards all replicas must serve and run, without any more commands; then they
-    get ``model``.
-    """
+    """``body`` on a fleet. Afterwards all replicas must serve and run, without any more commands."""
 
     async def main() -> None:
         async with (
@@ -126,9 +124,6 @@ def test_memory_that_was_resumed_while_an_engine_was_away_is_resumed_when_it_is_
 def test_a_broadcast_that_a_killed_engine_does_not_take_ends_the_wait_of_the_others(
     processes, tiny_model, other_model
 ):
-    """The trainer's own end of the group stays open: the other engine would wait for the broadcast's whole
-    timeout.
-    """
     trainer = PlainTrainer(name="group", world_size=3)
 
     async def body(fleet: ReplicaFleet) -> None:

@@ -89,9 +89,6 @@ def keyed(pair: ServedEngine, key: str, ids: list[int], count: int = 8, **fields
 
 @contextmanager
 def in_flight(pair: ServedEngine, ids: list[int]) -> Iterator[list[dict[str, Any]]]:
-    """A long streamed answer of each replica that has begun; the events of both, the last ones at the end of
-    the block.
-    """
     began = [threading.Event(), threading.Event()]
     last: list[dict[str, Any]] = [{}, {}]
 

@@ -21,9 +21,7 @@ IMAGE = 3 * SIDE * SIDE
 
 
 class Engine:
-    """In place of the client: the output of seed 0 comes at once with ``embeds`` bytes of embeddings, no
-    other ever.
-    """
+    """In place of the client: the output of seed 0 comes at once with ``embeds`` bytes of embeddings."""
 
     def __init__(self, embeds: int) -> None:
         self.asked: list[int] = []

@@ -63,7 +63,7 @@ def test_one_byte_that_is_not_free_is_a_shortage(monkeypatch):
     manager.register("byte", ComponentOffloadStrategy())
     with manager.component("byte"):
         tensor = allocate((1,), torch.uint8, CPU)
-    manager.divide("byte", [[tensor]])
+    manager.registered["byte"].divide([[tensor]])
     exhaust(manager.release(["weights"]))
     monkeypatch.setattr(residency_module, "get_available_memory", lambda *_, **__: 0)
     with pytest.raises(CaesuraError) as caught:
@@ -99,11 +99,11 @@ def test_a_release_by_tag_keeps_the_values(make, strategy):
         policy = allocate((1000,), torch.float32, CPU).fill_(7.0)
     for _ in range(2):
         exhaust(manager.release(["weights"]))
-        assert manager.device_bytes("model") == 0
+        assert manager.registered["model"].device_bytes == 0
         exhaust(manager.resume(["weights"]))
         assert not policy.any()
         resident = strategy is ResidentStrategy
-        assert manager.device_bytes("model") == (manager.nbytes("model") if resident else 0)
+        assert manager.registered["model"].device_bytes == (manager.nbytes("model") if resident else 0)
         model.request()
     manager.close()
 
@@ -142,7 +142,7 @@ def test_resuming_counts_what_comes_back_with_the_tag(monkeypatch):
     with pytest.raises(CaesuraError) as caught:
         exhaust(manager.resume(["weights"]))
     assert caught.value.detail == {"needed_bytes": needed, "free_bytes": needed - 1}
-    assert manager.device_bytes("model") == 0
+    assert manager.registered["model"].device_bytes == 0
 
 
 def test_a_shortage_is_found_before_anything_is_brought(monkeypatch):
@@ -154,7 +154,7 @@ def test_a_shortage_is_found_before_anything_is_brought(monkeypatch):
         exhaust(manager.bring(["model"]))
     assert caught.value.code == "out_of_memory"
     assert caught.value.detail == {"needed_bytes": manager.nbytes("model"), "free_bytes": 1234}
-    assert manager.device_bytes("model") == 0
+    assert manager.registered["model"].device_bytes == 0
     monkeypatch.undo()
     model.request()
     manager.close()
@@ -259,7 +259,7 @@ class AnyOrder(RuleBasedStateMachine):
     def release(self):
         exhaust(self.manager.release(["weights"]))
         self.released = True
-        assert self.manager.device_bytes("model") == 0
+        assert self.manager.registered["model"].device_bytes == 0
 
     @precondition(lambda self: self.released)
     @rule()

@@ -184,9 +184,6 @@ def test_tcp_on_loopback_with_a_free_port(host):
 
 
 def test_twenty_thousand_messages_to_a_client_that_does_not_read(router):
-    """Sends never block, another client is served meanwhile, memory stays bounded; then every result is
-    there.
-    """
     rids = [f"r{number}" for number in range(40)]
     with met(router, b"slow", receive_hwm=1) as slow, met(router, b"quick") as quick:
         longest_queue = 0
@@ -384,9 +381,7 @@ def test_merging_keeps_every_token_of_what_goes_on(steps, ended):
 
 
 class Full:
-    """A socket that takes nothing. Where a client reads slowly, ZeroMQ's own thread may find room in it at
-    any moment.
-    """
+    """A socket that takes nothing."""
 
     def __init__(self, socket: zmq.Socket) -> None:
         self._socket = socket

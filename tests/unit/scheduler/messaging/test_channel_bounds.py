@@ -221,9 +221,6 @@ def test_taken_requests_are_no_load(router, monkeypatch):
 
 
 def test_frames_without_end_reach_nobody(router, gone):
-    """ZeroMQ hands a message over as a whole: one that never ends, of a peer that speaks ZMTP by hand, stays
-    in its pipe.
-    """
     path = router.endpoint.removeprefix("ipc://")
 
     def command(name: bytes, body: bytes) -> bytes:
