@@ -73,10 +73,6 @@ class LoopChannel:
         self._turn_is_due = False
         self._refusal: EngineError | None = None
 
-    def require_own_process(self) -> None:
-        """Raise RuntimeError in a forked child."""
-        self._process.require()
-
     @property
     def incarnation(self) -> str | None:
         """Incarnation of the engine that answered last, or None."""
@@ -217,7 +213,6 @@ class Channel(Protocol):
     def incarnation(self) -> str | None: ...
     @property
     def pending(self) -> int: ...
-    def require_own_process(self) -> None: ...
     def start_generation(
         self, request: GenerateReqInput, sink: Sink | None = None
     ) -> Generation[Result, Deltas]: ...

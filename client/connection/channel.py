@@ -114,10 +114,6 @@ class ThreadChannel:
         self._thread = threading.Thread(target=self._run, name="caesura-client", daemon=True)
         self._thread.start()
 
-    def require_own_process(self) -> None:
-        """Raise RuntimeError in a forked child."""
-        self._process.require()
-
     @property
     def incarnation(self) -> str | None:
         """Incarnation of the engine that answered last, or None."""
