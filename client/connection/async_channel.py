@@ -3,9 +3,8 @@
 Invariants:
 - Everything runs on the loop of the first call; another loop is refused, and so is a forked child.
 - A lost connection is reported before a request is registered: the request is not lost with it.
-- libzmq's descriptor signals once, so every wake-up and every send (which may have eaten the signal) drains
-  the socket.
-- A timeout or a cancellation leaves what was waited for as it is.
+- libzmq's descriptor signals once, so every wake-up and every send (which may eat the signal) drains the
+  socket.
 """
 
 import asyncio

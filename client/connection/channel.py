@@ -5,10 +5,9 @@ Invariants:
   future.
 - A request is registered and its frame queued under one lock. When a connection is lost, requests that were
   handed to its socket fail, those still queued go to the next one.
-- Waiters are resolved under the lock, so nothing that runs then may call back into the channel.
-- Whatever ends the thread, all waiters are resolved.
+- Waiters are resolved under the lock, so nothing that runs then may call back; whatever ends the thread, all
+  are.
 - A forked child has neither thread nor socket, and is told so without taking the lock.
-- Giving up waiting leaves what was waited for as it is.
 """
 
 import contextlib
