@@ -98,7 +98,7 @@ class DecoderKernel:
         head_eps: float | None,
         ranks: Collective | None = None,
     ) -> None:
-        """``last_norm``: weight of the norm behind the layers; ``head_eps``: of queries and keys, or of latents.
+        """``last_norm``: weight behind the layers; ``head_eps``: for norms of queries and keys or of latents.
 
         Attention's results and each layer's are summed over ``ranks``; None if they are whole.
         """
