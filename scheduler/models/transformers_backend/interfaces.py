@@ -26,7 +26,7 @@ from ...execution.forward import AttentionBackend
 from ...kernels.attention_form import AttentionForm, HeadNorms
 from ...layers.experts import Experts
 from ...layers.moe import RoutedExperts
-from ...layers.parameters import Parameter, Placement, WeightSlot
+from ...layers.parameters import Parameter, WeightSlot
 
 if TYPE_CHECKING:
     from .assembly import Part
@@ -200,8 +200,3 @@ def _is_silu_gated(module: nn.Module) -> bool:
         and isinstance(getattr(module, "act_fn", None), (nn.SiLU, SiLUActivation))
         and {name for name, _ in module.named_parameters()} == {"gate_up_proj", "down_proj"}
     )
-
-
-def engine_experts(module: nn.Module, name: str, path: str, place: Placement) -> Experts:
-    count, hidden, width = getattr(module, "down_proj").shape  # noqa: B009
-    return Experts(name, path, count, hidden, width, place=place)
