@@ -50,29 +50,22 @@ LaunchedScheduler.__init__.__kwdefaults__["startup_timeout"] = PATIENCE_S
 
 
 def pytest_sessionfinish() -> None:
-    """Nothing that the tests have started is left."""
     engine_template.close()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Tests that are marked so have real processes."""
     with engine_template.executing(executing=item.get_closest_marker("executed") is not None):
         return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that no process of pytest-xdist begins one when the others have
-    nothing left to do.
-    """
     slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("long")}
     items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported and collected lives as long as the process: a full collection need not go
-    through it.
-    """
+    """What has been imported and collected lives as long as the process."""
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -80,13 +73,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer Qwen3 checkpoint in float32: vocabulary 97, context 256."""
     return _checkpoint(tmp_path_factory, "tiny", seed=1)
 
 
 @pytest.fixture(scope="session")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same shape with other weights: what an update brings."""
     return _checkpoint(tmp_path_factory, "other", seed=2)
 
 

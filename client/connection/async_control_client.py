@@ -54,6 +54,10 @@ if TYPE_CHECKING:
 ReplyT = TypeVar("ReplyT", bound=wire.Message)
 
 
+_STILL_OPEN = (WeightMismatch, NotIdle, NotOwner)
+"""Refusals of an ``end`` that leave its session open."""
+
+
 class AsyncControlClient:
     """A connection to one engine.
 
@@ -73,7 +77,10 @@ class AsyncControlClient:
         self.owner = owner
         """Owner token of commands that are not given another, or None."""
         self._channel = self._opened(connection)
-        self._session = OpenSession()
+        # Known from the answer to ``begin`` until the session was ended, the engine does not know it any
+        # more, or is gone. What is sent meanwhile carries it: a session that has ended in secret is an error,
+        # never a commit.
+        self._session_id: str | None = None
         self._shared: SharedBuckets | None = None
 
     @property
@@ -104,7 +111,7 @@ class AsyncControlClient:
     @property
     def session_id(self) -> str | None:
         """Open weight session that this client began, as far as it knows, or None."""
-        return self._session.id
+        return self._session_id
 
     def start(
         self, request: wire.Request, expects: type[wire.Message], buffers: Sequence[memoryview] = ()
@@ -180,7 +187,7 @@ class AsyncControlClient:
             id=id_of(message_id),
             model_path=folder_of(model_path),
             load_format=load_format,
-            **self._session.named(options),
+            **self._named(options),
         )
         return await self._call(request, wire.WeightUpdateReqOutput, timeout)
 
@@ -203,7 +210,7 @@ class AsyncControlClient:
         return await send_tensors(
             self._sender(timeout),
             named_tensors,
-            self._session.named(options),
+            self._named(options),
             bucket_bytes=bucket_bytes,
             shared=self._shared_buckets(),
         )
@@ -224,7 +231,7 @@ class AsyncControlClient:
         return await share_tensors(
             self._sender(timeout),
             named_tensors,
-            self._session.named(options),
+            self._named(options),
             bucket_bytes=bucket_bytes,
             shared=self._shared_buckets(),
         )
@@ -244,7 +251,7 @@ class AsyncControlClient:
         """
         require_group(group)
         reply: wire.WeightUpdateReqOutput = await group.carry_out(
-            self._sender(timeout), named_tensors, self._session.named(options), bucket_bytes=bucket_bytes
+            self._sender(timeout), named_tensors, self._named(options), bucket_bytes=bucket_bytes
         )
         return reply
 
@@ -265,7 +272,7 @@ class AsyncControlClient:
             id=id_of(message_id),
             zmq_handles=zmq_handles,
             timeout_s=timeout_s,
-            **self._session.named(options),
+            **self._named(options),
         )
         return await self._call(request, wire.WeightUpdateReqOutput, timeout)
 
@@ -380,12 +387,12 @@ class AsyncControlClient:
         """
         request = wire.EndWeightUpdateReqInput(
             commit=commit,
-            session_id=session_id if session_id is not None else self._session.id,
+            session_id=session_id if session_id is not None else self._session_id,
             force=force,
             weight_version=label(weight_version),
         )
         reply = await self._ask(request, wire.WeightUpdateReqOutput, call)
-        self._session.ended(self._session.id if force else request.session_id)
+        self._ended(self._session_id if force else request.session_id)
         return reply
 
     @contextlib.asynccontextmanager
@@ -470,7 +477,7 @@ class AsyncControlClient:
         try:
             reply: ReplyT = await self._wait_for(self.start(request, expects), request.id, timeout)
         except wire.CaesuraError as error:
-            self._session.failed(request, error)
+            self._failed(request, error)
             raise
         return reply
 
@@ -489,7 +496,7 @@ class AsyncControlClient:
             try:
                 return await self._wait_for(ticket, request.id, timeout)
             except BaseException as error:
-                self._session.failed(request, error)
+                self._failed(request, error)
                 raise
 
         return Sender(self.start, wait, self._run)
@@ -498,12 +505,12 @@ class AsyncControlClient:
         self, request: wire.BeginWeightUpdateReqInput, timeout: float | None
     ) -> wire.BeginWeightUpdateReqOutput:
         reply = await self._call(request, wire.BeginWeightUpdateReqOutput, timeout)
-        self._session.id = reply.session_id
+        self._session_id = reply.session_id
         return reply
 
     async def _abort_session(self, name: str, error: BaseException, timeout: float | None) -> None:
         """Abort the session ``name``; wait for the reply only if the engine has answered before."""
-        self._session.id = None
+        self._session_id = None
         request = wire.EndWeightUpdateReqInput(commit=False, session_id=name)
         try:
             answer = self.start(request, wire.WeightUpdateReqOutput)
@@ -531,32 +538,21 @@ class AsyncControlClient:
             self._shared = SharedBuckets()
         return self._shared
 
+    def _named(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields of an update, with this client's session if the options name none."""
+        return update_fields({"session_id": self._session_id, **options})
 
-_STILL_OPEN = (WeightMismatch, NotIdle, NotOwner)
-"""Refusals of an ``end`` that leave its session open."""
-
-
-class OpenSession:
-    def __init__(self) -> None:
-        self.id: str | None = None
-        """None if no session of this client is open."""
-
-    def named(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return fields of an update, with this session if the options name none."""
-        return update_fields({"session_id": self.id, **options})
-
-    def ended(self, session_id: str | None) -> None:
-        """Forget the session of that id, which has ended."""
-        if session_id == self.id:
-            self.id = None
-
-    def failed(self, request: wire.Request, error: BaseException) -> None:
-        """Note that ``request`` got no reply but ``error``."""
+    def _failed(self, request: wire.Request, error: BaseException) -> None:
+        """Forget the session of ``request``, whose answer is ``error``, if it has ended."""
         if isinstance(error, EngineDied):
-            self.id = None
+            self._session_id = None
         elif isinstance(request, wire.WeightUpdateOptions | wire.EndWeightUpdateReqInput):
             over = isinstance(request, wire.EndWeightUpdateReqInput) and is_answer(error)
             if isinstance(error, NoSession | DeadlineExceeded) or (
                 over and not isinstance(error, _STILL_OPEN)
             ):
-                self.ended(request.session_id)
+                self._ended(request.session_id)
+
+    def _ended(self, session_id: str | None) -> None:
+        if session_id == self._session_id:
+            self._session_id = None

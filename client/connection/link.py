@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import NoReturn
 
 import msgspec
 import zmq
@@ -185,9 +184,7 @@ class Link:
         self._pumping = True
         try:
             dealer = None
-            while (
-                dealer is not self._dealer
-            ):  # a new socket's descriptor tells nothing before it was asked once
+            while dealer is not self._dealer:  # a new socket's descriptor tells nothing before it was asked
                 dealer = self._dealer
                 if self._drain():
                     self._listen_from_now()
@@ -210,32 +207,26 @@ class Link:
         self._try_failed = self._was_cut_off = False
         self._tried_at = time.monotonic()
         with ExitStack() as failed:
-            self._make_sockets(failed, connect=connect)
+            self._dealer = self._context.socket(zmq.DEALER)
+            failed.callback(self._dealer.close, linger=0)
+            self._dealer.linger = 0
+            # Unlimited: the engine refuses requests, the socket never drops or blocks them; and libzmq drops
+            # what a full socket has not read yet when its peer closes, last results included.
+            self._dealer.sndhwm = self._dealer.rcvhwm = 0
+            # libzmq reserves identities that begin with a zero byte.
+            self._dealer.setsockopt(zmq.ROUTING_ID, b"C" + os.urandom(15))
+            self._monitor = self._dealer.get_monitor_socket(MONITORED)
+            failed.callback(self._monitor.close, linger=0)
+            self._dealer.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+            configure(self._dealer, self.endpoint, self._keys)
+            if connect:
+                connect_to(self._dealer, self.endpoint)
+                major, minor = WIRE_VERSION
+                client = f"caesura {__version__} for Python"
+                self._hand_over((encode(HelloReqInput(wire_major=major, wire_minor=minor, client=client)),))
             failed.pop_all()
         self._watch(self._dealer)
         self._watch(self._monitor)
-
-    def _make_sockets(self, failed: ExitStack, *, connect: bool) -> None:
-        self._dealer = self._context.socket(zmq.DEALER)
-        failed.callback(self._dealer.close, linger=0)
-        self._dealer.linger = 0
-        # Unlimited here: a caller's request is refused by the engine, never dropped or blocked by the socket.
-        self._dealer.sndhwm = 0
-        # Unlimited too: libzmq drops what a full socket has not read yet when its peer closes, last results
-        # included.
-        self._dealer.rcvhwm = 0
-        # libzmq reserves identities that begin with a zero byte.
-        self._dealer.setsockopt(zmq.ROUTING_ID, b"C" + os.urandom(15))
-        self._monitor = self._dealer.get_monitor_socket(MONITORED)
-        failed.callback(self._monitor.close, linger=0)
-        self._dealer.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
-        configure(self._dealer, self.endpoint, self._keys)
-        if connect:
-            connect_to(self._dealer, self.endpoint)
-            self._hand_over((hello_frame(),))
-
-    def _forget_times(self) -> None:
-        self._patience = self._retry_at = self._settle_at = self._silence = None
 
     def _close_sockets(self) -> None:
         self._unwatch(self._dealer)
@@ -283,9 +274,7 @@ class Link:
         if event & HANDSHAKE_FAILURES:
             self._unheard = why_refused(event, value, self._keys) or self._unheard
             if self._unheard is not None and event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                self._patience = (
-                    time.monotonic() if self._held else None
-                )  # another try would end the same way
+                self._patience = time.monotonic() if self._held else None  # others would end the same way
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._connected, self._was_refused = True, False
             self._unheard = None
@@ -334,11 +323,8 @@ class Link:
             self._silence = now + SECOND_LOOK_S
         else:
             self._was_silent = True
-            self._give_up(
-                EngineDied(
-                    f"the engine at {self.endpoint} has been silent for {self._keepalive_timeout} s: it hangs"
-                )
-            )
+            silent = f"has been silent for {self._keepalive_timeout} s: it hangs"
+            self._give_up(EngineDied(f"the engine at {self.endpoint} {silent}"))
 
     def _listen_from_now(self) -> None:
         if self._keepalive_timeout is not None and self._ready:
@@ -375,8 +361,7 @@ class Link:
         if self._was_cut_off:
             return (
                 f"what listens at {self.endpoint} broke the connection off: "
-                "it is no scheduler, one that asks for keys "
-                "(curve_server_key), or one that ends"
+                "it is no scheduler, one that asks for keys (curve_server_key), or one that ends"
             )
         return (
             f"no scheduler answered at {self.endpoint} within {self._connect_timeout} s; "
@@ -391,14 +376,12 @@ class Link:
         self._grace_until = time.monotonic()
         if self._connected:
             self._grace_until += min(RECONNECT_S, self._connect_timeout or 0.0)
-        self._forget_times()
+        self._patience = self._retry_at = self._settle_at = self._silence = None
         if self._connected or final:
             refused = self._refusal is not None
             self._close_sockets()
             self._open(connect=not (final or refused))
-            self._try_failed = (
-                refused  # who refuses a hello would refuse the next one at once: later, if need be
-            )
+            self._try_failed = refused  # who refuses a hello would refuse the next one at once
         self._lost(error, final)
 
 
@@ -409,16 +392,6 @@ def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
 
 def _is_due(at: float | None, now: float) -> bool:
     return at is not None and now >= at
-
-
-BEFORE_HELLO = "0 (it knows no hello)"
-
-
-def hello_frame() -> bytes:
-    major, minor = WIRE_VERSION
-    return encode(
-        HelloReqInput(wire_major=major, wire_minor=minor, client=f"caesura {__version__} for Python")
-    )
 
 
 def incarnation_in(frame: bytes, endpoint: str) -> str:
@@ -432,20 +405,16 @@ def incarnation_in(frame: bytes, endpoint: str) -> str:
         what = f"unknown (its {unread.type or 'first message'} cannot be read: {error})"
         raise _mismatch(endpoint, what) from error
     if isinstance(answer, ErrorReply):
-        _refused(answer, endpoint)
+        if answer.code == ErrorCode.VERSION_MISMATCH:
+            raise _mismatch(endpoint, str(answer.detail.get("engine") or f"unknown ({answer.message})"))
+        if answer.code == ErrorCode.MALFORMED_MESSAGE:
+            raise _mismatch(endpoint, "0 (it knows no hello)")
+        raise_for(answer)
     if not isinstance(answer, HelloReqOutput):
         raise _mismatch(endpoint, f"unknown (it answers a hello with {type(answer).__name__})")
     if answer.wire_major != WIRE_VERSION[0]:
         raise _mismatch(endpoint, f"{answer.wire_major}.{answer.wire_minor}")
     return answer.incarnation
-
-
-def _refused(answer: ErrorReply, endpoint: str) -> NoReturn:
-    if answer.code == ErrorCode.VERSION_MISMATCH:
-        raise _mismatch(endpoint, str(answer.detail.get("engine") or f"unknown ({answer.message})"))
-    if answer.code == ErrorCode.MALFORMED_MESSAGE:
-        raise _mismatch(endpoint, BEFORE_HELLO)
-    raise_for(answer)
 
 
 def _mismatch(endpoint: str, engine: str) -> VersionMismatch:

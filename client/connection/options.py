@@ -66,11 +66,10 @@ class ChannelOptions:
         )
 
 
-class GenerateOptions(TypedDict, total=False):
-    """Fields of :class:`~caesura.io_struct.GenerateReqInput`, with its defaults."""
+class OutputOptions(TypedDict, total=False):
+    """Fields of :class:`~caesura.io_struct.GenerateReqInput` that every kind of generation has."""
 
     return_logprob: bool
-    return_raw_logprob: bool
     return_sampled_logprob: bool
     logprob_start_len: int
     top_logprobs_num: int
@@ -80,6 +79,12 @@ class GenerateOptions(TypedDict, total=False):
     routed_experts_start_len: int
     cache_salt: str
     min_weights_epoch: int | None
+
+
+class GenerateOptions(OutputOptions, total=False):
+    """Fields of :class:`~caesura.io_struct.GenerateReqInput`, with its defaults."""
+
+    return_raw_logprob: bool
     first_sample: int
     continued_tokens: int
     stream_details: bool

@@ -120,21 +120,14 @@ def one_request(
     message_id: str | None,
     stream: bool,
 ) -> GenerateReqInput:
-    fields = _fields(options)
-    prompts, single = sequences(input_ids)
-    if not single:
+    work = plan(input_ids, sampling_params, options, rid=rid, message_id=message_id)
+    if not work.single:
         raise InvalidRequest(
-            f"submit takes one prompt, not a list of {len(prompts)}: generate takes several",
+            f"submit takes one prompt, not a list of {len(work.requests)}: generate takes several",
             field="input_ids",
         )
-    return GenerateReqInput(
-        id=id_of(message_id),
-        rid=rid,
-        input_ids=token_ids(prompts[0]),
-        sampling_params=sampling(sampling_params),
-        stream=stream,
-        **fields,
-    )
+    work.requests[0].stream = stream
+    return work.requests[0]
 
 
 def per_prompt_sampling(given: Sampling | Sequence[Sampling] | None, count: int) -> list[Any]:

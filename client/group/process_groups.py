@@ -13,12 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from ...io_struct import (
-    DestroyWeightsUpdateGroupReqOutput,
-    UpdateWeightsFromDistributedReqInput,
-    WeightUpdateOptions,
-    new_id,
-)
+from ... import io_struct as wire
 from ...io_struct.weights import DEFAULT_GROUP_NAME
 from ..exceptions import EngineError, GroupError, InvalidRequest, SessionOpen
 from .members import Member
@@ -81,8 +76,7 @@ class ProcessGroups:
 
         async with self._ends_with_anyone(group_name):
             answers = await everywhere(fleet.members, join, None)
-        for member, error in answers.out.items():
-            fleet.dispatcher.drop(member, error, "it does not answer")
+        fleet.dispatcher.drop(answers.out, "it does not answer")
         if not answers.failed and not answers.out:
             self._joined[group_name] = {each.name: each.client.incarnation for each in fleet.members}
             return answers
@@ -105,20 +99,22 @@ class ProcessGroups:
             None,
         )
         if ended_here:
-            left = {member: DestroyWeightsUpdateGroupReqOutput(id=new_id()) for member in answers.failed}
+            left = {
+                member: wire.DestroyWeightsUpdateGroupReqOutput(id=wire.new_id()) for member in answers.failed
+            }
             return Answers(left | answers.replies, out=answers.out)
         if known and answers.replies:
             answers.failed.clear()
         return answers
 
     @asynccontextmanager
-    async def used_by(self, request: WeightUpdateOptions) -> AsyncIterator[None]:
+    async def used_by(self, request: wire.WeightUpdateOptions) -> AsyncIterator[None]:
         """Guard an update: one over a group needs all that joined, and ends the group everywhere if it fails.
 
         Raises:
             GroupError: a replica is not in the group any more.
         """
-        if not isinstance(request, UpdateWeightsFromDistributedReqInput):
+        if not isinstance(request, wire.UpdateWeightsFromDistributedReqInput):
             yield
             return
         name = request.group_name

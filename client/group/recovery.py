@@ -78,14 +78,13 @@ async def take_over(fleet: "Fleet", members: Sequence[Member], adopt: Adopt) -> 
     answers = await everywhere(members, ended, ABORT_S)
     statuses: dict[Member, GetStatusReqOutput] = answers.replies
     lost = answers.failed | answers.out
-    for member, error in lost.items():
-        fleet.dispatcher.drop(member, error, "it does not answer")
+    fleet.dispatcher.drop(lost, "it does not answer")
     valid = [member for member, status in statuses.items() if status.weights == "valid"]
     checks = await everywhere(valid, lambda member: member.client.check_weights("checksum"), RELOAD_S)
-    for member, error in (checks.failed | checks.out).items():
-        fleet.dispatcher.drop(member, error, "its weights cannot be compared")
-        del statuses[member]
-        lost[member] = error
+    uncompared = checks.failed | checks.out
+    fleet.dispatcher.drop(uncompared, "its weights cannot be compared")
+    statuses = {member: status for member, status in statuses.items() if member not in uncompared}
+    lost |= uncompared
     if not checks.replies and not (statuses and adopt == "any"):
         reasons = {
             each.name: f"{status.weights} ({status.weights_detail})" for each, status in statuses.items()

@@ -19,8 +19,7 @@ from rich.text import Text
 from ...io_struct import GetStatusReqOutput, MemoryEvent
 from ...io_struct.field_errors import printable
 from ..connection.blocking import ControlClient
-from .record import TAGS, MemoryRecord, fetch
-from .text import MIB, cause, clock, model_label, size, span
+from .record import MIB, TAGS, MemoryRecord, cause, clock, fetch, model_label, size, span
 
 LOOKS = 96
 """Width of the curve."""

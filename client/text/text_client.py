@@ -10,11 +10,11 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from ..connection.async_client import AsyncSchedulerClient
 from ..connection.fork import Process
-from ..connection.options import ConnectionOptions, seconds
+from ..connection.options import ConnectionOptions, OutputOptions, seconds
 from ..connection.prompts import Sampling, per_prompt_sampling, require_known_options, sampling, sequences
 from ..exceptions import EngineDied, TimedOut
 from .tokenizer import TextTokenizer
@@ -27,22 +27,12 @@ Prompt = str | Sequence[int]
 ResultT = TypeVar("ResultT")
 
 
-class TextOptions(TypedDict, total=False):
+class TextOptions(OutputOptions, total=False):
     """Keywords of every generation of text: fields of :class:`~.tokenizer_manager.GenerationRequest`."""
 
     no_stop_trim: bool
     skip_special_tokens: bool
     add_special_tokens: bool
-    return_logprob: bool
-    logprob_start_len: int
-    top_logprobs_num: int
-    token_ids_logprob: Sequence[int] | None
-    return_sampled_logprob: bool
-    return_sampling_mask: bool
-    return_routed_experts: bool
-    routed_experts_start_len: int
-    cache_salt: str
-    min_weights_epoch: int | None
 
 
 class AsyncTextClient:

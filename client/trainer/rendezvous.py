@@ -34,13 +34,13 @@ def invite(
     backend: Backend,
     limits: tuple[float, float],
     *,
+    ranks: Sequence[int],
     first_rank: int = 1,
-    ranks: Sequence[int] | None = None,
 ) -> list[Future[Any]]:
-    """Ask every engine to join. ``limits`` are seconds for joining, and for each broadcast; ``first_rank`` is
-    0 without this process; ``ranks`` has the number of each engine, by default one.
+    """Ask every engine to join with its ``ranks``; ``first_rank`` is 0 without this process.
+
+    ``limits`` are seconds for joining, and for each broadcast.
     """
-    counts = [1] * len(clients) if ranks is None else list(ranks)
     return [
         started(
             client,
@@ -48,7 +48,7 @@ def invite(
                 master_address=address,
                 master_port=port,
                 rank_offset=rank,
-                world_size=first_rank + sum(counts),
+                world_size=first_rank + sum(ranks),
                 group_name=name,
                 backend=backend,
                 timeout_s=limits[0],
@@ -56,7 +56,7 @@ def invite(
             ),
             InitWeightsUpdateGroupReqOutput,
         )
-        for rank, client in zip(accumulate(counts, initial=first_rank), clients, strict=False)
+        for rank, client in zip(accumulate(ranks, initial=first_rank), clients, strict=False)
     ]
 
 

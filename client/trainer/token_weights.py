@@ -19,21 +19,17 @@ def importance_weights(
     mask_stale_kv: bool = False,
     clip_max: float = 2.0,
 ) -> Tensor:
-    """Return each token's probability under the learner over that under the sampling policy, at most
-    ``clip_max``.
+    """Return the weights of :func:`caesura.client.importance_weights`, 0 in the padding; they have no
+    gradient.
 
-    The result has the shape, dtype and device of ``learner_logprobs``, no gradient, and 0 in the padding.
+    The result has the shape, dtype and device of ``learner_logprobs``; other arguments are those of that
+    function.
 
     Args:
         learner_logprobs: [samples, tokens], at the sampling temperature; row ``i`` begins with the output
             tokens of ``outputs[i]``, followed by padding.
         outputs: the samples, with ``return_logprob``.
         mask: [samples, tokens]; tokens at which it is 0 or False get weight 0 as well.
-        epoch: the learner's weights epoch.
-        max_staleness: tokens whose weights are more epochs behind ``epoch`` get weight 0; None means no
-            limit.
-        mask_stale_kv: give weight 0 to tokens sampled with KV cache of older weights.
-        clip_max: the largest weight.
 
     Raises:
         ValueError: shapes do not fit, a sample has no logprobs, or ``max_staleness`` comes without ``epoch``.

@@ -38,7 +38,6 @@ import numpy as np
 from .allocator import LedgerError, PageAllocator, Usage
 
 NONE = NO_ROW = NO_PAGE = 0
-"""The scratch page, or row: nothing."""
 _OVERWRITTEN = -1
 """Stands for the row before a step under way that began from no row of its request's."""
 
@@ -48,7 +47,6 @@ class _Behind:
 
     def __init__(self, num_pages: int, num_behind: int) -> None:
         self.behind = np.full(num_pages, NONE, np.int32)
-        """[pages]"""
         self._allocator = PageAllocator(num_behind)
         self._idle: dict[int, None] = {}
 
@@ -185,7 +183,6 @@ class RequestState:
     before: deque[int] = field(default_factory=deque)
     """Row with the state before each step under way, oldest first; scratch before its first token."""
     lost: bool = False
-    """True if a step has been rolled back that had overwritten the live row."""
 
 
 class StateRows(_Behind):

@@ -5,20 +5,14 @@ Owners of a request's pages, by half-open ranges of its row:
 - [0, num_shared): the tree, locked through ``node``; freed when evicted or dropped, after the last lock on it
   has gone, and at once with that lock if its epoch is over by then.
 - [num_shared, num_pages): the request; freed at ``close``, or at ``donate`` where the tree has an equal page.
-- [num_pages, row's end): nobody; these entries are stale, and no pages of the request.
-
-``donate`` and ``close(tokens)`` move pages from the second range to the first; nothing moves back.
 
 Invariants:
 - free + cached + held = total, where *free* is in the allocator, *cached* in the tree and locked by nobody,
   and *held* in the tree and locked, or a request's own. The three are counted apart, so that the equation can
   fail.
 - This is the only module that returns pages to the allocator.
-- Layers with a window have storage for some of the pages only (``layer_ledgers.py``): those of every
-  request's range, from what its next token sees to what is scheduled. Pages and owners are the same for all
-  layers.
-- Layers with a state per sequence have a row for every request, and rows for the ends of some pages
-  (``layer_ledgers.py``): a prefix is shared up to such an end only.
+- Pages and owners are the same for all layers; windows and states add what ``layer_ledgers.py`` knows, and a
+  prefix is shared only as far as they allow.
 - No KV crosses epochs: requests match and donate only under the current epoch, and one that held pages at a
   commit is stale, so that nothing of it is ever stored.
 - Calls with a closed :class:`RequestKV` raise :class:`LedgerError`.
@@ -45,7 +39,6 @@ class RequestKV:
     node: Node | None
     epoch: int
     stale: bool
-    """True if it holds KV of an older epoch, which is never donated."""
     salt: str
     first_in_range: int = 0
     end_of_range: int = 0

@@ -248,11 +248,11 @@ class RoutingPool:
         self._streams = None if device_module is None or on_host else streams_of(device_module)
         self._stream = None if self._streams is None else self._streams.Stream()
         page = (page_size, num_layers, top_k)
-        self._pages = residency.allocate((num_pages, *page), dtype, device)
+        self.pages = residency.allocate((num_pages, *page), dtype, device)
         staged = min(STAGED_PAGES, num_pages)
         self._staging = residency.allocate((staged, *page), dtype, device)
         self._index = residency.allocate((staged,), torch.int64, device)
-        self._by_slot = self._pages.view(-1, num_layers, top_k)
+        self._by_slot = self.pages.view(-1, num_layers, top_k)
 
     @staticmethod
     def bytes_per_token(num_layers: int, top_k: int, dtype: torch.dtype) -> int:
@@ -260,7 +260,7 @@ class RoutingPool:
 
     @property
     def nbytes(self) -> int:
-        return self._pages.nbytes + self._staging.nbytes + self._index.nbytes
+        return self.pages.nbytes + self._staging.nbytes + self._index.nbytes
 
     def store(self, kv_slots: Tensor, rows: Tensor) -> None:
         self._by_slot.index_copy_(0, kv_slots, rows)
@@ -283,7 +283,7 @@ class RoutingPool:
         with self._reading():
             index, staged = self._index[: len(pages)], self._staging[: len(pages)]
             index.copy_(torch.from_numpy(pages))
-            torch.index_select(self._pages, 0, index, out=staged)
+            torch.index_select(self.pages, 0, index, out=staged)
             host = staged.to("cpu", copy=True)  # waits for this stream
         return host.view(-1, self.num_layers, self.top_k).numpy()
 

@@ -1,21 +1,19 @@
-"""Prefix tree over pages of tokens.
+"""Prefix tree over pages of tokens. It never frees a page by itself: whatever it lets go of is returned.
 
-Invariants:
 - A node holds a run of whole pages: ``len(tokens) == len(pages) * page_size``; only a root's run is empty.
 - Siblings differ in their first page of tokens, so a page-aligned prefix has at most one path.
 - ``lock_ref`` counts a node's direct locks plus its locked children: a locked node's ancestors are all
   locked, an unlocked node's descendants are all unlocked, and every unlocked page can be evicted, leaves
   first.
-- A living node belongs to an epoch not below ``first_epoch``. Older nodes exist only while locked, are never
-  matched or extended, and their last unlock frees them.
-- A lock pins a node's content and end: splitting keeps the *lower* part in the same object, and locked nodes
-  are never trimmed.
+- A node of an epoch below ``first_epoch`` exists only while locked, is never matched or extended, and its
+  last unlock frees it.
+- A lock pins a node's content and end: splitting keeps the *lower* part in the same object.
 - The tree owns the arrays in its nodes; no array keeps more than twice its own size of memory alive.
-- The tree never frees a page by itself: whatever it lets go of is returned.
 """
 
 import heapq
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -26,37 +24,23 @@ _NO_TOKENS = np.empty(0, dtype=np.int32)
 NO_PAGES = np.empty(0, dtype=np.int32)
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """A run of pages below ``parent``, written by the tree; a handle to lock and unlock."""
 
-    __slots__ = (
-        "children",
-        "epoch",
-        "in_heap",
-        "last_access",
-        "lock_ref",
-        "pages",
-        "parent",
-        "salt",
-        "serial",
-        "tokens",
-    )
-
-    def __init__(
-        self, parent: "Node | None", epoch: int, salt: str, tokens: np.ndarray, pages: np.ndarray, serial: int
-    ) -> None:
-        self.parent = parent
-        self.epoch = epoch
-        self.salt = salt
-        self.tokens = tokens
-        self.pages = pages
-        self.children: dict[bytes, Node] = {}
-        """Children by the bytes of their first page of tokens."""
-        self.lock_ref = 0
-        self.last_access = 0
-        self.serial = serial
-        """Creation order, which decides between leaves of equal age: eviction is reproducible."""
-        self.in_heap = False
+    parent: "Node | None"
+    epoch: int
+    salt: str
+    tokens: np.ndarray
+    """int32 [pages * page_size]"""
+    pages: np.ndarray
+    serial: int
+    """Creation order, which decides between leaves of equal age: eviction is reproducible."""
+    children: "dict[bytes, Node]" = field(default_factory=dict)
+    """By the bytes of their first page of tokens."""
+    lock_ref: int = 0
+    last_access: int = 0
+    in_heap: bool = False
 
 
 class Inserted(NamedTuple):

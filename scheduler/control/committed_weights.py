@@ -47,8 +47,6 @@ _Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of the file."""
-
     caesura_weights_record: Literal[1]
     """Identifies the file format and its version."""
     superseded: Literal[0, 1] = 0
@@ -71,13 +69,10 @@ class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
     lost: str | None = None
     """Why it is unknown which weights were committed last; None if this record says it."""
     time: float
-    """Seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What this start takes over from the previous one."""
-
     epoch: int = 0
     version: str = INITIAL_VERSION
     folder: str | None = None
@@ -118,7 +113,6 @@ class WeightsFile:
             self._lock = None
 
     def start(self) -> Start:
-        """Return the weights to load, with their epoch and label."""
         record, model_path = self._record, self._config.model_path
         if record is None:
             return Start()

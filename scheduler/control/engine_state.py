@@ -38,9 +38,7 @@ class Sender:
     """
 
     client: bytes
-    """Id of the sender's socket."""
     owner: str | None = None
-    """Owner token of the message."""
 
     def is_same(self, other: "Sender") -> bool:
         if self.owner is not None and other.owner is not None:
@@ -71,7 +69,6 @@ class PauseOwnership:
 
     @property
     def owner(self) -> str | None:
-        """Owner token of the pause, or None."""
         return None if self.sender is None else self.sender.owner
 
     def take(self, sender: Sender, request: PauseGenerationReqInput, now: float) -> None:
@@ -114,13 +111,11 @@ class EngineState:
         self._engine = engine
         self.generation: GenerationState = "running"
         self.pause_mode: PauseMode | None = None
-        """None unless paused."""
         self.ownership = PauseOwnership()
         self.weights: WeightsState = "valid"
         self.weights_detail: str | None = None
         """Reason why the weights are poisoned or invalid."""
         self.stamp = stamp
-        """Epoch and label of the committed weights."""
         self.released: frozenset[MemoryTag] = frozenset()
         self.step = 0
         """Number of the last launched step; 0 before the first."""
@@ -171,7 +166,6 @@ class EngineState:
         self.ownership.renew(owner, monotonic())
 
     def end_lease(self) -> None:
-        """Record that the lease has expired; the pause has no owner any more."""
         self.ownership.end()
         self._lease_ended_at = monotonic()
 
@@ -189,7 +183,6 @@ class EngineState:
 
     @property
     def paused_by(self) -> str:
-        """Description of who has paused, for log lines."""
         if self.ownership.owner is not None:
             return f"owner {self.ownership.owner!r}"
         return (
@@ -286,7 +279,6 @@ class EngineState:
         self._failures[source] += 1
 
     def update_totals(self) -> list[UpdateTotal]:
-        """Return numbers of committed and failed weight updates since start, by transport."""
         return [
             UpdateTotal(source=source, committed=self._commits[source], failed=self._failures[source])
             for source in {**self._commits, **self._failures}
@@ -300,7 +292,6 @@ class EngineState:
         return self._engine.config.weights_cpu_backup or self._engine.residency.nbytes("weights") == 0
 
     def require_resident(self, tag: MemoryTag) -> None:
-        """Raise ``memory_released`` if the memory of ``tag`` is released."""
         if tag in self.released:
             raise CaesuraError(
                 ErrorCode.MEMORY_RELEASED,

@@ -39,7 +39,6 @@ _END: Any = object()
 
 
 def release_memory(engine: "Engine", request: ReleaseMemoryOccupationReqInput, sender: Sender) -> Operation:
-    """Release memory; reply once it has been given back to the system."""
     state = engine.state
     requested = _requested_tags(request.tags) - state.released
     tags = requested - {"cuda_graph"} if engine.graphs is None else requested
@@ -180,7 +179,6 @@ def _require_releasable(engine: "Engine", tags: Collection[MemoryTag]) -> None:
 
 
 def _occupied(engine: "Engine", tag: MemoryTag) -> int:
-    """Return the bytes that a release of ``tag`` gives back now."""
     if tag == "cuda_graph":
         return 0 if engine.graphs is None else engine.graphs.nbytes
     return engine.residency.occupied_bytes(tag)

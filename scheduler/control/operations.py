@@ -20,8 +20,6 @@ SLICE_S = 0.010
 
 
 class Wait(Enum):
-    """Why an operation yields."""
-
     STEP = "step"
     """Until the step in flight is completed or rolled back; the operation has closed the gate for more."""
     SLICE = "slice"

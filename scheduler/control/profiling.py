@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def start_profile(engine: "Engine", request: StartProfileReqInput, sender: Sender) -> Operation:
-    """Begin a trace with the next step."""
     trace = engine.trace
     while not trace.is_loaded:
         yield Wait.CHANGE

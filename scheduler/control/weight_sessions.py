@@ -41,7 +41,6 @@ class Session:
 
     kind: SessionKind
     sender: Sender
-    """Sender of the message that opened it."""
     stages: StageProfiler
     opened: float
     """Monotonic time."""
@@ -60,10 +59,8 @@ class Session:
     touched: bool = False
     """True once a byte has been written."""
     component: str | None = None
-    """Component that the last call named."""
     version: str | None = None
     model_path: str | None = None
-    """The last folder that was loaded."""
     digest: str | None = None
     """Its ``Checkpoint.local_digest``."""
     wrote_other_component: bool = False
@@ -162,12 +159,10 @@ class Sessions:
         return session
 
     def require_none(self, sender: Sender) -> None:
-        """Raise ``session_open`` if a session is open."""
         if self.current is not None:
             raise _refused(self.current, sender, "a weight session is open already")
 
     def require_open(self, session: Session) -> None:
-        """Raise ``deadline_exceeded`` if ``session`` has expired."""
         if self.current is not session:
             raise CaesuraError(ErrorCode.DEADLINE_EXCEEDED, "the session expired during the update")
 

@@ -67,28 +67,25 @@ logger = logging.getLogger(__name__)
 
 
 class WeightUpdates:
-    """The commands that begin, fill and end weight sessions."""
-
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._progress: tuple[WeightSource, float] | None = None
         self._workspace = Workspace()
-        self._maps = SharedMemoryMaps(engine.config.device)
+        self.maps = SharedMemoryMaps(engine.config.device)
         self.model_path = engine.initial_weights.folder or engine.config.model_path
         """The last committed checkpoint folder."""
 
     @property
     def keeps_memory(self) -> bool:
         """True if shared memory of other processes is mapped, which must be unmapped when they are gone."""
-        return len(self._maps) > 0
+        return len(self.maps) > 0
 
     def collect(self) -> None:
         """Unmap shared memory whose owner is gone, unless a session is open that may still read it."""
         if self._engine.sessions.current is None:
-            self._maps.collect()
+            self.maps.collect()
 
     def progress(self) -> UpdateProgress | None:
-        """Return the progress of the update under way, or None."""
         if self._progress is None:
             return None
         source, started = self._progress
@@ -118,7 +115,6 @@ class WeightUpdates:
         )
 
     def from_disk(self, request: UpdateWeightFromDiskReqInput, sender: Sender) -> Operation:
-        """Update from a complete checkpoint folder."""
         if request.load_format not in (None, "auto", "safetensors"):
             raise CaesuraError(
                 ErrorCode.INVALID_REQUEST,
@@ -144,7 +140,7 @@ class WeightUpdates:
         )
 
     def from_ipc(self, request: UpdateWeightsFromIPCReqInput, sender: Sender) -> Operation:
-        return self._update(request, sender, ("ipc", None), lambda: self._maps.open(request))
+        return self._update(request, sender, ("ipc", None), lambda: self.maps.open(request))
 
     def from_distributed(self, request: UpdateWeightsFromDistributedReqInput, sender: Sender) -> Operation:
         """Update from what rank 0 of a process group broadcasts, and relay it if the call says so.
@@ -201,7 +197,7 @@ class WeightUpdates:
             session = None if is_ignored else self.join(found, request, sender, route)
         except CaesuraError:
             if engine.sessions.current is None:  # otherwise its end unmaps what was opened
-                self._maps.end_session()
+                self.maps.end_session()
             raise
         if session is None:
             counts = yield from self._receive_ignored(source, stages)
@@ -279,7 +275,7 @@ class WeightUpdates:
                 while next(pieces, END) is not END:
                     yield Wait.THREAD
         finally:
-            self._maps.end_session()
+            self.maps.end_session()
         return engine.loader.take_counts()
 
     def write(
@@ -360,7 +356,6 @@ class WeightUpdates:
         return self._reply(message_id, counts, stages, started, committed=committed, flushed=flushed)
 
     def end(self, request: EndWeightUpdateReqInput, sender: Sender) -> Operation:
-        """Commit or abort a session."""
         engine = self._engine
         session = engine.sessions.to_end(request, sender)
         stages, started = session.stages, session.opened
@@ -453,7 +448,6 @@ class WeightUpdates:
             )
 
     def _require_flushable(self, flush: bool) -> None:
-        """Refuse a flush that is impossible because requests are frozen with their KV or latents."""
         engine = self._engine
         if flush and engine.state.generation == "paused" and engine.batcher.num_holding > 0:
             raise CaesuraError(
@@ -504,7 +498,7 @@ class WeightUpdates:
 
     def _close_session(self) -> None:
         self._engine.sessions.current = None
-        self._maps.end_session()
+        self.maps.end_session()
 
     def _reply(
         self,
@@ -544,7 +538,6 @@ def _component(source: WeightSource) -> str | None:
 
 
 def _warn_of_commit(counts: LoadCounts, before: WeightStamp, after: WeightStamp) -> None:
-    """Log a warning if the commit is probably a mistake."""
     if not counts.written_tensors:
         return
     if not counts.changed_tensors:

@@ -164,6 +164,9 @@ class ImageBatcher:
             conditioning.forget()
         return len(again)
 
+    def restore(self, runner: object) -> None:
+        """Do nothing: latents of a step that is lost were not replaced."""
+
     def mark_stale(self) -> None:
         """Do nothing: latents are part of the sample, and spans say which weights made which step."""
 

@@ -22,13 +22,11 @@ from torch import Tensor
 from ...io_struct import FinishReason, GenerateImagesReqOutput, ResultTensor
 from ..runtime.dtypes import NAMES
 from ..scheduling.outputs import Outputs
-from ..scheduling.waiting_queue import LiveRequests
 from .batcher import ImageBatcher
 from .request import Conditioning, ImageBatch, ImageRequest, Prompt
 from .runner import Denoised, Encoded, HostResult
 
 if TYPE_CHECKING:
-    from ..messaging.outbox import Outbox
     from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -40,10 +38,8 @@ TRAIN_TIMESTEPS = 1000
 
 
 class ImageOutputs(Outputs[ImageRequest]):
-    def __init__(
-        self, engine: "Engine", batcher: ImageBatcher, live: LiveRequests[ImageRequest], outbox: "Outbox"
-    ) -> None:
-        super().__init__(engine, batcher.waiting, live, outbox)
+    def __init__(self, engine: "Engine", batcher: ImageBatcher) -> None:
+        super().__init__(engine)
         self._batcher = batcher
 
     def record(self, batch: ImageBatch, output: HostResult) -> None:

@@ -117,7 +117,8 @@ def load_pipeline(
             component, checkpoint = build_component(name, root / name, class_path, dtype, device, mover)
         if strategy is not None:
             movable[name] = Blocks(component.module) if layerwise else None
-            residency.divide(name, blocks.tensors() if (blocks := movable[name]) is not None else [])
+            assert mover is not None
+            mover.divide(blocks.tensors() if (blocks := movable[name]) is not None else [])
         if folder is not None and name == DEFAULT_COMPONENT:
             checkpoint = open_component(folder, component)
         _load(component, checkpoint, workspace, config.load_bucket_bytes)

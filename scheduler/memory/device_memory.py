@@ -35,20 +35,15 @@ _NO_MEMORY = (
     "bad_alloc",
     "alloc_failed",  # CUBLAS_STATUS_ALLOC_FAILED, CUDNN_STATUS_ALLOC_FAILED
 )
-"""Words of libraries' errors, in lower case."""
 _ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 class MinReduce(Protocol):
-    def all_reduce_min(self, value: int) -> int:
-        """Return the smallest ``value`` of all ranks."""
-        ...
+    def all_reduce_min(self, value: int) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemoryReading:
-    """State of an allocator, in bytes."""
-
     reserved: int
     """Taken from the system, in use or not."""
     allocated: int
@@ -61,12 +56,9 @@ class DeviceMemoryReading:
 
 @dataclass(frozen=True, slots=True)
 class EmptyCacheReport:
-    """Reserved bytes around one emptying."""
-
     reserved_before: int
     reserved_after: int
     others: tuple[RankMemory, ...] = ()
-    """Readings of the engine's other ranks."""
 
     @property
     def freed(self) -> int:
@@ -196,7 +188,6 @@ class DeviceCache:
 
     @property
     def reserved(self) -> int:
-        """Bytes that the allocator holds now."""
         return self._module.memory_reserved()
 
     def empty(self, place: EmptyCachePlace, *, reserved_before: int | None = None) -> EmptyCacheReport:

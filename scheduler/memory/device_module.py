@@ -20,18 +20,12 @@ _TAKE_DEVICE = ("current_stream", "mem_get_info", "memory_allocated", "memory_re
 class DeviceModule(Protocol):
     """``torch.cuda``, ``torch.xpu``, ``torch.npu``, …, or ``host.HOST`` for the CPU."""
 
-    def memory_reserved(self) -> int:
-        """Return the bytes taken from the system, in use or not."""
-        ...
+    def memory_reserved(self) -> int: ...
 
-    def memory_allocated(self) -> int:
-        """Return the bytes handed out to tensors."""
-        ...
+    def memory_allocated(self) -> int: ...
 
 
 class StreamModule(DeviceModule, Protocol):
-    """A device whose work the host enqueues."""
-
     def Stream(self) -> torch.Stream:  # noqa: N802 (torch's name)
         ...
 
@@ -46,8 +40,6 @@ class StreamModule(DeviceModule, Protocol):
 
 
 class GraphModule(StreamModule, Protocol):
-    """A device whose work can be captured."""
-
     def CUDAGraph(self) -> torch.cuda.CUDAGraph:  # noqa: N802 (torch's name)
         ...
 

@@ -213,7 +213,6 @@ class Strategy:
     """When a component is on the device: this one brings all of it for a use, and drops it when it leaves."""
 
     preserve: bool = True
-    """Values survive while it is away."""
     kind: ClassVar[Residency]
 
     def peak_bytes(self, component: OffloadableComponent) -> int:

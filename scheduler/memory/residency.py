@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ComponentStatus, ErrorCode, MemoryTag
-from .device_memory import DeviceCache, get_available_memory, refuse_defeating_settings
+from .device_memory import DeviceCache, refuse_defeating_settings
 from .device_module import DeviceModule, device_module_for, free_and_total, streams_of
 from .host_copy import FileCopy, HostCopy, PinnedCopy, exhaust
 from .offload import OffloadableComponent, Strategy
@@ -95,8 +95,8 @@ class ComponentResidencyManager:
         Raises ``invalid_request`` if an allocator setting defeats the memory saver.
         """
         self._device = torch.device(device)
-        self._module = device_module or device_module_for(self._device)
-        self._device_cache = device_cache or DeviceCache(self._module)
+        self.module = device_module or device_module_for(self._device)
+        self._device_cache = device_cache or DeviceCache(self.module)
         self._make_storage = make_component or _plain(self._device)
         if make_component is None:
             make_component = _plain(self._device)
@@ -107,7 +107,7 @@ class ComponentResidencyManager:
         self._backed_up = frozenset(backed_up)
         self._copies: dict[MemoryTag, HostCopy] = {}
         """Values of backed up tags, from :meth:`keep` until :meth:`give_up`."""
-        self._registered: dict[str, OffloadableComponent] = {}
+        self.registered: dict[str, OffloadableComponent] = {}
         self._executor: ThreadPoolExecutor | None = None
         self.peak_bytes = 0
         """Most bytes that registered components had on the device at one time, since :meth:`forget_peak`."""
@@ -126,40 +126,33 @@ class ComponentResidencyManager:
         Args:
             memory_intensive: empty the device cache when it has left, whatever its size.
         """
-        assert name not in self._registered, name
+        assert name not in self.registered, name
         assert name not in self._components, name
         # Scratch memory is not written whole, as weights are.
         tag: MemoryTag | None = "weights" if strategy.preserve else None
         component = OffloadableComponent(name, strategy, lambda: self._make_storage(tag), self._make_copy)
         component.memory_intensive = memory_intensive
-        self._registered[name] = component
+        self.registered[name] = component
         return component
-
-    def divide(self, name: str, layers: Sequence[Sequence[Tensor]]) -> None:
-        """Say which tensors make up which layer of a registered component, once all are allocated."""
-        self._registered[name].divide(layers)
 
     @contextmanager
     def component(self, name: str) -> Iterator[None]:
         """Let what :func:`allocate` makes inside belong to ``name``, a tag or registered."""
-        token = _ambient.set(self._registered.get(name) or self._components[name])
+        token = _ambient.set(self.registered.get(name) or self._components[name])
         try:
             yield
         finally:
             _ambient.reset(token)
 
     def nbytes(self, name: str) -> int:
-        """Return the size of a component, a tag or registered, wherever it is."""
-        return (self._registered.get(name) or self._components[name]).nbytes
+        return (self.registered.get(name) or self._components[name]).nbytes
 
     def occupied_bytes(self, tag: MemoryTag) -> int:
-        """Return the bytes that the tensors of ``tag`` take now, without registered components."""
         return self._components[tag].occupied_bytes()
 
     @property
     def registered_bytes(self) -> int:
-        """Bytes that registered components take now."""
-        return sum(component.occupied_bytes() for component in self._registered.values())
+        return sum(component.occupied_bytes() for component in self.registered.values())
 
     @property
     def in_allocator(self) -> bool:
@@ -168,13 +161,10 @@ class ComponentResidencyManager:
         """
         return self._make_storage is not MappedComponent
 
-    def device_bytes(self, name: str) -> int:
-        return self._registered[name].device_bytes
-
     @property
     def moved_in_bytes(self) -> int:
         """Bytes of registered components that are on the device, or on their way."""
-        return sum(component.device_bytes for component in self._registered.values())
+        return sum(component.device_bytes for component in self.registered.values())
 
     def forget_peak(self) -> None:
         """Set the peak to what is there now, after loading, which takes each component whole."""
@@ -188,13 +178,13 @@ class ComponentResidencyManager:
                 nbytes=component.nbytes,
                 device_bytes=component.device_bytes,
             )
-            for name, component in self._registered.items()
+            for name, component in self.registered.items()
         ]
 
     @property
     def still_to_come(self) -> int:
         """Bytes that registered components may take beyond what they have, which must be left free."""
-        return sum(max(0, c.strategy.peak_bytes(c) - c.device_bytes) for c in self._registered.values())
+        return sum(max(0, c.strategy.peak_bytes(c) - c.device_bytes) for c in self.registered.values())
 
     def moves(self, tags: Collection[MemoryTag]) -> bool:
         """Return True if a release of ``tags`` may change addresses."""
@@ -206,12 +196,12 @@ class ComponentResidencyManager:
         Raises ``out_of_memory`` with ``needed_bytes`` and ``free_bytes``; what did not fit is not there.
         """
         for name in names:
-            component = self._registered[name]
+            component = self.registered[name]
             self._require_room(component)
             try:
                 yield from self._moving("arrive", component, component.strategy.arrive(component))
             except RuntimeError as error:
-                needed, free = component.strategy.peak_bytes(component), get_available_memory(self._device)
+                needed, free = component.strategy.peak_bytes(component), self._free_bytes()
                 raise _shortage(f"bringing {name} failed: {error}", needed, free) from error
             self._measure()
 
@@ -220,7 +210,7 @@ class ComponentResidencyManager:
         computed.
         """
         exhaust(self.bring([name]))
-        component = self._registered[name]
+        component = self.registered[name]
 
         def at_layer(layer: int) -> None:
             component.strategy.at_layer(component, layer)
@@ -232,7 +222,7 @@ class ComponentResidencyManager:
         """Let components leave, and only here empty the device cache on their behalf."""
         worth_it: list[str] = []
         for name in names:
-            component = self._registered[name]
+            component = self.registered[name]
             before = component.device_bytes
             yield from self._moving("leave", component, component.strategy.leave(component))
             freed = before > component.device_bytes
@@ -280,7 +270,7 @@ class ComponentResidencyManager:
         idle.
         """
         for tag in tags:
-            for component in self._registered.values() if tag == "weights" else ():
+            for component in self.registered.values() if tag == "weights" else ():
                 away = (step for unit in component.units for step in unit.drop())
                 yield from self._moving("leave", component, away)
             storage = self._components[tag]
@@ -294,11 +284,11 @@ class ComponentResidencyManager:
         other components when they are used. Raises ``out_of_memory`` with ``needed_bytes`` and
         ``free_bytes``.
         """
-        residents = [each for each in self._registered.values() if each.strategy.kind == "resident"]
+        residents = [each for each in self.registered.values() if each.strategy.kind == "resident"]
         needed = sum(map(self.nbytes, tags))
         needed += sum(component.nbytes for component in residents) if "weights" in tags else 0
         self._device_cache.empty("resume")
-        free = get_available_memory(self._device)
+        free = self._free_bytes()
         if free is not None and needed > free:
             raise _shortage(f"resuming {_names(tags)} needs {needed} bytes, {free} are free", needed, free)
         begun: list[MemoryTag] = []
@@ -329,18 +319,22 @@ class ComponentResidencyManager:
         needed = component.strategy.peak_bytes(component) - component.device_bytes
         if self._device.type != "cpu" or needed <= 0:
             return
-        free = get_available_memory(self._device)
+        free = self._free_bytes()
         if free is not None and needed > free:
             raise _shortage(f"{component.name} needs {needed} bytes, {free} are free", needed, free)
+
+    def _free_bytes(self) -> int | None:
+        known = free_and_total(self.module)
+        return None if known is None else known[0]
 
     @cached_property
     def _large(self) -> float:
         """Bytes from which a component is large; infinite where the device does not tell its size."""
-        known = free_and_total(self._module)
+        known = free_and_total(self.module)
         return math.inf if known is None else LARGE_SHARE * known[1]
 
     def _make_copy(self) -> HostCopy:
-        streams = streams_of(self._module)
+        streams = streams_of(self.module)
         if self._device.type == "cpu" and streams is None:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="caesura-prefetch")

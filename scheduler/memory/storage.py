@@ -32,8 +32,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class Component:
-    """Tensors of one tag, which come and go together."""
-
     moves: ClassVar[bool]
     """True if tensors may have other addresses after a resume."""
 
@@ -43,7 +41,6 @@ class Component:
         self.nbytes = 0
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new tensor of zeros."""
         tensor = self._zeros(shape, dtype, device)
         self.tensors.append(tensor)
         self.nbytes += tensor.nbytes

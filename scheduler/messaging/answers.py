@@ -36,10 +36,11 @@ from ...io_struct import (
 )
 from ..observability.throughput import SampleTotals
 from ..runtime.guard import defect
-from ..scheduling.waiting_queue import LiveSample
 
 if TYPE_CHECKING:
+    from ..images.request import ImageRequest
     from ..runtime.engine import Engine
+    from ..scheduling.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +247,7 @@ class Replies:
                 sent = self.send_answer(client, sent, message_id)
             engine.answers.add(exchange, sent)
 
-    def finished(self, request: LiveSample, result: SampleResult) -> None:
+    def finished(self, request: "Request | ImageRequest", result: SampleResult) -> None:
         engine = self._engine
         self.samples.count(result)
         exchange = engine.answers.get(request.message_id)

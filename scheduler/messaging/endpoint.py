@@ -1,18 +1,16 @@
-"""The address that the engine listens on: which are allowed, locking it, shutting it for a while; and the
-thread that decides which clients may connect, and how many, even during long steps.
+"""The address that the engine listens on, and the thread that decides which clients may connect, and how
+many.
 
-Invariants:
 - One scheduler per endpoint: it first takes an ``flock`` on a lock file beside the ipc path, because a second
   bind on the same path would succeed and take over the traffic. A path never replaces a file that is not a
   socket.
-- tcp binds loopback addresses only, unless clients must authenticate with keys.
+- tcp binds loopback addresses only, unless clients must authenticate with keys, which are read for each
+  handshake.
 - A shut endpoint accepts no new connections and keeps those that it has. ZeroMQ has no such state: an ipc
   socket is renamed, and a tcp listener drops connection requests.
-- With keys, ZeroMQ uses a connection only after this thread has accepted its key; keys are read for each
-  handshake.
-- The endpoint is shut before the process runs out of descriptors, and opened again when enough are free:
-  without, ZeroMQ would abort the process, or keep a core busy. Its I/O thread cannot get ahead: it waits once
-  about 1,000 accepted connections have not been looked at.
+- It is shut before the process runs out of descriptors: without, ZeroMQ would abort the process, or keep a
+  core busy. Its I/O thread cannot get ahead: it waits once about 1,000 accepted connections have not been
+  looked at.
 - The thread reads every event that ZeroMQ reports until it is told to stop; no exception ends it.
 """
 

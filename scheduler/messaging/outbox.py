@@ -43,7 +43,6 @@ class TokenDetails:
     raw: float
     sampled: float
     mask: np.ndarray | None
-    """Ids that it was sampled from, int32, or None if not requested."""
 
     @staticmethod
     def of(request: Request, at: int, raw: float, sampled: float) -> "TokenDetails | None":

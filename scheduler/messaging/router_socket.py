@@ -31,7 +31,6 @@ HIGH_WATER_MARK = 1000
 RECEIVE_HIGH_WATER_MARK = 8192
 """Messages of one client that ZeroMQ receives ahead of the loop."""
 LINGER_S = 1.0
-"""Seconds that closing waits for slow clients to take their last messages."""
 MESSAGES_PER_DRAIN = 512
 """Messages taken per tick, so that a flood cannot stop generation."""
 FRAMES_PER_DRAIN = 4096
@@ -49,7 +48,7 @@ class Router:
     ) -> None:
         """Bind ``endpoint``; ``on_gone`` gets clients that left. Without ``keys`` all may connect."""
         self._on_gone = on_gone
-        self._backlogs = Backlogs()
+        self.backlogs = Backlogs()
         self._incoming: _Incoming | None = None
         self._offenders: OrderedDict[bytes, int] = OrderedDict()
         self._cleanup = contextlib.ExitStack()
@@ -75,7 +74,7 @@ class Router:
 
     @property
     def has_backlog(self) -> bool:
-        return bool(self._backlogs)
+        return bool(self.backlogs)
 
     def receive(self) -> Iterator[tuple[bytes, bytes, list[memoryview]]]:
         """Yield ``(client, header, buffers)`` of received messages, a bounded number per call; never block.
@@ -100,7 +99,7 @@ class Router:
                     if not is_muted:
                         yield client, header, []
                     continue
-                message = self._incoming = _Incoming(client, header, is_refused=is_muted)
+                message = self._incoming = _Incoming(client, header, nbytes=len(header), is_refused=is_muted)
             if frames == 0:
                 return
             frames = self._read_frames(message, frames)
@@ -114,13 +113,15 @@ class Router:
         socket = self.socket
         while not message.is_refused and frames and socket.rcvmore:
             try:
-                message.add(socket.recv(copy=False).buffer)
+                buffer = socket.recv(copy=False).buffer
             except MemoryError as error:
                 self._refuse_without_memory(message.client, error)
                 message.is_refused, message.buffers = True, []
                 break
+            message.buffers.append(buffer)
+            message.nbytes += len(buffer)
             frames -= 1
-            if message.is_too_long:
+            if len(message.buffers) >= MAX_FRAMES or message.nbytes > MAX_MESSAGE_BYTES:
                 self._refuse(message)
         if message.is_refused:
             for _ in range(DISCARDED_PER_DRAIN):
@@ -153,15 +154,15 @@ class Router:
             self._drop_client(client)
 
     def send(self, client: bytes, message: Message) -> None:
-        if client in self._backlogs:
-            over = self._backlogs.append(client, message)
+        if client in self.backlogs:
+            over = self.backlogs.append(client, message)
         else:
             frames = frames_of(message)
             if self._offer(client, frames):
                 return
-            over = self._backlogs.begin(client, frames)
+            over = self.backlogs.begin(client, frames)
         for each in over:
-            load = self._backlogs[each].load
+            load = self.backlogs[each].load
             logger.warning(
                 "client %s has left %d replies and results unread, %d bytes: treated as gone",
                 each.hex(),
@@ -171,27 +172,27 @@ class Router:
             self._drop_client(each)
 
     def retry(self) -> None:
-        for client, backlog in list(self._backlogs.items()):
+        for client, backlog in list(self.backlogs.items()):
             while (frames := backlog.head()) is not None and self._offer(client, frames):
-                if client not in self._backlogs:
+                if client not in self.backlogs:
                     break  # the send has found the client gone
                 backlog.pop()
             else:
                 if frames is None:
-                    self._backlogs.forget(client)
+                    self.backlogs.forget(client)
 
     def keepalive(self, clients: set[bytes], step: int) -> None:
         """Send a keepalive to ``clients``: only a send reveals which of them are gone."""
         frame = encode(Keepalive(step=step))
         for client in clients:
-            if client not in self._backlogs:
+            if client not in self.backlogs:
                 self._offer(client, (frame,))
 
     def close(self) -> None:
         """Try to send what is left for up to :data:`LINGER_S`, then release socket and lock."""
         deadline = time.monotonic() + LINGER_S
         self.retry()
-        while self._backlogs and time.monotonic() < deadline:
+        while self.backlogs and time.monotonic() < deadline:
             self.socket.poll(1)  # a ROUTER does not report writability; this lets it notice clients that left
             for _ in self.receive():
                 pass  # messages are ignored while the engine stops
@@ -211,7 +212,7 @@ class Router:
         return True
 
     def _drop_client(self, client: bytes) -> None:
-        self._backlogs.forget(client)
+        self.backlogs.forget(client)
         self._on_gone(client)
 
 
@@ -222,11 +223,3 @@ class _Incoming:
     buffers: list[memoryview] = field(default_factory=list)
     nbytes: int = 0
     is_refused: bool = False
-
-    def add(self, buffer: memoryview) -> None:
-        self.buffers.append(buffer)
-        self.nbytes += len(buffer)
-
-    @property
-    def is_too_long(self) -> bool:
-        return len(self.buffers) >= MAX_FRAMES or self.nbytes + len(self.header) > MAX_MESSAGE_BYTES

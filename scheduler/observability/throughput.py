@@ -100,11 +100,11 @@ class Throughput:
         if self._logged is None:
             self._logged = reading
         elif reading.at - self._logged.at >= self._log_interval_s:
-            logger.info("load: %s", _line(self._logged, reading))
+            logger.info("load: %s", line(self._logged, reading))
             self._logged = reading if working else None
 
 
-def _line(before: Counters, now: Counters) -> str:
+def line(before: Counters, now: Counters) -> str:
     seconds = now.at - before.at
     paused = now.paused_s - before.paused_s
     ending = f", {paused:.1f} s of them paused" if paused >= 0.05 else ""

@@ -144,7 +144,6 @@ _LEAST = {
     **dict.fromkeys(("idle_empty_s", "log_stats_interval_s", "session_deadline_s", "session_orphan_s"), 0),
     **dict.fromkeys(("target_step_s", "drain_timeout_s", "watchdog_timeout_s"), 0),
 }
-"""Least value of each number."""
 
 
 @cache

@@ -10,7 +10,6 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype.torch) for name, dt
 SHORT_NAMES = {
     "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float": "float32", "half": "float16",
 }  # fmt: skip
-"""Names that people and other engines use."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

@@ -7,13 +7,14 @@ built, everything before is released. A part reads other parts when it works, no
 import secrets
 from contextlib import ExitStack
 from time import monotonic
+from typing import Any
 
 from ...io_struct import CaesuraError, ErrorCode, MemoryTag
 from ..cache.manager import LedgerError
 from ..control.committed_weights import WeightsFile
 from ..control.engine_state import EngineState
 from ..control.parameter_server import ParameterServerUpdates
-from ..control.weight_sending import WeightSending
+from ..control.process_groups import WeightSending
 from ..control.weight_sessions import Sessions
 from ..control.weight_updates import WeightUpdates
 from ..execution.build import MakeRunner, build_runner
@@ -25,6 +26,7 @@ from ..messaging.answers import Answers, Replies
 from ..messaging.command_queue import CommandQueue
 from ..messaging.dispatcher import Dispatcher
 from ..messaging.endpoint import ServerKeys
+from ..messaging.outbox import Outbox
 from ..messaging.router_socket import Router
 from ..models.config import load_model_config
 from ..models.registry import require_ranks
@@ -33,6 +35,8 @@ from ..observability.stage_profiler import StageProfiler
 from ..observability.step_trace import StepTrace
 from ..observability.throughput import Throughput
 from ..scheduling.request import WeightStamp
+from ..scheduling.step_recovery import Recovery
+from ..scheduling.waiting_queue import LiveRequests, WaitingQueue
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.upload import write_stream_of
 from .background import Wakeup
@@ -107,14 +111,17 @@ class Engine:
         self.state: EngineState = EngineState(self, stamp, start.lost)
         self.sessions = Sessions(deadline_s=config.session_deadline_s, orphan_s=config.session_orphan_s)
         self.replies = Replies(self)
+        self.live: LiveRequests[Any] = LiveRequests()
+        self.waiting: WaitingQueue[Any] = WaitingQueue()
+        self.outbox = Outbox(self.router.send, one_by_one=is_pipeline(config.model_path))
+        self.recovery = Recovery(self)
 
     def _build_steps(self, make_runner: MakeRunner) -> None:
         self.steps = steps = _steps(self, make_runner)
         self.loaded, self.model, self.loader = steps.loaded, steps.loaded.model, steps.loaded.loader
         self.weights_bytes, self.derived_bytes = steps.loaded.weights_bytes, steps.loaded.derived_bytes
-        self.runner, self.batcher, self.recovery = steps.runner, steps.batcher, steps.recovery
-        self.live, self.waiting, self.admit = steps.live, steps.waiting, steps.admit
-        self.outputs, self.outbox, self.request_type = steps.outputs, steps.outbox, steps.request_type
+        self.runner, self.batcher, self.outputs = steps.runner, steps.batcher, steps.outputs
+        self.request_type, self.admit = steps.request_type, steps.admit
         self.cache, self.prompts, self.graphs = steps.cache, steps.prompts, steps.graphs
         self.open_folder, self.scoring = steps.open_folder, steps.scoring
         self._has_steps = True

@@ -11,7 +11,6 @@ from ...io_struct import CaesuraError, ErrorCode
 
 PIPELINE_INDEX = "model_index.json"
 MAX_REASON = 1000
-"""Most characters of an error's reason, which may quote the file."""
 
 
 def checkpoint_error(path: str | Path, reason: str) -> CaesuraError:

@@ -32,7 +32,6 @@ class Timer:
     due: Callable[[], float | None]
     act: Callable[[], object]
     not_before: float = 0.0
-    """Monotonic time of the next attempt after a failure."""
 
 
 class Timers:
@@ -58,9 +57,7 @@ class Housekeeping:
         self._engine = engine
         self._idle_since: float | None = None
         self._warned_of: float | None = None
-        """:attr:`EngineState.unleased_since` of the pause that was warned of."""
         self.next_keepalive = 0.0
-        """Monotonic time of the next keepalives if anybody waits."""
         self.timers = Timers(
             engine.guard,
             (

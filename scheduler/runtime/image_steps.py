@@ -13,14 +13,10 @@ from ..images.memory_limit import Footprint, MemoryLimit
 from ..images.outputs import ImageOutputs
 from ..images.pipeline import load_pipeline, open_component
 from ..images.prompt_cache import PromptCache
-from ..images.request import ImageRequest
 from ..images.runner import ImageRunner
 from ..kernels import TORCH
 from ..memory.device_module import device_module_for
 from ..memory.host import HOST
-from ..messaging.outbox import Outbox
-from ..scheduling.step_recovery import Recovery
-from ..scheduling.waiting_queue import LiveRequests, WaitingQueue
 from .config import PAGE_SIZE
 from .steps import Steps
 
@@ -40,39 +36,36 @@ def image_steps(engine: "Engine") -> Steps:
     logger.info("image pipeline %s: %s", loaded.family.pipeline, ", ".join(loaded.model.components))
     stages = ComponentStages(engine.residency, loaded.movable, engine.stages)
     prompts = PromptCache(config.prompt_cache_bytes)
-    waiting = WaitingQueue[ImageRequest]()
     module, on_host = device_module_for(loaded.device), loaded.device.type == "cpu"
     limit = MemoryLimit.of_free_memory(
         module, HOST, config.sizes.kv_fraction, kept_free=engine.residency.still_to_come, on_host=on_host
     )
     logger.info("samples may hold %s together", limit)
     batcher = ImageBatcher(
-        waiting,
+        engine.waiting,
         max_running=config.sizes.rows,
         limit=limit,
         prompts=prompts,
         encoders_changed=lambda: any(name.startswith("text_") for name in loaded.loader.written),
         on_idle=stages.leave,
     )
-    live: LiveRequests[ImageRequest] = LiveRequests()
-    outbox = Outbox(engine.router.send, one_by_one=True)
     footprint = Footprint(loaded.family, module, on_host=on_host)
-    outputs = ImageOutputs(engine, batcher, live, outbox)
     return Steps(
         loaded=loaded,
         open_folder=lambda path, name: open_component(path, loaded.model.parts[name or ""]),
         runner=ImageRunner(loaded.family, stages, loaded.device, module, footprint),
         request_type=GenerateImagesReqInput,
         admit=ImageAdmission(
-            loaded.family, loaded.device, footprint, limit, live, max_waiting=config.max_waiting_requests
+            loaded.family,
+            loaded.device,
+            footprint,
+            limit,
+            engine.live,
+            max_waiting=config.max_waiting_requests,
         ).admit,
-        live=live,
-        waiting=waiting,
         batcher=batcher,
         prompts=prompts,
-        outputs=outputs,
-        outbox=outbox,
-        recovery=Recovery(batcher, outputs, engine.device_cache),
+        outputs=ImageOutputs(engine, batcher),
         # One page, the least there is; nobody takes it.
         cache=CacheManager(2, PAGE_SIZE, False, engine.state.stamp.epoch),
         serving=Serving({"denoise": TORCH}, None),

@@ -32,7 +32,6 @@ WAITING_POLL_S = 0.005
 MAX_POLL_S = 3600.0
 """Longest sleep: poll takes 32 bits of milliseconds, and deadlines may be infinite."""
 BACKLOG_POLL_S = 0.005
-"""Seconds between attempts to send unsent output."""
 
 
 @dataclass(slots=True)
@@ -50,7 +49,6 @@ class Scheduler:
         self._depth = engine.steps.pipeline_depth
         self._heard = engine.executor.heard
         self.last_step_at: float | None = None
-        """Monotonic time of the last step's output, or None before the first."""
         self._poller = zmq.Poller()
         self._poller.register(engine.router.socket, zmq.POLLIN)
         for fd in (engine.wakeup.fd, *engine.shutdown.fds, *engine.executor.heard):
@@ -94,7 +92,7 @@ class Scheduler:
     def tick(self, in_flight: Step | None) -> Step | None:
         engine = self._engine
         run = engine.guard.run
-        self._receive(self._timeout(in_flight))
+        self.receive(self._timeout(in_flight))
         run("advancing commands", engine.commands.advance)
         run("scoring", engine.dispatcher.score)
         has_failed = in_flight is not None and isinstance(in_flight.output, Failure)
@@ -107,7 +105,8 @@ class Scheduler:
         run("aborting the requests of clients that are gone", engine.dispatcher.reap)
         return in_flight
 
-    def _receive(self, timeout_s: float | None) -> None:
+    def receive(self, timeout_s: float | None) -> None:
+        """Wait for what comes, at most ``timeout_s`` seconds, and take it in."""
         engine = self._engine
         engine.heartbeat.asleep = timeout_s != 0
         timeout_ms = None if timeout_s is None else round(min(timeout_s, MAX_POLL_S) * 1000)

@@ -40,7 +40,6 @@ MAX_DESCRIPTORS = 1 << 20
 NEAR = 0.8
 """Fraction of the limit at which a warning is logged: libzmq ends the process when none is left."""
 END_S = 30.0
-"""Seconds that the cleanup after the loop may take."""
 
 
 def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> int:

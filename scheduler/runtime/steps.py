@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...io_struct import GenerateReqInput, Message
@@ -17,13 +16,10 @@ from ..execution.build import (
 from ..execution.graphs import DecodeGraphs
 from ..execution.kernel_report import Serving, what_serves
 from ..execution.model_runner import ModelRunner
-from ..messaging.outbox import Outbox
 from ..scheduling.batcher import Batcher
 from ..scheduling.chunking import ChunkSizer
 from ..scheduling.outputs import OutputProcessor, Outputs
-from ..scheduling.request import Request, RequestTable
-from ..scheduling.step_recovery import Recovery, restore_tokens
-from ..scheduling.waiting_queue import LiveRequests, WaitingQueue, admit
+from ..scheduling.request import RequestTable
 from ..scoring.scoring import Scoring
 from ..weights.loaded_model import LoadedWeights
 from ..weights.transports.disk import OpenFolder, open_fitting
@@ -47,13 +43,9 @@ class Steps:
     request_type: type[Message]
     admit: Callable[[Any, list[memoryview], bytes, int], list[Any]]
     """Makes the samples of a message, its buffers, its client and the number of samples that wait."""
-    live: LiveRequests[Any]
-    waiting: WaitingQueue[Any]
     batcher: "Batcher | ImageBatcher"
     prompts: "PromptCache | None" = None
     outputs: Outputs[Any]
-    outbox: Outbox
-    recovery: Recovery
     cache: CacheManager
     """The KV pages; one that nobody takes where steps have no KV."""
     serving: Serving
@@ -63,7 +55,6 @@ class Steps:
     kv_bytes_per_token: int = 0
     routing_bytes_per_token: int = 0
     latent_bytes_per_pixel: float | None = None
-    """None for a language model."""
     pipeline_depth: int = 0
 
 
@@ -89,15 +80,8 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
         build_windows(config, loaded, pool),
         build_states(pool),
     )
-    waiting = WaitingQueue[Request]()
     chunks = ChunkSizer(config.sizes.chunk_tokens, config.target_step_s)
-    batcher = Batcher(table, cache, waiting, chunks=chunks, routing=routing)
-    live: LiveRequests[Request] = LiveRequests()
-    outbox = Outbox(engine.router.send)
-    outputs = OutputProcessor(engine, batcher, live, outbox)
-    recovery = Recovery(
-        batcher, outputs, engine.device_cache, restore=partial(restore_tokens, batcher, runner)
-    )
+    batcher = Batcher(table, cache, engine.waiting, chunks=chunks, routing=routing)
     return Steps(
         loaded=loaded,
         open_folder=lambda path, _: open_fitting(path, loaded.config),
@@ -105,15 +89,9 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
         runner=runner,
         graphs=own.graphs if isinstance(own, ModelRunner) else None,
         request_type=GenerateReqInput,
-        admit=lambda message, _, client, waiting: admit(
-            message, client=client, limits=limits, waiting=waiting
-        ),
-        live=live,
-        waiting=waiting,
+        admit=limits.admit,
         batcher=batcher,
-        outputs=outputs,
-        outbox=outbox,
-        recovery=recovery,
+        outputs=OutputProcessor(engine, batcher),
         cache=cache,
         serving=what_serves(config, loaded),
         context_len=limits.context_len,

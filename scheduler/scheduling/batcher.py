@@ -3,22 +3,20 @@
 One step mixes all decoding requests (one token each) with as many prompt tokens as
 :class:`~.chunking.ChunkSizer` allows, which keeps it short whatever the prompts are, and so a pause.
 
-Invariants:
 - A request gets KV pages for all of its known tokens when it starts, and one more whenever it crosses a page
   border. One that cannot get its page preempts the request that started last. The oldest request always
   advances.
-- A slot whose step is in flight keeps its pages: preemption and retraction wait for the step, release is
-  deferred.
+- A slot whose step is in flight keeps its pages: preemption, retraction and release wait for the step.
 - A prefix is computed once: a request waits while a running request computes the same prompt, then shares its
   pages.
-- If a call raises, every request stays where it was, or where a later call finds it: a step counts as in
-  flight only after the whole batch has been built.
+- If a call raises, every request stays where it was, or where a later call finds it.
 """
 
 import logging
 from collections import Counter
 from dataclasses import dataclass
 from time import monotonic
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +43,6 @@ PAGES_PER_SKIPPED_REQUEST = 2
 class ScheduledBatch:
     forward: ForwardBatch
     slots: np.ndarray
-    """int64 [R]"""
     sample_slots: np.ndarray
     """int64 [S]: slots that a token is sampled for."""
     completed: list[Request]
@@ -151,7 +148,7 @@ class Batcher:
         """Roll back a step whose results are lost, so that its tokens are scheduled again.
 
         With two steps in flight, the one launched last is rolled back first. The KV that the step wrote lies
-        beyond ``scheduled`` and is overwritten. Requests may have lost their state: :meth:`restart_states`.
+        beyond ``scheduled`` and is overwritten. Requests may have lost their state: :meth:`restore`.
         """
         table = self.table
         self._states.rolled_back(batch.slots)
@@ -187,16 +184,20 @@ class Batcher:
         logger.warning("steps are limited to %d tokens for now", self._chunk_sizer.limit)
         return True
 
-    def restart_states(self) -> None:
+    def restore(self, runner: Any) -> None:
+        """Restore states and last tokens that lost steps have overwritten. No step may be in flight."""
         for request in self._active[::-1]:
             if request.kv is not None and request.kv.state is not None and request.kv.state.lost:
                 self._requeue(request, keep_prefix=True)
                 request.restarted = len(request.evicted.tokens) > 0
-
-    def last_tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return ``(slots, last tokens)`` [n] of the decoding requests. No step may be in flight."""
         slots = np.asarray([r.slot for r in self._active if r.phase is Phase.DECODE], np.int64)
-        return slots, self.table.tokens[slots, self.table.length[slots] - 1]
+        if not len(slots):
+            return
+        try:
+            runner.set_last_tokens(slots, self.table.tokens[slots, self.table.length[slots] - 1])
+        except Exception as error:  # the device may be in any state
+            logger.error("cannot restore the last tokens: retracting every request", exc_info=error)
+            self.retract_all()
 
     def schedule_failure_candidates(self) -> list[Request]:
         """Return the requests to fail when :meth:`schedule` raises again and again.
@@ -446,7 +447,9 @@ class Batcher:
 
         width = pages_for(int(ends.max()))
         page_table = table.page_table[slots, :width]
-        window_slots, window_table = self._windows.places(slots, starts, ends, page_table)
+        window_slots, window_table = self._windows.places(
+            slots, starts, ends, page_table, row_of_token, positions
+        )
         complete = np.flatnonzero(ends[num_decode:] == table.length[slots[num_decode:]])
         samples = np.concatenate([np.arange(num_decode), num_decode + complete])
         sample_slots = slots[samples]

@@ -1,14 +1,12 @@
 """Limits the tokens of a step, so that steps (and pauses, which wait for a step) stay short and fit into
 memory.
 
-Time: a step is modelled as ``base + cost * prompt tokens``, both running averages of measurements.
+Time: a step is modelled as ``base + cost * prompt tokens``, both running averages of measurements. Memory:
+when a step runs out of it, the token limit (decoding rows plus prompt tokens) is halved until one succeeds.
+After ``patience`` good steps of about its size it is doubled again; the patience doubles if the larger limit
+fails.
 
-Memory: when a step runs out of memory, the token limit (decoding rows plus prompt tokens) is halved until a
-step succeeds. After ``patience`` good steps of about the limit's size it is doubled again. The patience
-doubles if the larger limit fails, and returns to its minimum if it succeeds.
-
-A budget is a whole number of pages; under a memory limit any number of tokens. Measured times decide only how
-prompts are cut, never which requests run.
+A budget is a whole number of pages, but under a memory limit. Measured times never decide which requests run.
 """
 
 from ..runtime.config import PAGE_SIZE
@@ -40,7 +38,13 @@ class ChunkSizer:
         self._has_grown = False
 
     def budget(self, num_decode: int = 0) -> int:
-        budget = self._budget_by_time()
+        budget = self._largest
+        if self._target_s != float("inf"):
+            # Prompts get a quarter of the time even if decoding alone takes all of it, so that they advance.
+            affordable = float(_FIRST_TOKENS)
+            if self._cost_s is not None:
+                affordable = max(self._target_s - self._base_s, self._target_s / 4) / self._cost_s
+            budget = int(min(max(affordable // PAGE_SIZE * PAGE_SIZE, PAGE_SIZE), self._largest))
         return budget if self.limit is None else max(min(budget, self.limit - num_decode), 0)
 
     def observe(self, prompt_tokens: int, seconds: float) -> None:
@@ -69,12 +73,3 @@ class ChunkSizer:
                 self._patience = PATIENCE
             self.limit = 2 * self.limit if self.limit < self._too_large else None
             self._good_steps, self._has_grown = 0, True
-
-    def _budget_by_time(self) -> int:
-        if self._target_s == float("inf"):
-            return self._largest
-        if self._cost_s is None:
-            return min(self._largest, _FIRST_TOKENS)
-        # Prompts get a quarter of the time even if decoding alone takes all of it, so that they advance.
-        affordable = max(self._target_s - self._base_s, self._target_s / 4) / self._cost_s
-        return int(min(max(affordable // PAGE_SIZE * PAGE_SIZE, PAGE_SIZE), self._largest))

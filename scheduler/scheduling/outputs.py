@@ -27,27 +27,19 @@ from .sampling import MAX_MASK_BYTES, InputSpan
 from .waiting_queue import LiveRequests, SampleT, WaitingQueue
 
 if TYPE_CHECKING:
-    from ..messaging.outbox import Outbox
     from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
 
 class Outputs(ABC, Generic[SampleT]):
-    def __init__(
-        self,
-        engine: "Engine",
-        waiting: WaitingQueue[SampleT],
-        live: LiveRequests[SampleT],
-        outbox: "Outbox",
-    ) -> None:
+    def __init__(self, engine: "Engine") -> None:
         self.generated_tokens = 0
         """Tokens, or denoised steps of samples, since the engine's start."""
         self.finished: Counter[str] = Counter()
-        """Number of finished samples, by the type of their finish reason."""
-        self._waiting = waiting
-        self._live = live
-        self._outbox = outbox
+        self._waiting: WaitingQueue[SampleT] = engine.waiting
+        self._live: LiveRequests[SampleT] = engine.live
+        self._outbox = engine.outbox
         self._replies = engine.replies
         self._stamp = engine.state.stamp
 
@@ -120,10 +112,8 @@ class Outputs(ABC, Generic[SampleT]):
 
 
 class OutputProcessor(Outputs[Request]):
-    def __init__(
-        self, engine: "Engine", batcher: Batcher, live: LiveRequests[Request], outbox: "Outbox"
-    ) -> None:
-        super().__init__(engine, batcher.waiting, live, outbox)
+    def __init__(self, engine: "Engine", batcher: Batcher) -> None:
+        super().__init__(engine)
         self._table = batcher.table
         self._batcher = batcher
         self._stamp_number = 0

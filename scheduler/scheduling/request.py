@@ -1,10 +1,9 @@
 """The state of one sample from arrival to its terminal result, and the table of the requests that hold KV.
 
-Invariants:
 - A :class:`Request` is in exactly one :class:`Phase`; ``FINISHED`` is entered once, and only by
   ``Outputs.finish``.
-- A request is bound to a slot if and only if it holds KV. While it is bound, its tokens are in the table's
-  row, otherwise in its own arrays. ``bind`` and ``evict`` move them.
+- It is bound to a slot if and only if it holds KV. Then its tokens are in the table's row, otherwise in its
+  own arrays.
 - Per-step work is array work on :class:`RequestTable`; Python touches a request only when it arrives, starts,
   ends, is retracted, or gets a new weight-version span.
 - ``scheduled[slot]`` counts tokens whose KV is computed or in flight; ``length[slot]`` counts known tokens.
@@ -32,7 +31,6 @@ _STOP_WIDTH = 8
 
 class Phase(Enum):
     WAITING = "waiting"
-    """Queued without KV: new, retracted or preempted."""
     PREFILL = "prefill"
     """Holds KV pages for all of its known tokens, and has computed some of them."""
     DECODE = "decode"
@@ -46,7 +44,6 @@ class WeightStamp:
     epoch: int
     version: str
     incarnation: str = ""
-    """Identifies this start of the engine."""
 
 
 @dataclass(slots=True)

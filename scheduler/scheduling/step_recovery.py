@@ -4,30 +4,24 @@ Out of memory is no request's fault: the step is rolled back, and computed again
 (decoding rows first). Only a step of a single token or sample that fails twice ends its request. Any other
 failure, while a step is built, launched, fetched or processed, ends the requests of its step.
 
-Invariants:
-- A step's output is recorded only if all of it has arrived. A step that is computed again writes the same KV
+- A step's output is recorded only if all of it has arrived. One that is computed again writes the same KV
   slots, and its noise is a function of position, so it samples the same tokens.
-- Requests whose linear-attention state the step has overwritten start again from the last one that was kept
-  for a prefix of theirs, and before others decode on.
 - A step that was launched after a failed one is rolled back with it: its decoding rows read the failed step's
   tokens.
 - The device cache is emptied once per failure, when nothing refers to the step's tensors any more.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...io_struct import ErrorCode, StepFailures
-from ..execution.forward import Runner
-from ..memory.device_memory import DeviceCache, is_out_of_memory
-from .outputs import Outputs
+from ..memory.device_memory import is_out_of_memory
 
 if TYPE_CHECKING:
-    from ..images.batcher import ImageBatcher
-    from .batcher import Batcher
+    from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -54,28 +48,16 @@ class Failure:
 
 
 class Recovery:
-    def __init__(
-        self,
-        batcher: "Batcher | ImageBatcher",
-        outputs: Outputs[Any],
-        device_cache: DeviceCache,
-        *,
-        restore: Callable[[], None] = lambda: None,
-    ) -> None:
-        """``restore`` is called after a step was rolled back."""
-        self._failed = self._retried = self._splits = 0
-        self._batcher = batcher
-        self._outputs = outputs
-        self._device_cache = device_cache
-        self._restore = restore
-        self._failed_builds = 0
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+        self._failed = self._retried = self._splits = self._failed_builds = 0
 
     def counts(self) -> StepFailures:
         return StepFailures(
             failed=self._failed,
             retried=self._retried,
             splits=self._splits,
-            token_limit=self._batcher.step_limit,
+            token_limit=self._engine.batcher.step_limit,
         )
 
     def step_built(self) -> None:
@@ -86,22 +68,22 @@ class Recovery:
         self._failed_builds += 1
         if self._failed_builds == MAX_BUILDS:
             self._failed_builds = 0
-            self._fail(self._batcher.schedule_failure_candidates(), failure)
-        self._device_cache.after_failure(failure.message)
+            self._fail(self._engine.batcher.schedule_failure_candidates(), failure)
+        self._engine.device_cache.after_failure(failure.message)
 
     def step_failed(self, batch: Any, failure: Failure, later: Any | None) -> None:
         self._failed += 1
         if later is not None:
-            self._batcher.roll_back_step(later)
+            self._engine.batcher.roll_back_step(later)
             self._retried += 1
-        self._batcher.roll_back_step(batch)
-        if failure.out_of_memory and self._batcher.halve(batch):
+        self._engine.batcher.roll_back_step(batch)
+        if failure.out_of_memory and self._engine.batcher.halve(batch):
             self._splits += 1
             self._retried += 1
         else:
-            self._fail(self._batcher.requests_of(batch), failure)
-        self._device_cache.after_failure(failure.message)
-        self._restore()
+            self._fail(self._engine.batcher.requests_of(batch), failure)
+        self._engine.device_cache.after_failure(failure.message)
+        self._engine.batcher.restore(self._engine.runner)
 
     @contextmanager
     def output_processing(self, batch: Any, number: int) -> Iterator[None]:
@@ -113,24 +95,12 @@ class Recovery:
         else:
             return
         self._failed += 1
-        self._fail(self._batcher.requests_of(batch), failure)
-        self._device_cache.after_failure(failure.message)
+        self._fail(self._engine.batcher.requests_of(batch), failure)
+        self._engine.device_cache.after_failure(failure.message)
 
     def _fail(self, requests: list[Any], failure: Failure) -> None:
         if failure.out_of_memory:
-            self._outputs.fail(requests, f"out of memory: {failure.message}", ErrorCode.OUT_OF_MEMORY)
+            message = f"out of memory: {failure.message}"
+            self._engine.outputs.fail(requests, message, ErrorCode.OUT_OF_MEMORY)
         else:
-            self._outputs.fail(requests, f"the step failed: {failure.message}")
-
-
-def restore_tokens(batcher: "Batcher", runner: Runner) -> None:
-    """Restore the states and last tokens that rolled back steps have overwritten."""
-    batcher.restart_states()
-    slots, tokens = batcher.last_tokens()
-    if not len(slots):
-        return
-    try:
-        runner.set_last_tokens(slots, tokens)
-    except Exception as error:  # the device may be in any state
-        logger.error("cannot restore the last tokens: retracting every request", exc_info=error)
-        batcher.retract_all()
+            self._engine.outputs.fail(requests, f"the step failed: {failure.message}")

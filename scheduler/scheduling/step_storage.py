@@ -28,21 +28,15 @@ class WindowedSteps:
         self._table, self._cache = table, cache
 
     def places(
-        self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, page_table: np.ndarray
-    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return ``ForwardBatch``'s ``window_slots`` (int64 [T]) and ``window_table`` (int32), or None.
-
-        The rows ``slots`` compute positions [starts, ends).
-        """
+        self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, page_table: np.ndarray,
+        row_of_token: np.ndarray, positions: np.ndarray,
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:  # fmt: skip
+        """Return ``ForwardBatch``'s ``window_slots`` (int64 [T]) and ``window_table`` (int32), or None."""
         windows = self._cache.windows
         if windows is None:
             return None, None
         for row in np.nonzero(-(-ends // PAGE_SIZE) != -(-starts // PAGE_SIZE))[0].tolist():
             self._cache.reach(_kv(self._table, slots[row]), int(ends[row]))
-        counts = ends - starts
-        row_of_token = np.repeat(np.arange(len(slots)), counts)
-        first = np.cumsum(counts) - counts
-        positions = np.arange(len(row_of_token)) - first[row_of_token] + starts[row_of_token]
         table = windows.behind[page_table]
         pages = table[row_of_token, positions // PAGE_SIZE].astype(np.int64)
         return torch.from_numpy(pages * PAGE_SIZE + positions % PAGE_SIZE), torch.from_numpy(table)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from time import monotonic
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ...io_struct import (
     MAX_INT32,
@@ -28,6 +28,9 @@ from ...io_struct import (
 from ..runtime.config import PAGE_SIZE
 from .request import Phase, Request, make_requests
 
+if TYPE_CHECKING:
+    from ..images.request import ImageRequest
+
 MAX_FURTHER_BYTES = 32 << 20
 FINISHED_ENTRIES = 64
 """Finished requests that the queue may contain in addition to one per live request."""
@@ -36,56 +39,99 @@ FINISHED_ENTRIES = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
     context_len: int
-    """Most tokens of prompt plus output."""
     pool_tokens: int
     vocab_size: int
     max_waiting: int
     eos_token_ids: tuple[int, ...]
     has_experts: bool = False
 
+    def admit(
+        self, message: GenerateReqInput, _buffers: list[memoryview], client: bytes, waiting: int
+    ) -> list[Request]:
+        """Check a generate message and make its requests, one per sample; changes no state.
 
-def admit(
-    message: GenerateReqInput, *, client: bytes, limits: AdmissionLimits, waiting: int
-) -> list[Request]:
-    """Check a generate message and make its requests, one per sample; changes no state.
+        Raises:
+            CaesuraError: ``invalid_request``, ``unsupported``, ``prompt_too_long``, ``exceeds_kv_pool``,
+                ``queue_full``.
+        """
+        params, prompt_len = message.sampling_params, len(message.input_ids)
+        for field, value, requirement in params.problems():
+            field = f"sampling_params.{field}"
+            raise _invalid(f"{field} = {value!r} {requirement}", field, value if value == value else "nan")
+        for field, ids in (
+            ("input_ids", message.input_ids),
+            ("sampling_params.stop_token_ids", params.stop_token_ids),
+            ("sampling_params.logit_bias", list(params.logit_bias or ())),
+        ):
+            _check_ids(field, ids, self.vocab_size)
+        if prompt_len == 0:
+            raise _invalid("input_ids is empty: a prompt has at least one token id", "input_ids", [])
+        if (continued := message.continued_tokens) >= prompt_len:
+            requirement = f"must be less than the {prompt_len} tokens of input_ids"
+            raise _invalid(f"continued_tokens = {continued} {requirement}", "continued_tokens", continued)
+        if message.return_routed_experts and not self.has_experts:
+            reason = "return_routed_experts: this model has no experts"
+            raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="return_routed_experts")
+        if (start := message.routed_experts_start_len) > prompt_len:
+            field = "routed_experts_start_len"
+            reason = f"{field} = {start} is beyond the prompt of {prompt_len} tokens"
+            raise _invalid(reason, field, start, prompt_tokens=prompt_len)
+        require_room(params.n, waiting, self.max_waiting)
+        limit = self._total_limit(prompt_len, params.max_new_tokens)
+        self._check_further_logprobs(message, limit)
+        return make_requests(
+            message,
+            client=client,
+            seed=params.seed if params.seed is not None else secrets.randbits(63),
+            limit=limit,
+            eos_token_ids=self.eos_token_ids,
+            arrival=monotonic(),
+        )
 
-    Raises:
-        CaesuraError: ``invalid_request``, ``unsupported``, ``prompt_too_long``, ``exceeds_kv_pool``,
-            ``queue_full``.
-    """
-    params, prompt_len = message.sampling_params, len(message.input_ids)
-    for field, value, requirement in params.problems():
-        field = f"sampling_params.{field}"
-        raise _invalid(f"{field} = {value!r} {requirement}", field, value if value == value else "nan")
-    for field, ids in (
-        ("input_ids", message.input_ids),
-        ("sampling_params.stop_token_ids", params.stop_token_ids),
-        ("sampling_params.logit_bias", list(params.logit_bias or ())),
-    ):
-        _check_ids(field, ids, limits.vocab_size)
-    if prompt_len == 0:
-        raise _invalid("input_ids is empty: a prompt has at least one token id", "input_ids", [])
-    if (continued := message.continued_tokens) >= prompt_len:
-        requirement = f"must be less than the {prompt_len} tokens of input_ids"
-        raise _invalid(f"continued_tokens = {continued} {requirement}", "continued_tokens", continued)
-    if message.return_routed_experts and not limits.has_experts:
-        reason = "return_routed_experts: this model has no experts"
-        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="return_routed_experts")
-    if (start := message.routed_experts_start_len) > prompt_len:
-        field = "routed_experts_start_len"
-        reason = f"{field} = {start} is beyond the prompt of {prompt_len} tokens"
-        raise _invalid(reason, field, start, prompt_tokens=prompt_len)
-    require_room(params.n, waiting, limits.max_waiting)
-    limit = _total_limit(prompt_len, params.max_new_tokens, limits)
-    _check_further_logprobs(message, limit, limits)
-    return make_requests(
-        message,
-        client=client,
-        seed=params.seed if params.seed is not None else secrets.randbits(63),
-        limit=limit,
-        eos_token_ids=limits.eos_token_ids,
-        arrival=monotonic(),
-    )
+    def _total_limit(self, prompt_len: int, max_new_tokens: int | None) -> int:
+        """Return the number of tokens at which a request finishes; refuse what exceeds context or KV pool."""
+        new_tokens = max_new_tokens if max_new_tokens is not None else max(self.context_len - prompt_len, 1)
+        if prompt_len + new_tokens > self.context_len:
+            raise CaesuraError(
+                ErrorCode.PROMPT_TOO_LONG,
+                f"{prompt_len} prompt tokens and {new_tokens} new ones exceed "
+                f"the context of {self.context_len}",
+                prompt_tokens=prompt_len,
+                max_new_tokens=new_tokens,
+                limit=self.context_len,
+            )
+        # The last sampled token needs no KV. Without max_new_tokens the pool limits a request and refuses
+        # none.
+        needed = prompt_len + new_tokens - 1
+        if needed > self.pool_tokens and max_new_tokens is None and prompt_len <= self.pool_tokens:
+            return self.pool_tokens + 1
+        if needed > self.pool_tokens:
+            raise CaesuraError(
+                ErrorCode.EXCEEDS_KV_POOL,
+                f"the request needs KV for {needed} tokens, the whole pool holds {self.pool_tokens}",
+                needed_tokens=needed,
+                total_tokens=self.pool_tokens,
+            )
+        return prompt_len + new_tokens
+
+    def _check_further_logprobs(self, message: GenerateReqInput, limit: int) -> None:
+        """Refuse values out of range, and extra logprobs that make a result too large for one message."""
+        top, token_ids = message.top_logprobs_num, message.token_ids_logprob or []
+        start, prompt_len, num_ids = message.logprob_start_len, len(message.input_ids), len(token_ids)
+        most = min(MAX_TOP_LOGPROBS, self.vocab_size)
+        nbytes = (8 * top + 4 * num_ids) * (limit - (start if 0 <= start < prompt_len else prompt_len))
+        fits = nbytes <= MAX_FURTHER_BYTES or not message.return_logprob
+        too_large = f"and token_ids_logprob: up to {nbytes} bytes, the limit is {MAX_FURTHER_BYTES}"
+        most_ids = f"has at most {MAX_TOKEN_IDS_LOGPROB} ids"
+        for field, value, requirement, holds in (
+            ("top_logprobs_num", top, f"must be in [0, {most}]", 0 <= top <= most),
+            ("logprob_start_len", start, "must be a position, or -1", -1 <= start <= MAX_INT32),
+            ("token_ids_logprob", num_ids, most_ids, num_ids <= MAX_TOKEN_IDS_LOGPROB),
+            ("top_logprobs_num", top, too_large, fits),
+        ):
+            if not holds:
+                raise _invalid(f"{field} = {value}: {requirement}", field, value)
+        _check_ids("token_ids_logprob", token_ids, self.vocab_size)
 
 
 def _invalid(reason: str, field: str, value: object, **detail: object) -> CaesuraError:
@@ -98,53 +144,6 @@ def require_room(samples: int, waiting: int, limit: int) -> None:
         raise CaesuraError(ErrorCode.QUEUE_FULL, reason, waiting=waiting, limit=limit)
 
 
-def _total_limit(prompt_len: int, max_new_tokens: int | None, limits: AdmissionLimits) -> int:
-    """Return the number of tokens at which a request finishes; refuse what exceeds context or KV pool."""
-    new_tokens = max_new_tokens if max_new_tokens is not None else max(limits.context_len - prompt_len, 1)
-    if prompt_len + new_tokens > limits.context_len:
-        raise CaesuraError(
-            ErrorCode.PROMPT_TOO_LONG,
-            f"{prompt_len} prompt tokens and {new_tokens} new ones exceed "
-            f"the context of {limits.context_len}",
-            prompt_tokens=prompt_len,
-            max_new_tokens=new_tokens,
-            limit=limits.context_len,
-        )
-    # The last sampled token needs no KV. Without max_new_tokens the pool limits a request instead of refusing
-    # it.
-    needed = prompt_len + new_tokens - 1
-    if needed > limits.pool_tokens and max_new_tokens is None and prompt_len <= limits.pool_tokens:
-        return limits.pool_tokens + 1
-    if needed > limits.pool_tokens:
-        raise CaesuraError(
-            ErrorCode.EXCEEDS_KV_POOL,
-            f"the request needs KV for {needed} tokens, the whole pool holds {limits.pool_tokens}",
-            needed_tokens=needed,
-            total_tokens=limits.pool_tokens,
-        )
-    return prompt_len + new_tokens
-
-
-def _check_further_logprobs(message: GenerateReqInput, limit: int, limits: AdmissionLimits) -> None:
-    """Refuse values out of range, and extra logprobs that would make a result too large for one message."""
-    top, token_ids = message.top_logprobs_num, message.token_ids_logprob or []
-    start, prompt_len, num_ids = message.logprob_start_len, len(message.input_ids), len(token_ids)
-    most = min(MAX_TOP_LOGPROBS, limits.vocab_size)
-    nbytes = (8 * top + 4 * num_ids) * (limit - (start if 0 <= start < prompt_len else prompt_len))
-    fits = nbytes <= MAX_FURTHER_BYTES or not message.return_logprob
-    too_large = f"and token_ids_logprob: up to {nbytes} bytes, the limit is {MAX_FURTHER_BYTES}"
-    most_ids = f"has at most {MAX_TOKEN_IDS_LOGPROB} ids"
-    for field, value, requirement, holds in (
-        ("top_logprobs_num", top, f"must be in [0, {most}]", 0 <= top <= most),
-        ("logprob_start_len", start, "must be a position, or -1", -1 <= start <= MAX_INT32),
-        ("token_ids_logprob", num_ids, most_ids, num_ids <= MAX_TOKEN_IDS_LOGPROB),
-        ("top_logprobs_num", top, too_large, fits),
-    ):
-        if not holds:
-            raise _invalid(f"{field} = {value}: {requirement}", field, value)
-    _check_ids("token_ids_logprob", token_ids, limits.vocab_size)
-
-
 def _check_ids(field: str, ids: list[int], vocab_size: int) -> None:
     if ids and max(ids) >= vocab_size:
         position, value = next((i, token) for i, token in enumerate(ids) if token >= vocab_size)
@@ -152,19 +151,7 @@ def _check_ids(field: str, ids: list[int], vocab_size: int) -> None:
         raise _invalid(reason, field, value, position=position, vocab_size=vocab_size)
 
 
-class LiveSample(Protocol):
-    message_id: str
-    rid: str
-    index: int
-    client: bytes
-    """Client that gets the result; changes when a retry attaches from another socket."""
-    phase: Phase
-
-    @property
-    def key(self) -> tuple[str, int]: ...
-
-
-SampleT = TypeVar("SampleT", bound=LiveSample)
+SampleT = TypeVar("SampleT", bound="Request | ImageRequest")
 
 
 class LiveRequests(Generic[SampleT]):

@@ -1,17 +1,15 @@
 """Scores sequences with a second checkpoint, the reference model, between the steps of the loop.
 
-Invariants:
 - The policy is neither read nor written: the reference has its own weights, KV pages and workspaces. A pause,
-  an update or poisoned weights do not stop scoring. A release of the tag ``weights`` releases the reference's
-  memory, too, and fails the scoring under way.
-- The reference is loaded before the policy, while the device is empty: both need not fit on it at once.
-  Unless it stays resident, it has left the device then, and the memory that it needs during use is reserved.
-- Every accepted message gets exactly one answer, with as many log-probabilities per sequence as it asked for.
-- Scoring holds the loop for one layer, or for a few rows of the output head, at a time. Prompts are cut so
-  that a layer takes at most :data:`SLICE_S`. The loop does not wait for an asynchronous device.
-- Logits exist for a few rows at a time only, in memory of fixed size.
-- Sequences are computed in the order of arrival, several in one forward if they fit. At most the first one is
-  partly computed, so a pool with pages for the longest sequence is enough.
+  an update or poisoned weights do not stop scoring; a release of the tag ``weights`` releases the reference,
+  too.
+- It is loaded before the policy, while the device is empty; unless it stays resident, it has left the device
+  then.
+- Every accepted message gets exactly one answer. Sequences are computed in the order of arrival, and at most
+  the first one is partly computed, so a pool with pages for the longest sequence is enough.
+- Scoring holds the loop for one layer, or for a few rows of the output head, at a time, at most
+  :data:`SLICE_S`, and does not wait for an asynchronous device. Logits exist for a few rows at a time, in
+  memory of fixed size.
 """
 
 import logging
@@ -119,7 +117,7 @@ class Scoring:
                 "state per sequence, which scoring does not have",
                 fields=["architectures"],
             )
-        residency.divide(WEIGHTS, _layers(loaded.model))
+        residency.registered[WEIGHTS].divide(_layers(loaded.model))
         if config.deterministic:
             require_deterministic(loaded)
         self.model, self._device = loaded.model, loaded.device
@@ -248,7 +246,7 @@ class Scoring:
             model_path=self._model_path,
             residency=engine.config.reference_residency,
             weights=engine.residency.nbytes(WEIGHTS),
-            device_bytes=engine.residency.device_bytes(WEIGHTS),
+            device_bytes=engine.residency.registered[WEIGHTS].device_bytes,
             pending_sequences=len(self._queue),
             scored_tokens=self._scored_tokens,
         )

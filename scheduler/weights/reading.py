@@ -60,7 +60,6 @@ class Held(msgspec.Struct, array_like=True, frozen=True):
     """The part of a tensor that one of several ranks holds: some rows, and some columns of these."""
 
     rows: tuple[tuple[int, int], ...]
-    """First row and end of each range."""
     columns: tuple[int, int] | None
     """First column and end; None means all of each row."""
     data: bytearray
@@ -93,7 +92,6 @@ def is_divided(slot: WeightSlot) -> bool:
 
 
 def require_placeable(slots: Iterator[WeightSlot]) -> None:
-    """Raise ``unsupported`` for the first tensor whose parts on ranks :class:`Held` cannot describe."""
     for slot in slots:
         columns = slot.owned_columns
         width = prod(slot.shape[1:]) if columns is None else len(columns)

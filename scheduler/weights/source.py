@@ -55,8 +55,6 @@ The generator is closed if the update fails in between.
 
 
 class WeightSource(Protocol):
-    """The tensors of one call."""
-
     name: str
     total_bytes: int
     complete: bool
@@ -92,8 +90,6 @@ def in_component(source: WeightSource, component: str | None) -> WeightSource:
 
 
 class ComponentSource:
-    """Tensors of one component, under the model's names."""
-
     def __init__(self, inner: WeightSource, component: str) -> None:
         self.inner = inner
         self.component = component

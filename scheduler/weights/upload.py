@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,8 +79,9 @@ class WriteStream:
         """
         load = _Load(self, bucket_bytes)
         try:
-            if isinstance(source, ReadAhead):
-                yield from load.read_ahead(source.fills(bucket_bytes, skip))
+            fills: Callable[[int, Skip], Iterator[Fill]] | None = getattr(source, "fills", None)
+            if fills is not None:  # threads can read them in any order
+                yield from load.read_ahead(fills(bucket_bytes, skip))
             else:
                 yield from load.packed(source.pieces(bucket_bytes, skip))
         finally:
@@ -94,8 +95,6 @@ def write_stream_of(device: torch.device, on_stream: OnStream = nullcontext) -> 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Location of some rows of a tensor in a bucket."""
-
     name: str
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
@@ -112,21 +111,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """The contents of one bucket, and how to read them."""
-
     nbytes: int
     read: Callable[[Tensor], None]
     """Fills uint8 [nbytes] on the host; may run in any thread, at any time until the load ends."""
     places: list[Place]
-
-
-@runtime_checkable
-class ReadAhead(Protocol):
-    """A source whose buckets threads can read in any order."""
-
-    def fills(self, bucket_bytes: int, skip: Skip) -> Iterator[Fill]:
-        """Yield all of it; a fill that is larger than ``bucket_bytes`` holds a single row."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -158,8 +146,6 @@ class _Bucket:
 
 
 class _Load:
-    """The buckets of one load."""
-
     def __init__(self, stream: WriteStream, bucket_bytes: int) -> None:
         self._stream = stream
         self._bucket_bytes = bucket_bytes
@@ -217,7 +203,6 @@ class _Load:
         self._stream.synchronize()
 
     def _take(self, nbytes: int) -> _Bucket:
-        """Return a bucket of at least ``nbytes``."""
         bucket = self._free.popleft() if self._free else None
         size = max(self._bucket_bytes, nbytes)
         if bucket is not None and len(bucket.host) >= size:

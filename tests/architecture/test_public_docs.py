@@ -29,9 +29,7 @@ PUBLIC = sorted(
 
 
 def documented(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, bool]]:
-    """Names that ``body`` assigns, as attributes of ``owner`` where one is given, and whether a string
-    follows.
-    """
+    """Names that ``body`` assigns, as attributes of ``owner`` where one is given."""
     for statement, below in pairwise([*body, ast.Pass()]):
         targets = statement.targets if isinstance(statement, ast.Assign) else []
         targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
@@ -43,9 +41,6 @@ def documented(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, boo
 
 
 def values(cls: type) -> dict[str, bool]:
-    """Public fields and attributes of ``cls``'s own body and constructor: whether a string below them or a
-    line of the class's docstring says what they are.
-    """
     module = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
     (definition,) = (
         node for node in module.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__
@@ -70,9 +65,7 @@ def members(cls: type) -> dict[str, bool]:
 
 
 def silent(kind: type) -> list[str]:
-    """What a reader of the page of ``kind`` finds without a word. What a base has explained need not be said
-    again.
-    """
+    """What a reader of the page of ``kind`` finds without a word."""
     explained: dict[str, bool] = {}
     for cls in reversed(kind.__mro__):
         if cls.__module__.startswith("caesura."):

@@ -100,9 +100,6 @@ UNPICKLERS = {
 
 
 def unpickling(tree: ast.Module) -> list[str]:
-    """Lines that name a function or class of :data:`UNPICKLERS`, under whatever name it or its module was
-    imported.
-    """
     meant = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -138,9 +135,6 @@ def test_the_rule_about_pickles(source, found):
 
 
 def test_nothing_is_unpickled_but_as_the_oracle_of_the_restricted_reader():
-    """What a stranger sends is never unpickled, and no test may need it: the one file compares our reader
-    with pickle's.
-    """
     modules = {name.rpartition(".")[0] for name in UNPICKLERS}
     assert {name for name, tree in trees_of(modules) if unpickling(tree)} == {
         "unit/io_struct/test_legacy_pickle.py"

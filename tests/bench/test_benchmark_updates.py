@@ -118,11 +118,7 @@ SIZES = {"weights": 64.0, "link": 2.0}
 
 
 def simulated(parents: list[int], buckets: int, bucket_s: float) -> float:
-    """When the last engine has the last bucket. Host 0 is the trainer; ``parents`` are those of hosts 1, 2, …
-
-    Each host sends one bucket at a time, to its children in turn, in the order of the buckets, when it has
-    the bucket.
-    """
+    """When the last engine has the last bucket. Host 0 is the trainer."""
     has = {0: [0.0] * buckets}
     free = [0.0] * (len(parents) + 1)
     children: dict[int, list[int]] = {}

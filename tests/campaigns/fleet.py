@@ -86,9 +86,7 @@ class Replicas(Protocol):
         """Send ``number``; what comes after the first until the restart does nothing."""
         ...
 
-    async def restart(self, name: str) -> None:
-        """Another engine in the place of a killed one."""
-        ...
+    async def restart(self, name: str) -> None: ...
 
 
 class OwnReplicas:
@@ -111,7 +109,6 @@ class OwnReplicas:
             os.kill(self.engines[name].pid, number)
 
     async def restart(self, name: str) -> None:
-        """Another engine in the place of a killed one."""
         await asyncio.to_thread(self.engines[name].close)
         await asyncio.to_thread(self._launch, name)
 
@@ -332,7 +329,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 async def run(options: argparse.Namespace, rounds: list[Round]) -> None:
-    """The whole campaign; each round is appended to ``rounds``."""
     with tempfile.TemporaryDirectory() as folder:
         versions = make_versions(Path(folder), 3)
         opened = _ray_fleet if options.ray else _own_fleet

@@ -132,7 +132,6 @@ class Mutant:
 
 
 def all_places(source: str) -> list[Place]:
-    """Every place of cosmic-ray's operators that take no arguments."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator, operator_names
 
@@ -258,11 +257,7 @@ def _compiles(source: str) -> bool:
 
 
 class Reach:
-    """A pytest plugin that sees which test executes which line of some files.
-
-    A test is credited with its call and teardown, and with the setup of any test of its file. What runs at import
-    is credited to every test. Processes that a test starts are not traced.
-    """
+    """A pytest plugin that sees which test executes which line of some files."""
 
     def __init__(self, files: dict[str, str]) -> None:
         self._files = files

@@ -44,7 +44,6 @@ class Request:
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that waits for nothing."""
     try:
         work.send(None)
     except StopIteration as stop:

@@ -1,14 +1,17 @@
-"""The real FlashInfer against the torch backend, on the same pages: eager, mixed and captured."""
+"""The real FlashInfer against the torch backend, on the same pages: heads and latents; eager, mixed, captured."""
 
 from importlib.util import find_spec
 
 import pytest
 import torch
 from support.forward_batches import Row, attention_shape, forward_batch
+from torch import Tensor
 
 from caesura.scheduler.attention.flashinfer import FlashInferBackend
+from caesura.scheduler.attention.flashinfer_mla import FlashInferLatentBackend, kernels_of
+from caesura.scheduler.attention.mla import LatentBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
-from caesura.scheduler.cache.pool import MHAPool
+from caesura.scheduler.cache.pool import MHAPool, MLAPool
 from caesura.scheduler.execution.forward import ForwardBatch, StepLimits
 
 pytestmark = [
@@ -18,10 +21,15 @@ pytestmark = [
 ]
 
 DEVICE = torch.device("cuda", 0)
-PAGES = 120
+PAGES, LATENT, ROPE, SCALE = 120, 512, 64, 192**-0.5
+LIMITS = StepLimits(rows=8, tokens=300, context_len=20 * 16)
+KERNELS = kernels_of(DEVICE) if torch.cuda.is_available() else ("fa2",)
 
 
-def to_device(batch: ForwardBatch) -> ForwardBatch:
+def batch_of(rows: list[tuple[int, int]], num_decode: int, seed: int) -> ForwardBatch:
+    ids = (torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+    made = [Row([0] * new, start, [ids.pop() for _ in range(-(-(start + new) // 16))]) for start, new in rows]
+    batch = forward_batch(made, num_decode)
     for name in ("input_ids", "positions", "kv_slots", "kv_lens", "slots", "sample_tokens", "sample_slots"):
         setattr(batch, name, getattr(batch, name).to(DEVICE))
     batch.page_table_host = batch.page_table.numpy()
@@ -29,85 +37,103 @@ def to_device(batch: ForwardBatch) -> ForwardBatch:
     return batch
 
 
-def batch_of(rows: list[tuple[int, int]], num_decode: int, seed: int) -> ForwardBatch:
-    ids = (torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
-    made = [Row([0] * new, start, [ids.pop() for _ in range(-(-(start + new) // 16))]) for start, new in rows]
-    return to_device(forward_batch(made, num_decode))
+class Heads:
+    def __init__(self, heads: int, kv_heads: int, size: int) -> None:
+        self.shape = (heads, kv_heads, size)
+        sizes = {"num_layers": 1, "num_pages": PAGES, "kv_heads": kv_heads, "head_size": size}
+        self.pools = [MHAPool(**sizes, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+        shape = attention_shape(self.pools[0], heads)
+        self.ours = FlashInferBackend(self.pools[0], shape, LIMITS)
+        self.reference = SdpaBackend(self.pools[1], shape)
+
+    def stored(self) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(*(pool.layer(0) for pool in self.pools), strict=True))
+
+    def inputs(self, tokens: int) -> tuple[Tensor, ...]:
+        heads, kv_heads, size = self.shape
+        qkv = torch.randn((tokens, heads + 2 * kv_heads, size), dtype=torch.bfloat16, device=DEVICE)
+        return qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
 
 
-def backends(heads: int, kv_heads: int, size: int) -> tuple[FlashInferBackend, SdpaBackend]:
-    pools = []
-    for _ in range(2):
-        pool = MHAPool(
-            num_layers=1,
-            num_pages=PAGES,
-            kv_heads=kv_heads,
-            head_size=size,
-            dtype=torch.bfloat16,
-            device=DEVICE,
-        )
-        torch.manual_seed(1)
-        for storage in pool.layer(0):
-            storage.normal_()
-        pools.append(pool)
-    shape, limits = attention_shape(pools[0], heads), StepLimits(rows=8, tokens=300, context_len=20 * 16)
-    return FlashInferBackend(pools[0], shape, limits), SdpaBackend(pools[1], shape)
+class Latents:
+    def __init__(self, heads: int, kernels: str) -> None:
+        self.heads = heads
+        sizes = {"num_layers": 1, "num_pages": PAGES, "width": LATENT + ROPE}
+        self.pools = [MLAPool(**sizes, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+        shape = attention_shape(self.pools[0], heads, SCALE, latent=LATENT)
+        self.ours = FlashInferLatentBackend(self.pools[0], shape, LIMITS, kernels)
+        self.reference = LatentBackend(self.pools[1], shape)
+
+    def stored(self) -> list[tuple[Tensor, Tensor]]:
+        return [(self.pools[0].layer(0), self.pools[1].layer(0))]
+
+    def inputs(self, tokens: int) -> tuple[Tensor, ...]:
+        q = torch.randn((tokens, self.heads, LATENT + ROPE), dtype=torch.bfloat16, device=DEVICE)
+        k = torch.randn((tokens, 1, LATENT + ROPE), dtype=torch.bfloat16, device=DEVICE)
+        return q, k, k[..., :LATENT]
 
 
-def inputs(tokens: int, heads: int, kv_heads: int, size: int) -> tuple[torch.Tensor, ...]:
-    qkv = torch.randn((tokens, heads + 2 * kv_heads, size), dtype=torch.bfloat16, device=DEVICE)
-    return qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
+@pytest.fixture(
+    params=[
+        *((Heads, shape) for shape in [(32, 8, 128), (8, 8, 64), (4, 2, 128), (16, 2, 256)]),
+        *((Latents, (heads, kernels)) for heads in (16, 128, 20) for kernels in KERNELS),
+    ],
+    ids=lambda param: f"{param[0].__name__}-{'-'.join(map(str, param[1]))}",
+)
+def scene(request):
+    kind, shape = request.param
+    made = kind(*shape)
+    torch.manual_seed(1)
+    for mine, theirs in made.stored():
+        theirs.copy_(mine.normal_())
+    return made
 
 
-SHAPES = [(32, 8, 128), (8, 8, 64), (4, 2, 128), (16, 2, 256)]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "rows,num_decode",
     [([(200, 1), (15, 1), (16, 1), (0, 1)], 4), ([(0, 130), (33, 47)], 0), ([(250, 1), (0, 60), (7, 9)], 1)],
 )
 @torch.inference_mode()
-def test_every_kind_of_step_agrees_with_torch(shape, rows, num_decode):
-    ours, reference = backends(*shape)
+def test_every_kind_of_step_agrees_with_torch(scene, rows, num_decode):
     batch = batch_of(rows, num_decode, seed=3)
-    q, k, v = inputs(sum(new for _, new in rows), *shape)
-    for backend in (ours, reference):
+    q, k, v = scene.inputs(sum(new for _, new in rows))
+    for backend in (scene.ours, scene.reference):
         backend.plan(batch)
-    found, expected = ours.forward(q, k, v, 0), reference.forward(q, k, v, 0)
+    found, expected = scene.ours.forward(q, k, v, 0), scene.reference.forward(q, k, v, 0)
     torch.testing.assert_close(found.float(), expected.float(), atol=2e-2, rtol=2e-2)
-    for mine, theirs in zip(ours._pool.layer(0), reference._pool.layer(0), strict=True):
+    for mine, theirs in scene.stored():
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
-def test_a_captured_decode_follows_each_plan(shape):
-    ours, reference = backends(*shape)
+def test_a_captured_decode_follows_each_plan(scene):
     rows = 4
-    attention = ours.for_decode(rows)
-    q, k, v = (tensor.contiguous() for tensor in inputs(rows, *shape))
-    stream = torch.cuda.Stream()
-    graph = torch.cuda.CUDAGraph()
+    attention = scene.ours.for_decode(rows)
+    given = scene.inputs(rows)
+    static = given if isinstance(scene, Latents) else tuple(tensor.contiguous() for tensor in given)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    first = batch_of([(0, 1)] * rows, rows, seed=0)
     with torch.cuda.stream(stream):
-        attention.plan(batch_of([(0, 1)] * rows, rows, seed=0))
-        attention.forward(q, k, v, 0)
+        attention.plan(first)
+        attention.forward(*static, 0)
         graph.capture_begin(capture_error_mode="thread_local")
-        out = attention.forward(q, k, v, 0)
+        out = attention.forward(*static, 0)
         graph.capture_end()
     stream.synchronize()
-    for mine, theirs in zip(ours._pool.layer(0), reference._pool.layer(0), strict=True):
+    for mine, theirs in scene.stored():
         theirs.copy_(mine)
     for seed, lengths in enumerate([(300, 3, 17, 90), (15, 16, 31, 32), (0, 310, 1, 200)]):
         batch = batch_of([(length, 1) for length in lengths], rows, seed)
-        fresh = inputs(rows, *shape)
-        for static, new in zip((q, k, v), fresh, strict=True):
-            static.copy_(new)
+        for tensor, new in zip(static, scene.inputs(rows), strict=True):
+            if not isinstance(scene, Latents) or tensor is not static[2]:  # its values are a view of its keys
+                tensor.copy_(new)
+        if isinstance(scene, Latents):
+            first.kv_slots.copy_(batch.kv_slots)  # a graph reads slots where they were, as staging has them
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             attention.plan(batch)
             graph.replay()
         stream.synchronize()
-        reference.plan(batch)
-        expected = reference.forward(q, k, v, 0)
+        scene.reference.plan(batch)
+        expected = scene.reference.forward(*static, 0)
         torch.testing.assert_close(out.float(), expected.float(), atol=2e-2, rtol=2e-2)

@@ -117,8 +117,7 @@ def test_a_session_that_expires_before_the_first_byte(tiny_model, other_model, c
         waiting = driver.send(
             update if command == "update" else EndWeightUpdateReqInput(session_id=session_id)
         )
-        scheduler = driver.engine.scheduler
-        scheduler._receive(0)
+        driver.hear()
         eventually(lambda: driver.engine.commands.advance() or driver.engine.dispatcher.wants_tick)
         assert driver.engine.commands.is_busy, "it was meant to wait for the step"
         driver.engine.sessions.current.deadline = 0.0

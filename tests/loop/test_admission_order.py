@@ -34,9 +34,6 @@ def running(driver: EngineDriver) -> dict[str, int]:
 
 
 def test_a_large_request_does_not_starve_those_it_would_have_overtaken(tiny_model):
-    """The samples of a group wait for their prefix; what comes behind them and does not fit must not become
-    first.
-    """
     with engine(tiny_model, kv_pool_tokens=16 * PAGE_SIZE) as driver:
         group = driver.generate(PREFIX, 4 * PAGE_SIZE, n=3)
         large = driver.generate([5 + i % 80 for i in range(12 * PAGE_SIZE)], 4)
@@ -79,7 +76,7 @@ def test_samples_start_together_once_their_prefix_is_there(driver):
 def test_samples_that_cannot_use_the_prefix_do_not_wait_for_it(driver, start):
     prompt = PREFIX[: PAGE_SIZE + 4]
     rid = driver.generate(prompt, 60, n=4, return_logprob=True, logprob_start_len=start)
-    driver.engine.scheduler._receive(0)
+    driver.hear()
     chunk = sum(len(prompt) for _ in range(4))
     driver.tick(-(-chunk // 32) + 1)
     assert driver.runner.launches[0] == (0, [20, 12])

@@ -17,9 +17,7 @@ MIB = 1 << 20
 
 
 class Allocator:
-    """A device module whose reserved memory is 12 MB before each emptying and 8 MB after; notes the engine's
-    state then.
-    """
+    """A device module whose reserved memory is 12 MB before each emptying and 8 MB after."""
 
     def __init__(self, driver: EngineDriver) -> None:
         self.reserved = 12 * MIB

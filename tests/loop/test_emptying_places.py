@@ -30,9 +30,7 @@ MIB = 1 << 20
 
 
 class Allocator:
-    """A device module with 12 MB reserved before its first emptying and 8 MB from then on; ``log`` is what
-    happened.
-    """
+    """A device module with 12 MB reserved before its first emptying and 8 MB from then on."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -83,35 +81,20 @@ def test_an_expired_lease_empties_before_it_continues(driver, allocator, monkeyp
     assert "lease_expiry: reserved 12.0 MB -> 8.0 MB (freed 4.0 MB)" in caplog.messages
 
 
-def test_a_failed_score_empties(driver, allocator, monkeypatch):
-    scoring = driver.engine.scoring
-
-    def failing(batch, backend):
-        raise MemoryError
+@pytest.mark.parametrize(
+    ("part", "method", "error"),
+    [
+        pytest.param(lambda e: e.scoring.model, "forward_by_layer", MemoryError, id="in a chunk"),
+        pytest.param(lambda e: e.residency, "leave", MemoryError, id="outside of its chunks"),
+        pytest.param(lambda e: e.residency, "leave", OSError("no space"), id="the reference cannot leave"),
+    ],
+)
+def test_a_failed_score_empties(driver, allocator, monkeypatch, part, method, error):
+    def failing(*arguments):
+        raise error
         yield
 
-    monkeypatch.setattr(scoring.model, "forward_by_layer", failing)
-    driver.send(ScoreReqInput(input_ids=[[1, 2, 3]], start=[1]))
-    driver.tick(5)
-    assert allocator.log == ["emptied"]
-
-
-def test_a_score_that_fails_outside_of_its_chunks_empties(driver, allocator, monkeypatch):
-    def failing(request):
-        raise MemoryError
-
-    monkeypatch.setattr(driver.engine.residency, "leave", failing)
-    driver.send(ScoreReqInput(input_ids=[[1, 2, 3]], start=[1]))
-    driver.tick(5)
-    assert allocator.log == ["emptied"]
-
-
-def test_a_reference_that_cannot_leave_the_device_empties(driver, allocator, monkeypatch):
-    def stuck(request):
-        raise OSError("no space for the copy")
-        yield
-
-    monkeypatch.setattr(driver.engine.residency, "leave", stuck)
+    monkeypatch.setattr(part(driver.engine), method, failing)
     driver.send(ScoreReqInput(input_ids=[[1, 2, 3]], start=[1]))
     driver.tick(20)
     assert allocator.log == ["emptied"]
@@ -293,7 +276,7 @@ def test_the_model_is_warm_before_its_graphs_are_captured(tiny_model, monkeypatc
             order.append("captured")
             yield
 
-    def autotune(runner: ModelRunner, warm_up: object) -> None:
+    def autotune(runner: ModelRunner, *rows: int) -> None:
         order.append("warm")
         runner.graphs = Graphs()
 

@@ -187,7 +187,7 @@ def test_a_step_that_does_not_fit_is_divided(driver, tokens):
 @of_hybrids_too
 def test_decoding_rows_take_turns(driver):
     rids = [driver.generate([5, 6, 7 + number], 40) for number in range(8)]
-    driver.engine.scheduler._receive(0)
+    driver.hear()
     driver.tick(5)
     limited(driver, 3)
     driver.tick(40)
@@ -289,10 +289,6 @@ def test_the_step_after_a_lost_one_ends_nobody(tiny_model):
 
 
 def test_a_device_that_cannot_be_told_the_last_tokens(driver, monkeypatch):
-    """Then nothing is read from it: everybody is computed again from what the host knows.
-
-    Of a hybrid everybody is already, since decoding rows overwrite their states: there is nothing to tell.
-    """
     rids = submit(driver)
     driver.tick(6)
     Fault(monkeypatch, driver.runner, "after", NO_MEMORY[0], {0})
@@ -348,16 +344,11 @@ def test_a_request_whose_tokens_do_not_fit_together_is_answered(driver, monkeypa
 
 @pytest.mark.parametrize("failures", [2, 3, 4, 5])
 def test_results_that_make_no_message(driver, monkeypatch, failures):
-    """They are tried three times, while other clients get theirs; then each alone, and in its place that it
-    cannot be sent.
-
-    After that the stored answer is there for a retry.
-    """
     params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     message = GenerateReqInput(input_ids=PROMPTS[0], sampling_params=params)
     driver.send(message)
     other = driver.generate(PROMPTS[0], 1, client="other")
-    driver.engine.scheduler._receive(0)
+    driver.hear()
     results = driver.engine.outbox
     identity = driver.engine.live.samples(message.id)[0].client
     original, attempts = results._send, []

@@ -224,7 +224,7 @@ def test_a_timer_that_fails_is_held_off_and_tried_again(driver, monkeypatch, tim
     rid = one_lives(driver)
     monkeypatch.setattr(loop, "monotonic", clock)
     monkeypatch.setattr(housekeeping, "monotonic", clock)
-    scheduler, keeping = driver.engine.scheduler, driver.engine.housekeeping
+    keeping = driver.engine.housekeeping
     with monkeypatch.context() as patch:
         owner, name = TIMERS[timer](driver)
         table = keeping.timers._timers
@@ -238,7 +238,7 @@ def test_a_timer_that_fails_is_held_off_and_tried_again(driver, monkeypatch, tim
         keeping.next_keepalive = 0.0
         driver.tick(20)
         assert fault.raised == 1
-        assert scheduler._timeout(None) >= 0
+        assert driver.sleep_s() >= 0
         assert keeping.timers.next_due() > 0.0, "nothing is due at once"
         clock.now += housekeeping.HOLD_OFF_S + 1
         keeping.next_keepalive = 0.0
@@ -269,12 +269,12 @@ def test_a_part_of_the_tick_that_fails_does_not_end_it(driver, monkeypatch, part
 
 
 def test_the_emptying_of_an_idle_engine_may_fail(driver, monkeypatch):
-    scheduler, keeping = driver.engine.scheduler, driver.engine.housekeeping
+    keeping = driver.engine.housekeeping
     fault = Fault(monkeypatch, driver.engine.history, "note", BUG, {0})
-    scheduler._timeout(None)
+    driver.sleep_s()
     keeping.timers.fire(monotonic() + driver.config.idle_empty_s)
     assert fault.raised == 1
-    assert scheduler._timeout(None) is None, "once per idle period"
+    assert driver.sleep_s() is None, "once per idle period"
     check_everybody(driver, submit(driver))
 
 

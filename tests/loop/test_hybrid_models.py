@@ -177,9 +177,6 @@ def test_in_place_pauses_change_nothing_and_retracted_requests_compute_the_same(
 
 @torch.no_grad()
 def test_a_state_outlives_an_update_in_place(models):
-    """As transformers goes on with another model's cache: the state is of the older weights, and nobody else
-    gets it.
-    """
     driver, prompt = models.driver, prompt_of(45, 3)
     rid = send(driver, prompt, 40)
     driver.tick(17)

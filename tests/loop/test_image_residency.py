@@ -178,7 +178,7 @@ def test_images_are_the_same_and_memory_is_what_the_strategies_say(pipelines, ex
         for _ in range(2):
             same(run(driver, *messages()), expected("sd3")[1])
             assert not any(on_device(driver).values()), "no sample is left"
-        movables = driver.engine.runner._stages._residency._registered
+        movables = driver.engine.runner._stages._residency.registered
         window = LayerwiseOffloadStrategy()
         allowed = {
             name: window.peak_bytes(movables[name]) if how == "layerwise" else sizes[name]
@@ -300,9 +300,6 @@ def test_a_release_loses_only_what_has_no_copy(pipelines, expected):
 
 
 def test_a_release_heals_nothing(pipelines, expected):
-    """An encoder that a failed session has left half new must come completely, whatever was released
-    meanwhile.
-    """
     with engine(pipelines("sd3"), "offload", "layerwise") as driver:
         session = driver.begin()
         other = pipelines("sd3", 20)
@@ -360,9 +357,6 @@ def emptyings(driver, place="component"):
     ("frozen", "share", "count"), [("offload", 1.0, 0), ("offload", 0.0, 2), ("layerwise", 1.0, 2)]
 )
 def test_the_cache_is_emptied_where_something_large_has_left(pipelines, monkeypatch, frozen, share, count):
-    """Once for each stage that moves something: encoding and decoding; by size, or because it was there block
-    by block.
-    """
     monkeypatch.setattr(residency_module, "LARGE_SHARE", share)
     with engine(pipelines("sd3"), frozen) as driver:
         before = emptyings(driver)

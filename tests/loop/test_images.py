@@ -81,9 +81,6 @@ def test_dynamic_shifting_and_a_folder_without_t5(tmp_path):
 
 
 def recomputed(pipeline, result, sde, guidance):
-    """Log-probs as a learner computes them: diffusers' transformer on the returned latents and embeddings,
-    the SDE's own formulas.
-    """
     from unit.scheduler.images.test_scheduler_step import reference
 
     tensors = {name: torch.from_numpy(value.copy()) for name, value in tensors_of(result).items()}
@@ -360,5 +357,5 @@ def test_status_has_the_samples_of_each_stage(driver):
 def test_the_log_line_about_load_has_steps_and_no_tokens():
     counters = dict.fromkeys(Counters._fields, 0) | {"paused_s": 0.0, "images": True, "state": "running"}
     before = Counters(**counters)
-    text = line(before, before._replace(generated_tokens=50, running=3, waiting=2), 10.0)
+    text = line(before, before._replace(at=10.0, generated_tokens=50, running=3, waiting=2))
     assert text == "running; 3 running, 2 waiting, denoised 5.0 steps/s; over 10.0 s"

@@ -101,7 +101,7 @@ def test_refused_updates_do_not_gather_mappings(driver, other_model):
     for each in shared:
         message = UpdateWeightsFromIPCReqInput(handle=each.memory.handle, specs=each.specs)
         assert_error(driver.call(message), "weight_mismatch")
-    assert len(driver.engine.updates._maps) <= KEPT
+    assert len(driver.engine.updates.maps) <= KEPT
     for each in shared:
         each.close()
     driver.engine.updates.collect()
@@ -120,7 +120,7 @@ def test_a_command_that_waits_is_a_sign_of_life(driver, monkeypatch):
     driver.tick(2)
     assert driver.engine.commands.is_busy
     now[0] += 6.0
-    assert driver.engine.scheduler._timeout(None) > 0
+    assert driver.sleep_s() > 0
     driver.tick(3)
     assert driver.status().generation == "paused"
 

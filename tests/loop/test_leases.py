@@ -255,7 +255,7 @@ def test_a_long_pause_without_a_lease_is_warned_of_once(driver, time_of_all, cap
     driver.call(PauseGenerationReqInput(mode="retract", owner="trainer 7"))
     time_of_all.now += 59.9
     driver.tick(2)
-    assert driver.engine.scheduler._timeout(None) == pytest.approx(0.1), "it is what the loop sleeps for"
+    assert driver.sleep_s() == pytest.approx(0.1), "it is what the loop sleeps for"
     assert warned(caplog) == []
     time_of_all.now += 0.2
     driver.tick(3)
@@ -268,7 +268,7 @@ def test_a_long_pause_without_a_lease_is_warned_of_once(driver, time_of_all, cap
     time_of_all.now += 3600
     driver.tick(3)
     assert warned(caplog) == [], "the mode changed, and it is the same pause"
-    assert driver.engine.scheduler._timeout(None) is None, "nothing wakes it for this any more"
+    assert driver.sleep_s() is None, "nothing wakes it for this any more"
 
 
 def test_each_pause_is_warned_of_and_an_ownerless_one_too(driver, time_of_all, caplog):

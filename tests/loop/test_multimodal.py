@@ -228,9 +228,6 @@ def test_fields_that_published_configs_leave_out(tmp_path):
 @pytest.mark.parametrize("prefix", ["model.language_model.", "model."])
 @pytest.mark.parametrize("level", ["whole", "text", "alone"])
 def test_modules_that_are_not_quantised_are_named_as_the_tensors_are(prefix, level, tmp_path):
-    """Both ways, wherever the config says it; a list that did not match would have them quantised without a
-    word.
-    """
     blocks, path = (4, 4), tmp_path / "model.safetensors"
     make_multimodal_checkpoint(tmp_path, QWEN)
     tensors, skipped = load_file(path), []

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -225,7 +226,7 @@ def test_requests_wait_while_the_cache_is_away_and_the_loop_sleeps(tiny_model, d
         rid = driver.generate(PROMPT, 8)
         driver.tick(5)
         assert driver.runner.launches == []
-        assert driver.engine.scheduler._timeout(None) != 0
+        assert driver.sleep_s() != 0
         resume(driver)
         driver.run_until_idle()
         result = driver.result(rid)
@@ -350,9 +351,6 @@ def test_poisoned_weights_become_invalid_and_one_complete_update_heals(driver, o
 
 
 def test_unfinished_writes_are_forgotten_on_release(driver, other_model):
-    """A trainer died while it filled invalid weights; its successor starts over, and inherits neither bytes
-    nor label.
-    """
     driver.call(PauseGenerationReqInput())
     release(driver, "weights")
     resume(driver)
@@ -372,7 +370,8 @@ def test_a_resume_without_enough_memory_changes_nothing(driver, monkeypatch):
     driver.call(PauseGenerationReqInput())
     release(driver)
     before = driver.status()
-    monkeypatch.setattr(residency, "get_available_memory", lambda device: 100)
+    device = SimpleNamespace(mem_get_info=lambda: (100, 1 << 40))
+    monkeypatch.setattr(driver.engine.residency, "module", device)
     error = assert_error(driver.call(Resume()), "out_of_memory")
     sizes = before.device_memory
     assert error.detail == {"needed_bytes": sizes.weights + sizes.kv_cache, "free_bytes": 100}
@@ -387,9 +386,7 @@ def test_a_resume_without_enough_memory_changes_nothing(driver, monkeypatch):
 
 
 class Physics:
-    """Knows what has memory by watching it go and come, not by asking the lifecycle; KV is lost with its
-    memory.
-    """
+    """Knows what has memory by watching it go and come, not by asking the lifecycle."""
 
     def __init__(self, driver: EngineDriver) -> None:
         self.gone: set[MemoryTag] = set()

@@ -77,9 +77,6 @@ class ProtocolMachine(RuleBasedStateMachine):
         return reply
 
     def name_of(self, kind: str) -> str | None:
-        """The session id that a message carries: of the open session, by either of its names, of one that has
-        ended, or made up.
-        """
         session = self.model.session
         if kind == "session" and session is not None:
             return session.id

@@ -1,6 +1,7 @@
 """Scoring inside a real engine, tick by tick."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -202,15 +203,14 @@ def test_decoding_and_commands_go_on_between_two_slices(tiny_model, reference, j
 def test_the_loop_sleeps_when_nothing_is_left_and_not_before(tiny_model, reference, monkeypatch):
     monkeypatch.setattr(scoring, "SLICE_S", 0.0)
     with driver_with(tiny_model, reference, "offload") as driver:
-        scheduler = driver.engine.scheduler
         driver.send(message := ScoreReqInput(input_ids=sequences(30), start=[1]))
         driver.tick()
         while message.id not in driver.replies:
-            assert scheduler._timeout(None) == 0
+            assert driver.sleep_s() == 0
             driver.tick()
-        while scheduler._timeout(None) == 0:
+        while driver.sleep_s() == 0:
             driver.tick()
-        assert scheduler._timeout(None) > 1, "the idle timer"
+        assert driver.sleep_s() > 1, "the idle timer"
         assert status_of(driver).device_bytes == 0
 
 
@@ -242,7 +242,7 @@ def test_the_loop_neither_waits_for_a_device_nor_spins(tiny_model, reference, ju
             driver.tick()
             assert device.looks == looks
             if (rid, 0) in driver.results:
-                assert 0 < driver.engine.scheduler._timeout(None) <= 0.01
+                assert 0 < driver.sleep_s() <= 0.01
         assert (rid, 0) in driver.results
         driver.tick()
         assert_scores(driver.replies.pop(message.id), message, judge)
@@ -424,10 +424,9 @@ def test_other_clients_are_served_in_order(tiny_model, reference, judge):
 
 @pytest.mark.parametrize("residency", ["offload", "layerwise"])
 def test_a_reference_that_cannot_come_is_a_typed_error(tiny_model, reference, judge, residency, monkeypatch):
-    from caesura.scheduler.memory import residency as module
-
     with driver_with(tiny_model, reference, residency) as driver:
-        monkeypatch.setattr(module, "get_available_memory", lambda *_, **__: 10)
+        device = SimpleNamespace(mem_get_info=lambda: (10, 1 << 40))
+        monkeypatch.setattr(driver.engine.residency, "module", device)
         message = ScoreReqInput(input_ids=sequences(5), start=[1])
         reply = driver.call(message)
         assert isinstance(reply, ErrorReply)

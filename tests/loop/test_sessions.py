@@ -361,7 +361,6 @@ def test_the_lease_of_one_does_not_end_the_session_of_another(driver, other_mode
 
 
 def one_tensor(driver: EngineDriver, other_model: Path, **fields: object) -> Message:
-    """Send some rows of a tensor; return the answer."""
     tensors = load_file(other_model / "model.safetensors")
     tensor = tensors["model.embed_tokens.weight"]
     row = tensor[0].nbytes

@@ -9,7 +9,8 @@ from support.scripted import EngineDriver
 from transformers import AutoModelForCausalLM
 
 from caesura.io_struct import CaesuraError
-from caesura.scheduler.runtime.config import DtypeName, EngineConfig
+from caesura.process.options import DtypeName
+from caesura.scheduler.runtime.config import EngineConfig
 from caesura.scheduler.runtime.dtypes import SHORT_NAMES
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"

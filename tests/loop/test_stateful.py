@@ -227,8 +227,7 @@ class EngineMachine(RuleBasedStateMachine):
             return_raw_logprob=ask.raw,
         )
         name = ["main", *self.guests][ask.client]
-        self.driver.send(message, name)
-        self.driver.engine.scheduler._receive(0)  # it has arrived; no step is launched
+        self.driver.submit(message, name)
         refusal = self.refusal_of(ask.length, ask.new_tokens)
         if refusal is None:
             self.submitted[message.id] = Submitted(message, [name])
@@ -402,10 +401,6 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(where=st.sampled_from(["before", "after", "on_fetch"]))
     def run_out_of_memory(self, where):
-        """The next step does; it is computed again, and ends nobody unless it is a single token that fails
-        twice.
-        """
-
         def refuse(batch: object) -> None:
             setattr(self.driver.runner, where, lambda batch: None)
             raise MemoryError

@@ -204,4 +204,4 @@ def test_any_traffic_with_pauses_updates_and_failures(folders, seed):
         cache = driver.engine.cache
         cache.check()
         assert cache.usage().held == 0
-        assert np.count_nonzero(cache.states.kept) == cache.states.usage().kept
+        assert np.count_nonzero(cache.states.behind) == cache.states.usage().cached

@@ -53,7 +53,7 @@ def step_for(driver: EngineDriver, clock: Clock, seconds: int) -> None:
 
 
 def sleeps(driver: EngineDriver) -> float | None:
-    return driver.engine.scheduler._timeout(driver.ongoing)
+    return driver.sleep_s(driver.ongoing)
 
 
 def test_a_line_each_interval_while_requests_run_and_one_more_when_they_have_ended(driver, clock, caplog):

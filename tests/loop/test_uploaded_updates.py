@@ -22,9 +22,7 @@ from caesura.scheduler.weights.upload import WriteStream
 
 
 class Counting(WriteStream):
-    """Streams of a device whose copies are done at once: the engine computes on the host, which no stream of it
-    orders.
-    """
+    """Streams of a device whose copies are done at once."""
 
     loads = 0
 

@@ -183,9 +183,6 @@ class Container:
 
     @contextmanager
     def started(self, log: Path, *further: str, **environment: str) -> Iterator["subprocess.Popen[bytes]"]:
-        """Its own command with ``further`` arguments, until the block ends; a failure of the block shows the
-        log.
-        """
         with log.open("w", encoding="utf-8") as output:
             process = subprocess.Popen(
                 self.command(*self.start, *further, **environment),
@@ -266,9 +263,6 @@ def try_images(buildah: Buildah, folder: Path) -> None:
 
 
 def try_demo(buildah: Buildah, folder: Path) -> None:
-    """The demo's command with ``--quick``: a trainer and its engine in one container, weights through shared
-    memory.
-    """
     demo = container_of(buildah, "demo", ())
     with demo.started(folder / "demo.log", "--quick") as process:
         assert process.wait(timeout=DEMO_S) == 0, f"the demo ended with status {process.returncode}"
@@ -344,7 +338,6 @@ def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[bytes]") 
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]

@@ -167,11 +167,7 @@ def make_checkpoint(
     seed: int = 0,
     **overrides: object,
 ) -> transformers.PreTrainedModel:
-    """Write a checkpoint of ``family`` to ``path`` and return the transformers model it came from.
-
-    Every tensor is random, norms and biases included, and large enough for a wrong one to show in the logits.
-    ``overrides`` are config fields.
-    """
+    """Write a checkpoint of ``family`` to ``path`` and return the transformers model it came from."""
     config_class, model_class, defaults = {**FAMILIES, **HYBRIDS}[family]
     config = config_class(**{**SIZES, **defaults, "tie_word_embeddings": tied, **overrides})
     # Not "grouped_mm", which takes no odd sizes.
@@ -206,7 +202,6 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 
 def rewrite_config_as_v4(path: str | Path) -> None:
-    """Rewrite a transformers-5 config.json into the spelling of transformers 4."""
     file = Path(path) / "config.json"
     config = json.loads(file.read_text())
     config["torch_dtype"] = config.pop("dtype")
@@ -231,7 +226,6 @@ def edit_config(path: str | Path, **changes: object) -> None:
 
 
 def quantize_fp8(value: torch.Tensor, blocks: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight and ``weight_scale_inv`` of one matrix, block by block."""
     rows, columns = value.shape
     grid = math.ceil(rows / blocks[0]), math.ceil(columns / blocks[1])
     quantized, scales = torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(grid)
@@ -248,7 +242,6 @@ def quantize_fp8(value: torch.Tensor, blocks: tuple[int, int]) -> tuple[torch.Te
 def dequantize_fp8(
     quantized: torch.Tensor, scales: torch.Tensor, blocks: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The matrix that weight and ``weight_scale_inv`` stand for."""
     rows, columns = quantized.shape
     spread = scales.float().repeat_interleave(blocks[0], 0).repeat_interleave(blocks[1], 1)
     return (quantized.float() * spread[:rows, :columns]).to(dtype)
@@ -257,11 +250,7 @@ def dequantize_fp8(
 def make_fp8_checkpoint(
     source: str | Path, path: str | Path, blocks: tuple[int, int] = (128, 128), skipped: tuple[str, ...] = ()
 ) -> None:
-    """Write the checkpoint ``source`` to ``path`` with its projections as FP8, as FP8 checkpoints of the hub
-    are.
-
-    ``skipped``: modules that stay as they are, by the end of their name.
-    """
+    """Write the checkpoint ``source`` to ``path`` with its projections as FP8."""
     tensors: dict[str, torch.Tensor] = {}
     for name, value in load_file(Path(source) / "model.safetensors").items():
         module = name.removesuffix(".weight")
@@ -298,7 +287,6 @@ def make_dequantized_checkpoint(
 
 
 def copy_configs(source: str | Path, path: str | Path) -> None:
-    """The JSON files of ``source``, in a folder ``path``."""
     Path(path).mkdir(parents=True, exist_ok=True)
     for file in Path(source).glob("*.json"):
         (Path(path) / file.name).write_text(file.read_text())

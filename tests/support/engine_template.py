@@ -142,7 +142,6 @@ class Template:
         return self._differences > PATIENCE
 
     def close(self) -> None:
-        """End the template; what was forked from it goes on."""
         if os.getpid() == self._owner:
             self._channel.close()
             if self._process is not None:
@@ -166,7 +165,6 @@ class Process(subprocess.Popen[Any]):
 
 
 def run(code: str, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
-    """``subprocess.run`` of ``python -c CODE ARGUMENTS`` with its output captured."""
     command = [sys.executable, CODE, code, *arguments]
     pipe = subprocess.PIPE
     with Process(command, stdout=pipe, stderr=pipe, text=True, **options) as process:
@@ -185,21 +183,16 @@ _executing = False
 
 
 def install(template: Template | None = None) -> None:
-    """From now on what this process launches is forked: from ``template``, or one of its own that the first
-    launch makes.
-    """
     global _current
     _current = template
     engines.Popen = workers.Popen = Process
 
 
 def is_wanted() -> bool:
-    """Whether processes are to be forked where they can be."""
     return bool(os.environ.get(VARIABLE))
 
 
 def close() -> None:
-    """End this process's template, if it has one."""
     if _current is not None:
         _current.close()
 

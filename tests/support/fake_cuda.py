@@ -52,9 +52,7 @@ static c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &gua
 
 
 def register_guard(folder: Path) -> None:
-    """Compile a device guard for CUDA in ``folder`` and load it; skips where there is no compiler. Once per
-    process.
-    """
+    """Compile a device guard for CUDA in ``folder`` and load it; skips where there is no compiler."""
     if torch.backends.cuda.is_built():
         return
     source, library = folder / "guard.cpp", folder / "guard.so"
@@ -207,9 +205,6 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _copy(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Between devices, or on one. Whoever does not say ``non_blocking`` waits for all that the device was
-        given.
-        """
         target, source = (args[0], args[1]) if name == "copy_" else (None, args[0])
         to = target.device if target is not None else torch.device(kwargs.get("device") or source.device)
         non_blocking = bool(
@@ -306,9 +301,7 @@ class _Event:
         return True
 
     def synchronize(self) -> None:
-        """Whoever waits for an event waits for what stands before it, as a step does for the copies of the
-        one before it.
-        """
+        """Whoever waits for an event waits for what stands before it."""
 
 
 class _Stream:
@@ -323,9 +316,7 @@ class _Stream:
 
 
 class FakeGraph:
-    """Interface of ``torch.cuda.CUDAGraph``: what is captured is recorded in the phase
-    :attr:`Tracer.capture_phase`.
-    """
+    """Interface of ``torch.cuda.CUDAGraph``."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

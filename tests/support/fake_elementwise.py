@@ -47,9 +47,6 @@ def rope_store(
     out: Tensor,
     norm: HeadNorms | None = None,
 ) -> Tensor:
-    """See ``kernels/elementwise.py``; in place only. Without head norms, as a backend is tried, no graph can
-    hold it.
-    """
     assert out.data_ptr() == qkv.data_ptr()
     if norm is None:
         pages, offsets = kv_slots // keys.shape[2], kv_slots % keys.shape[2]

@@ -88,7 +88,6 @@ def floats(values: Iterable[float]) -> bytes:
 
 
 def finished(rid: str, tokens: list[int], index: int = 0, **fields: object) -> GenerateReqOutput:
-    """A terminal result whose lengths agree, unless ``fields`` say otherwise."""
     span = WeightVersionSpan(version="v0", epoch=0, start=0, end=len(tokens))
     values: dict[str, object] = {
         "output_ids": ints(tokens),
@@ -107,7 +106,6 @@ def results(*outputs: GenerateReqOutput) -> BatchTokenOutput:
 
 
 def delta(*rows: tuple[str, int, int, list[int]], logprob: float = -1.0) -> BatchTokenOutput:
-    """A stream message with rows ``(rid, index, start, tokens)``."""
     tokens = [token for row in rows for token in row[3]]
     return BatchTokenOutput(
         step=1,
@@ -277,7 +275,6 @@ def answer(request: Request) -> Iterable[Message]:
 
 
 def welcome(hello: HelloReqInput, incarnation: str) -> Iterable[Message]:
-    """How an engine of this release answers a hello."""
     major, minor = WIRE_VERSION
     return [
         HelloReqOutput(
@@ -292,10 +289,7 @@ def welcome(hello: HelloReqInput, incarnation: str) -> Iterable[Message]:
 
 
 class FakeScheduler:
-    """Answers every request through ``handler``; ``requests`` holds what arrived, in order.
-
-    Hellos are answered through ``greet`` and counted in ``hellos`` alone; None: as this release does.
-    """
+    """Answers every request through ``handler``; ``requests`` holds what arrived, in order."""
 
     def __init__(self, endpoint: str, handler: Handler = answer, greet: Handler | None = None) -> None:
         self.endpoint = endpoint
@@ -315,7 +309,6 @@ class FakeScheduler:
         self._thread.start()
 
     def push(self, message: Message | bytes) -> None:
-        """Send something nobody asked for to the client heard last."""
         self._outgoing.put(message)
 
     def next_request(self, kind: type[Request] = Request, timeout: float | None = None) -> Request:

@@ -27,7 +27,6 @@ _LAUNCHING = frozenset({"append_paged_kv_cache", "run", "cutlass_fused_moe", *_P
 
 
 def recorded() -> dict[str, dict[str, inspect.Signature]]:
-    """By module and name, without ``self``; every default is ``...``."""
     read = json.loads(RECORDED.read_text(encoding="utf-8"))["signatures"]
     return {
         module: {name: inspect.signature(eval(f"lambda {given}: None")) for name, given in names.items()}

@@ -30,7 +30,6 @@ ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "kv_pool_tokens"
 
 
 def killed_owner(point: str, folder: Path, engines: Sequence[str], *, lease_s: float = 600.0) -> None:
-    """Have such a process run to its end."""
     command = [sys.executable, __file__, point, str(lease_s), str(folder), *engines]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
@@ -42,7 +41,6 @@ def die() -> NoReturn:
 
 
 def owned(lease_s: float, *engines: str) -> Fleet:
-    """The fleet of engines that run, or that Ray starts."""
     if engines[0] != "ray":
         return Fleet(engines, lease_s=lease_s, look_interval_s=0)
     import ray

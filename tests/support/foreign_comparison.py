@@ -49,9 +49,7 @@ class Compared:
 
 
 def compare(architecture: str, folder: Path | None = None, **changes: Any) -> Compared:
-    """Run every way of computing a token. The model is checked at load, as an engine does; ``folder`` is for
-    checkpoints.
-    """
+    """Run every way of computing a token. The model is checked at load, as an engine does."""
     if folder is None:
         with tempfile.TemporaryDirectory() as made:
             return compare(architecture, Path(made), **changes)

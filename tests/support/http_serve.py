@@ -59,7 +59,6 @@ class ServedEngine:
         return self.http.get(path, **options)
 
     def generate(self, input_ids: list[int] | None = None, **fields: Any) -> Any:
-        """``/generate``, greedy and eight tokens unless said otherwise."""
         sampling = {
             "temperature": 0.0,
             "max_new_tokens": 8,
@@ -83,7 +82,6 @@ class ServedEngine:
 
 @contextmanager
 def served(*arguments: str, **options: Any) -> Iterator[ServedEngine]:
-    """``caesura serve`` with ``arguments``, stopped at the end whatever happens."""
     engine = ServedEngine(*arguments, **options)
     try:
         yield engine

@@ -27,7 +27,6 @@ def request(**fields: Any) -> GenerateImagesReqInput:
 
 
 def spec(name: str, shape: list[int], buffer: int = 0, dtype: str = "F32") -> TensorSpec:
-    """Of a tensor that is sent along as ``buffer``."""
     size = {"F32": 4, "F64": 8, "I32": 4}[dtype]
     return TensorSpec(name=name, dtype=dtype, shape=shape, nbytes=size * math.prod(shape), buffer=buffer)
 
@@ -47,7 +46,6 @@ def run(
 
 
 def refusal(driver: EngineDriver, message: Request, buffers: Sequence[bytes] = ()) -> Any:
-    """The answer to what is refused at once."""
     driver.send(message, buffers=buffers)
     driver.tick()
     return driver.replies.pop(message.id)

@@ -11,9 +11,7 @@ sampled.
 
 
 def kept_tokens(logits: np.ndarray, params: SamplingParams, slack: float = 0.0) -> set[int]:
-    """Of float32 ``logits`` [V]. ``slack`` is added to the bounds, relatively: below 0 for tokens that are
-    kept however a sum is rounded, above 0 for those that may be.
-    """
+    """Of float32 ``logits`` [V]. ``slack`` is added to the bounds, relatively."""
     if params.temperature < 1e-6:
         return {int(np.argmax(logits))}
     scaled = logits / np.float32(params.temperature)

@@ -31,7 +31,6 @@ def least(dtype: torch.dtype) -> float:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """torch, and with it every kernel, uses ``count`` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -11,9 +11,6 @@ MIB = 1 << 20
 
 
 def cycles(count: int, *, grows: int = 0, label: str = "step") -> list[MemoryEvent]:
-    """A start, then pause, update and continue ``count`` times; each continue returns 5 MB and leaves
-    ``grows`` bytes.
-    """
     events = [memory_event(1, "start", detail="/models/tiny")]
     base = 100 * MIB
     for number in range(count):

@@ -80,10 +80,10 @@ class Device:
         self.emptied = 0
         self.side = Stream()
         self._compute = Stream()
-        self._total = total
+        self.free = self._total = total
 
     def mem_get_info(self) -> tuple[int, int]:
-        return self._total, self._total
+        return self.free, self._total
 
     def Stream(self) -> Stream:  # noqa: N802 (torch's name)
         return self.side
@@ -107,10 +107,15 @@ class Device:
 
 
 class CountingHost:
-    """The CPU's own module, with a count."""
+    """The CPU's own module, with a count, and free memory that a test may set."""
 
     def __init__(self) -> None:
         self.emptied = 0
+        self.free: int | None = None
+
+    def mem_get_info(self) -> tuple[int, int]:
+        free, total = HOST.mem_get_info()
+        return free if self.free is None else self.free, total
 
     def empty_cache(self) -> None:
         self.emptied += 1
@@ -164,7 +169,7 @@ class Model:
                 [allocate((elements,), torch.float32, CPU), allocate((2, elements), torch.bfloat16, CPU)]
                 for _ in range(LAYERS)
             ]
-        manager.divide("model", self.layers)
+        self.component.divide(self.layers)
         self.values = [number + 1 for number in range(len(self.tensors))]
         for tensor, value in zip(self.tensors, self.values, strict=True):
             tensor.fill_(value)
@@ -181,7 +186,6 @@ class Model:
         return [self.head, *(tensor for layer in self.layers for tensor in layer)]
 
     def check(self, number: int) -> None:
-        """Layer ``number`` holds what was written to it."""
         first = 1 + 2 * number
         for tensor, value in zip(self.layers[number], self.values[first : first + 2], strict=True):
             assert bool((tensor == value).all()), f"layer {number}"
@@ -194,7 +198,7 @@ class Model:
         for number in range(LAYERS):
             at_layer(number)
             self.check(number)
-            most = max(most, self.manager.device_bytes("model"))
+            most = max(most, self.manager.registered["model"].device_bytes)
         assert bool((self.head == self.values[0]).all())
         return most
 
@@ -205,4 +209,4 @@ class Model:
 
 
 def emptied(manager: ComponentResidencyManager) -> int:
-    return manager._module.emptied
+    return manager.module.emptied

@@ -59,9 +59,6 @@ tower and of the config.
 def make_multimodal_checkpoint(
     path: str | Path, architecture: str, *, seed: int = 0, tied: bool = False, **overrides: object
 ) -> transformers.PreTrainedModel:
-    """Write one to ``path`` and return the whole model; ``overrides`` are fields of the language model's
-    config.
-    """
     family, config_class, model_class, tower, fields = WHOLE[architecture]
     _, _, defaults = {**FAMILIES, **HYBRIDS}[family]
     text = {**SIZES, **defaults, "tie_word_embeddings": tied, **overrides}

@@ -31,7 +31,6 @@ def element(code: int) -> float:
 
 
 def scale(exponent: int) -> float:
-    """E8M0: an exponent alone (bias 127); all ones are NaN."""
     return float("nan") if exponent == 255 else 2.0 ** (exponent - 127)
 
 

@@ -16,9 +16,7 @@ ALIGNMENT = 256
 
 
 class ParameterServer:
-    """The REQ side. Buckets lie in turn in the two halves of its buffer, tensors 256-byte aligned and never
-    split.
-    """
+    """The REQ side. Buckets lie in turn in the two halves of its buffer."""
 
     def __init__(self, half_bytes: int) -> None:
         self.half_bytes = -(-half_bytes // ALIGNMENT) * ALIGNMENT

@@ -37,9 +37,7 @@ def update_message(weights: Weights, **fields: object) -> UpdateWeightsFromDistr
 
 
 class PlainTrainer:
-    """Rank 0 as trainers of the field make it: torch's private helper with a store of its own, none of our
-    code.
-    """
+    """Rank 0 as trainers of the field make it."""
 
     def __init__(
         self, name: str = "weight_update_group", world_size: int = 2, timeout_s: float = PATIENCE_S
@@ -71,7 +69,6 @@ class PlainTrainer:
         c10d._world.pg_group_ranks[self.group] = {number: number for number in range(size)}
 
     def beside(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in a thread; :meth:`finish` waits for it."""
         self._thread = threading.Thread(target=work, daemon=True)
         self._thread.start()
 

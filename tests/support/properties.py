@@ -7,8 +7,6 @@ _LEAST = 10
 
 
 def examples(number: int) -> int:
-    """``number`` where the profile tries as many examples as Hypothesis does by default; of a smaller profile
-    the same share.
-    """
+    """``number`` where the profile tries as many examples as Hypothesis does by default."""
     share = settings().max_examples / _USUAL
     return max(min(number, _LEAST), round(number * share))

@@ -16,7 +16,6 @@ class Sender:
     owner: str | None = None
 
     def is_same(self, other: "Sender") -> bool:
-        """The same token; where one has none, the same socket."""
         if self.owner is not None and other.owner is not None:
             return self.owner == other.owner
         return self.client == other.client
@@ -96,7 +95,6 @@ class Protocol:
         tensors: frozenset[str],
         which: int,
     ) -> str:
-        """``name`` is the session id that the message carries."""
         session = self.session
         if name is not None:
             if not self._is_named(name):

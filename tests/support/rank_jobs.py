@@ -30,9 +30,7 @@ def logits_of(
 
 
 def rounds(group: TensorParallel, seed: int, count: int) -> list[bytes]:
-    """Random collectives, the same kinds and sizes on every rank, other values on each; what each has left
-    here.
-    """
+    """Random collectives, the same kinds and sizes on every rank, other values on each."""
     choice = torch.Generator().manual_seed(seed)
     own = torch.Generator().manual_seed(1000 * seed + group.rank)
     found = []
@@ -140,9 +138,7 @@ def alone_and_beside_others(group: TensorParallel, path: str, dtype: torch.dtype
 
 
 def lost_within_a_step(group: TensorParallel, path: str) -> tuple[str, str]:
-    """Rank 1 is killed where it would begin its call of all layers: the errors of the others' call, and of
-    their next step.
-    """
+    """Rank 1 is killed where it would begin its call of all layers."""
     model = load_model(path, torch.float32, 1 << 20, group)
     paged = PagedModel(model, torch.float32, parallel=group, compiled=True)
     sequence = Sequence([7] * 50)
@@ -159,9 +155,6 @@ def lost_within_a_step(group: TensorParallel, path: str) -> tuple[str, str]:
 
 
 def sampled(group: TensorParallel, path: str, steps: int) -> tuple[int, np.ndarray, np.ndarray]:
-    """By the runner of an engine: its pool's heads, and tokens [steps, 3] of three samples and their
-    log-probabilities.
-    """
     config = EngineConfig(model_path=path, device="cpu", dtype="float32", kv_pool_tokens=1024).resolve()
     loaded, pool, routing, _ = build_components(config, ComponentResidencyManager("cpu"), parallel=group)
     runner = build_runner(config, loaded, pool, routing)

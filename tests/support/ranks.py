@@ -56,7 +56,6 @@ class Ranks:
         self._pipes[rank].send((job, arguments))
 
     def results(self, ranks: list[int] | None = None) -> list[Any]:
-        """What each has returned; raises what one has raised."""
         return [
             self._receive(pipe) for rank, pipe in enumerate(self._pipes) if ranks is None or rank in ranks
         ]

@@ -37,7 +37,6 @@ class RawClient:
         self.close()
 
     def close(self) -> None:
-        """Vanish without a word; idempotent."""
         if not self._context.closed:
             self._context.destroy(linger=0)
 
@@ -59,7 +58,6 @@ class RawClient:
         return messages
 
     def call(self, *frames: Message | bytes) -> Any:
-        """Send, then the next message that is no token output."""
         self.send(*frames)
         while isinstance(message := self.receive(), BatchTokenOutput):
             pass
@@ -79,7 +77,6 @@ Row = tuple[str, int, int, list[int], list[float]]
 
 
 def rows(delta: StreamDelta | None) -> list[Row]:
-    """(rid, index, start, tokens, logprobs) per row of a delta."""
     if delta is None:
         return []
     indices, starts, counts, tokens = (

@@ -96,9 +96,6 @@ class Sources:
         raise LookupError(f"{module} has no {name}")
 
     def signature(self, module: str, name: str) -> str:
-        """The parameters without ``self``, every default as ``...``, which the arguments of a lambda are
-        written like.
-        """
         owner, _, method = name.rpartition(".")
         where, node = self.definition(module, owner or method)
         if isinstance(node, ast.FunctionDef):

@@ -70,7 +70,6 @@ def structs(kind: wire_types.StructType, *, required_only: bool = False) -> Iter
 
 
 def frames(kind: type[Message]) -> Iterator[tuple[str, bytes]]:
-    """(what it is, the frame) for one message."""
     info = wire_types.type_info(kind)
     assert isinstance(info, wire_types.StructType)
     for fields in structs(info):

@@ -158,9 +158,6 @@ class RecordingDevice:
 
 
 def without_compiled_kernels(monkeypatch: Any) -> None:
-    """Models built from now on compute with torch only: compiled kernels are no torch operations, so no graph
-    has them.
-    """
     from caesura.scheduler.kernels import native
 
     monkeypatch.setattr(native, "_library", lambda: "left out by a test")

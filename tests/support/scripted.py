@@ -10,7 +10,7 @@ says what they should be.
 import itertools
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +22,7 @@ import pytest
 import torch
 import zmq
 
+from caesura.client.connection.results import read_floats
 from caesura.io_struct import (
     BatchTokenOutput,
     BeginWeightUpdateReqInput,
@@ -57,7 +58,6 @@ _MARK = b"\0everything before this has been taken in"
 
 
 def cell(token: int, epoch: int) -> np.uint64:
-    """What the scripted model stores as KV of ``token``."""
     return np.uint64(token * 1_000_003 + epoch * 7_919 + 1)
 
 
@@ -70,11 +70,6 @@ def next_token(cells: np.ndarray, vocab_size: int) -> int:
 
 
 def expected_tokens(prompt: list[int], result: GenerateReqOutput, vocab_size: int) -> list[int]:
-    """What the model says for ``prompt``, given under which epochs ``result`` claims its tokens were sampled.
-
-    A span that does not rest on stale KV recomputed everything under its epoch; one that does computed only
-    its own positions (from the last token before it) and kept the rest.
-    """
     tokens: list[int] = list(prompt)
     cells: list[np.uint64] = []
     for span in result.weight_versions:
@@ -97,11 +92,7 @@ def expert_rows(
 
 
 def expected_experts(prompt: list[int], result: GenerateReqOutput, layers: int, top_k: int) -> np.ndarray:
-    """What the scripted router said when each position of ``result`` was first computed.
-
-    The step that first computes a position samples the token after it, so both are of the same weights; a
-    prompt is computed under those of its first token. Nothing is recorded for a request without one.
-    """
+    """What the scripted router said when each position of ``result`` was first computed."""
     tokens = [*prompt, *tokens_of(result)]
     if len(tokens) == len(prompt):
         return np.empty((0, layers, top_k), np.uint8)
@@ -292,9 +283,7 @@ class ScriptedRunner:
 
 
 class _Inbox:
-    """Takes messages off the engine's socket when they are sent, so that a tick hears exactly what was sent
-    before it.
-    """
+    """Takes messages off the engine's socket when they are sent."""
 
     def __init__(self, engine: Engine) -> None:
         self._socket = engine.router.socket
@@ -410,7 +399,6 @@ class EngineDriver:
         self._dir.cleanup()
 
     def client(self, name: str) -> zmq.Socket:
-        """The DEALER socket of client ``name``, connected on first use."""
         if name not in self.clients:
             socket = self._context.socket(zmq.DEALER)
             # Never the name of one that left: the router may not have noticed yet, and would ignore the
@@ -429,11 +417,25 @@ class EngineDriver:
         self._inbox.await_one_more()
         return "" if isinstance(message, bytes) else message.id
 
+    def submit(self, message: Message, client: str = "main") -> str:
+        """Send a message and have the loop take it: it has arrived, and no step is launched."""
+        self.send(message, client)
+        self.hear()
+        return message.id
+
     def tick(self, times: int = 1) -> None:
         """Turn the loop, never blocking; take in what it sent."""
         for _ in range(times):
             self._turn()
         self.collect()
+
+    def hear(self) -> None:
+        """Have the engine take in what it has been sent, without a step."""
+        self.engine.scheduler.receive(0)
+
+    def sleep_s(self, ongoing: Any = None) -> float | None:
+        """Seconds for which the loop would sleep now; None: until a message comes."""
+        return self.engine.scheduler._timeout(ongoing)
 
     def _turn(self) -> None:
         self.ongoing = self.engine.scheduler.tick(self.ongoing)
@@ -447,9 +449,6 @@ class EngineDriver:
         self._take_what_is_here()
 
     def _mark(self, socket: zmq.Socket) -> bool:
-        """Whether the mark is on its way: not to a client that the engine has never heard of, or whose pipe
-        is full.
-        """
         try:
             self.engine.router.socket.send_multipart([socket.routing_id, _MARK], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -505,11 +504,7 @@ class EngineDriver:
         raise AssertionError(f"{message} was not answered in {max_ticks} ticks")
 
     def awaited_others(self) -> bool:
-        """Wait for the thread or rank beside the loop that a command waits for, if it waits for one.
-
-        Without that the machine's load says how many ticks pass meanwhile. The wait is short, as a thread may
-        wait for somebody itself.
-        """
+        """Wait for the thread or rank beside the loop that a command waits for, if it waits for one."""
         commands = self.engine.commands
         if commands.wants_tick or commands.has_stepped_aside or not commands.is_busy:
             return False
@@ -557,6 +552,12 @@ class EngineDriver:
         found = self.results.get((rid, index), [])
         assert len(found) == 1, f"{rid}/{index} has {len(found)} terminal results"
         return found[0]
+
+    def outputs(self, rids: Iterable[str]) -> list[tuple[list[int], list[float]]]:
+        """Run until idle; return the tokens of each request and their logprobs."""
+        self.run_until_idle()
+        results = [self.result(rid) for rid in rids]
+        return [(tokens_of(result), read_floats(result.output_logprobs)) for result in results]
 
 
 def tokens_of(result: GenerateReqOutput) -> list[int]:

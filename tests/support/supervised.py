@@ -74,7 +74,6 @@ class Supervised:
 
 @contextmanager
 def supervised(*arguments: str, **options: Any) -> Iterator[Supervised]:
-    """``caesura supervise`` with ``arguments``, stopped at the end whatever happens."""
     running = Supervised(*arguments, **options)
     try:
         yield running

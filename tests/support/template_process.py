@@ -58,11 +58,7 @@ def serve(descriptor: int, *imports: str) -> None:
 
 
 def _end(program: Callable[[], None]) -> NoReturn:
-    """End this process with ``program`` as the interpreter would, but do not take its modules down.
-
-    Taking down what this process shares with the template would copy it page by page: a third of a second,
-    each time.
-    """
+    """End this process with ``program`` as the interpreter would, but do not take its modules down."""
     status: object = 0
     interrupted = False
     try:
@@ -114,7 +110,6 @@ class _Forking:
         self._thread_number = address
 
     def fork(self) -> int:
-        """The child's process id; 0 in the child."""
         flags = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
         ctypes.pythonapi.PyOS_BeforeFork()
         number = _CLONE_NUMBER[platform.machine()]

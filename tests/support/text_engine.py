@@ -36,9 +36,7 @@ def run(endpoint, tokenizer, body, handler, **options):
 
 
 class Engine:
-    """Holds generations open; ``say`` streams tokens, an abort ends a sample with what was said and some
-    more.
-    """
+    """Holds generations open; ``say`` streams tokens."""
 
     def __init__(self, more=()):
         self.more = list(more)
@@ -82,8 +80,6 @@ async def until_abort(fake):
 
 
 def script(tokens, reason=None, **fields):
-    """An engine that gives every sample these tokens at once."""
-
     def handler(request):
         if not isinstance(request, GenerateReqInput):
             return answer(request)

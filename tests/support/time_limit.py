@@ -66,5 +66,4 @@ def pytest_timeout_cancel_timer() -> bool:
 
 
 def pytest_runtest_logfinish() -> None:
-    """Stop counting: the test and its teardown are over."""
     signal.setitimer(signal.ITIMER_REAL, 0)

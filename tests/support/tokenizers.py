@@ -53,9 +53,6 @@ TOOLS: {{ tools | tojson(indent=2) }}
 
 
 def make_byte_level(folder: Path, *, vocab_size: int = 400, **config: object) -> Path:
-    """A byte-level BPE as Qwen and Llama 3 have: every byte is a token, most characters beyond ASCII are
-    several.
-    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -25,9 +25,6 @@ def sources() -> list[Path]:
 
 
 def used(source: str) -> tuple[set[str], set[str]]:
-    """Full names of what a module takes from the libraries, and the names of all attributes that it takes of
-    anything.
-    """
     tree = ast.parse(source)
     known: dict[str, str] = {}
     names: set[str] = set()

@@ -174,7 +174,6 @@ class TracedEngine:
         return self.tracer.record
 
     def set_last_tokens(self) -> Record:
-        """What follows a step whose results are lost."""
         self.tracer.begin("last tokens")
         self.runner.set_last_tokens(np.arange(3), np.arange(3, dtype=np.int32))
         return self.tracer.record
@@ -280,14 +279,11 @@ def _mark_captures(tracer: Tracer, patch: pytest.MonkeyPatch) -> None:
 
 
 def decode(rows: int = ROWS - 2) -> ForwardBatch:
-    """Sampled rows of some hundred tokens each, without filters."""
     return mixed([], rows)
 
 
 def mixed(prompts: Sequence[int] = (300, 212), rows: int = ROWS // 2) -> ForwardBatch:
-    """``rows`` that decode beside chunks of so many tokens, the last of their prompts, which have some tokens
-    before.
-    """
+    """``rows`` that decode beside chunks of so many tokens, the last of their prompts."""
     q_lens = [1] * rows + list(prompts)
     kv_lens = [1000 + 7 * row for row in range(rows)] + [length + 128 for length in prompts]
     tokens, count, width = sum(q_lens), len(q_lens), -(-max(kv_lens) // 16)
@@ -325,9 +321,7 @@ def _sampling(**changes: Any) -> ForwardBatch:
 
 
 def special(vocab_size: int) -> ForwardBatch:
-    """Two rows with penalties, one of which begins, one with biases, and further log-probabilities of two of
-    the three.
-    """
+    """Two rows with penalties, one of which begins, one with biases."""
     two = torch.ones(2)
     rows = SpecialRows(
         rows=torch.tensor([0, 2, 4]),

@@ -14,7 +14,7 @@ from litestar import MediaType, Response, get
 from ....io_struct import GetMemoryHistoryReqOutput
 from ...connection.async_control_client import AsyncControlClient
 from ...exceptions import EngineError
-from ...memory_view.text import model_label
+from ...memory_view.record import model_label
 from ..bodies import HTTPRequest, query_of
 from ..context import Front
 from ..health import NOBODY

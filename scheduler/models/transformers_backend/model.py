@@ -66,7 +66,7 @@ class TransformersForCausalLM(CausalLM):
         self.traced_head = traced_head(
             self._headed, self._given, self._head, place.dtype, place.device, config.hidden_size
         )
-        self._logits = LogitsProcessor(self._project, config.vocab_size, place=place)
+        self.logits_processor = LogitsProcessor(self._project, config.vocab_size, place=place)
         self._by_layer = LayerByLayer(decoder, seen)
         self.traced = traced_decoder(module, decoder, seen, self.forms, place.dtype, place.device)
         self.in_one_call = self.traced is not None and self.traced.in_one_call is not None
@@ -100,7 +100,7 @@ class TransformersForCausalLM(CausalLM):
             yield number
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        return self._logits.forward(hidden)
+        return self.logits_processor.forward(hidden)
 
     def _project(self, hidden: Tensor, out: Tensor) -> Tensor:
         if self.traced_head is not None:

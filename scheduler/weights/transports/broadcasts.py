@@ -112,8 +112,6 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The contents of one buffer."""
-
     broadcasts: list[Tensor]
     """uint8, one for each."""
     arrived: torch.Event | None
@@ -121,7 +119,6 @@ class Received:
 
 
 def broadcast_options(timeout: timedelta) -> Any:
-    """Return the options of a broadcast from rank 0."""
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     options.timeout = timeout
@@ -192,7 +189,6 @@ class Transmission:
     """Two, uint8, of the largest broadcast."""
     stream: WriteStream | None
     timeout_s: float
-    """Seconds for each broadcast."""
     submit: Callable[[Callable[[], None]], None]
     """Runs a callable in the group's thread, after those before it."""
     wake: Callable[[], None]

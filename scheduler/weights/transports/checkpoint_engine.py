@@ -53,8 +53,6 @@ _REBUILD_ARGUMENTS = (
 
 
 class Marker(Enum):
-    """A message without contents."""
-
     CLOSING = "the buffer is to be let go"
     ENDING = "everything has come; to be answered after the commit"
 

@@ -57,7 +57,6 @@ class _File:
     identity: tuple[int, int, int, int]
     """Device, inode, size and modification time in ns of the file whose header was read."""
     header: bytes
-    """Its SHA-256."""
     data_start: int
     """First byte behind the header."""
     changed_ns: int
@@ -124,7 +123,10 @@ class Checkpoint:
                 yield place.piece(part)
 
     def fills(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Iterator[Fill]:
-        """Yield the reads that :meth:`pieces` does; a file is open as long as one of its reads is known."""
+        """Yield the reads that :meth:`pieces` does; a file is open as long as one of its reads is known.
+
+        One that is larger than ``bucket_bytes`` holds a single row.
+        """
         for file in self._files:
             tensors = [tensor for tensor in file.tensors if not skip(tensor.name)]
             if not tensors:

@@ -90,13 +90,12 @@ class Group:
         self._deadline = monotonic() + timeout_s
         self._failure: CaesuraError | None = None
         self._backend: Any = None
-        self._buffers: dict[int, Tensor] = {}
+        self.buffers: dict[int, Tensor] = {}
         self._joining: Feed[Any] = Feed(self._join(), self._wake)
         self._leaving: threading.Thread | None = None
         self._worker: Worker | None = None
         self._sending: Transmission | None = None
         self.has_joined = False
-        """Every rank was there once."""
 
     def joined(self) -> bool:
         """Return True once every rank is there.
@@ -134,7 +133,7 @@ class Group:
                 target=release, args=(holder,), name="caesura-leave", daemon=True
             )
             self._leaving.start()
-        self._buffers.clear()
+        self.buffers.clear()
         return self._failure
 
     def broken(self, reason: str) -> CaesuraError:
@@ -194,7 +193,7 @@ class Group:
         self._worker = self._worker or Worker()
         self._sending = Transmission(
             self._backend,
-            [self._buffers[slot] for slot in (0, 1)],
+            [self.buffers[slot] for slot in (0, 1)],
             self._write_stream,
             timeout_s=self._broadcast_timeout_s,
             submit=self._worker.submit,
@@ -226,7 +225,7 @@ class Group:
         written = [None if stream is None else stream.mark() for _ in (0, 1)]
         limit = timedelta(seconds=timeout_s)
         items = broadcasts(
-            self._backend, plans, [self._buffers[0], self._buffers[1]], written, stream, limit, relay
+            self._backend, plans, [self.buffers[0], self.buffers[1]], written, stream, limit, relay
         )
         feed = Feed(items, self._wake, ahead=2, submit=self._worker.submit)
         if relay is not None:  # a buffer may be kept that long by what is relayed from it
@@ -273,12 +272,12 @@ class Group:
             raise self.broken(f"a broadcast failed: {first_line(error)}") from error
 
     def _make_room(self, slot: int, needed: int) -> None:
-        if slot in self._buffers and self._buffers[slot].numel() >= needed:
+        if slot in self.buffers and self.buffers[slot].numel() >= needed:
             return
-        self._buffers.pop(slot, None)
+        self.buffers.pop(slot, None)
         try:
             with nullcontext() if self._write_stream is None else self._write_stream.on_stream():
-                self._buffers[slot] = torch.empty(needed, dtype=torch.uint8, device=self._device)
+                self.buffers[slot] = torch.empty(needed, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:
             raise CaesuraError(
                 ErrorCode.OUT_OF_MEMORY, f"no {needed} bytes to receive into", needed_bytes=needed
@@ -403,8 +402,6 @@ class DistributedSource:
 
 
 class WeightsUpdateGroups:
-    """The groups that this engine is in, by name."""
-
     def __init__(
         self,
         device: torch.device,

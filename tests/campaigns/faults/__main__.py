@@ -61,7 +61,6 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """Markdown: a row for each kind and one for all."""
     groups: defaultdict[str, list[Outcome]] = defaultdict(list)
     everything = list(outcomes)
     for outcome in everything:

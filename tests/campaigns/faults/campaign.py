@@ -67,7 +67,6 @@ class Campaign:
         self.lives = 0
 
     def run(self, first: int, count: int) -> Iterator[Outcome]:
-        """Faults ``first`` to ``first + count - 1``."""
         for number in range(first, first + count):
             yield self.one(number)
 

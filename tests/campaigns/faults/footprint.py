@@ -39,7 +39,6 @@ class Footprint:
 
 
 def footprint(pid: int) -> Footprint:
-    """Of process ``pid``; raises OSError when it is gone."""
     links = []
     for name in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -80,7 +79,6 @@ def wait_until_within(
 
 
 def shared_files_of(pids: set[int]) -> list[str]:
-    """Names in /dev/shm that carry one of ``pids``."""
     return [
         f"{SHARED_MEMORY}/{name}"
         for name in os.listdir(SHARED_MEMORY)

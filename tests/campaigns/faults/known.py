@@ -47,7 +47,6 @@ class SuccessorShape:
     bos_token_id, eos_token_id = 0, 1
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As a Qwen3 checkpoint with a head of its own."""
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
         for layer in range(LAYERS):
             prefix = f"model.layers.{layer}"

@@ -86,10 +86,7 @@ def check_tokens(
 
 
 class Ledger:
-    """Accounts of one client's requests.
-
-    ``versions`` are the known weights by label; they are looked up when the ledger is closed.
-    """
+    """Accounts of one client's requests. ``versions`` are the known weights by label."""
 
     def __init__(self, versions: Mapping[str, Successors]) -> None:
         self._versions = versions
@@ -103,7 +100,6 @@ class Ledger:
             self._accounts[rid, index] = Account(prompt[-1], new_tokens)
 
     def streamed(self, delta: StreamDelta) -> None:
-        """A delta arrived; gaps are allowed, contradictions are not."""
         counts = np.frombuffer(delta.counts, "<i4").tolist()
         starts, indices = (
             np.frombuffer(delta.starts, "<i4").tolist(),
@@ -142,7 +138,6 @@ class Ledger:
             self._add("failed", f"{reply.id}: refused as {reply.code}: {reply.message}")
 
     def open(self) -> list[str]:
-        """Requests with a sample that has not ended."""
         return sorted({rid for (rid, _), account in self._accounts.items() if not account.ends})
 
     def close(self, *, alive: int) -> list[Problem]:

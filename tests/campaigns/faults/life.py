@@ -75,7 +75,6 @@ class Actor:
         return next((event for event in self.events if event[0] != "at"), None)
 
     def reached(self, phase: str) -> bool:
-        """It has come to ``phase``, or to an end."""
         self._read()
         return self.outcome is not None or ("at", phase) in self.events or not self.alive()
 
@@ -87,7 +86,6 @@ class Actor:
             self._process.kill()
 
     def close(self) -> None:
-        """End it, whatever it does; idempotent."""
         self.kill()
         self._process.join()
         self._pipe.close()
@@ -135,7 +133,6 @@ class Life:
         return self.engine.pid
 
     def actor(self, errand: Errand) -> Actor:
-        """Start one; it ends with this life at the latest."""
         actor = Actor(errand)
         self._actors.append(actor)
         return actor
@@ -197,7 +194,6 @@ class Life:
         return next((v for v in self.versions if self.known.get(v.label) == total), None)
 
     def check_weights(self) -> list[Problem]:
-        """The checksum is that of the version that status names."""
         label = self.status().weight_version
         total = self.client.check_weights(timeout=DEADLINE_S).total
         if label not in self.by_label:
@@ -310,5 +306,4 @@ def describe(status: GetStatusReqOutput) -> str:
 
 
 def alive(status: GetStatusReqOutput) -> int:
-    """Requests that the engine has in any state."""
     return status.running_requests + status.prefilling_requests + status.waiting_requests

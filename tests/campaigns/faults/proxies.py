@@ -50,14 +50,12 @@ class ByteProxy:
         self._thread.start()
 
     def stall(self) -> None:
-        """Nothing goes through until :meth:`resume`; the connections stay."""
         self._stalled.set()
 
     def resume(self) -> None:
         self._stalled.clear()
 
     def cut(self) -> None:
-        """Close what is connected now; later connections work."""
         self._cut.set()
 
     def close(self) -> None:
@@ -140,10 +138,7 @@ class Harmful:
 
 
 class FrameProxy:
-    """A ROUTER for clients and a DEALER to the engine for each of them, under its own identity.
-
-    ``sent(frames)`` is called with every message of the engine, in the proxy's thread.
-    """
+    """A ROUTER for clients and a DEALER to the engine for each of them, under its own identity."""
 
     def __init__(self, endpoint: str, target: str, sent: Callable[[list[bytes]], None] | None = None) -> None:
         self.endpoint = endpoint

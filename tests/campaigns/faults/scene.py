@@ -70,7 +70,6 @@ class Scene:
     """Last token of the prompt of each handle, by rid."""
 
     def load(self) -> None:
-        """Requests of two clients, short and long, streaming and not."""
         for index in range(4):
             rid, prompt = f"{self.number}.{index}", draw_prompt(self.rng)
             long = index < 2
@@ -166,7 +165,6 @@ class Scene:
             self.facts["missed"] = True
 
     def stop_and_continue(self, pid: int) -> None:
-        """The process ``pid`` stands still for a while."""
         self.signal(pid, signal.SIGSTOP)
         try:
             self.hold()
@@ -190,7 +188,6 @@ class Scene:
         self.problems.append(Problem(harm, text))
 
     def cleared(self) -> None:
-        """The fault is over; again if it is said again."""
         self.cleared_at = time.monotonic()
 
     def _start(self, errand: Errand) -> Actor:
@@ -214,7 +211,6 @@ class Scene:
 
 
 def outcome_text(actor: Actor) -> str:
-    """How it ended, in a word or two."""
     outcome = actor.outcome
     if outcome is None:
         return "still there" if actor.alive() else "gone without a word"

@@ -28,7 +28,6 @@ LONG_TOKENS = 3000
 
 
 def draw_prompt(rng: random.Random) -> list[int]:
-    """A few tokens, or as many as take two chunks."""
     length = rng.choice((1, 5, 17, 40, 600))
     return [rng.randrange(FIRST_TOKEN, VOCAB) for _ in range(length)]
 
@@ -55,13 +54,11 @@ class Witness:
     def generate(
         self, rid: str, prompt: list[int], new_tokens: int, *, stream: bool = False, samples: int = 1
     ) -> None:
-        """Ask; what comes back goes to the ledger."""
         self.ledger.asked(rid, prompt, new_tokens, samples)
         params = greedy(new_tokens, samples)
         self.send(GenerateReqInput(id=rid, rid=rid, input_ids=prompt, sampling_params=params, stream=stream))
 
     def abort_all(self) -> None:
-        """End everything that this engine runs, whoever asked for it."""
         self.send(AbortReq(abort_all=True))
 
     def send(self, message: Message) -> None:

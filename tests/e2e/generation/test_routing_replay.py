@@ -65,9 +65,7 @@ def ask(driver: EngineDriver, prompt: list[int], new_tokens: int, **fields: obje
     message = GenerateReqInput(
         input_ids=prompt, sampling_params=params, return_logprob=True, return_routed_experts=True, **fields
     )
-    driver.send(message)
-    driver.engine.scheduler._receive(0)
-    return message.id
+    return driver.submit(message)
 
 
 def rows_of(output: GenerateOutput) -> torch.Tensor:
@@ -186,12 +184,7 @@ def job(number: int) -> tuple[list[int], dict[str, object]]:
 
 
 def policy_gradient(model, outputs: dict[int, GenerateOutput], shift: int = 0) -> tuple[float, float]:
-    """(effective sample size as a share, loss) of what a trainer computes on ``outputs``, with their routing
-    replayed.
-
-    Truncated importance sampling on a reward that depends on the tokens: the share of even ones, less its
-    mean.
-    """
+    """(effective sample size as a share, loss) of what a trainer computes on ``outputs``."""
     ratios, terms = [], []
     rewards = {
         number: sum(t % 2 == 0 for t in output.output_ids) / NEW_TOKENS for number, output in outputs.items()

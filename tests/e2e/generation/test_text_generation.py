@@ -39,9 +39,6 @@ def tokenizer(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A random model with the tokenizers' vocabulary: it says bytes that make no characters, and special
-    tokens.
-    """
     path = tmp_path_factory.mktemp("models") / "model"
     make_checkpoint(path, "qwen3", seed=3, vocab_size=408, eos_token_id=1)
     return path

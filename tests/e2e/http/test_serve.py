@@ -23,8 +23,8 @@ from support.lanes import quick
 from support.waiting import eventually
 
 from caesura.client import SchedulerClient, ShuttingDown, launch_scheduler
+from caesura.client.serve.app import interrupted_by_signals
 from caesura.client.serve.options import OPEN_TO_ALL
-from caesura.client.serve.watch import interrupted_by_signals
 
 pytestmark = pytest.mark.slow  # its engines take seconds to start
 
@@ -410,9 +410,6 @@ def served_alone(model: Path) -> Iterator[tuple[ServedEngine, int]]:
 
 @pytest.mark.long
 def test_a_signal_ends_what_goes_on_for_ever_on_an_engine_that_stays(tiny_model):
-    """A frozen generation, streamed and not, and connections that are never done: all end, answered where
-    there is a request.
-    """
     with served_alone(tiny_model) as (engine, _):
         engine.ok("/pause_generation", {"mode": "in_place"})
         whole, found = in_background(

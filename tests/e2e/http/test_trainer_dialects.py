@@ -142,9 +142,7 @@ def whole_distributions(server, prompt, output_ids):
 
 
 def assert_kept(kept, distribution, sampled, logprob):
-    """``kept`` is the shortest prefix of the descending distribution that reaches top_p, and ``logprob``
-    relative to it.
-    """
+    """``kept`` is the shortest prefix of the descending distribution that reaches top_p."""
     assert sampled in kept
     values = sorted((distribution[token] for token in kept), reverse=True)
     assert values == pytest.approx(sorted(distribution.values(), reverse=True)[: len(values)], abs=1e-5)

@@ -52,9 +52,7 @@ def workload(seed: int) -> list[Arrival]:
 
 
 def with_shared_prefixes_and_stops(seed: int) -> list[Arrival]:
-    """Also what a pipeline of depth 1 learns a step late: samples that wait for a prefix, ends that nobody
-    foresees.
-    """
+    """Also what a pipeline of depth 1 learns a step late."""
     stops = list(range(3, 97, 9))
     return [*workload(seed), Arrival(3, text(40, 6), sampled(9, seed + 4, n=3, stop_token_ids=stops))]
 
@@ -94,9 +92,7 @@ class Stage:
         message = GenerateReqInput(
             input_ids=arrival.prompt, sampling_params=arrival.params, return_logprob=True
         )
-        self.driver.send(message)
-        self.driver.engine.scheduler._receive(0)
-        return message.id, arrival.params.n
+        return self.driver.submit(message), arrival.params.n
 
     def pause(self, mode: str) -> None:
         before = self.step

@@ -35,9 +35,7 @@ def models(tmp_path_factory):
 
 
 def pause_amid_requests(client: SchedulerClient, prompt: list[int], params: SamplingParams) -> None:
-    """Pause with a request in flight, after steps have run since the last pause; on a busy machine all
-    requests may have ended when a pause arrives, which is then taken back.
-    """
+    """Pause with a request in flight, after steps have run since the last pause."""
     while True:
         next(client.submit(prompt, params, stream=True).deltas())
         if client.pause("in_place").held_requests:

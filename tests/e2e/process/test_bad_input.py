@@ -480,7 +480,7 @@ def test_a_time_beyond_all_time_is_refused(driver, message, seconds):
 def test_the_furthest_deadline_can_be_waited_for(driver):
     session_id = driver.begin(deadline_s=86400.0)
     scheduler = driver.engine.scheduler
-    scheduler._timeout(None)  # finds that it is idle
+    driver.sleep_s()  # finds that it is idle
     driver.engine.housekeeping.timers.fire(monotonic() + driver.config.idle_empty_s)
     driver.send(GetStatusReqInput(id="s"))
     scheduler.tick(None)  # waits as the process does

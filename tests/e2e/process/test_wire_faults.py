@@ -376,7 +376,7 @@ def test_a_client_that_does_not_read_costs_others_nothing(driver, monkeypatch):
         for rid, prompt in prompts.items():
             slow.send(GenerateReqInput(rid=rid, input_ids=prompt, sampling_params=params, stream=True))
         while len(driver.engine.live) < len(prompts):
-            driver.engine.scheduler._receive(0)
+            driver.hear()
         quick = 0
         largest = 0
         while driver.engine.live or quick == 0:
@@ -386,7 +386,7 @@ def test_a_client_that_does_not_read_costs_others_nothing(driver, monkeypatch):
             assert len(tokens_of(driver.result(rid))) == 5
             quick += 1
             largest = max(
-                [largest, *(len(queue._frames) for _, queue in driver.engine.router._backlogs.items())]
+                [largest, *(len(queue._frames) for _, queue in driver.engine.router.backlogs.items())]
             )
         assert driver.engine.router.has_backlog, "the slow client was meant to be full"
         assert quick >= 20
@@ -421,7 +421,7 @@ def test_results_of_a_client_that_leaves_too_much_unread_can_be_fetched(driver, 
         eventually(lambda: driver.tick() or slow.socket.poll(0))
         for _ in range(200):  # more than the kernel takes
             router.send(b"slow", AbortReqOutput(id="." * 50_000, aborted=0))
-        limit = router._backlogs.load.messages + 20
+        limit = router.backlogs.load.messages + 20
         monkeypatch.setattr(send_queues, "MAX_PENDING_MESSAGES", limit)
         for number in range(30):
             slow.send(GenerateReqInput(rid=f"r{number}", input_ids=[5, 6, 7], sampling_params=params))
@@ -430,7 +430,7 @@ def test_results_of_a_client_that_leaves_too_much_unread_can_be_fetched(driver, 
         eventually(lambda: driver.tick() or not driver.engine.live)
         kept = [driver.call(FetchResultReqInput(rid=f"r{number}")).results for number in range(30)]
     assert len([results for results in kept if results]) >= 15
-    assert router._backlogs.load.messages <= limit
+    assert router.backlogs.load.messages <= limit
 
 
 def test_a_client_that_vanishes_takes_its_queue_along(driver):

@@ -135,7 +135,7 @@ def test_modules_of_transformers(folder, trainer: PlainTrainer) -> None:
 
 
 def test_an_engine_of_transformers_says_so_and_has_no_expert_ids(folder) -> None:
-    with engine(folder(FOREIGN_QUICK, 1), FOREIGN_QUICK) as driver:
+    with engine(folder("Olmo3ForCausalLM", 1), "Olmo3ForCausalLM") as driver:
         assert "transformers" in driver.status().kernels_reason
         message = GenerateReqInput(input_ids=PROMPTS[0], return_routed_experts=True)
         assert_error(driver.call(message), "unsupported")

@@ -95,9 +95,6 @@ def test_a_manifest_lacks_the_scales_of_fp8_or_has_too_many(engine, folders):
 
 
 def test_scales_that_belong_to_another_form_are_never_served(engine, folders, cold):
-    """A weight quantised here, then scales of somebody else's: refused at the commit, and until an update is
-    complete.
-    """
     plain, fp8 = weights_of(folders[1]["bf16"]), weights_of(folders[1]["fp8"])
     engine.pause("retract")
     engine.update_weights_from_tensor([(Q, plain[Q])])

@@ -72,9 +72,7 @@ def outputs(driver: EngineDriver) -> list[tuple[list[int], bytes]]:
         for temperature in (0.0, 1.0):
             params = SamplingParams(max_new_tokens=8, temperature=temperature, seed=number, ignore_eos=True)
             message = GenerateReqInput(input_ids=prompt, sampling_params=params, return_logprob=True)
-            driver.send(message)
-            driver.engine.scheduler._receive(0)
-            rids.append(message.id)
+            rids.append(driver.submit(message))
     driver.run_until_idle()
     results = [driver.result(rid) for rid in rids]
     return [(tokens_of(result), result.output_logprobs) for result in results]
@@ -168,9 +166,7 @@ class TestPoisoned:
         return Path(shutil.copytree(checkpoint("qwen3", 2), tmp_path / "torn"))
 
     def is_written(self, driver: EngineDriver) -> bool:
-        """Whether an update has written some of its bytes; never all of them, where this is asked at each
-        tick.
-        """
+        """Whether an update has written some of its bytes."""
         progress = driver.status().update
         if progress is None or progress.written_bytes == 0:
             return False

@@ -56,9 +56,6 @@ class SecondOfTwo:
     ("device", "resolved"), [("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("xpu", "xpu"), ("cpu", "cpu")]
 )
 def test_a_device_is_one_device(tmp_path, monkeypatch, device, resolved):
-    """torch.cuda.set_device, which NCCL's groups need, takes no device without an index, and a stream would
-    be of device 0.
-    """
     modules = {"cuda": SecondOfTwo(), "xpu": object(), "cpu": torch.cpu}
     monkeypatch.setattr(torch, "get_device_module", lambda of: modules[torch.device(of).type])
     found = EngineConfig(model_path="m", device=device, endpoint="ipc:///tmp/x", num_threads=1).resolve()

@@ -361,9 +361,6 @@ def test_deltas_carry_logprobs_only_when_they_were_asked_for(connection):
 
 @st.composite
 def deliveries(draw):
-    """Two samples' outputs and a sequence of deltas of them: with gaps, repeats, overlaps, in any
-    interleaving.
-    """
     outputs = [list(range(10 * s, 10 * s + draw(st.integers(0, 8)))) for s in range(2)]
     rows = []
     for _ in range(draw(st.integers(0, 12))):

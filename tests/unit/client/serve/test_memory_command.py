@@ -16,7 +16,7 @@ from support.memory_records import cycles, record_of
 
 from caesura.client import SchedulerClient, cli
 from caesura.client.memory_view import fetch, live
-from caesura.client.memory_view.text import MINUS, size, span
+from caesura.client.memory_view.record import MINUS, size, span
 from caesura.client.serve.pages.document import PageData, write_page
 from caesura.io_struct import (
     GetMemoryHistoryReqInput,

@@ -181,9 +181,6 @@ def test_a_closed_memory_is_closed_once():
 
 
 def test_frames_are_made_when_their_turn_comes(monkeypatch):
-    """Of weights on a device each is a copy on the host: two are under way, and no more than a bucket of
-    bytes.
-    """
     made = []
     real = sending.as_frames
     monkeypatch.setattr(sending, "as_frames", lambda part: made.append(part) or real(part))

@@ -36,7 +36,7 @@ PAGES = 100
 @pytest.fixture(autouse=True)
 def small_and_plain(monkeypatch):
     without_compiled_kernels(monkeypatch)
-    monkeypatch.setattr(flashinfer, "_INT_WORKSPACE_BYTES", 64)
+    monkeypatch.setattr(flashinfer, "INT_WORKSPACE_BYTES", 64)
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +98,7 @@ def engine(path: str, *, captured: bool) -> Engine:
 
 
 def step(decode: list[Request], prefill: list[Request]) -> ForwardBatch:
-    """One token of each ``decode`` request and all prompt tokens of each ``prefill`` request, as batching
-    builds them.
-    """
+    """One token of each ``decode`` request and all prompt tokens of each ``prefill`` request."""
     requests = decode + prefill
     rows = [Row(r.tokens[r.computed :], r.computed, r.pages) for r in requests]
     batch = forward_batch(rows, len(decode))

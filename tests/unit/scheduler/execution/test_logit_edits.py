@@ -45,9 +45,7 @@ def messages(draw) -> GenerateReqInput:
 
 
 class World:
-    """Requests in a real table, sampled by the real sampler one step ahead of what the table knows, as at
-    depth 1.
-    """
+    """Requests in a real table, sampled by the real sampler one step ahead of what the table knows."""
 
     def __init__(self, sent: list[GenerateReqInput], dtype: torch.dtype) -> None:
         self.table = RequestTable(SLOTS, CONTEXT, 16, VOCAB)

@@ -75,9 +75,7 @@ class Scene:
                     pool[pages[position // PAGE_SIZE], :, position % PAGE_SIZE] = row
 
     def attend(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        """One step's outputs [tokens, heads, size], piece by piece; pages before the window of all tokens are
-        given back.
-        """
+        """One step's outputs [tokens, heads, size], piece by piece."""
         width = max(len(pages) for pages in self.pages) + 1
         table = torch.zeros(len(pieces), width + 2, dtype=torch.int32)[:, :width]
         for row, piece in zip(table, pieces):

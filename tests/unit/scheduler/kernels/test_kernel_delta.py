@@ -143,10 +143,6 @@ def test_prompts_beside_decoding_rows_are_those_of_torch(data, made) -> None:
 @settings(max_examples=examples(15))
 @given(data=st.data(), made=layers)
 def test_how_a_sequence_is_cut_changes_no_bit(data, made) -> None:
-    """One segment, several in a step, and decode steps that each go to another row.
-
-    Output projections that cannot be packed are torch's, whose bits may depend on the number of rows.
-    """
     assume(packable(made["shape"].value_heads * made["shape"].value_size, made["dtype"]))
     length = data.draw(st.integers(2, 40))
     borders = [0, *sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=4))), length]

@@ -127,9 +127,7 @@ def test_no_number_of_tokens_has_a_variant_of_its_own(tmp_path):
 
 
 class Kernel:
-    """Stands for what ``triton.jit`` makes, of two tensors and two numbers, the second of which has no
-    variants.
-    """
+    """Stands for what ``triton.jit`` makes, of two tensors and two numbers."""
 
     def __init__(self) -> None:
         specialized = SimpleNamespace(do_not_specialize=False, do_not_specialize_on_alignment=False)

@@ -86,9 +86,7 @@ def _round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_rounded_alike(found: Tensor, expected: Tensor) -> None:
-    """Bit for bit in two bytes but for one element in a thousand, of two roundings; in float32, to its last
-    bits.
-    """
+    """Bit for bit in two bytes but for one element in a thousand, of two roundings."""
     assert found.dtype == expected.dtype
     if found.dtype == torch.float32:
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)

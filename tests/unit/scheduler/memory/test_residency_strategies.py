@@ -48,16 +48,13 @@ def test_values_are_there_when_a_layer_is_computed(make, strategy):
     ]
     assert mosts[1:] == [expected] * 2
     left = 0 if strategy is not ResidentStrategy else total
-    assert model.manager.device_bytes("model") == left
+    assert model.manager.registered["model"].device_bytes == left
     model.manager.close()
 
 
 @pytest.mark.parametrize("make", PLACES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_writes_to_offloaded_components_come_back(make, strategy):
-    """Also what is written while it is there, on its way, or was never away; and all of it can be read
-    meanwhile.
-    """
     manager = make()
     model = Model(manager, strategy())
     numbers = range(len(model.tensors))
@@ -118,7 +115,7 @@ def test_the_next_layer_comes_while_one_is_computed():
     at_layer = manager.use("model")
     at_layer(0)
     model.check(0)
-    side = manager._module.side
+    side = manager.module.side
     assert len(side.pending) == 2
     assert not model.layers[1][0].any()
     waits = side.waited_for_others
@@ -169,9 +166,9 @@ def test_a_resident_component_stays_until_its_memory_is_released_and_comes_back(
         manager.use(name)(0)
     exhaust(manager.leave(tensors))
     assert emptied(manager) == 0
-    assert [manager.device_bytes(name) for name in tensors] == [4000] * 3
+    assert [manager.registered[name].device_bytes for name in tensors] == [4000] * 3
     exhaust(manager.release(["weights"]))
-    assert [manager.device_bytes(name) for name in tensors] == [0] * 3
+    assert [manager.registered[name].device_bytes for name in tensors] == [0] * 3
     exhaust(manager.resume(["weights"]))
     assert [tensor.unique().tolist() for tensor in tensors.values()] == [[1], [2], [3]]
     manager.close()

@@ -184,9 +184,6 @@ def test_tcp_on_loopback_with_a_free_port(host):
 
 
 def test_twenty_thousand_messages_to_a_client_that_does_not_read(router):
-    """Sends never block, another client is served meanwhile, memory stays bounded; then every result is
-    there.
-    """
     rids = [f"r{number}" for number in range(40)]
     with met(router, b"slow", receive_hwm=1) as slow, met(router, b"quick") as quick:
         longest_queue = 0
@@ -200,9 +197,7 @@ def test_twenty_thousand_messages_to_a_client_that_does_not_read(router):
             if step % 1000 == 0:
                 router.send(b"quick", AbortReqOutput(id=str(step), aborted=0))
                 assert quick.receive().id == str(step)
-            longest_queue = max(
-                longest_queue, sum(len(queue.frames) for _, queue in router._backlogs.items())
-            )
+            longest_queue = max(longest_queue, sum(len(queue.frames) for _, queue in router.backlogs.items()))
         assert router.has_backlog, "the slow client was meant to be full"
         assert longest_queue <= 2, "token outputs coalesce"
 
@@ -234,7 +229,7 @@ def test_deltas_beyond_the_bound_leave_a_gap_and_results_stay(router, monkeypatc
         for step in range(25):
             router.send(b"slow", BatchTokenOutput(step=step, delta=delta_of(("r", 0, step, [step]))))
         router.send(b"slow", BatchTokenOutput(step=99, finished=[result_of("last")]))
-        assert router._backlogs[b"slow"].load.tokens <= 10
+        assert router.backlogs[b"slow"].load.tokens <= 10
         messages = []
         while len(messages) <= sent:
             router.retry()
@@ -256,7 +251,7 @@ def test_taken_tokens_make_room_for_new_ones(router, monkeypatch):
             for step in range(4):
                 router.send(name, BatchTokenOutput(step=step, delta=delta_of(("r", 0, step, [step]))))
                 router.send(name, AbortReqOutput(id="between", aborted=0))
-            queue = router._backlogs[name]
+            queue = router.backlogs[name]
             assert queue.load.tokens == 4
             while router.has_backlog:
                 slow.received()
@@ -386,9 +381,7 @@ def test_merging_keeps_every_token_of_what_goes_on(steps, ended):
 
 
 class Full:
-    """A socket that takes nothing. Where a client reads slowly, ZeroMQ's own thread may find room in it at
-    any moment.
-    """
+    """A socket that takes nothing."""
 
     def __init__(self, socket: zmq.Socket) -> None:
         self._socket = socket

@@ -71,7 +71,7 @@ def fill(router: Router, name: bytes, client: RawClient) -> int:
     client.send(GetStatusReqInput())
     hear_from(router, name)
     sent = 0
-    while name not in router._backlogs:
+    while name not in router.backlogs:
         router.send(name, AbortReqOutput(id=f"filler {sent}" + "." * 1000, aborted=0))
         sent += 1
         assert sent < 100_000
@@ -169,7 +169,7 @@ def test_results_that_a_slow_client_leaves_unread_are_bounded_in_number(router, 
         router.send(b"slow", BatchTokenOutput(step=50, finished=[result_of("one too many", 1)]))
         assert gone == [b"slow"]
     assert not router.has_backlog
-    assert (router._backlogs.load.messages, router._backlogs.load.nbytes) == (0, 0)
+    assert (router.backlogs.load.messages, router.backlogs.load.nbytes) == (0, 0)
 
 
 def test_results_that_a_slow_client_leaves_unread_are_bounded_in_bytes(router, gone, monkeypatch):
@@ -194,7 +194,7 @@ def test_slowest_client_is_dropped_first(router, gone, monkeypatch):
         assert gone == []
         router.send(b"s1", BatchTokenOutput(step=1, finished=[result_of("the drop", 10_000)]))
         assert gone == [b"s2"]
-        assert b"s1" in router._backlogs
+        assert b"s1" in router.backlogs
 
 
 def test_taken_requests_are_no_load(router, monkeypatch):
@@ -204,8 +204,8 @@ def test_taken_requests_are_no_load(router, monkeypatch):
         for number in range(20):
             router.send(b"slow", BatchTokenOutput(step=number, finished=[result_of(str(number), 5000)]))
             router.send(b"slow", AbortReqOutput(id=f"reply {number}", aborted=0)) if number == 7 else None
-        assert router._backlogs.load.messages == 22
-        assert len(router._backlogs[b"slow"].frames) > 3, "merged into messages of bounded size"
+        assert router.backlogs.load.messages == 22
+        assert len(router.backlogs[b"slow"].frames) > 3, "merged into messages of bounded size"
         messages = []
         while router.has_backlog:
             router.retry()
@@ -217,13 +217,10 @@ def test_taken_requests_are_no_load(router, monkeypatch):
             rids += [r.rid for r in slow.receive().finished]
     assert rids == [str(number) for number in range(20)]
     assert len(messages) >= sent
-    assert (router._backlogs.load.messages, router._backlogs.load.nbytes) == (0, 0)
+    assert (router.backlogs.load.messages, router.backlogs.load.nbytes) == (0, 0)
 
 
 def test_frames_without_end_reach_nobody(router, gone):
-    """ZeroMQ hands a message over as a whole: one that never ends, of a peer that speaks ZMTP by hand, stays
-    in its pipe.
-    """
     path = router.endpoint.removeprefix("ipc://")
 
     def command(name: bytes, body: bytes) -> bytes:

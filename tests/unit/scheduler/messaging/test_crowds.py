@@ -110,9 +110,6 @@ def test_more_connects_than_descriptors_neither_end_nor_occupy_the_engine(child)
 
 
 def test_a_burst_that_nobody_looks_at_leaves_descriptors(endpoint):
-    """The thread that would shut the endpoint does not run: ZeroMQ accepts about 1,000 connections, and waits
-    for it.
-    """
     with router(endpoint, ENOUGH, "held") as child, contextlib.ExitStack() as crowd:
         before = descriptors(child)
         fill(child, crowd)

@@ -174,18 +174,18 @@ def test_a_client_with_keys_never_falls_back_to_plain_text(keys):
 
 def test_a_refusal_that_comes_before_the_hello_is_sent_is_told(keys, monkeypatch):
     monitors = []
-    get_monitor_socket, hello_frame = zmq.Socket.get_monitor_socket, link.hello_frame
+    get_monitor_socket, connect_to = zmq.Socket.get_monitor_socket, link.connect_to
 
     def watched(dealer, *events):
         monitors.append(get_monitor_socket(dealer, *events))
         return monitors[-1]
 
-    def after_the_refusal():
+    def until_the_refusal(dealer, endpoint):
+        connect_to(dealer, endpoint)
         assert monitors[-1].poll(20_000)
-        return hello_frame()
 
     monkeypatch.setattr(zmq.Socket, "get_monitor_socket", watched)
-    monkeypatch.setattr(link, "hello_frame", after_the_refusal)
+    monkeypatch.setattr(link, "connect_to", until_the_refusal)
     with served("tcp://127.0.0.1:0", None) as server:
         assert "has no keys" in refused(server.router.endpoint, **client_options(keys, keys))
 

@@ -271,9 +271,6 @@ def engine_config(folder: Path, **options: Any) -> EngineConfig:
 
 
 def test_the_engine_stores_latents_alone(folder: Path) -> None:
-    """(20 + 6) elements of 4 bytes in each of two layers; released and resumed, the same tokens' logits come
-    back.
-    """
     config = engine_config(folder)
     manager = ComponentResidencyManager(CPU)
     loaded, pool, routing, _ = build_components(config, manager)

@@ -151,9 +151,6 @@ def test_an_expert_that_does_not_come_is_due(experts: tuple[Path, dict[str, Tens
 
 
 def test_experts_that_come_anew_are_due_again(experts: tuple[Path, dict[str, Tensor]]) -> None:
-    """Whether they came together before or each alone: else half of them would be committed with half of the
-    others.
-    """
     path, state = experts
     alone, tensor = load_file(path / "model.safetensors"), state[DOWN]
     block = DOWN.removesuffix("down_proj")

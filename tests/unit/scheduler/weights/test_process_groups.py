@@ -29,9 +29,7 @@ NAME = "g"
 
 
 class Nccl:
-    """As much of ``ProcessGroupNCCL`` as is used: its constructor waits for nobody, its broadcasts run on the
-    current stream.
-    """
+    """As much of ``ProcessGroupNCCL`` as is used."""
 
     class Options:
         _timeout: timedelta | None = None

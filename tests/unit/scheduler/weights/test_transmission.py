@@ -26,9 +26,7 @@ LIMIT = timedelta(seconds=PATIENCE_S)
 
 
 class Outgoing:
-    """Rank 0 of NCCL: its broadcasts run on a stream of its own, after the current one, and are done when
-    they are waited for.
-    """
+    """Rank 0 of NCCL: its broadcasts run on a stream of its own, after the current one."""
 
     def __init__(self, device: LaggingDevice, sizes: Sequence[int], fails_at: int | None = None) -> None:
         self._device = device

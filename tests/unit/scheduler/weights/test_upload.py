@@ -23,9 +23,7 @@ def never(name: str) -> bool:
 
 
 class Target:
-    """Weights, written as a loader writes them: on the writing stream, which may lag, or be waited for as
-    comparisons do.
-    """
+    """Weights, written as a loader writes them."""
 
     def __init__(self, device: LaggingDevice, *, waits: bool) -> None:
         self.tensors: dict[str, Tensor] = {}
