@@ -257,7 +257,7 @@ class Sessions:
         return session
 
     def protects(self, route: Route, error: BaseException) -> bool:
-        """Return True if ``error`` refused a foreign call while the group of ``route`` serves the open session."""
+        """Return True if ``error`` refused a foreign call while ``route`` serves the open session."""
         codes = ErrorCode.SESSION_OPEN, ErrorCode.NO_SESSION
         refused = isinstance(error, CaesuraError) and error.code in codes
         return refused and self.current is not None and self.current.route == route

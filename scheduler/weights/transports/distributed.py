@@ -182,7 +182,7 @@ class Group:
             raise self.error("not every rank has joined yet")
 
     def transmit(self, nbytes: int) -> Transmission:
-        """Return a send of broadcasts of at most ``nbytes``; raises as :meth:`require_sender`."""
+        """Return a send of at most ``nbytes`` each; raises as :meth:`require_sender`."""
         self.require_sender()
         for slot in (0, 1):
             self._make_room(slot, nbytes)
