@@ -14,11 +14,11 @@ import copy
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
 LoadFormat = Literal["flattened_bucket"] | None
 Named = tuple[str, Tensor]
+ItemT = TypeVar("ItemT")
 
 _LOOK_S = 0.05
 """Seconds between looks for an engine's answer, during a broadcast whose end is announced."""
@@ -173,7 +174,7 @@ class WeightUpdateGroup:
         if self._dead is not None:
             raise self._error(self._dead)
         tensors = [(name, tensor.detach()) for name, tensor in pairs(named_tensors)]
-        parts = list(whole(tensors, bucket_size(bucket_bytes)))
+        parts = list(whole(tensors, bucket_size(bucket_bytes), lambda named: named[1].nbytes))
         return await in_one_session(
             sender, tensors, options, len(parts), lambda named: self._calls(sender, parts, named, load_format)
         )
@@ -362,15 +363,15 @@ def _replies(
     return replies
 
 
-def whole(tensors: list[Named], bucket_bytes: int) -> Iterator[list[Named]]:
+def whole(items: Iterable[ItemT], bucket_bytes: int, nbytes: Callable[[ItemT], int]) -> Iterator[list[ItemT]]:
     """Yield whole tensors in their order, as many as ``bucket_bytes`` hold and at least one."""
-    part: list[Named] = []
+    part: list[ItemT] = []
     size = 0
-    for name, tensor in tensors:
-        if part and size + tensor.nbytes > bucket_bytes:
+    for item in items:
+        if part and size + nbytes(item) > bucket_bytes:
             yield part
             part, size = [], 0
-        part.append((name, tensor))
-        size += tensor.nbytes
+        part.append(item)
+        size += nbytes(item)
     if part:
         yield part
