@@ -93,11 +93,7 @@ def added(values: Iterable[Any]) -> Any:
 
 
 def combined_answer(answers: Answers, position: Callable[[Member], int], tp: int) -> Any:
-    """Return the one reply of all that have answered.
-
-    Raises:
-        EngineError: a replica has refused or failed, or none has answered.
-    """
+    """Return the one reply of all, or raise EngineError for those that refuse or are gone."""
     if answers.failed:
         raise one_error(answers.failed, among=len(answers.failed) + len(answers.replies))
     if not answers.replies and not answers.out:

@@ -105,10 +105,7 @@ class Part:
 def continuation(
     request: wire.GenerateReqInput, index: int, part: Part, *, rid: str, message_id: str
 ) -> wire.GenerateReqInput:
-    """Return the request for the rest of sample ``index`` of ``request`` behind ``part``, which may be empty.
-
-    ``request`` must have a seed, and ``part`` fewer tokens than ``max_new_tokens``.
-    """
+    """Return the request for the rest of sample ``index`` behind ``part``; ``request`` must have a seed."""
     params, done = request.sampling_params, len(part)
     prompt_len = len(request.input_ids)
     left = None if params.max_new_tokens is None else params.max_new_tokens - done
@@ -135,8 +132,7 @@ def joined(
 ) -> GenerateOutput:
     """Return one output of ``part`` and an engine's answer to its :func:`continuation`.
 
-    Log-probabilities of the prompt and routed experts are the last engine's, which has computed all
-    positions, or None if it ended before it had.
+    Log-probabilities of the prompt and routed experts are the last engine's, or None if it ended too early.
     """
     prompt_len, done = len(request.input_ids), len(part)
     spans = [

@@ -78,9 +78,6 @@ class Dispatcher:
     def pending(self) -> int:
         return len(self.flows)
 
-    def require_own_process(self) -> None:
-        self._process.require()
-
     def require_open(self) -> None:
         """Raise RuntimeError in a forked child, and the error of :meth:`refuse` or of :meth:`close`."""
         self._process.require()
@@ -90,12 +87,7 @@ class Dispatcher:
     def start_generation(
         self, request: wire.GenerateReqInput, sink: Sink | None = None
     ) -> Generation[Result, Deltas]:
-        """Start a generation on the member that the router chooses.
-
-        Raises:
-            DuplicateRid, IdConflict: another request in flight has its rid or message id.
-            EpochBehind: the group's epoch is lower than ``min_weights_epoch``.
-        """
+        """Start a generation on the chosen member, or raise DuplicateRid, IdConflict, EpochBehind."""
         self.require_open()
         frame = _encoded(request)
         known = self._frames.get(request.id)

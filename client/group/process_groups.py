@@ -29,8 +29,7 @@ class ProcessGroups:
     def __init__(self, fleet: "ReplicaFleet") -> None:
         self._fleet = fleet
         self._joined: dict[str, dict[str, str | None] | None] = {}
-        """Processes of the replicas in each group; None if it was ended here and its trainer has not ended it
-        yet.
+        """Processes in each group; None if it was ended here and its trainer does not know.
         """
 
     async def join(
@@ -43,11 +42,7 @@ class ProcessGroups:
         group_name: str = DEFAULT_GROUP_NAME,
         **options: Any,
     ) -> Answers:
-        """Have all replicas join.
-
-        Raises:
-            GroupError: a replica is not there, or has ended meanwhile.
-        """
+        """Have all replicas join; GroupError if one is not there, or has ended meanwhile."""
         fleet = self._fleet
         absent = {member.name: member.reason for member in fleet.members if member.state == "gone"}
         if absent:
@@ -109,11 +104,7 @@ class ProcessGroups:
 
     @asynccontextmanager
     async def used_by(self, request: wire.WeightUpdateOptions) -> AsyncIterator[None]:
-        """Guard an update: one over a group needs all that joined, and ends the group everywhere if it fails.
-
-        Raises:
-            GroupError: a replica is not in the group any more.
-        """
+        """Guard an update: one over a group needs all that joined, and ends it if it fails."""
         if not isinstance(request, wire.UpdateWeightsFromDistributedReqInput):
             yield
             return

@@ -41,11 +41,7 @@ class Source(NamedTuple):
 
 
 async def agree(fleet: "Fleet", members: Sequence[Member]) -> None:
-    """Admit ``members``, which must have valid weights under one label.
-
-    Raises:
-        InvalidRequest: a member has other weights than the first, or none that are valid.
-    """
+    """Admit ``members``, or raise InvalidRequest unless all have valid weights under one label."""
     answers = await everywhere(members, fleet.ask, ASK_S)
     answers.raise_first()
     statuses: dict[Member, GetStatusReqOutput] = answers.replies
@@ -119,12 +115,7 @@ def _admit_first(
 
 
 async def catch_up(fleet: "Fleet", member: Member) -> GetStatusReqOutput:
-    """Give ``member`` the group's weights, and return its status afterwards.
-
-    Raises:
-        MemoryReleased: the memory of ``member`` is released.
-        WeightsInvalid: no engine and no folder has the weights, or the engine has not received them.
-    """
+    """Give ``member`` the group's weights and return its status then; MemoryReleased or WeightsInvalid."""
     status = await asyncio.wait_for(fleet.ask(member), ASK_S)
     serving = fleet.dispatcher.serving
     if not serving and not fleet.source.updated and not fleet.weight_version:  # it is the first one

@@ -89,9 +89,7 @@ class ReplicaFleet(Fleet):
 
     @property
     def asked(self) -> list[Member]:
-        """Replicas that receive a command: the serving ones, or every present one if none serves; at least
-        one.
-        """
+        """Replicas that receive a command: the serving ones, else every present one."""
         found = self.dispatcher.serving or self.present
         if not found:
             raise EngineRestarting(f"no replica is there now: {self.reasons()}")
@@ -196,9 +194,6 @@ class ReplicaFleet(Fleet):
 
         Once one replica has answered, the others have :attr:`status_s` in all: their requests, tokens and
         bytes count as they were, their state does not count.
-
-        Raises:
-            EngineError: no replica is there, or all that were have ended.
         """
         members = self.present
         if not members:

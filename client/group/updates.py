@@ -111,12 +111,7 @@ class Updates:
             self._open.paused_here = False
 
     async def carry_out(self, request: wire.Request, buffers: Sequence[memoryview]) -> Any:
-        """Begin or end a session, or load weights and commit if the call is the last one.
-
-        Raises:
-            FleetUpdateFailed: a replica failed, and nobody serves the new label.
-            NoSession, SessionOpen: the request does not belong to the open session.
-        """
+        """Begin or end a session, or load weights and commit if the call is the last one."""
         fleet = self._fleet
         async with fleet.weights_lock, fleet.lock:
             if isinstance(request, wire.BeginWeightUpdateReqInput):

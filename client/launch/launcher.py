@@ -385,10 +385,7 @@ def launch_scheduler(given: dict[str, Any]) -> LaunchedScheduler:
 
 
 def engine_command(*arguments: str) -> list[str]:
-    """Return the command that runs ``caesura scheduler ARGUMENTS`` with this interpreter.
-
-    ``-P``: a clone in the current folder, whose kernels are not built, would hide what is installed.
-    """
+    """Return the command of ``caesura scheduler``; ``-P``: a clone in the current folder has no kernels."""
     return [sys.executable, "-P", "-m", "caesura.scheduler", *arguments]
 
 

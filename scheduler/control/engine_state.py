@@ -33,9 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Sender of a command. Two are the same if both have the same owner token, or, where one has none, the
-    same socket.
-    """
+    """Two senders are the same by their owner token or, where one of them has none, by their socket."""
 
     client: bytes
     owner: str | None = None
@@ -71,19 +69,17 @@ class PauseOwnership:
     def owner(self) -> str | None:
         return None if self.sender is None else self.sender.owner
 
-    def take(self, sender: Sender, request: PauseGenerationReqInput, now: float) -> None:
-        """Record a completed pause. The first sender stays the owner; its own later pauses may change token
-        and lease.
-        """
+    def take(self, sender: Sender, request: PauseGenerationReqInput) -> None:
+        """Record a completed pause. The first sender stays the owner, and may change its token and lease."""
         if self.sender is None or (self.sender.owner is None and self.sender.client == sender.client):
             self.sender = sender
         if request.lease_s is not None and sender.owner == self.owner:
-            self.lease = Lease(request.lease_s, request.on_lease_expiry, now + request.lease_s)
+            self.lease = Lease(request.lease_s, request.on_lease_expiry, monotonic() + request.lease_s)
 
-    def renew(self, owner: str | None, now: float) -> None:
+    def renew(self, owner: str | None) -> None:
         """Renew the lease if a message carried the token of the pause's owner."""
         if self.lease is not None and owner is not None and owner == self.owner:
-            self.lease.expires = now + self.lease.seconds
+            self.lease.expires = monotonic() + self.lease.seconds
 
     def end(self) -> None:
         self.sender = self.lease = None
@@ -153,7 +149,7 @@ class EngineState:
         self.generation = "paused"
         self._enter(request.mode)
         self._paused_at = self._paused_at if self._paused_at is not None else monotonic()
-        self.ownership.take(sender, request, monotonic())
+        self.ownership.take(sender, request)
 
     def run(self) -> None:
         self.generation = "running"
@@ -163,7 +159,7 @@ class EngineState:
 
     def renew_lease(self, owner: str | None) -> None:
         """Renew the pause's lease if ``owner``, the token of a received message, owns the pause."""
-        self.ownership.renew(owner, monotonic())
+        self.ownership.renew(owner)
 
     def end_lease(self) -> None:
         self.ownership.end()
@@ -261,9 +257,7 @@ class EngineState:
         logger.error("weights are POISONED: %s", reason)
 
     def commit_weights(self, version: str | None, source: str) -> None:
-        """Make the new weights serve: next epoch, and the new label if one was sent. No cached KV is reused
-        after it (I6).
-        """
+        """Make the new weights serve: next epoch, and the label that was sent. No older KV is reused (I6)."""
         self._commits[source] += 1
         label = version if version is not None else self.stamp.version
         self.stamp = replace(self.stamp, epoch=self.stamp.epoch + 1, version=label)

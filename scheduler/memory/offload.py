@@ -29,9 +29,7 @@ class OffloadUnit:
     def __init__(
         self, pieces: Sequence[tuple[Tensor, Component]], make_copy: Callable[[], HostCopy] | None
     ) -> None:
-        """``pieces`` are tensors, each with the storage that holds nothing else. Without ``make_copy`` the
-        values may be lost.
-        """
+        """``pieces`` are tensors, each with storage of its own. Without ``make_copy`` values may be lost."""
         self.tensors = [tensor for tensor, _ in pieces]
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
         self.on_device = True
@@ -198,9 +196,7 @@ class OffloadableComponent:
         return unit.values(number)
 
     def write(self, tensor: Tensor, start: int, rows: Tensor) -> None:
-        """Overwrite elements from ``start`` on of ``tensor``, wherever its values are; raises as
-        :meth:`OffloadUnit.write`.
-        """
+        """Overwrite elements from ``start`` on of ``tensor``; raises as :meth:`OffloadUnit.write`."""
         if self._units is None:
             tensor.view(-1).narrow(0, start, rows.numel()).copy_(rows.reshape(-1))
             return
@@ -258,12 +254,8 @@ class LayerwiseOffloadStrategy(Strategy):
     divided into layers moves as a whole.
     """
 
-    window: int = 2
+    window: int = 2  # at least 1
     kind: ClassVar[Residency] = "layerwise"
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window = {self.window}: at least one layer must be on the device")
 
     def peak_bytes(self, component: OffloadableComponent) -> int:
         rest, *layers = (unit.nbytes for unit in component.units)
