@@ -8,6 +8,7 @@ everything beside them are checked first: a body of empty lists would take dozen
 
 import contextlib
 import logging
+from collections.abc import Mapping
 from functools import cache
 from threading import Lock
 from typing import Annotated, Any, TypeVar
@@ -54,6 +55,11 @@ class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A body or query whose keys must all be known: ``mod`` for ``mode`` would abort requests."""
 
 
+def present(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``given`` without nulls."""
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def nullable_fields(kind: type[msgspec.Struct], *left_out: str) -> list[tuple[str, Any, None]]:
     """Return the fields of ``kind`` for a body, in which each may be null or missing."""
     fields = msgspec.structs.fields(kind)
@@ -83,10 +89,7 @@ async def read_control(
         fields = {} if fields is None else fields
         if not isinstance(fields, dict):
             raise ClientException("the body must be a JSON object")
-        given = dict(request.query_params) | {
-            name: value for name, value in fields.items() if value is not None
-        }
-        return msgspec.convert(given, kind, strict=False)
+        return msgspec.convert(dict(request.query_params) | present(fields), kind, strict=False)
     except UNREADABLE as error:
         raise ClientException(unreadable(error, raw, kind).sentence) from error
 

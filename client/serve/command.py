@@ -5,25 +5,20 @@ Invariant: the server listens only when the engine is ready, and says where once
 
 import asyncio
 import contextlib
-import gc
 import os
 import resource
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from ...process import private_directory
 from ...process.log import server_log
-from ..connection.async_client import AsyncSchedulerClient
 from ..exceptions import EngineError, InvalidRequest
 from ..group.processes import ReplicaProcesses
 from ..launch.launcher import LaunchedScheduler, engine_command
-from ..launch.notify import notify
 from ..launch.supervisor import (
     RestartPolicy,
     Supervisor,
@@ -45,14 +40,7 @@ from .options import (
     tls_context,
     warn,
 )
-from .watch import Watch, interrupted_by_signals, unless_stopped
 
-if TYPE_CHECKING:
-    from ..group.replicas import ReplicaFleet
-    from .context import FrontEnd
-    from .server import Server
-
-Launched = LaunchedScheduler | Supervisor | ReplicaProcesses
 StartedT = TypeVar("StartedT", Supervisor, ReplicaProcesses)
 
 MAX_DESCRIPTORS = 1 << 20
@@ -70,7 +58,7 @@ def serve(context: click.Context, /, **given: Any) -> None:
     All other options are passed on to the scheduler: see `caesura scheduler --help`.
     """
     try:
-        from . import server  # noqa: F401
+        from . import app  # noqa: F401  (before an engine is started)
     except ImportError as error:
         raise click.ClickException(f"{_NEEDS_EXTRA} ({error})") from error
     model, endpoint = given["model"], given["endpoint"]
@@ -113,22 +101,26 @@ def _raise_descriptor_limit() -> None:
 def _run(
     options: ServeOptions, scheduler_arguments: list[str], bound: socket.socket, tls: ssl.SSLContext | None
 ) -> int:
+    from . import app
+
     run: Any = asyncio.run
     with contextlib.suppress(ImportError):  # not on this platform
         import uvloop
 
         run = uvloop.run
-    with interrupted_by_signals():  # until the event loop has handlers of its own
+    with app.interrupted_by_signals():  # until the event loop has handlers of its own
         launched = None if options.model is None else _launch(options, scheduler_arguments)
         try:
-            status: int = run(_serve(options, launched, bound, tls))
+            status: int = run(app.serve(options, launched, bound, tls))
             return status
         finally:
             if launched is not None:
                 launched.close()
 
 
-def _launch(options: ServeOptions, scheduler_arguments: list[str]) -> Launched:
+def _launch(
+    options: ServeOptions, scheduler_arguments: list[str]
+) -> LaunchedScheduler | Supervisor | ReplicaProcesses:
     arguments = ["--model", str(options.model), *scheduler_arguments, "--log-format", options.log_format]
     keys: dict[str, Any] = {
         "curve_server_key": options.curve_server_key,
@@ -170,103 +162,3 @@ def _started(engines: StartedT) -> StartedT:
         engines.close()
         raise
     return engines
-
-
-@contextlib.asynccontextmanager
-async def _connected(
-    options: ServeOptions, launched: Launched | None
-) -> AsyncIterator[tuple[AsyncSchedulerClient, str, "ReplicaFleet | None"]]:
-    """Connect; yield the client, the engines' place for people, and the fleet, or None with one engine."""
-    from .context import OWNER
-
-    if isinstance(launched, ReplicaProcesses):
-        from ..group.replicas import ReplicaFleet
-
-        async with ReplicaFleet(launched, owner=OWNER) as fleet:
-            yield fleet.client, f"{fleet.size} replicas", fleet
-        return
-    endpoint = launched.endpoint if launched is not None else str(options.endpoint)
-    async with AsyncSchedulerClient(
-        endpoint,
-        owner=OWNER,
-        curve_server_key=options.curve_server_key,
-        curve_client_key_file=options.curve_client_key_file,
-    ) as client:
-        yield client, f"engine {endpoint}", None
-
-
-async def _serve(
-    options: ServeOptions, launched: Launched | None, bound: socket.socket, tls: ssl.SSLContext | None
-) -> int:
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def start() -> tuple["Server", Watch, "FrontEnd"]:
-            from .app import create_app
-            from .server import Server
-
-            client, engines, fleet = await stack.enter_async_context(_connected(options, launched))
-            front = await front_end(options, client, fleet)
-            scheme = "http" if tls is None else "https"
-            server = Server(
-                create_app(front),
-                lambda: _announce(front.options, engines, scheme),
-                connections=front.metrics.connections,
-                tls=tls,
-            )
-            watch = Watch(server, front, launched)
-            watch.begin()  # no await since the last one: no signal is lost in between
-            return server, watch, front
-
-        server, watch, front = await unless_stopped(start())
-        gc.freeze()  # imports and routes live as long as the process: full collections need not visit them
-        sampling = asyncio.ensure_future(front.metrics.engine.sample(front.client))
-        try:
-            await server.serve(sockets=[bound])
-        finally:
-            sampling.cancel()
-            watch.end()
-        return watch.status
-
-
-async def front_end(
-    options: ServeOptions, client: AsyncSchedulerClient, fleet: "ReplicaFleet | None" = None
-) -> "FrontEnd":
-    """Make the handlers' state from the engine's first answer."""
-    from ..text.tokenizer import TextTokenizer, TokenizerMissing
-    from ..text.tokenizer_manager import TokenizerManager
-    from .context import FrontEnd
-    from .pages.metrics import Metrics
-
-    status = await client.status(owner="", timeout=options.startup_timeout)
-    model = options.model or status.model_path
-    folder = options.tokenizer or model
-    tokenizer = None
-    # A pipeline has its own tokenizers.
-    if folder != "none" and (status.images is None or options.tokenizer is not None):
-        try:
-            tokenizer = await asyncio.to_thread(TextTokenizer.from_folder, folder)
-        except TokenizerMissing:
-            if options.tokenizer is not None:
-                raise
-            click.echo(f"{folder} has no tokenizer: only token ids are served", err=True)
-    options = replace(
-        options,
-        model_path=model,
-        tokenizer_path=folder if tokenizer is not None else "",
-        context_length=status.context_len,
-        makes_images=status.images is not None,
-        latent_bytes_per_pixel=status.latent_bytes_per_pixel or 0.0,
-        vocab_size=status.vocab_size,
-    )
-    manager = TokenizerManager(client, tokenizer, context_length=status.context_len)
-    front = FrontEnd(manager=manager, options=options, metrics=Metrics(options.max_connections), fleet=fleet)
-    await front.metrics.engine.look(client)  # so that there is always a last status
-    return front
-
-
-def _announce(options: ServeOptions, engines: str, scheme: str) -> None:
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    keys = " with keys" if options.api_key or options.admin_key else ""
-    click.echo(f"serving {options.model_name} on {scheme}://{host}:{options.port}{keys} ({engines})")
-    sys.stdout.flush()
-    notify("READY=1", f"STATUS=serving on {scheme}://{host}:{options.port}")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from litestar.di import NamedDependency
 
-from ..connection.async_client import AsyncSchedulerClient
 from ..exceptions import QueueFull
 from ..text.tokenizer_manager import TokenizerManager
 from .bodies import UnknownKeys
@@ -35,13 +34,12 @@ class FrontEnd:
         manager: TokenizerManager,
         options: ServeOptions,
         metrics: "Metrics",
-        client: AsyncSchedulerClient | None = None,
         fleet: "ReplicaFleet | None" = None,
     ) -> None:
         self.manager = manager
         self.fleet = fleet
         """Replicas behind ``client``. None means that it is one engine's."""
-        self.client: AsyncSchedulerClient = manager.client if client is None else client
+        self.client = manager.client
         self.options = options
         self.metrics = metrics
         metrics.engine.fleet = fleet

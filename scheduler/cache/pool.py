@@ -106,7 +106,6 @@ class MHAPool(_PagedPool):
         return num_layers * kv_heads * sizes * dtype.itemsize
 
     def split_slots(self, kv_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``(pages, offsets)``, int64 [T] each: once per step, for :meth:`store_at`."""
         pages = torch.div(kv_slots, self.page_size, rounding_mode="floor")
         return pages, kv_slots - pages * self.page_size
 
@@ -116,7 +115,6 @@ class MHAPool(_PagedPool):
         self.store_at(layer, k, v, pages, offsets)
 
     def store_at(self, layer: int, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> None:
-        """Do as :meth:`store`, with the slots already split, which all layers of a step share."""
         k_slots, v_slots = self._by_slot[layer]
         k_slots.index_put_((pages, offsets), k)
         v_slots.index_put_((pages, offsets), v)

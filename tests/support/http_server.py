@@ -1,22 +1,64 @@
 """The HTTP server in a thread, without an engine or over one that the test brings."""
 
 import asyncio
+import re
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from litestar import Litestar
+from litestar.handlers import HTTPRouteHandler
+from litestar.testing import TestClient
+
 from caesura.client import AsyncSchedulerClient
-from caesura.client.serve.app import FrontEnd, ServeOptions, create_app
+from caesura.client.serve.app import ROUTES, FrontEnd, ServeOptions, create_app
 from caesura.client.serve.pages.metrics import Metrics
 from caesura.client.serve.server import Connections, Server
 from caesura.client.text.tokenizer import TextTokenizer
 from caesura.client.text.tokenizer_manager import TokenizerManager
 
 NO_ENGINE = "ipc:///tmp/caesura-there-is-nothing-here.sock"
+
+
+def front_end(
+    client: AsyncSchedulerClient | None = None,
+    *,
+    tokenizer: TextTokenizer | None = None,
+    context_length: int | None = None,
+    metrics: Metrics | None = None,
+    **options: Any,
+) -> FrontEnd:
+    """The state of handlers over ``client``, or where there is no engine; ``options`` as :class:`ServeOptions`."""
+    client = client or AsyncSchedulerClient(NO_ENGINE, connect_timeout=0.0)
+    manager = TokenizerManager(client, tokenizer, context_length=context_length)
+    return FrontEnd(
+        manager=manager,
+        options=ServeOptions(context_length=context_length or 0, **options),
+        metrics=metrics or Metrics(),
+    )
+
+
+def client_of(
+    front: FrontEnd, routes: Sequence[HTTPRouteHandler] = ROUTES, **options: Any
+) -> TestClient[Litestar]:
+    """A client that calls the application without a socket."""
+    app = create_app(front, routes)
+    app.on_shutdown.append(front.client.close)
+    return TestClient(app, **{"base_url": "http://127.0.0.1", **options})
+
+
+def routes_served() -> list[tuple[str, str, HTTPRouteHandler]]:
+    """Method, path and handler of every route; a parameter in a path is ``x``."""
+    return [
+        (method, re.sub(r"{.*?}", "x", path), handler)
+        for handler in ROUTES
+        for path in handler.paths
+        for method in handler.http_methods
+    ]
 
 
 @dataclass
@@ -46,20 +88,16 @@ def listening(
     connections: Connections | None = None,
     tls: ssl.SSLContext | None = None,
     tokenizer: TextTokenizer | None = None,
-    context_length: int | None = None,
     **options: Any,
 ) -> Iterator[Listening]:
+    """A server on loopback; ``options`` are those of :func:`front_end`."""
     listener = socket.create_server(("127.0.0.1", 0))
     ready = threading.Event()
     servers: list[Server] = []
 
     async def serve() -> None:
         async with AsyncSchedulerClient(endpoint, connect_timeout=connect_timeout) as client:
-            front = FrontEnd(
-                manager=TokenizerManager(client, tokenizer, context_length=context_length),
-                options=ServeOptions(**options),
-                metrics=Metrics(),
-            )
+            front = front_end(client, tokenizer=tokenizer, **options)
             if connections is not None:
                 front.metrics.connections = connections
             servers.append(

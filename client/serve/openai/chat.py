@@ -11,22 +11,21 @@ from litestar import Response
 from ...connection.results import GenerateOutput, TokenDelta
 from ...exceptions import InvalidRequest
 from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
-from ..bodies import INLINE, HTTPRequest
+from ..bodies import HTTPRequest, present
 from ..context import Front, FrontEnd
 from ..middleware import generating
 from .answers import Choice, Job, answer, finish_fields, token_fields
 from .common import (
     EXCEPTION_HANDLERS,
-    IGNORED_KEYS,
     NOTHING,
     REFUSED,
     CommonRequest,
     Count,
     TopCount,
     check_batch,
-    check_model,
     common_fields,
     decode_request,
+    read_request,
     rids_for,
     sampling_params,
 )
@@ -80,15 +79,7 @@ def decode_chat(body: bytes) -> ChatRequest:
 
 @generating("/v1/chat/completions", body="text", exception_handlers=EXCEPTION_HANDLERS)
 async def chat_completions(request: HTTPRequest, front: Front) -> Response[Any]:
-    body = await request.body()
-
-    def read() -> ChatRequest:
-        found = decode_chat(body)
-        front.unknown_keys.note("/v1/chat/completions", body, ChatRequest, IGNORED_KEYS)
-        return found
-
-    asked = read() if len(body) <= INLINE else await front.workers.run(read)
-    check_model(front, asked.model)
+    asked = await read_request(front, request, decode_chat)
     # A template may take any time.
     job, form = await front.workers.run(lambda: _plan(front, asked))
     return await answer(request, front, job, form)
@@ -145,7 +136,7 @@ def _message(name: str, message: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidRequest(
             f"{name}.role is {role!r}; known are {', '.join(sorted(_ROLES))}", field="messages"
         )
-    given = {key: value for key, value in message.items() if value is not None}
+    given = present(message)
     content = given.get("content", "")
     if isinstance(content, list):
         content = "\n".join(_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))

@@ -21,7 +21,7 @@ from ....io_struct.base import Identifier
 from ....io_struct.field_errors import shown
 from ....io_struct.generate import MAX_SAMPLES, MAX_TOP_LOGPROBS, TokenId
 from ...exceptions import RETRYABLE, InvalidRequest
-from ..bodies import UNREADABLE, HTTPRequest, nullable_fields, unreadable
+from ..bodies import INLINE, UNREADABLE, HTTPRequest, nullable_fields, present, unreadable
 from ..context import FrontEnd
 from ..errors import json_response, openai_error, status_of
 from ..responses import ClientLeft, client_left
@@ -140,10 +140,11 @@ class CommonRequest(_OtherFields, kw_only=True):
     """Only ``["text"]``."""
 
 
-RequestT = TypeVar("RequestT", bound=CommonRequest)
+RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
 
-def decode_request(decode: Callable[[bytes], RequestT], body: bytes, kind: type[RequestT]) -> RequestT:
+def decode_request(decode: Callable[[bytes], RequestT], body: bytes, kind: Any) -> RequestT:
+    """Decode a body with ``decode``; raise InvalidRequest for fields that ``kind`` refuses, too."""
     try:
         request = decode(body)
     except UNREADABLE as error:
@@ -151,13 +152,14 @@ def decode_request(decode: Callable[[bytes], RequestT], body: bytes, kind: type[
     for name, reason in kind.REFUSED.items():
         if getattr(request, name) not in NOTHING:
             raise InvalidRequest(f"{name} is not supported: {reason}", field=name)
-    if request.response_format and request.response_format.get("type") != "text":
-        raise InvalidRequest(
-            "response_format is not supported: constrained decoding is not, only text",
-            field="response_format",
-        )
-    if request.modalities and request.modalities != ["text"]:
-        raise InvalidRequest("modalities is not supported: output is text only", field="modalities")
+    if isinstance(request, CommonRequest):
+        if request.response_format and request.response_format.get("type") != "text":
+            raise InvalidRequest(
+                "response_format is not supported: constrained decoding is not, only text",
+                field="response_format",
+            )
+        if request.modalities and request.modalities != ["text"]:
+            raise InvalidRequest("modalities is not supported: output is text only", field="modalities")
     return request
 
 
@@ -169,14 +171,14 @@ def invalid_body(error: Exception, body: bytes, kind: type[msgspec.Struct]) -> I
 
 
 def sampling_params(request: CommonRequest, max_new_tokens: int | None) -> SamplingParams:
-    given = {name: getattr(request, name, None) for name in SamplingParams.__struct_fields__}
-    given["logit_bias"] = request.logit_bias or None
+    given = present({name: getattr(request, name, None) for name in SamplingParams.__struct_fields__})
     if request.min_tokens is not None:
         given["min_new_tokens"] = request.min_tokens
     if request.seed is not None:
         given["seed"] = request.seed & (2**63 - 1)
-    values = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(**{**values, "max_new_tokens": max_new_tokens})
+    return SamplingParams(
+        **{**given, "logit_bias": request.logit_bias or None, "max_new_tokens": max_new_tokens}
+    )
 
 
 def common_fields(request: CommonRequest) -> dict[str, Any]:
@@ -229,6 +231,25 @@ def check_model(front: FrontEnd, name: str | None) -> None:
     options = front.options
     if name and name not in (options.model_name, options.model_path, DEFAULT_MODEL):
         raise ModelNotFound(f"the model {shown(name)} does not exist; {options.model_name!r} is served")
+
+
+async def read_request(
+    front: FrontEnd,
+    request: HTTPRequest,
+    decode: Callable[[bytes], RequestT],
+    ignored: frozenset[str] = IGNORED_KEYS,
+) -> RequestT:
+    """Return the body as ``decode`` reads it, in a thread if it is large; log its unknown keys."""
+    body = await request.body()
+
+    def read() -> RequestT:
+        found = decode(body)
+        front.unknown_keys.note(request.scope["path"], body, type(found), ignored)
+        return found
+
+    asked = read() if len(body) <= INLINE else await front.workers.run(read)
+    check_model(front, getattr(asked, "model", None))
+    return asked
 
 
 _FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "input_ids": "prompt"}

@@ -17,15 +17,14 @@ from ..middleware import generating
 from .answers import Choice, Job, answer, finish_fields, planned, token_fields
 from .common import (
     EXCEPTION_HANDLERS,
-    IGNORED_KEYS,
     REFUSED,
     CommonRequest,
     Count,
     TopCount,
     check_batch,
-    check_model,
     common_fields,
     decode_request,
+    read_request,
     rids_for,
     sampling_params,
 )
@@ -68,23 +67,15 @@ def decode_completion(body: bytes, max_batch: int = 4096) -> CompletionRequest:
 
 @generating("/v1/completions", exception_handlers=EXCEPTION_HANDLERS)
 async def completions(request: HTTPRequest, front: Front) -> Response[Any]:
-    body = await request.body()
     limit = front.options.max_batch
-    large = len(body) > INLINE
-
-    def read() -> CompletionRequest:
-        found = decode_completion(body, limit)
-        front.unknown_keys.note("/v1/completions", body, CompletionRequest, IGNORED_KEYS)
-        return found
-
-    asked = await front.workers.run(read) if large else read()
-    check_model(front, asked.model)
+    asked = await read_request(front, request, lambda body: decode_completion(body, limit))
+    size = len(await request.body())
     if asked.echo and asked.stream and (asked.logprobs is not None or asked.max_tokens == 0):
         raise InvalidRequest("echo with logprobs or without max_tokens cannot be streamed", field="echo")
     if asked.max_tokens == 0 and not asked.echo:
         raise InvalidRequest("max_tokens must be at least 1, unless echo is set", field="max_tokens")
-    tokenizes = large or asked.echo or _tells_prompts(asked)
-    job, form = await planned(front, len(body) if tokenizes else 0, lambda: _plan(front, asked))
+    tokenizes = size > INLINE or asked.echo or _tells_prompts(asked)
+    job, form = await planned(front, size if tokenizes else 0, lambda: _plan(front, asked))
     return await answer(request, front, job, form)
 
 

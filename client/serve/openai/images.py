@@ -9,7 +9,7 @@ import re
 from base64 import b64encode
 from collections.abc import Sequence
 from time import time
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 from litestar import Response
@@ -19,13 +19,13 @@ from ....io_struct.base import Identifier
 from ....io_struct.images import MAX_IMAGE_SIDE, MAX_PROMPT_CHARACTERS, MAX_STEPS
 from ...connection.images import ImageOutput
 from ...exceptions import InvalidRequest
-from ..bodies import UNREADABLE, HTTPRequest
+from ..bodies import HTTPRequest, present
 from ..commands import timed
 from ..context import Front
 from ..middleware import generating, makes_images
 from ..pages.document import png_of
 from ..responses import unless_left
-from .common import EXCEPTION_HANDLERS, NOTHING, AnySeed, check_model, invalid_body
+from .common import EXCEPTION_HANDLERS, NOTHING, AnySeed, decode_request, read_request
 
 MAX_IMAGES = 256
 MAX_PIXELS = 1 << 25
@@ -62,6 +62,8 @@ else:
 class ImageRequestBody(_OtherFields, kw_only=True):
     """Null means "not given"; unknown keys are ignored and logged."""
 
+    REFUSED: ClassVar[dict[str, str]] = REFUSED
+
     prompt: Text
     model: str | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGES)] | None = None
@@ -86,13 +88,7 @@ _decoder = msgspec.json.Decoder(ImageRequestBody, strict=False)
 
 
 def decode_body(body: bytes) -> ImageRequestBody:
-    try:
-        asked = _decoder.decode(body)
-    except UNREADABLE as error:
-        raise invalid_body(error, body, ImageRequestBody) from error
-    for name, reason in REFUSED.items():
-        if getattr(asked, name) not in (*NOTHING, 0):
-            raise InvalidRequest(f"{name} is not supported: {reason}", field=name)
+    asked = decode_request(_decoder.decode, body, ImageRequestBody)
     for name, values in WITHOUT_EFFECT.items():
         if (value := getattr(asked, name)) not in (*NOTHING, *values):
             raise InvalidRequest(
@@ -125,11 +121,7 @@ def options_of(asked: ImageRequestBody) -> dict[str, Any]:
         "min_weights_epoch": asked.min_weights_epoch,
         "seed": None if asked.seed is None else asked.seed & (2**63 - 1),
     }
-    return {
-        **{name: value for name, value in given.items() if value is not None},
-        "return_embeds": False,
-        "sde": SdeParams(type="ode"),
-    }
+    return {**present(given), "return_embeds": False, "sde": SdeParams(type="ode")}
 
 
 def size_of(size: str | None) -> tuple[int | None, int | None]:
@@ -148,10 +140,7 @@ def size_of(size: str | None) -> tuple[int | None, int | None]:
 
 @generating("/v1/images/generations", body="text", guard=makes_images, exception_handlers=EXCEPTION_HANDLERS)
 async def generate_images(request: HTTPRequest, front: Front) -> Response[bytes]:
-    body = await request.body()
-    asked = decode_body(body)
-    front.unknown_keys.note("/v1/images/generations", body, ImageRequestBody, IGNORED_KEYS)
-    check_model(front, asked.model)
+    asked = await read_request(front, request, decode_body, IGNORED_KEYS)
     rid = asked.rid or f"img-{new_id()}"
     await front.admission.check()
     work = front.client.generate_images(asked.prompt, rid=rid, **options_of(asked))

@@ -87,9 +87,7 @@ class Metrics:
         histograms = {"first token": self._first_token, "between tokens": self._inter_token}
         return percentiles(self.engine.histograms() | histograms)
 
-    def families(self, model_name: str, look: Look) -> list[Metric]:
-        families = Families(model_name)
-        engine_families(families, look)
+    def add_to(self, families: "Families") -> None:
         gauge, counter, histogram = families.gauge, families.counter, families.histogram
         text = "New engine processes seen since this server began."
         counter("engine_restarts", text, self.engine.restarts)
@@ -108,15 +106,17 @@ class Metrics:
         text = "Time spent in commands, by name and result."
         counter("control_seconds", text, self._control_s, ("call", "result"))
         counter("errors", "Error responses by code.", self._errors, ("code",))
-        return families.found
 
 
-class Families:
+class Families(Collector):
     """Gathers metric families; ``model_name`` becomes a label of every series."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
-        self.found: list[Metric] = []
+        self._found: list[Metric] = []
+
+    def collect(self) -> Iterable[Metric]:
+        return self._found
 
     def gauge(self, name: str, text: str, values: Values, labels: Sequence[str] = ()) -> None:
         self._add(GaugeMetricFamily(PREFIX + name, text, labels=("model_name", *labels)), values)
@@ -133,18 +133,18 @@ class Families:
         family = HistogramMetricFamily(PREFIX + name, text, labels=("model_name",))
         buckets, total = histogram.cumulative()
         family.add_metric((self._model_name,), buckets=buckets, sum_value=total)
-        self.found.append(family)
+        self._found.append(family)
 
     def info(self, name: str, text: str, values: dict[str, str]) -> None:
         """Add text values, as labels of a series with value 1."""
         family = InfoMetricFamily(PREFIX + name, text, labels=("model_name",))
         family.add_metric((self._model_name,), values)
-        self.found.append(family)
+        self._found.append(family)
 
     def _add(self, family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> None:
         for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
             family.add_metric((self._model_name, *((key,) if isinstance(key, str) else key)), value)
-        self.found.append(family)
+        self._found.append(family)
 
 
 def engine_families(families: Families, look: Look) -> None:
@@ -280,40 +280,26 @@ def _holding_kv(status: GetStatusReqOutput) -> int:
     return status.running_requests + status.prefilling_requests
 
 
-def _replicas(model_name: str, fleet: "ReplicaFleet") -> list[Metric]:
-    families, members = Families(model_name), fleet.members
-    up = {member.name: member.serves for member in members}
+def _replicas(families: Families, fleet: "ReplicaFleet") -> None:
+    up = {member.name: member.serves for member in fleet.members}
     families.gauge("replica_up", "1 for each replica that serves.", up, ("replica",))
-    load = {member.name: member.load for member in members}
+    load = {member.name: member.load for member in fleet.members}
     families.gauge("replica_load", "Samples that a replica has to generate.", load, ("replica",))
-    moved = fleet.dispatcher.moved
-    families.counter("moved_requests", "Samples that were continued on another replica.", moved)
-    return families.found
-
-
-class _Collected(Collector):
-    """Complete families, as the collector that the library requires."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing, which skips the check of names."""
-        return ()
+    text = "Samples that were continued on another replica."
+    families.counter("moved_requests", text, fleet.dispatcher.moved)
 
 
 @get("/metrics", opt={"access": "open"}, summary="Prometheus metrics")
 async def metrics(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Return the metrics, never an error: without an answer of the engine ``caesura:engine_up`` is 0."""
     look = await front.metrics.engine.look(front.client)
-    registry = CollectorRegistry(auto_describe=False)
-    families = front.metrics.families(front.options.model_name, look)
+    families = Families(front.options.model_name)
+    engine_families(families, look)
+    front.metrics.add_to(families)
     if front.fleet is not None:
-        families += _replicas(front.options.model_name, front.fleet)
-    registry.register(_Collected(families))
+        _replicas(families, front.fleet)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(families)
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
     if isinstance(encode, partial) and encode.keywords.get("escaping") == "underscores":
         # Valid names should stay as they are, but prometheus_client takes the colon from those of samples,

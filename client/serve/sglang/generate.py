@@ -47,6 +47,7 @@ from ..bodies import (
     Strict,
     decode_large,
     nullable_fields,
+    present,
     read_control,
     unreadable,
 )
@@ -152,14 +153,10 @@ class NativeRequest(GenerationRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
+    body: GenerateBody
     requests: list[NativeRequest]
-    stream: bool
     as_list: bool
     """A batch, or more than one sample."""
-    text_in_logprobs: bool
-    prompt_token_ids: bool
-    experts_dtype: ExpertsDtype
-    routing_key: Any
 
 
 def decode_body(raw: bytes, max_batch: int = 4096) -> GenerateBody:
@@ -230,15 +227,7 @@ def plan_job(body: GenerateBody, *, max_batch: int, detokenize: bool) -> Job:
         )
     if body.stream and any(request.return_sampling_mask for request in requests):
         raise InvalidRequest("stream: sampling masks come with whole answers only", field="stream")
-    return Job(
-        requests=requests,
-        stream=bool(body.stream),
-        as_list=not single or samples > 1,
-        text_in_logprobs=bool(body.return_text_in_logprobs),
-        prompt_token_ids=bool(body.return_prompt_token_ids),
-        experts_dtype=body.routed_experts_dtype or "int32",
-        routing_key=body.routing_key or body.session_id,
-    )
+    return Job(body=body, requests=requests, as_list=not single or samples > 1)
 
 
 def _check_logprobs_mode(body: GenerateBody, masks: list[bool], count: int) -> None:
@@ -343,8 +332,7 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
         )
     check_size("stop", characters(stop), MAX_STOP_CHARACTERS, "characters in all")
     scored = body.max_new_tokens == 0  # the engine samples at least one token
-    given = {name: getattr(body, name, None) for name in SamplingParams.__struct_fields__}
-    wire = {name: value for name, value in given.items() if value is not None}
+    wire = present({name: getattr(body, name, None) for name in SamplingParams.__struct_fields__})
     if body.sampling_seed is not None:
         wire["seed"] = body.sampling_seed
     params = SamplingParams(**{**wire, "max_new_tokens": 1 if scored else body.max_new_tokens})
@@ -359,7 +347,7 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
         "top_p_token_ids": bool((body.custom_params or {}).get("return_top_p_token_ids"))
         and _filters(params),
         "stop": [each for each in stop if each],
-        **{name: value for name, value in text.items() if value is not None},
+        **present(text),
     }
 
 
@@ -379,8 +367,8 @@ def _filters(params: SamplingParams) -> bool:
 async def generate(request: HTTPRequest, front: Front) -> Response[Any]:
     try:
         job = await _planned(front, await request.body())
-        with routed_by(routing_key(job.routing_key)):
-            return await (_streamed if job.stream else _whole)(request, front, job)
+        with routed_by(routing_key(job.body.routing_key or job.body.session_id)):
+            return await (_streamed if job.body.stream else _whole)(request, front, job)
     except ClientLeft:
         return client_left()
     except CaesuraError as error:
@@ -413,10 +401,10 @@ def refused(front: FrontEnd, error: CaesuraError) -> Response[bytes]:
 
 def _answer(front: FrontEnd, job: Job) -> "Answer":
     return Answer(
-        texts=token_texts(front.manager, job.text_in_logprobs),
+        texts=token_texts(front.manager, bool(job.body.return_text_in_logprobs)),
         with_text=front.manager.tokenizer is not None,
-        prompt_token_ids=job.prompt_token_ids,
-        experts_dtype=job.experts_dtype,
+        prompt_token_ids=bool(job.body.return_prompt_token_ids),
+        experts_dtype=job.body.routed_experts_dtype or "int32",
     )
 
 

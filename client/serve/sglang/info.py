@@ -36,7 +36,6 @@ _PARALLEL = {
     "disaggregation_bootstrap_port": None,
     "kv_events": None,
     "load_format": "auto",
-    "skip_tokenizer_init": False,
 }
 """Settings that trainers compare with their own; replicas are data parallelism to them."""
 

@@ -19,7 +19,7 @@ from ....io_struct.images import MAX_IMAGE_SIDE, MAX_PROMPT_CHARACTERS, MAX_STEP
 from ....transfer.safetensors import DTYPES, file_of_one
 from ...connection.images import ImageOutput, ImageTensor
 from ...exceptions import InvalidRequest, Unsupported
-from ..bodies import HTTPRequest, Strict, read_control
+from ..bodies import HTTPRequest, Strict, present, read_control
 from ..commands import timed
 from ..context import Front, FrontEnd
 from ..middleware import generating, makes_images
@@ -162,7 +162,7 @@ def _options(body: RolloutBody) -> dict[str, Any]:
         "shift": extra.shift,
         "max_sequence_length": extra.max_sequence_length,
     }
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options = present(given)
     options["return_embeds"] = body.rollout and body.rollout_return_denoising_env
     if not body.rollout:
         options["sde"] = SdeParams(type="ode")

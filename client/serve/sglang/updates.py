@@ -23,8 +23,6 @@ from ....io_struct import (
     EndWeightUpdateReqInput,
     ErrorCode,
     TensorSpec,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromCheckpointEngineReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
@@ -61,8 +59,12 @@ class UpdateBody(InSession, kw_only=True):
     component: Label | None = None
     """Caesura's own: the component of a diffusion pipeline; null: its transformer."""
 
+    def given(self) -> dict[str, Any]:
+        """Return the keywords of every update; a missing session is None, never one of the client."""
+        return {name: getattr(self, name) for name in UpdateBody.__struct_fields__}
+
     def options(self) -> dict[str, Any]:
-        return update_fields({name: getattr(self, name) for name in UpdateBody.__struct_fields__})
+        return update_fields(self.given())
 
 
 async def _sent(
@@ -136,8 +138,7 @@ async def from_disk(front: FrontEnd, body: DiskBody) -> WeightUpdateReqOutput:
         raise Unsupported("manifest is not supported")
     _check_load_format(body.load_format, "auto", "safetensors")
     path = await asyncio.to_thread(allowed_path, body.model_path, front.options)
-    wire = UpdateWeightFromDiskReqInput(model_path=path, load_format=body.load_format, **body.options())
-    return await _sent(front, wire)
+    return await front.client.update_weights_from_disk(path, load_format=body.load_format, **body.given())
 
 
 def allowed_path(path: str, options: ServeOptions) -> str:
@@ -280,10 +281,9 @@ class ParameterServerBody(UpdateBody, kw_only=True):
 @command("/update_weights_from_ipc", success(_online))
 async def update_weights_from_ipc(front: FrontEnd, body: ParameterServerBody) -> object:
     """Let a checkpoint-engine parameter server drive an update."""
-    wire = UpdateWeightsFromCheckpointEngineReqInput(
-        zmq_handles=body.zmq_handles, timeout_s=body.timeout_s, **body.options()
+    return await front.client.update_weights_from_checkpoint_engine(
+        body.zmq_handles, timeout_s=body.timeout_s, **body.given()
     )
-    return await _sent(front, wire)
 
 
 class InitGroupBody(Strict, kw_only=True):

@@ -17,7 +17,7 @@ from ....io_struct.generate import TokenId
 from ...connection.results import GenerateOutput
 from ...exceptions import InvalidRequest, Unsupported
 from ...text.tokenizer_manager import GenerationRequest, Sample
-from ..bodies import INLINE, UNREADABLE, HTTPRequest, decode_large, unreadable
+from ..bodies import INLINE, UNREADABLE, HTTPRequest, decode_large, present, unreadable
 from ..context import Front, FrontEnd
 from ..errors import json_response
 from ..generations import whole
@@ -104,8 +104,7 @@ def _read(front: FrontEnd, raw: bytes) -> tuple[TokensBody, CompletionRequest, L
     logprobs = _logprobs_asked(given)
     if (start := given.pop("routed_experts_prompt_start", None)) is not None:
         given["routed_experts_start_len"] = start
-    named = {"model": body.model, "rid": body.request_id, "cache_salt": body.cache_salt}
-    given |= {name: value for name, value in named.items() if value is not None}
+    given |= present({"model": body.model, "rid": body.request_id, "cache_salt": body.cache_salt})
     given |= {"prompt": [], "stream": False, "echo": False}  # the prompt is decoded already
     parameters = msgspec.json.encode(given)
     asked = decode_completion(parameters)
@@ -115,8 +114,7 @@ def _read(front: FrontEnd, raw: bytes) -> tuple[TokensBody, CompletionRequest, L
 
 def _logprobs_asked(given: dict[str, Any]) -> LogprobsAsked:
     """Take the fields of :class:`LogprobsAsked` out of ``given``."""
-    taken = {name: given.pop(name, None) for name in LogprobsAsked.__struct_fields__}
-    taken = {name: value for name, value in taken.items() if value is not None}
+    taken = present({name: given.pop(name, None) for name in LogprobsAsked.__struct_fields__})
     try:
         return msgspec.convert(taken, LogprobsAsked, strict=False)
     except msgspec.ValidationError as error:

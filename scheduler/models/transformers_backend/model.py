@@ -12,12 +12,11 @@ Invariants:
 import copy
 import re
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils.generic import ModelOutput
 
 from ...execution.forward import AttentionBackend, ForwardBatch
 from ...kernels.attention_form import AttentionForm
@@ -32,16 +31,6 @@ from .probe import Attended, Probe, probe, refused
 from .products import Given
 from .self_check import check
 from .traced_decoder import traced_decoder, traced_head
-
-
-@dataclass
-class _DecoderOutput(ModelOutput):
-    last_hidden_state: Tensor | None = None
-    past_key_values: Any = None
-    hidden_states: Any = None
-    attentions: Any = None
-    cross_attentions: Any = None
-    router_logits: Any = None
 
 
 class TransformersForCausalLM(CausalLM):
@@ -148,7 +137,7 @@ def _form(module: nn.Module, call: Attended, *, one_scale: bool) -> AttentionFor
 
 def _with_given(module: nn.Module, path: str) -> tuple[Any, Given]:
     """Return a copy of ``module`` that shares its parts, but has a given decoder at ``path``."""
-    given = Given(lambda hidden: _DecoderOutput(last_hidden_state=hidden))
+    given = Given()
     *parents, last = path.split(".")
     copied = outer = _shallow(module)
     for name in parents:

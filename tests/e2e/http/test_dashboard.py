@@ -4,34 +4,24 @@ asks nobody else.
 One engine, one front end in a thread, one headless Chromium for the module.
 """
 
-import asyncio
 import contextlib
 import json
-import socket
-import threading
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import torch
-import uvicorn
-from litestar import Litestar
-from litestar.di import Provide
 from prometheus_client.parser import text_string_to_metric_families
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 from support.browser import browsing, chromium
+from support.http_server import listening
 from support.waiting import eventually
 
-from caesura.client import AsyncSchedulerClient, SamplingParams, SchedulerClient, launch_scheduler
+from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 from caesura.client.memory_view import fetch
-from caesura.client.serve.app import routes_of
-from caesura.client.serve.context import FrontEnd, ServeOptions
-from caesura.client.serve.middleware import AuthMiddleware
-from caesura.client.serve.pages import dashboard, metrics
-from caesura.client.serve.pages.metrics import Metrics
 
 KEY = "a key for users"
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -50,41 +40,9 @@ def engine(tiny_model) -> Iterator[SchedulerClient]:
 
 @pytest.fixture(scope="module")
 def address(engine) -> Iterator[str]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    server: list[uvicorn.Server] = []
-    ready = threading.Event()
-
-    async def serve() -> None:
-        client = AsyncSchedulerClient(engine.endpoint)
-        front = FrontEnd(
-            manager=None,  # type: ignore[arg-type]  # text is none of these routes' business
-            client=client,
-            options=ServeOptions(served_model_name=f"policy {HOSTILE}", api_key=KEY),
-            metrics=Metrics(),
-        )
-
-        async def provide() -> FrontEnd:
-            return front
-
-        app = Litestar(
-            route_handlers=routes_of(metrics, dashboard),
-            dependencies={"front": Provide(provide)},
-            middleware=[AuthMiddleware(front.options)],
-            openapi_config=None,
-        )
-        server.append(uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning")))
-        ready.set()
-        try:
-            await server[0].serve(sockets=[listener])
-        finally:
-            await client.close()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    assert ready.wait()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server[0].should_exit = True
-    thread.join()
+    served = {"served_model_name": f"policy {HOSTILE}", "api_key": KEY}
+    with listening(endpoint=engine.endpoint, connect_timeout=None, **served) as server:
+        yield server.url
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from support.lanes import quick
 from support.waiting import eventually
 
 from caesura.client import SchedulerClient, ShuttingDown, launch_scheduler
+from caesura.client.serve.app import interrupted_by_signals
 from caesura.client.serve.options import OPEN_TO_ALL
-from caesura.client.serve.watch import interrupted_by_signals
 
 pytestmark = pytest.mark.slow  # its engines take seconds to start
 

@@ -121,15 +121,6 @@ def test_casts_shards_and_buckets(checkpoint, cold, dtype, stored, sharded, buck
         assert outputs(driver) == expected[1]
 
 
-def test_there_and_back(checkpoint, cold):
-    one, two = checkpoint("llama", 1, tied=True), checkpoint("llama", 2, tied=True)
-    with engine(one, load_bucket_bytes=256) as driver:
-        for path in (two, one, two, two, one):
-            update(driver, path)
-            assert checksums(driver) == cold(path)[0]
-        assert outputs(driver) == cold(one)[1]
-
-
 @pytest.mark.parametrize("bucket", BUCKETS)
 @pytest.mark.parametrize("element", [0, -1])
 @pytest.mark.parametrize("count", [0, 1, 3])

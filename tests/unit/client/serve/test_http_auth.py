@@ -1,23 +1,15 @@
 """Who may call what, and how much may be sent: over every route of the application."""
 
 import re
-from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from litestar import Litestar, Request, Response, post
-from litestar.handlers import HTTPRouteHandler
-from litestar.routes import HTTPRoute
-from litestar.testing import TestClient
+from litestar import Request, Response, post
+from support.http_server import client_of, front_end, routes_served
 
-from caesura.client import AsyncSchedulerClient
 from caesura.client.connection import link
-from caesura.client.serve.app import ROUTES, FrontEnd, ServeOptions, create_app
 from caesura.client.serve.middleware import ACCESS_CLASSES
-from caesura.client.serve.pages.metrics import Metrics
-from caesura.client.text.tokenizer_manager import TokenizerManager
 
 CHANGES_THE_ENGINE = [
     "pause",
@@ -34,7 +26,6 @@ CHANGES_THE_ENGINE = [
     "checker",
     "post_process",
 ]
-NO_ENGINE = "ipc:///tmp/caesura-there-is-nothing-here.sock"
 
 
 @pytest.fixture(autouse=True)
@@ -43,53 +34,25 @@ def asks_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "RETRY_S", 0.0)
 
 
-def front(**options: Any) -> FrontEnd:
-    client = AsyncSchedulerClient(NO_ENGINE, connect_timeout=0.0)
-    return FrontEnd(
-        manager=TokenizerManager(client, None), options=ServeOptions(**options), metrics=Metrics()
-    )
-
-
-def client_of(
-    served: FrontEnd, routes: Sequence[HTTPRouteHandler] = ROUTES, **options: Any
-) -> TestClient[Litestar]:
-    app = create_app(served, routes)
-    app.on_shutdown.append(served.client.close)
-    return TestClient(app, **{"base_url": "http://127.0.0.1", **options})
-
-
-@cache
-def all_routes() -> list[tuple[str, str, HTTPRouteHandler]]:
-    app = create_app(front())
-    return [
-        (re.sub(r"{.*?}", "x", route.path), method, handler)
-        for route in app.routes
-        if isinstance(route, HTTPRoute)
-        for handler in route.route_handlers
-        for method in handler.http_methods
-        if method != "OPTIONS"  # made by the framework
-    ]
-
-
 def statuses(options: dict[str, str], key: str | None) -> dict[tuple[str, str], int]:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    with client_of(front(**options), raise_server_exceptions=False) as client:
+    with client_of(front_end(**options), raise_server_exceptions=False) as client:
         return {
             (path, method): client.request(method, path, headers=headers, content=b"{}").status_code
-            for path, method, _ in all_routes()
+            for method, path, _ in routes_served()
         }
 
 
 def refused(options: dict[str, str], key: str | None) -> set[str]:
     """Access classes that ``key`` does not open; every route of a class must behave alike."""
-    access = {(path, method): handler.opt["access"] for path, method, handler in all_routes()}
+    access = {(path, method): handler.opt["access"] for method, path, handler in routes_served()}
     found = {(access[route], status == 401) for route, status in statuses(options, key).items()}
     assert len(found) == len(ACCESS_CLASSES), found
     return {kind for kind, is_refused in found if is_refused}
 
 
 def test_every_route_has_a_class_and_what_changes_the_engine_is_for_admins():
-    for path, method, handler in all_routes():
+    for method, path, handler in routes_served():
         access = handler.opt.get("access")
         assert access in ACCESS_CLASSES, f"{method} {path} has no access class"
         if any(word in path for word in CHANGES_THE_ENGINE) and not path.startswith("/is_"):
@@ -99,7 +62,7 @@ def test_every_route_has_a_class_and_what_changes_the_engine_is_for_admins():
 
 
 def test_the_routes_are_there():
-    paths = {path for path, _, _ in all_routes()}
+    paths = {path for _, path, _ in routes_served()}
     named = (
         "/generate /abort_request /pause_generation /continue_generation /flush_cache "
         "/update_weights_from_disk "
@@ -122,7 +85,7 @@ def test_the_curl_example_has_every_route_once_it_is_there():
     shown = set(re.findall(r"(?:get|post|POST) '?(/[a-z0-9_/]+)", script))
     shown |= set(re.findall(r"\$URL(/[a-z0-9_/]+)", script))
     aliases = {"/v1/tokenize", "/v1/detokenize", "/v1/models/x"}
-    paths = {path for path, _, _ in all_routes() if path != "/" and not path.startswith("/dashboard")}
+    paths = {path for _, path, _ in routes_served() if path != "/" and not path.startswith("/dashboard")}
     assert paths - aliases == shown
 
 
@@ -147,7 +110,7 @@ def test_which_key_opens_what(options, key, expected):
 
 @pytest.mark.parametrize("header", ["u", "Basic u", "Bearer", "Bearer  ", "Bearer uu", "bearer u x"])
 def test_only_bearer_keys_count(header):
-    with client_of(front(api_key="u")) as client:
+    with client_of(front_end(api_key="u")) as client:
         response = client.get("/server_info", headers={"authorization": header})
         assert response.status_code == 401
         assert response.json() == {"error": "Unauthorized"}
@@ -169,9 +132,9 @@ def test_only_bearer_keys_count(header):
     ],
 )
 def test_pages_of_other_sites_cannot_use_a_server_without_keys(headers, allowed):
-    with client_of(front()) as client:
+    with client_of(front_end()) as client:
         assert (client.post("/post_process_weights", headers=headers).status_code == 200) == allowed
-    with client_of(front(api_key="k")) as client:
+    with client_of(front_end(api_key="k")) as client:
         headers = {**headers, "authorization": "Bearer k"}
         assert client.post("/post_process_weights", headers=headers).status_code == 200
 
@@ -194,7 +157,7 @@ def test_pages_of_other_sites_cannot_use_a_server_without_keys(headers, allowed)
     ],
 )
 def test_a_name_that_points_here_by_rebinding_opens_nothing_without_keys(host, allowed):
-    with client_of(front(host="Engine.internal")) as client:
+    with client_of(front_end(host="Engine.internal")) as client:
         for path in ("/post_process_weights", "/v1/completions"):
             response = client.post(path, headers={"host": host}, content=b"[]")
             assert (response.status_code != 403) == allowed, path
@@ -202,10 +165,12 @@ def test_a_name_that_points_here_by_rebinding_opens_nothing_without_keys(host, a
         root = client.get("/", headers={"host": host}, follow_redirects=False)
         assert (root.status_code, root.headers["location"], root.content) == (307, "dashboard", b"")
     for keys in ({"api_key": "k"}, {"api_key": "k", "admin_key": "k"}):
-        with client_of(front(**keys)) as client:
+        with client_of(front_end(**keys)) as client:
             headers = {"host": host, "authorization": "Bearer k"}
             assert client.post("/post_process_weights", headers=headers).status_code == 200
-    with client_of(front(host="engine.internal", admin_key="a")) as client:  # user routes are without a key
+    with client_of(
+        front_end(host="engine.internal", admin_key="a")
+    ) as client:  # user routes are without a key
         assert (client.post("/tokenize", headers={"host": host}).status_code != 403) == allowed
 
 
@@ -217,7 +182,7 @@ def test_under_v1_refusals_are_openais_but_on_the_native_routes():
 
     openai, native = {"message", "type", "param", "code"}, {"object", "message", "type", "param", "code"}
     bearer = {"authorization": "Bearer k"}
-    with client_of(front(api_key="k", max_body_bytes=100)) as client:
+    with client_of(front_end(api_key="k", max_body_bytes=100)) as client:
         for path in ("/v1/completions", "/v1/chat/completions"):
             assert kinds(path) == (401, openai)
             assert kinds(path, headers=bearer, content=b" " * 101) == (413, openai)
@@ -229,14 +194,14 @@ def test_under_v1_refusals_are_openais_but_on_the_native_routes():
             assert kinds(path) == (401, {"error"})
             assert kinds(path, headers=bearer, content=b" " * 101) == (413, native)
         assert kinds("/nowhere", headers=bearer) == (404, native)
-    with client_of(front()) as client:
+    with client_of(front_end()) as client:
         assert kinds("/v1/completions", headers={"host": "evil.example"}) == (403, openai)
 
 
 def test_keys_are_in_no_text_of_the_options():
-    options = ServeOptions(api_key="secret-u", admin_key="secret-a")
-    assert "secret" not in repr(options)
-    with client_of(FrontEnd(manager=front().manager, options=options, metrics=Metrics())) as client:
+    front = front_end(api_key="secret-u", admin_key="secret-a")
+    assert "secret" not in repr(front.options)
+    with client_of(front) as client:
         for path in ("/server_info", "/nowhere", "/generate"):
             response = client.get(path, headers={"authorization": "Bearer secret-u"})
             assert "secret" not in response.text
@@ -247,7 +212,7 @@ def test_a_route_without_a_class_is_closed():
     async def forgotten() -> Response[bytes]:
         return Response(b"x", media_type="text/plain")
 
-    with client_of(front(api_key="u", admin_key="a"), [forgotten]) as client:
+    with client_of(front_end(api_key="u", admin_key="a"), [forgotten]) as client:
         assert client.post("/forgotten", headers={"authorization": "Bearer u"}).status_code == 401
         assert client.post("/forgotten", headers={"authorization": "Bearer a"}).status_code == 200
 
@@ -257,7 +222,7 @@ def test_bodies_are_bounded_announced_or_not():
         for _ in range(5):
             yield b" " * 50
 
-    with client_of(front(max_body_bytes=100, max_update_bytes=200)) as client:
+    with client_of(front_end(max_body_bytes=100, max_update_bytes=200)) as client:
         for content in (b" " * 101, pieces()):
             response = client.post("/pause_generation", content=content)
             assert response.status_code == 413
@@ -273,7 +238,7 @@ def test_a_defect_tells_nothing(caplog):
     async def broken(request: Request[Any, Any, Any]) -> Response[bytes]:
         raise ValueError("inner-detail")
 
-    with client_of(front(), [broken], raise_server_exceptions=False) as client:
+    with client_of(front_end(), [broken], raise_server_exceptions=False) as client:
         response = client.post("/broken")
     assert response.status_code == 500
     assert "inner-detail" not in response.text
@@ -281,7 +246,7 @@ def test_a_defect_tells_nothing(caplog):
 
 
 def test_without_an_engine_everything_is_503():
-    with client_of(front(enable_memory_saver=True)) as client:
+    with client_of(front_end(enable_memory_saver=True)) as client:
         for path in ("/health", "/ready", "/ping", "/v1/loads", "/server_info"):
             assert client.get(path).status_code == 503, path
         for path in (

@@ -1,24 +1,20 @@
 """Any bytes in a body, a query or a path are the client's fault, on every route: 4xx or an answer, never 500."""
 
 import json
-import re
 from collections.abc import Iterable, Iterator
 from urllib.parse import quote_from_bytes
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from litestar.routes import HTTPRoute
 from litestar.testing import TestClient
 from support.fake_scheduler import FakeScheduler, answer
+from support.http_server import client_of, front_end, routes_served
 from support.properties import examples
 from support.tokenizers import make_byte_level
 
 from caesura.client import AsyncSchedulerClient
-from caesura.client.serve.app import FrontEnd, ServeOptions, create_app
-from caesura.client.serve.pages.metrics import Metrics
 from caesura.client.text.tokenizer import TextTokenizer
-from caesura.client.text.tokenizer_manager import TokenizerManager
 from caesura.io_struct import ErrorCode, ErrorReply, Message, Request
 
 
@@ -34,27 +30,18 @@ def door(tmp_path_factory) -> Iterator[TestClient]:
     folder = tmp_path_factory.mktemp("door")
     make_byte_level(folder, vocab_size=400)
     with FakeScheduler(f"ipc://{folder}/engine", agreeing) as engine:
-        client = AsyncSchedulerClient(engine.endpoint, connect_timeout=None)
-        options = ServeOptions(allow_pickled_tensors=True, model_path=str(folder))
-        manager = TokenizerManager(client, TextTokenizer.from_folder(folder), context_length=512)
-        app = create_app(FrontEnd(manager=manager, options=options, metrics=Metrics()))
-        app.on_shutdown.append(client.close)
-        with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as http:
+        front = front_end(
+            AsyncSchedulerClient(engine.endpoint, connect_timeout=None),
+            tokenizer=TextTokenizer.from_folder(folder),
+            context_length=512,
+            allow_pickled_tensors=True,
+            model_path=str(folder),
+        )
+        with client_of(front, raise_server_exceptions=False) as http:
             yield http
 
 
-def routes() -> list[tuple[str, str]]:
-    client = AsyncSchedulerClient("ipc:///nowhere")
-    front = FrontEnd(manager=TokenizerManager(client, None), options=ServeOptions(), metrics=Metrics())
-    return sorted(
-        (method, re.sub(r"{.*?}", "x", route.path))
-        for route in create_app(front).routes
-        if isinstance(route, HTTPRoute)
-        for handler in route.route_handlers
-        for method in handler.http_methods
-        if method in ("POST", "PUT", "GET")
-    )
-
+ROUTES = sorted((method, path) for method, path, _ in routes_served())
 
 BAD = [
     b"\xff",
@@ -86,7 +73,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("method", "path"), routes())
+@pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_bad_bodies_are_no_defect(door, method, path):
     for content in BAD:
         response = door.request(method, path, content=content)
@@ -120,7 +107,7 @@ values = st.recursive(
     | st.dictionaries(names, values, max_size=3).map(
         lambda d: json.dumps(d).encode("utf-8", "surrogatepass")
     ),
-    route=st.sampled_from([each for each in routes() if each[0] != "GET"]),
+    route=st.sampled_from([each for each in ROUTES if each[0] != "GET"]),
 )
 def test_no_bytes_are_a_defect(door, raw, route):
     response = door.request(*route, content=raw)
@@ -136,7 +123,7 @@ EXTREMES = [
 NAMES = ["after", "since", "timeout", "dp_rank", "include", "format", "torch_empty_cache", "weight_version"]
 
 
-@pytest.mark.parametrize(("method", "path"), [each for each in routes() if each[1] != "/generate"])
+@pytest.mark.parametrize(("method", "path"), [each for each in ROUTES if each[1] != "/generate"])
 def test_extreme_parameters_are_no_defect(door, method, path):
     for name in NAMES:
         for value in EXTREMES:

@@ -17,18 +17,16 @@ from litestar import Response, get
 from litestar.params import FromPath
 from litestar.testing import TestClient
 from support.fake_scheduler import FakeScheduler, answer
-from support.http_server import listening
+from support.http_server import client_of, front_end, listening
 from support.tokenizers import make_byte_level
 from support.waiting import PATIENCE_S, eventually
 
 from caesura.client import AsyncSchedulerClient
-from caesura.client.serve.app import FrontEnd, ServeOptions, create_app
+from caesura.client.serve.app import create_app
 from caesura.client.serve.errors import printable
-from caesura.client.serve.pages.metrics import Metrics
 from caesura.client.serve.server import MAX_HEAD_BYTES
 from caesura.client.text import chat_template
 from caesura.client.text.tokenizer import TextTokenizer
-from caesura.client.text.tokenizer_manager import TokenizerManager
 from caesura.io_struct import (
     AbortReq,
     BeginWeightUpdateReqInput,
@@ -49,11 +47,8 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
 @pytest.fixture(scope="module")
 def door() -> Iterator[TestClient]:
-    client = AsyncSchedulerClient("ipc:///tmp/caesura-there-is-nothing-here.sock", connect_timeout=0.0)
-    options = ServeOptions(allow_pickled_tensors=True, model_path="/models/tiny")
-    app = create_app(FrontEnd(manager=TokenizerManager(client, None), options=options, metrics=Metrics()))
-    app.on_shutdown.append(client.close)
-    with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as http:
+    front = front_end(allow_pickled_tensors=True, model_path="/models/tiny")
+    with client_of(front, raise_server_exceptions=False) as http:
         yield http
 
 
@@ -107,10 +102,7 @@ def relabelled(tmp_path, handler) -> tuple[httpx.Response, list[str]]:
 
     async def run(endpoint: str) -> httpx.Response:
         async with AsyncSchedulerClient(endpoint, connect_timeout=None) as client:
-            app = create_app(
-                FrontEnd(manager=TokenizerManager(client, None), options=ServeOptions(), metrics=Metrics())
-            )
-            transport = httpx.ASGITransport(app=app)
+            transport = httpx.ASGITransport(app=create_app(front_end(client)))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 return await http.post("/update_weight_version", json={"new_version": "2"}, timeout=None)
 
@@ -228,11 +220,7 @@ def test_a_defect_is_logged_with_a_printable_path(caplog):
     async def broken(name: FromPath[str]) -> Response[bytes]:
         raise ValueError("x")
 
-    client = AsyncSchedulerClient("ipc:///tmp/caesura-there-is-nothing-here.sock", connect_timeout=0.0)
-    front = FrontEnd(manager=TokenizerManager(client, None), options=ServeOptions(), metrics=Metrics())
-    app = create_app(front, [broken])
-    app.on_shutdown.append(client.close)
-    with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as http:
+    with client_of(front_end(), [broken], raise_server_exceptions=False) as http:
         assert http.get("/broken/%1b%5b2J%0d%0a").status_code == 500
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("caesura")]
     assert messages == ["GET /broken/\\x1b[2J\\r\\n failed"]

@@ -19,10 +19,7 @@ MISTAKES = [
     (
         "/generate",
         {"input_ids": [1], "sampling_params": {"max_tokens": 3}},
-        (
-            "sampling_params.max_tokens is not known (did you mean max_new_tokens?); valid are max_new_tokens, "
-            "stop, "
-        ),
+        "sampling_params.max_tokens is not known (did you mean max_new_tokens?); valid are max_new_tokens, ",
     ),
     (
         "/generate",

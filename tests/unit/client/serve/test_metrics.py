@@ -4,24 +4,21 @@ import asyncio
 import re
 from base64 import b64encode
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
-from litestar import Litestar
-from litestar.di import Provide
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from support.fake_scheduler import FakeScheduler, answer, memory_event, status_reply
+from support.http_server import front_end
 
 from caesura.client import AsyncSchedulerClient
-from caesura.client.serve.app import routes_of
-from caesura.client.serve.context import FrontEnd, ServeOptions
-from caesura.client.serve.middleware import AuthMiddleware
-from caesura.client.serve.pages import dashboard, document, engine_watch, metrics
+from caesura.client.serve.app import ServeOptions, create_app
+from caesura.client.serve.pages import document, engine_watch, metrics
 from caesura.client.serve.pages.metrics import PREFIX, Metrics
 from caesura.io_struct import (
     ComponentStatus,
@@ -100,22 +97,8 @@ def samples(families):
 async def served(tmp_path, handler=busy, **options):
     with FakeScheduler(f"ipc://{tmp_path}/s.sock", handler) as engine:
         client = AsyncSchedulerClient(engine.endpoint)
-        front = FrontEnd(
-            manager=None,  # type: ignore[arg-type]  # text is none of these routes' business
-            client=client,
-            options=ServeOptions(served_model_name="policy", **options),
-            metrics=Metrics(),
-        )
-
-        async def provide() -> FrontEnd:
-            return front
-
-        app = Litestar(
-            route_handlers=routes_of(metrics, dashboard),
-            dependencies={"front": Provide(provide)},
-            middleware=[AuthMiddleware(front.options)],
-            openapi_config=None,
-        )
+        front = front_end(client, served_model_name="policy", **options)
+        app = create_app(front)
         transport = httpx.ASGITransport(app)  # type: ignore[arg-type]  # two spellings of one protocol
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             try:
@@ -344,4 +327,4 @@ def test_prometheus_scrapes_the_front_end_of_the_compose_file():
     assert compose[host]["ports"] == [f"127.0.0.1:{port}:{port}"], "of this machine only"
     assert set(compose[host]["networks"]) & set(compose["prometheus"]["networks"])
     assert compose["scheduler"]["network_mode"] == "none"
-    assert replace(ServeOptions()).port == int(port)
+    assert ServeOptions().port == int(port)

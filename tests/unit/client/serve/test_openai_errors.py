@@ -16,11 +16,11 @@ from support.fake_scheduler import (
     results,
     rid_of,
 )
+from support.http_server import front_end
 
 from caesura.client import AsyncSchedulerClient
-from caesura.client.serve.app import FrontEnd, ServeOptions, create_app
+from caesura.client.serve.app import create_app
 from caesura.client.serve.pages.metrics import Metrics
-from caesura.client.text.tokenizer_manager import TokenizerManager
 from caesura.io_struct import (
     ErrorCode,
     ErrorReply,
@@ -59,10 +59,7 @@ def post(tmp_path, handler, body: dict[str, object], path: str = "/v1/completion
 
     async def run() -> httpx.Response:
         async with AsyncSchedulerClient(endpoint, connect_timeout=None) as client:
-            manager = TokenizerManager(client, None)
-            app = create_app(
-                FrontEnd(manager=manager, options=ServeOptions(model_path="/models/tiny"), metrics=metrics)
-            )
+            app = create_app(front_end(client, metrics=metrics, model_path="/models/tiny"))
             transport = httpx.ASGITransport(app=app)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 return await http.post(path, content=msgspec.json.encode(body), timeout=None)

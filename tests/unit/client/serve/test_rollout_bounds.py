@@ -135,6 +135,21 @@ def test_a_small_picture_fits_and_looks_alike(shape, small):
     assert width == 1 or found.getpixel((0, middle)) == (255, 0, 0)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (160, 160), (161, 10), (1, 500), (1000, 333)])
+def test_every_pixel_of_a_small_picture_is_that_of_its_place(shape):
+    height, width = shape
+    ramp = [[(255 * x // width, 255 * y // height, 7) for x in range(width)] for y in range(height)]
+    data = bytes(value for row in ramp for pixel in row for value in pixel)
+    (columns, rows), small = opened(png_of(ImageTensor("U8", (*shape, 3), data), LONGEST))
+    assert max(rows, columns) == min(LONGEST, max(shape))
+    for y in range(rows):
+        for x in range(columns):
+            red, green, blue = small[3 * (y * columns + x) :][:3]
+            there = ramp[int((y + 0.5) * height / rows)][int((x + 0.5) * width / columns)]
+            assert (red, blue) == (pytest.approx(there[0], abs=255 / columns + 2), 7)
+            assert green == pytest.approx(there[1], abs=255 / rows + 2)
+
+
 def test_the_last_image_is_told_once_and_replaced():
     kept = LastImage()
     assert kept.after(0) is None
