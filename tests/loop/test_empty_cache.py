@@ -45,7 +45,7 @@ def driver(tiny_model):
 @pytest.fixture
 def allocator(driver):
     allocator = Allocator(driver)
-    driver.engine.device_cache._module = allocator
+    driver.engine.device_cache.module = allocator
     return allocator
 
 
