@@ -67,14 +67,12 @@ class DeltaQueue(Protocol):
 
 
 class Sink(Protocol):
-    """Takes tokens of a generation as they come, while messages are read: it must return soon.
-
-    An exception ends its generation alone, with ``internal``.
+    """Takes tokens of a generation as they come; it must return soon. An exception ends this generation
+    alone.
     """
 
     def on_tokens(self, delta: TokenDelta, /) -> None: ...
-    def on_finished(self, output: GenerateOutput, /) -> None:
-        pass
+    def on_finished(self, output: GenerateOutput, /) -> None: ...  # after all its tokens
 
 
 QueueT = TypeVar("QueueT", bound=DeltaQueue)
@@ -237,8 +235,7 @@ class Connection(Generic[WaiterT, QueueT]):
         """Register a control message; returns its waiter and the frame to send.
 
         Raises:
-            EngineError: the engine is gone, the id is pending with another body, or the request cannot be
-                encoded.
+            EngineError: the engine is gone, the id is pending with another body, or encoding failed.
         """
         known, frame = self._known(request)
         if known is None:

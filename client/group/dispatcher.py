@@ -78,9 +78,6 @@ class Dispatcher:
     def pending(self) -> int:
         return len(self.flows)
 
-    def require_own_process(self) -> None:
-        self._process.require()
-
     def require_open(self) -> None:
         """Raise RuntimeError in a forked child, and the error of :meth:`refuse` or of :meth:`close`."""
         self._process.require()

@@ -1,12 +1,8 @@
-"""Render chat templates in a process of its own, which ``chat_template.py`` starts and may kill.
-
-Started by its path, so nothing of the package is imported here.
+"""Render chat templates in a process of its own, which ``chat_template.py`` starts by this path and may kill.
 
 Invariants:
-- The kernel limits memory and CPU time, even after the parent has ended. The process ends when its connection
-  is closed.
-- Templates run in Jinja's immutable sandbox, with the globals, filters and extensions of transformers'
-  ``apply_chat_template``.
+- The kernel limits memory and CPU time. The process ends when its connection is closed.
+- Templates run in Jinja's immutable sandbox, with the globals, filters and extensions of transformers.
 """
 
 import json

@@ -2,14 +2,11 @@
 
     sender --link 0--> engine 0 --link 1--> engine 1 --link 2--> …
 
-A link is a process group whose rank 0 is the sender.
-
 Invariants:
-- Engines load in two phases (two_phase.py). One that fails costs itself and those behind it, never those
-  before it: these commit.
+- A link is a process group whose rank 0 is the sender. It belongs to one chain, and is gone when an update
+  over it fails: close the chain then, and create one of the engines that live.
+- Engines load in two phases. One that fails costs itself and those behind it; those before it commit.
 - A bucket is passed on while the next one arrives: N engines take the time of one, and of N - 1 buckets more.
-- Links belong to one chain. An engine's end closes when an update over it fails: close the chain then, and
-  create one of the engines that live.
 - An engine that sends its weights serves on. The rendezvous is this process's and carries no weights.
 """
 
@@ -49,8 +46,8 @@ if TYPE_CHECKING:
 CLONE_BROADCAST_TIMEOUT_S = 60.0
 """Seconds of one broadcast of a clone; shorter than a trainer's, since nothing is gathered meanwhile."""
 Head = Callable[[Callable[[], bool]], str | None]
-"""Broadcasts all tensors over link 0, and returns the label of the update or None. Its argument returns True
-once the first engine has answered and takes no further broadcast.
+"""Broadcasts all tensors over link 0, and returns the label or None; the argument says when no more are
+taken.
 """
 
 
@@ -77,10 +74,9 @@ class WeightUpdateChain:
         timeout_s: float = 60.0,
         broadcast_timeout_s: float = DEFAULT_BROADCAST_TIMEOUT_S,
     ) -> Self:
-        """Join this process with the first engine, and each engine with the next; return when all have.
+        """Join this process with the first engine, and each engine with the next, by one connection each.
 
-        Arguments and errors are those of :meth:`WeightUpdateGroup.create`. Each link is one connection: put
-        engines of one host next to one another.
+        Arguments and errors are those of :meth:`WeightUpdateGroup.create`.
         """
         require_clients(clients)
         links = [group_name, *(f"{group_name}/{number}" for number in range(1, len(clients)))]
@@ -112,11 +108,11 @@ class WeightUpdateChain:
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> list[WeightUpdateReqOutput]:
-        """Update all engines, and return their replies in the order of the chain.
+        """Update all engines with all tensors of the checkpoint, and return their replies in the order of the
+        chain.
 
-        ``named_tensors`` are all tensors of the checkpoint; other arguments are those of
-        ``ControlClient.update_weights_from_distributed``. The engines commit when each of them has
-        everything.
+        Other arguments are those of ``ControlClient.update_weights_from_distributed``. The engines commit
+        when each of them has everything.
 
         Raises:
             CaesuraError: an engine refused; nothing was written then.
@@ -168,16 +164,14 @@ def clone_weights(
     another; epochs are each engine's own. The options are those of every update.
 
     Args:
-        bucket_bytes: maximum size of a broadcast of whole tensors, at least one in each; every engine has two
-            of them in memory.
+        bucket_bytes: maximum size of a broadcast of whole tensors, of which every engine has two in memory.
         master_address: address of this process for the engines; they connect to one another by their own.
         backend: None means nccl if every engine is on a CUDA device, else gloo.
         timeout_s: maximum seconds for joining; ``broadcast_timeout_s`` for each broadcast.
         timeout: maximum seconds of each wait for an engine's answer.
 
     Raises:
-        CaesuraError: an engine refused; nothing has changed then. For the source: ``weights_poisoned``,
-            ``weights_invalid``, ``memory_released``, ``session_open`` (an update has written).
+        CaesuraError: an engine refused, and nothing has changed.
         PartialUpdate: some targets have not got everything, because they or one before them failed.
     """
     require_clients(targets)

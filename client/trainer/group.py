@@ -85,12 +85,9 @@ class WeightUpdateGroup:
         backend: Backend = "gloo",
         clients: "Sequence[ControlClient]" = (),
     ) -> None:
-        """Wrap an existing group: this process is its rank 0, engines have joined it as ``group_name``.
-
-        Args:
-            process_group: a torch.distributed ProcessGroup, or a bare backend.
-            clients: clients of its engines, in the order of their ranks from 1, which :meth:`close` makes
-                leave.
+        """Wrap an existing group (a ProcessGroup or a bare backend): this process is its rank 0, engines have
+        joined it as ``group_name``. ``clients`` are theirs, in the order of their ranks from 1; :meth:`close`
+        makes them leave.
         """
         self.group_name = group_name
         """Name of the group in the engines."""
@@ -121,12 +118,11 @@ class WeightUpdateGroup:
         A group of the same name that an earlier trainer left behind is destroyed first.
 
         Args:
-            master_address: address of this process for the engines. If it is an address of this host, the
-                rendezvous listens only there; else (behind NAT, for example) on all addresses.
+            master_address: address of this process for the engines; the rendezvous listens only there if it
+                is one of this host, else (behind NAT, for example) on all addresses.
             master_port: port of the rendezvous; 0 means any free port.
             backend: None means nccl if every engine and this process have CUDA devices, else gloo.
-            timeout_s: maximum seconds for joining.
-            broadcast_timeout_s: maximum seconds for every broadcast later.
+            timeout_s: maximum seconds for joining; ``broadcast_timeout_s`` for every broadcast later.
 
         Raises:
             CaesuraError: the error of an engine; ``group_error`` if a rank did not join in time.
@@ -231,9 +227,8 @@ class WeightUpdateGroup:
         self.close()
 
     def send(self, part: list[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> None:
-        """Broadcast ``part`` for calls that somebody else makes; GroupError if the group is dead.
-
-        ``answered`` returns True when an engine takes no more of it.
+        """Broadcast ``part`` until ``answered`` is True for calls that somebody else makes; GroupError if it
+        failed.
         """
         if self._dead is None:
             self._send(part, load_format, answered)
