@@ -26,7 +26,7 @@ _MIXTRAL, _MIXTRAL_PROJECTIONS = "mixtral", ("w1", "w3", "w2")
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of a transformers model; ``unsupported`` for experts fused in an unknown way."""
+    """Yield names and tensors of a transformers model; ``unsupported`` if its fused experts are unknown."""
     family = getattr(getattr(model, "config", None), "model_type", None)
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     for name, tensor in model.state_dict().items():
