@@ -24,7 +24,7 @@ from ...exceptions import RETRYABLE, InvalidRequest
 from ..bodies import INLINE, UNREADABLE, HTTPRequest, nullable_fields, present, unreadable
 from ..context import FrontEnd
 from ..errors import json_response, openai_error, status_of
-from ..responses import ClientLeft, client_left
+from ..generations import ClientLeft, client_left
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 TopCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]

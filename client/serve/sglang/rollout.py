@@ -22,8 +22,8 @@ from ...exceptions import InvalidRequest, Unsupported
 from ..bodies import HTTPRequest, Strict, present, read_control
 from ..commands import timed
 from ..context import Front, FrontEnd
+from ..generations import ClientLeft, client_left, unless_left
 from ..middleware import generating, makes_images
-from ..responses import ClientLeft, client_left, unless_left
 from .generate import refused
 
 MAX_OUTPUTS = 256
