@@ -88,7 +88,7 @@ async def rollout_generate(request: HTTPRequest, front: Front) -> Response[bytes
     try:
         await front.admission.check()
         seeds, outputs = await unless_left(
-            request, timed(front, "rollout_generate", _outputs(front, body, rid))
+            request, timed(front, "rollout_generate", outputs_of(front, body, rid))
         )
     except ClientLeft:
         return client_left()
@@ -99,7 +99,7 @@ async def rollout_generate(request: HTTPRequest, front: Front) -> Response[bytes
     return Response(encoded, media_type="application/msgpack")
 
 
-async def _outputs(front: FrontEnd, body: RolloutBody, rid: str) -> tuple[list[int], list[ImageOutput]]:
+async def outputs_of(front: FrontEnd, body: RolloutBody, rid: str) -> tuple[list[int], list[ImageOutput]]:
     if body.image_path or (body.num_frames or 1) != 1:
         raise Unsupported("images as input and videos are not supported", field="image_path")
     options = _options(body)
