@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     results = [json.loads(path.read_text(encoding="utf-8")) for path in options.results]
     with mpl.rc_context(STYLE | {"figure.edgecolor": RULE}):  # type: ignore[arg-type]
-        save(draw(results), options.out)
+        save(draw(results), options.out, f"Rollout throughput on {results[0]['machine']['cpu']}")
 
 
 if __name__ == "__main__":

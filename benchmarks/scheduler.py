@@ -107,7 +107,7 @@ class Bench:
             )
         live = len(self.engine.live)
         while len(self.engine.live) < live + count:
-            self.engine.scheduler._receive(0)
+            self.engine.scheduler.receive(0)
 
     def drain(self) -> None:
         while self._socket.poll(0):

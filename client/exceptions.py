@@ -1,10 +1,8 @@
 """One exception class per error code, so that callers catch what they can act on.
 
-Invariants:
-- Every code of :class:`~caesura.io_struct.ErrorCode` has exactly one class here (checked at import); an
-  unknown code from a newer engine becomes :class:`InternalError`, whose ``code`` is then that text.
-- ``detail`` carries the engine's numbers untouched; its keys are listed beside each code in
-  ``io_struct/errors.py``.
+Invariants: every code of :class:`~caesura.io_struct.ErrorCode` has exactly one class here; an unknown code
+from a newer engine becomes :class:`InternalError`, whose ``code`` is then that text. ``detail`` has the
+engine's numbers, listed in ``io_struct/errors.py``.
 """
 # ruff: noqa: N818  (the names say what happened, as the codes do; the common base carries the suffix)
 
@@ -26,8 +24,7 @@ class EngineError(CaesuraError):
     """Base of all errors that a client raises.
 
     Attributes:
-        error_code: the code of this class; ``code`` differs from it only for an unknown code of a newer
-            engine.
+        error_code: the code of this class; ``code`` differs only for an unknown code of a newer engine.
         output: the partial result of a generation that failed after its start; else None.
         outputs: all known results of that request's samples, including the failed one.
     """

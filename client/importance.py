@@ -27,25 +27,21 @@ def importance_weights(
     """Return per token the learner's probability over that of the policy that sampled it, at most
     ``clip_max``.
 
-    The weights correct for every difference between the two, that of the version included, because each
-    sampling log-probability was recorded under the weights that its span names (truncated importance
-    sampling: Espeholt et al., 2018, arXiv:1802.01561).
+    Each sampling log-probability was recorded under the weights that its span names, so the weights correct
+    for every difference (truncated importance sampling: Espeholt et al., 2018, arXiv:1802.01561).
 
     Args:
         learner_logprobs: [tokens], at the sampling temperature.
         sampling_logprobs: [tokens], the ``output_logprobs`` of the sample.
-        spans: the ``weight_versions`` of the sample; needed only with ``max_staleness`` and
-            ``mask_stale_kv``.
+        spans: the ``weight_versions`` of the sample, for ``max_staleness`` and ``mask_stale_kv``.
         epoch: the learner's weights epoch.
         max_staleness: tokens whose weights are more epochs behind ``epoch`` get weight 0; None means no
             limit.
-        mask_stale_kv: give weight 0 to tokens sampled with KV cache of older weights (``stale_kv`` of their
-            span).
+        mask_stale_kv: give weight 0 to tokens sampled with KV cache of older weights.
         clip_max: the largest weight.
 
     Raises:
-        ValueError: lengths differ, a span ends beyond the last token, or ``max_staleness`` comes without
-            ``epoch``.
+        ValueError: lengths differ, a span ends too late, or ``max_staleness`` comes without ``epoch``.
     """
     if len(learner_logprobs) != len(sampling_logprobs):
         raise ValueError(f"{len(learner_logprobs)} learner logprobs, {len(sampling_logprobs)} of the sampler")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..client import SamplingParams, SchedulerClient
 
@@ -26,18 +26,6 @@ if TYPE_CHECKING:
 
 LEASE_S = 600.0
 """Seconds that a pause outlives its trainer."""
-
-
-class Tokenizer(Protocol):
-    """Calls that are made of ``processing_class``."""
-
-    def __call__(self, text: str) -> Mapping[str, Any]:
-        """Return ``input_ids`` of a plain prompt."""
-        ...
-
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        """Return token ids of a conversation."""
-        ...
 
 
 class Rollouts:
@@ -140,7 +128,7 @@ class WeightTransfer:
         pass
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: Any, **chat_template_kwargs: Any) -> list[int]:
+def prompt_ids(tokenizer: Any, prompt: Any, **chat_template_kwargs: Any) -> list[int]:
     """Return token ids of a plain prompt, or of a conversation by the tokenizer's chat template."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])

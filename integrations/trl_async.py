@@ -16,13 +16,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import count
+from itertools import chain, repeat
 from typing import Any
 
+import msgspec
 import numpy as np
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from ..client import AsyncSchedulerClient, GenerateOutput, SamplingParams, SchedulerClient, oldest_epoch
+from ..client import AsyncSchedulerClient, GenerateOutput, SchedulerClient, oldest_epoch
 from .trl import prompt_ids, sampling_params
 
 RewardFunction = Callable[..., Sequence[float | None]]
@@ -98,7 +99,7 @@ class RolloutWorker:
             self._failure = error
 
     async def _produce(self) -> None:
-        groups = self._groups()
+        groups = enumerate(chain.from_iterable(repeat(self._dataset)))
         async with AsyncSchedulerClient(self._endpoint) as client:
             await asyncio.gather(*(self._work(client, groups) for _ in range(self._in_flight)))
 
@@ -109,7 +110,7 @@ class RolloutWorker:
             if self._stop.is_set():
                 return
             ids = prompt_ids(self._tokenizer, row["prompt"])
-            params = SamplingParams(**{**_fields(self._params), "n": self._samples})
+            params = msgspec.structs.replace(self._params, n=self._samples)
             outputs = await self._until_stopped(client.generate(ids, params, return_logprob=True))
             if outputs is None:
                 return
@@ -129,12 +130,6 @@ class RolloutWorker:
                 return None
             await asyncio.wait((task,), timeout=POLL_S)
         return task.result()
-
-    def _groups(self) -> Iterable[tuple[int, Mapping[str, Any]]]:
-        numbers = count()
-        while True:
-            for row in self._dataset:
-                yield next(numbers), row
 
     def _scored(
         self, number: int, row: Mapping[str, Any], ids: list[int], outputs: list[GenerateOutput]
@@ -180,7 +175,3 @@ class RolloutWorker:
             except queue.Full:
                 continue
         return None
-
-
-def _fields(params: SamplingParams) -> dict[str, Any]:
-    return {name: getattr(params, name) for name in params.__struct_fields__}

@@ -295,12 +295,7 @@ def configure(
     log_format: Literal["text", "json"] = "text",
     name: str = "",
 ) -> None:
-    """Send the records of loggers below ``caesura`` to stderr; the root logger is left alone.
-
-    Args:
-        rank: shown in every line if it is not 0.
-        name: the engine's name, shown in every line unless empty.
-    """
+    """Send the records of loggers below ``caesura`` to stderr; ``rank``, unless 0, and ``name`` are shown."""
     logger = logging.getLogger("caesura")
     logger.setLevel(level.upper() if isinstance(level, str) else level)
     for old in [each for each in logger.handlers if isinstance(each, LogHandler)]:

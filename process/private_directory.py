@@ -55,19 +55,12 @@ def make_with(files: Mapping[str, str]) -> Path:
 
 def _make_fresh() -> str:
     path = tempfile.mkdtemp(prefix=PREFIX)
-    socket = os.fsencode(f"{path}/{SOCKET}")
-    if len(socket) > MAX_IPC_PATH or not _is_utf8(socket):  # ZeroMQ's addresses are text
+    address = f"{path}/{SOCKET}"
+    socket = os.fsencode(address)
+    if len(socket) > MAX_IPC_PATH or socket.decode(errors="replace") != address:  # ZeroMQ's are text
         os.rmdir(path)
         path = tempfile.mkdtemp(prefix=PREFIX, dir="/tmp")
     return path
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _lock(path: str) -> bool:
@@ -100,18 +93,10 @@ def remove(path: str | os.PathLike[str]) -> None:
 
 def remove_stale(parent: str) -> None:
     """Remove the directories in ``parent`` whose makers and engines were killed."""
-    with contextlib.suppress(OSError), os.scandir(parent) as entries:
-        for name in [entry.name for entry in entries if _is_made_here(entry.name)]:
+    for path in Path(parent).glob(f"{PREFIX}*"):
+        if "-" not in path.name.removeprefix(PREFIX):
             with contextlib.suppress(OSError):  # somebody's, in use, or just gone
-                _remove_if_stale(os.path.join(parent, name))
-
-
-def _is_made_here(name: str) -> bool:
-    return name.startswith(PREFIX) and "-" not in name.removeprefix(PREFIX)
-
-
-def _is_ours(name: str) -> bool:
-    return name in _OURS or name.endswith((PUBLIC_SUFFIX, SECRET_SUFFIX))
+                _remove_if_stale(str(path))
 
 
 def _remove_if_stale(path: str) -> None:
@@ -124,7 +109,9 @@ def _remove_if_stale(path: str) -> None:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         found = set(os.listdir(directory))
         locks = found & {LOCK, STATE_LOCK}
-        if (locks or not found) and all(map(_is_ours, found)):
+        if (locks or not found) and all(
+            each in _OURS or each.endswith((PUBLIC_SUFFIX, SECRET_SUFFIX)) for each in found
+        ):
             with contextlib.ExitStack() as opened:
                 for name in locks:
                     lock = os.open(name, flags, dir_fd=directory)

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
@@ -33,21 +34,18 @@ _ALSO = {"weights_cpu_backup": "--enable-weights-cpu-backup"}
 
 
 def _field_help() -> dict[str, str]:
-    """Return the docstring below each field of the configuration, read from the source, so that each text is
-    written only once.
-    """
-    texts = {}
-    for part in (EngineOptions, EngineConfig):
-        (made,) = ast.parse(inspect.getsource(part)).body
-        assert isinstance(made, ast.ClassDef)
-        for field, text in zip(made.body, made.body[1:]):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(text, ast.Expr)
-            ):
-                texts[field.target.id] = str(ast.literal_eval(text.value))
-    return texts
+    """Return the docstring below each field of the configuration, read from the source."""
+    classes: list[Any] = [
+        ast.parse(inspect.getsource(part)).body[0] for part in (EngineOptions, EngineConfig)
+    ]
+    return {
+        field.target.id: str(ast.literal_eval(text.value))
+        for made in classes
+        for field, text in pairwise(made.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+    }
 
 
 def _option(field: dataclasses.Field[Any], annotation: Any, text: str) -> click.Option:
@@ -57,18 +55,13 @@ def _option(field: dataclasses.Field[Any], annotation: Any, text: str) -> click.
     if annotation is bool:
         names = [f"{name}/--no-{name[2:]}", *filter(None, [_ALSO.get(field.name)]), field.name]
         return click.Option(names, default=field.default, show_default=True, help=text)
-    kind = next((k for k in get_args(annotation) if k is not type(None)), annotation) if not choices else str
+    kind = next((k for k in get_args(annotation) if k is not type(None)), annotation)
     # An explicit default of None would satisfy click in place of a required value.
-    fallback: dict[str, Any] = (
+    default: dict[str, Any] = (
         {} if required else {"default": field.default, "show_default": field.default is not None}
     )
-    return click.Option(
-        [name, field.name],
-        type=click.Choice(choices) if choices else kind,
-        required=required,
-        help=text,
-        **fallback,
-    )
+    type_ = click.Choice(choices) if choices else kind
+    return click.Option([name, field.name], type=type_, required=required, help=text, **default)
 
 
 def _serve(ready_fd: int | None, lifeline_fd: int | None, **fields: Any) -> None:

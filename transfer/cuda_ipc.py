@@ -130,9 +130,7 @@ class CudaMemories:
 
 
 def _bytes_from(pointer: int, offset: int) -> int | None:
-    """Return the bytes of an allocation from ``pointer``, ``offset`` bytes into it; None if the driver does
-    not say.
-    """
+    """Return the bytes of an allocation from ``pointer``, ``offset`` bytes into it; None if unknown."""
     base, size = ctypes.c_void_p(), ctypes.c_size_t()
     try:
         query = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2

@@ -45,11 +45,7 @@ class Call:
 
 
 def parse(data: bytes) -> object:
-    """Return the one object in ``data``: plain fields, :class:`Global` and :class:`Call`.
-
-    Raises:
-        CaesuraError: ``malformed_message``, it is not a pickle of such an object within the limits above.
-    """
+    """Return the one object in ``data``: plain fields, :class:`Global` and :class:`Call`."""
     if len(data) > MAX_BYTES:
         _refuse(f"{len(data)} bytes are over the limit of {MAX_BYTES}")
     machine, stream = _Machine(), io.BytesIO(data)
@@ -197,9 +193,7 @@ class _Machine:
 
 
 def _hold(container: _Node, items: list[_Node]) -> None:
-    """Make ``items`` part of ``container``; from then on they do not change, and neither may a closed
-    container.
-    """
+    """Make ``items`` part of ``container``: from then on they do not change, nor may a closed container."""
     for item in items:
         item.closed = True
         container.size += item.size

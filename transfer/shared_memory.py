@@ -19,11 +19,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 def create(nbytes: int) -> tuple[SharedMemoryHandle, mmap.mmap]:
-    """Return the handle and the mapping of new memory; the caller closes ``handle.fd``.
-
-    Raises:
-        CaesuraError: ``out_of_memory`` if shared memory is full.
-    """
+    """Return handle and mapping of new memory, or ``out_of_memory``; the caller closes ``handle.fd``."""
     descriptor = os.memfd_create("caesura-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)

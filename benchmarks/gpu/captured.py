@@ -117,7 +117,7 @@ def _generate(run: Run, engine: EngineDriver, batch: int) -> list[Output]:
     for prompt in run.prompts(batch, 17, batch, run.plan.small):
         message = GenerateReqInput(input_ids=prompt, sampling_params=params, return_logprob=True)
         ids.append(engine.send(message))
-        engine.engine.scheduler._receive(0)
+        engine.engine.scheduler.receive(0)
     for tick in range(2 * NEW_TOKENS):
         engine.tick()
         for size in (1 << 20, 3000, 1 << 24):

@@ -67,6 +67,7 @@ def draw_grid(rows: Sequence[Sequence[Panel]], path: Path, *, xlabel: str, row_h
         save(figure, path)
 
 
-def save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path, title: str | None = None) -> None:
     """Write a figure in the format of the suffix, without a date."""
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+    metadata = {"Date": None, "Title": title} if path.suffix == ".svg" else None
+    figure.savefig(path, metadata=metadata, dpi=150)

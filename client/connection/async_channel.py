@@ -3,9 +3,8 @@
 Invariants:
 - Everything runs on the loop of the first call; another loop is refused, and so is a forked child.
 - A lost connection is reported before a request is registered: the request is not lost with it.
-- libzmq's descriptor signals once, so every wake-up and every send (which may have eaten the signal) drains
-  the socket.
-- A timeout or a cancellation leaves what was waited for as it is.
+- libzmq's descriptor signals once, so every wake-up and every send (which may eat the signal) drains the
+  socket.
 """
 
 import asyncio
@@ -72,10 +71,6 @@ class LoopChannel:
         self._wakes_at = 0.0
         self._turn_is_due = False
         self._refusal: EngineError | None = None
-
-    def require_own_process(self) -> None:
-        """Raise RuntimeError in a forked child."""
-        self._process.require()
 
     @property
     def incarnation(self) -> str | None:
@@ -217,7 +212,6 @@ class Channel(Protocol):
     def incarnation(self) -> str | None: ...
     @property
     def pending(self) -> int: ...
-    def require_own_process(self) -> None: ...
     def start_generation(
         self, request: GenerateReqInput, sink: Sink | None = None
     ) -> Generation[Result, Deltas]: ...

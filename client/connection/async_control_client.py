@@ -27,6 +27,7 @@ from ..exceptions import (
     is_answer,
 )
 from .async_channel import Channel, LoopChannel, Result, run, wait_for
+from .fork import Process
 from .options import (
     CallOptions,
     ChannelOptions,
@@ -76,6 +77,7 @@ class AsyncControlClient:
         """The engine's address: an ipc:// path or a tcp:// host and port."""
         self.owner = owner
         """Owner token of commands that are not given another, or None."""
+        self._process = Process("client")
         self._channel = self._opened(connection)
         # Known from the answer to ``begin`` until the session was ended, the engine does not know it any
         # more, or is gone. What is sent meanwhile carries it: a session that has ended in secret is an error,
@@ -489,7 +491,7 @@ class AsyncControlClient:
         """Return what sends an update; ``timeout`` limits each wait for a reply."""
         from ..trainer.sending import Sender
 
-        self._channel.require_own_process()
+        self._process.require()
         timeout = seconds("timeout", timeout)
 
         async def wait(ticket: Any, request: wire.Request) -> Any:

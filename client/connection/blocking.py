@@ -173,9 +173,7 @@ class GenerationHandle:
         return self._held.done()
 
     def deltas(self, timeout: float | None = None) -> Iterator[TokenDelta]:
-        """Yield every token once, in order per sample, then raise like :meth:`results`; ``timeout`` limits
-        each wait.
-        """
+        """Yield every token once, in order per sample, then raise like :meth:`results`."""
         self.done()  # refused in a forked child
         timeout = seconds("timeout", timeout)
         if self._deltas is None:

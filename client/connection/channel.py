@@ -5,10 +5,9 @@ Invariants:
   future.
 - A request is registered and its frame queued under one lock. When a connection is lost, requests that were
   handed to its socket fail, those still queued go to the next one.
-- Waiters are resolved under the lock, so nothing that runs then may call back into the channel.
-- Whatever ends the thread, all waiters are resolved.
+- Waiters are resolved under the lock, so nothing that runs then may call back; whatever ends the thread, all
+  are.
 - A forked child has neither thread nor socket, and is told so without taking the lock.
-- Giving up waiting leaves what was waited for as it is.
 """
 
 import contextlib
@@ -113,10 +112,6 @@ class ThreadChannel:
         self._poller.register(self._wake_read, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="caesura-client", daemon=True)
         self._thread.start()
-
-    def require_own_process(self) -> None:
-        """Raise RuntimeError in a forked child."""
-        self._process.require()
 
     @property
     def incarnation(self) -> str | None:

@@ -67,14 +67,12 @@ class DeltaQueue(Protocol):
 
 
 class Sink(Protocol):
-    """Takes tokens of a generation as they come, while messages are read: it must return soon.
-
-    An exception ends its generation alone, with ``internal``.
+    """Takes tokens of a generation as they come; it must return soon. An exception ends this generation
+    alone.
     """
 
     def on_tokens(self, delta: TokenDelta, /) -> None: ...
-    def on_finished(self, output: GenerateOutput, /) -> None:
-        pass
+    def on_finished(self, output: GenerateOutput, /) -> None: ...  # after all its tokens
 
 
 QueueT = TypeVar("QueueT", bound=DeltaQueue)
@@ -211,6 +209,10 @@ class ImageGeneration(_InFlight[WaiterT, ImageOutput]):
         return self._end_if_complete()
 
 
+AnyGeneration = Generation[WaiterT, QueueT] | ImageGeneration[WaiterT]
+Started = _Call[WaiterT] | Generation[WaiterT, QueueT] | ImageGeneration[WaiterT]
+
+
 class Connection(Generic[WaiterT, QueueT]):
     """The table of everything that is still unanswered.
 
@@ -222,8 +224,8 @@ class Connection(Generic[WaiterT, QueueT]):
         self.failure: EngineError | None = None
         self._new_waiter = new_waiter
         self._new_queue = new_queue
-        self._pending: dict[str, _Call[WaiterT] | Generation[WaiterT, QueueT] | ImageGeneration[WaiterT]] = {}
-        self._by_rid: dict[str, Generation[WaiterT, QueueT] | ImageGeneration[WaiterT]] = {}
+        self._pending: dict[str, Started[WaiterT, QueueT]] = {}
+        self._by_rid: dict[str, AnyGeneration[WaiterT, QueueT]] = {}
 
     @property
     def pending(self) -> int:
@@ -233,8 +235,7 @@ class Connection(Generic[WaiterT, QueueT]):
         """Register a control message; returns its waiter and the frame to send.
 
         Raises:
-            EngineError: the engine is gone, the id is pending with another body, or the request cannot be
-                encoded.
+            EngineError: the engine is gone, the id is pending with another body, or encoding failed.
         """
         known, frame = self._known(request)
         if known is None:
@@ -265,9 +266,7 @@ class Connection(Generic[WaiterT, QueueT]):
             raise _conflict(request.id)
         return known, frame
 
-    def _known(
-        self, request: Request
-    ) -> tuple[_Call[WaiterT] | Generation[WaiterT, QueueT] | ImageGeneration[WaiterT] | None, bytes]:
+    def _known(self, request: Request) -> tuple[Started[WaiterT, QueueT] | None, bytes]:
         """Return the pending message that ``request`` repeats, if there is one, and its frame."""
         frame = self._encode(request)
         known = self._pending.get(request.id)
@@ -275,7 +274,7 @@ class Connection(Generic[WaiterT, QueueT]):
             raise _conflict(request.id)
         return known, frame
 
-    def _register(self, generation: Generation[WaiterT, QueueT] | ImageGeneration[WaiterT]) -> None:
+    def _register(self, generation: AnyGeneration[WaiterT, QueueT]) -> None:
         if generation.rid in self._by_rid:
             raise DuplicateRid(f"rid {generation.rid!r} is live in this client", rid=generation.rid)
         self._pending[generation.message_id] = self._by_rid[generation.rid] = generation
@@ -354,9 +353,7 @@ class Connection(Generic[WaiterT, QueueT]):
         else:
             self._finish(generation, lambda: generation.complete(decode_output(wire)))
 
-    def _finish(
-        self, generation: Generation[WaiterT, QueueT] | ImageGeneration[WaiterT], complete: Callable[[], bool]
-    ) -> None:
+    def _finish(self, generation: AnyGeneration[WaiterT, QueueT], complete: Callable[[], bool]) -> None:
         try:
             has_ended = complete()
         except InternalError as error:
@@ -420,9 +417,7 @@ class Connection(Generic[WaiterT, QueueT]):
         started.fail(error)
         self._forget(started)
 
-    def _forget(
-        self, started: _Call[WaiterT] | Generation[WaiterT, QueueT] | ImageGeneration[WaiterT]
-    ) -> None:
+    def _forget(self, started: Started[WaiterT, QueueT]) -> None:
         del self._pending[started.message_id]
         if not isinstance(started, _Call):
             del self._by_rid[started.rid]

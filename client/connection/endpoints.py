@@ -133,13 +133,9 @@ def _why_no_socket(path: str) -> str:
 
 
 def _hint(endpoint: Any) -> str:
-    if not isinstance(endpoint, str) or "://" in endpoint or not endpoint:
+    if not isinstance(endpoint, str) or "://" in endpoint or not set(endpoint) & set("/:"):
         return ""
-    return (
-        f" (did you mean {'ipc' if '/' in endpoint else 'tcp'}://{endpoint}?)"
-        if set(endpoint) & set("/:")
-        else ""
-    )
+    return f" (did you mean {'ipc' if '/' in endpoint else 'tcp'}://{endpoint}?)"
 
 
 def _refused(endpoint: Any, reason: str) -> InvalidRequest:

@@ -26,6 +26,7 @@ from ...transfer.safetensors import DTYPES
 from ..exceptions import InternalError, InvalidRequest
 from .options import id_of, require_known
 from .prompts import Plan, struct_of
+from .results import read_floats
 
 _TYPESTR = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2",
@@ -87,10 +88,7 @@ class ImageTensor:
 
     def floats(self) -> list[float]:
         """Return the values of a tensor of ``F32``, flat."""
-        values = array.array("f", bytes(self.data))
-        if sys.byteorder != "little":
-            values.byteswap()
-        return values.tolist()
+        return read_floats(self.data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

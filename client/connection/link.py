@@ -2,17 +2,15 @@
 
 Invariants:
 - A connection belongs to one incarnation of an engine. Until its hello is answered, other messages wait here.
-  Each socket is connected once and libzmq's reconnect is disabled, so messages for an engine that has ended
-  cannot reach the next one.
-- When a connection is lost, everything passed to :meth:`Link.send` before has failed, even if the loss is
-  noticed later: a restarted engine does not know old requests.
+  Each socket is connected once, so messages for an engine that has ended cannot reach the next one.
+- When a connection is lost, everything passed to :meth:`Link.send` before has failed, even if that is noticed
+  later.
 - Everything that the engine sent before its end is delivered before the loss is reported.
 - The owner calls :meth:`Link.pump` whenever a socket may be readable, after every send, and at
   :attr:`Link.deadline`. While nothing is pending there is no deadline.
 
-States: *trying* to connect while something waits → *greeting* (the hello is not answered yet: engines answer
-when they have loaded) → *ready* → *lost* (the socket is replaced, back to trying; final if the watched
-process has exited or speaks another version).
+States: *trying* to connect while something waits → *greeting* (the engine loads) → *ready* → *lost* (back to
+trying with a new socket; final if the watched process has exited or speaks another version).
 """
 
 import os
@@ -88,14 +86,9 @@ def monitored(report: bytes) -> tuple[int, int]:
 class Link:
     """One DEALER socket and its monitor.
 
-    Args:
-        pending: returns True if anything is unanswered.
-        receive: gets every message but the answer to the hello.
-        lost: gets the error, and True if no reconnect can help.
-        watch, unwatch: keep the owner's poller right as sockets are replaced.
-
-    Attributes:
-        incarnation: of the engine that answered last; None before the first.
+    ``pending`` returns True if anything is unanswered, ``receive`` gets every message but the answer to the
+    hello, ``lost`` the error, and True if no reconnect can help; ``watch`` and ``unwatch`` keep the owner's
+    poller right.
     """
 
     def __init__(
@@ -154,9 +147,7 @@ class Link:
         return min((at for at in times if at is not None), default=None)
 
     def send(self, frames: Frames) -> None:
-        """Hand over one message; never blocks. Buffers are not copied: they must not change before the
-        answer.
-        """
+        """Hand over one message; never blocks. Buffers must not change before the answer."""
         if self._ready:
             self._hand_over(frames)
             if self._silence is None:
@@ -395,9 +386,7 @@ def _is_due(at: float | None, now: float) -> bool:
 
 
 def incarnation_in(frame: bytes, endpoint: str) -> str:
-    """Return the incarnation of the engine that has answered; VersionMismatch if it speaks another major
-    version.
-    """
+    """Return the incarnation of the engine that has answered, or raise VersionMismatch."""
     try:
         answer = decode_reply(frame)
     except msgspec.DecodeError as error:

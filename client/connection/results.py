@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 from ...io_struct import (
     DeltaDetails,
@@ -26,6 +26,8 @@ from ...io_struct import (
     WeightVersionSpan,
 )
 from ..exceptions import InternalError
+
+ElementT = TypeVar("ElementT", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,19 +184,15 @@ class TokenDetails:
 
 def read_ints(data: bytes) -> list[int]:
     """Read little-endian int32."""
-    values = array.array("i")
-    _fill(values, data)
-    return values.tolist()
+    return _values(array.array("i"), data)
 
 
-def read_floats(data: bytes) -> list[float]:
+def read_floats(data: bytes | memoryview) -> list[float]:
     """Read little-endian float32."""
-    values = array.array("f")
-    _fill(values, data)
-    return values.tolist()
+    return _values(array.array("f"), data)
 
 
-def _fill(values: "array.array[int] | array.array[float]", data: bytes) -> None:
+def _values(values: "array.array[ElementT]", data: bytes | memoryview) -> list[ElementT]:
     if len(data) % values.itemsize:
         raise InternalError(
             f"an array of {len(data)} bytes is not a whole number of {values.itemsize}-byte values"
@@ -202,6 +200,7 @@ def _fill(values: "array.array[int] | array.array[float]", data: bytes) -> None:
     values.frombytes(data)
     if sys.byteorder == "big":
         values.byteswap()
+    return values.tolist()
 
 
 _SAME = (
@@ -266,20 +265,20 @@ def _check_lengths(output: GenerateOutput) -> None:
     for name, expected in (*((n, count) for n in _PER_TOKEN), *((n, inputs) for n in _PER_INPUT)):
         values: list[float] | TokenLogprobs | SamplingMask | None = getattr(output, name)
         if values is not None and len(values) != expected:
-            raise InternalError(f"{output.rid}: {expected} tokens but {len(values)} {name}", rid=output.rid)
+            raise _broken(output.rid, f"{expected} tokens but {len(values)} {name}")
     covered = 0
     for span in output.weight_versions:
         if span.start != covered or span.end < span.start:
-            raise InternalError(
-                f"{output.rid}: weight-version span [{span.start}, {span.end}) "
-                f"does not continue at {covered}",
-                rid=output.rid,
+            raise _broken(
+                output.rid, f"weight-version span [{span.start}, {span.end}) does not continue at {covered}"
             )
         covered = span.end
     if covered != count:
-        raise InternalError(
-            f"{output.rid}: weight-version spans cover {covered} of {count} tokens", rid=output.rid
-        )
+        raise _broken(output.rid, f"weight-version spans cover {covered} of {count} tokens")
+
+
+def _broken(rid: str, reason: str) -> InternalError:
+    return InternalError(f"{rid}: {reason}", rid=rid)
 
 
 def joined_rows(parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | None:
@@ -311,29 +310,20 @@ def joined_masks(masks: Sequence[SamplingMask | None]) -> SamplingMask | None:
 def _check_mask(rid: str, mask: SamplingMask) -> None:
     offsets = read_ints(mask.offsets)
     if offsets[:1] != [0] or offsets != sorted(offsets) or 4 * offsets[-1] != len(mask.ids):
-        raise InternalError(
-            f"{rid}: {len(mask.ids)} bytes of sampling masks do not fit their offsets", rid=rid
-        )
+        raise _broken(rid, f"{len(mask.ids)} bytes of sampling masks do not fit their offsets")
 
 
 def _check_routing(output: GenerateOutput, routed: RoutedExperts) -> None:
     tokens = len(output.output_ids)
     rows = output.prompt_tokens + tokens - 1 - routed.start if tokens else 0
     if routed.shape[0] != rows or len(routed.data) != math.prod(routed.shape) * routed.itemsize:
-        raise InternalError(
-            f"{output.rid}: {len(routed.data)} bytes of routed experts "
-            f"in the shape {routed.shape} for {rows} positions",
-            rid=output.rid,
-        )
+        found = f"{len(routed.data)} bytes of routed experts in the shape {routed.shape}"
+        raise _broken(output.rid, f"{found} for {rows} positions")
 
 
 def known_logprobs(values: list[float]) -> list[float] | None:
     """Streamed logprobs, or None where the wire says "not requested" (NaN)."""
     return None if values and math.isnan(values[0]) else values
-
-
-def _known_mask(mask: SamplingMask) -> SamplingMask | None:
-    return mask if mask.ids else None
 
 
 def further_logprobs(wire: DeltaLogprobs | None, counts: list[int]) -> list[TokenLogprobs | None]:
@@ -372,15 +362,16 @@ def token_details(wire: DeltaDetails | None, counts: list[int]) -> list[TokenDet
     offset = 0
     for count in counts:
         part = slice(offset, offset := offset + count)
-        asked = count > 0 and sampled_by[part.start] >= 0
+        if count == 0 or sampled_by[part.start] < 0:
+            found.append(None)
+            continue
+        mask = None if masks is None else masks.cut(part.start, part.stop)
         found.append(
             TokenDetails(
                 weights=[wire.weights[number] for number in sampled_by[part]],
                 raw_logprobs=known_logprobs(raw[part]),
                 sampled_logprobs=known_logprobs(sampled[part]),
-                sampling_mask=None if masks is None else _known_mask(masks.cut(part.start, part.stop)),
+                sampling_mask=mask if mask is not None and mask.ids else None,
             )
-            if asked
-            else None
         )
     return found

@@ -14,33 +14,21 @@ from typing import Any
 
 import msgspec
 
-from ...io_struct import (
-    ContinueGenerationReqOutput,
-    FlushCacheReqOutput,
-    GetStatusReqOutput,
-    PauseGenerationReqOutput,
-    ReleaseMemoryOccupationReqOutput,
-    RenewPauseLeaseReqOutput,
-    ResumeMemoryOccupationReqOutput,
-    StartProfileReqOutput,
-    StopProfileReqOutput,
-    WeightsCheckerReqOutput,
-    WeightUpdateReqOutput,
-)
+from ... import io_struct as wire
 from ..exceptions import EngineError, EngineRestarting, InternalError, error_for
 from .members import Member
 from .session import Answers
 
 _ADDED = (
-    PauseGenerationReqOutput,
-    ContinueGenerationReqOutput,
-    FlushCacheReqOutput,
-    ReleaseMemoryOccupationReqOutput,
-    ResumeMemoryOccupationReqOutput,
-    RenewPauseLeaseReqOutput,
-    WeightsCheckerReqOutput,
-    StartProfileReqOutput,
-    StopProfileReqOutput,
+    wire.PauseGenerationReqOutput,
+    wire.ContinueGenerationReqOutput,
+    wire.FlushCacheReqOutput,
+    wire.ReleaseMemoryOccupationReqOutput,
+    wire.ResumeMemoryOccupationReqOutput,
+    wire.RenewPauseLeaseReqOutput,
+    wire.WeightsCheckerReqOutput,
+    wire.StartProfileReqOutput,
+    wire.StopProfileReqOutput,
 )
 _COUNTERS = ("step", "generated_tokens", "num_retractions", "step_failures", "stages", "totals")
 _GAUGES = (
@@ -105,11 +93,7 @@ def added(values: Iterable[Any]) -> Any:
 
 
 def combined_answer(answers: Answers, position: Callable[[Member], int], tp: int) -> Any:
-    """Return the one reply of all that have answered.
-
-    Raises:
-        EngineError: a replica has refused or failed, or none has answered.
-    """
+    """Return the one reply of all, or raise EngineError for those that refuse or are gone."""
     if answers.failed:
         raise one_error(answers.failed, among=len(answers.failed) + len(answers.replies))
     if not answers.replies and not answers.out:
@@ -137,11 +121,11 @@ def combined(replies: Mapping[int, Any], tp: int) -> Any:
     """Return one reply for those of one type, by position; a type without rules has the first replica's."""
     every = list(replies.values())
     first = every[0]
-    if isinstance(first, WeightsCheckerReqOutput):
+    if isinstance(first, wire.WeightsCheckerReqOutput):
         totals = {f"replica-{at}": each.total for at, each in replies.items()}
         if len(set(totals.values())) > 1:
             raise InternalError(f"the replicas have different weights: checksums {totals}", checksums=totals)
-    if isinstance(first, WeightUpdateReqOutput):  # counts are those of one replica: all have written the same
+    if isinstance(first, wire.WeightUpdateReqOutput):  # counts are one replica's: all have written the same
         stages = [each.stages for each in every]
         longest = {name: max(getattr(each, name) for each in stages) for name in stages[0].__struct_fields__}
         return msgspec.structs.replace(
@@ -154,7 +138,7 @@ def combined(replies: Mapping[int, Any], tp: int) -> Any:
     if not isinstance(first, _ADDED):
         return first
     whole = added(every)
-    if isinstance(first, ContinueGenerationReqOutput):
+    if isinstance(first, wire.ContinueGenerationReqOutput):
         whole.ranks = _renumbered({at: each.ranks for at, each in replies.items()}, tp)
     return whole
 
@@ -163,13 +147,13 @@ class Counters:
     """Counters of engines over restarts."""
 
     def __init__(self) -> None:
-        self.last: dict[str, GetStatusReqOutput] = {}
+        self.last: dict[str, wire.GetStatusReqOutput] = {}
         """The latest status of each engine, by name."""
         self.restarts = 0
         """Number of engines that took the place of another."""
-        self._ended: list[GetStatusReqOutput] = []
+        self._ended: list[wire.GetStatusReqOutput] = []
 
-    def take(self, name: str, status: GetStatusReqOutput) -> None:
+    def take(self, name: str, status: wire.GetStatusReqOutput) -> None:
         before = self.last.get(name)
         if before is not None and before.incarnation != status.incarnation:
             self.restarts += 1
@@ -183,13 +167,13 @@ class Counters:
 
 
 def combined_status(
-    statuses: Mapping[int, GetStatusReqOutput],
+    statuses: Mapping[int, wire.GetStatusReqOutput],
     serving: Sequence[int],
     *,
     counters: Counters,
     tp: int,
     **of_group: Any,
-) -> GetStatusReqOutput:
+) -> wire.GetStatusReqOutput:
     """Return one status of all, by position; ``serving`` are those that serve and whose state is current."""
     every = list(statuses.values())
     judged = [statuses[at] for at in serving if at in statuses] or every
@@ -235,7 +219,7 @@ def _renumbered(ranks: Mapping[int, Sequence[Any]], tp: int) -> list[Any]:
     ]
 
 
-def _device_memory(every: Sequence[GetStatusReqOutput]) -> Any:
+def _device_memory(every: Sequence[wire.GetStatusReqOutput]) -> Any:
     """Return the sums; engines on the CPU have the same memory available, so it counts once."""
     memory = added(each.device_memory for each in every)
     if all(each.device == "cpu" for each in every):
@@ -245,5 +229,5 @@ def _device_memory(every: Sequence[GetStatusReqOutput]) -> Any:
     return memory
 
 
-def _counted(every: Sequence[GetStatusReqOutput]) -> dict[str, Any]:
+def _counted(every: Sequence[wire.GetStatusReqOutput]) -> dict[str, Any]:
     return {name: added(getattr(each, name) for each in every) for name in _COUNTERS} if every else {}

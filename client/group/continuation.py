@@ -14,13 +14,7 @@ from itertools import groupby
 
 import msgspec
 
-from ...io_struct import (
-    DeltaWeights,
-    FinishReason,
-    GenerateReqInput,
-    SamplingMask,
-    WeightVersionSpan,
-)
+from ... import io_struct as wire
 from ..connection.results import GenerateOutput, TokenDelta, TokenLogprobs, cut, joined_masks, joined_rows
 
 EpochOf = Callable[[int], int]
@@ -32,14 +26,14 @@ class Part:
     """Tokens of one sample that have arrived so far; what was not requested is empty."""
 
     tokens: list[int] = field(default_factory=list)
-    weights: list[DeltaWeights] = field(default_factory=list)
+    weights: list[wire.DeltaWeights] = field(default_factory=list)
     """Weights that sampled each token; epochs are the group's."""
     logprobs: list[float] = field(default_factory=list)
     raw: list[float] = field(default_factory=list)
     sampled: list[float] = field(default_factory=list)
     top: list[TokenLogprobs] = field(default_factory=list)
     token_ids: list[TokenLogprobs] = field(default_factory=list)
-    masks: list[SamplingMask] = field(default_factory=list)
+    masks: list[wire.SamplingMask] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -68,7 +62,7 @@ class Part:
     def of(output: GenerateOutput) -> "Part":
         """Return all tokens of ``output``, whose epochs are the group's."""
         weights = [
-            DeltaWeights(
+            wire.DeltaWeights(
                 version=span.version, epoch=span.epoch, incarnation=span.incarnation, stale_kv=span.stale_kv
             )
             for span in output.weight_versions
@@ -90,13 +84,13 @@ class Part:
         """The group's epoch of the newest weights that sampled a token, or None without tokens."""
         return max((each.epoch for each in self.weights), default=None)
 
-    def spans(self) -> list[WeightVersionSpan]:
+    def spans(self) -> list[wire.WeightVersionSpan]:
         """Return the weight-version spans of these tokens."""
-        found: list[WeightVersionSpan] = []
+        found: list[wire.WeightVersionSpan] = []
         for by, group in groupby(self.weights):
             start = found[-1].end if found else 0
             found.append(
-                WeightVersionSpan(
+                wire.WeightVersionSpan(
                     version=by.version,
                     epoch=by.epoch,
                     incarnation=by.incarnation,
@@ -109,12 +103,9 @@ class Part:
 
 
 def continuation(
-    request: GenerateReqInput, index: int, part: Part, *, rid: str, message_id: str
-) -> GenerateReqInput:
-    """Return the request for the rest of sample ``index`` of ``request`` behind ``part``, which may be empty.
-
-    ``request`` must have a seed, and ``part`` fewer tokens than ``max_new_tokens``.
-    """
+    request: wire.GenerateReqInput, index: int, part: Part, *, rid: str, message_id: str
+) -> wire.GenerateReqInput:
+    """Return the request for the rest of sample ``index`` behind ``part``; ``request`` must have a seed."""
     params, done = request.sampling_params, len(part)
     prompt_len = len(request.input_ids)
     left = None if params.max_new_tokens is None else params.max_new_tokens - done
@@ -137,12 +128,11 @@ def continuation(
 
 
 def joined(
-    request: GenerateReqInput, part: Part, last: GenerateOutput, epoch_of: EpochOf, *, rid: str
+    request: wire.GenerateReqInput, part: Part, last: GenerateOutput, epoch_of: EpochOf, *, rid: str
 ) -> GenerateOutput:
     """Return one output of ``part`` and an engine's answer to its :func:`continuation`.
 
-    Log-probabilities of the prompt and routed experts are the last engine's, which has computed all
-    positions, or None if it ended before it had.
+    Log-probabilities of the prompt and routed experts are the last engine's, or None if it ended too early.
     """
     prompt_len, done = len(request.input_ids), len(part)
     spans = [
@@ -176,7 +166,7 @@ def joined(
 
 
 def ended_here(
-    request: GenerateReqInput, index: int, part: Part, reason: FinishReason, *, rid: str
+    request: wire.GenerateReqInput, index: int, part: Part, reason: wire.FinishReason, *, rid: str
 ) -> GenerateOutput:
     """Return the output of a sample that no engine continues: ``part`` is all of it."""
     return GenerateOutput(
@@ -205,7 +195,7 @@ def _behind(earlier: list[float], later: list[float] | None) -> list[float] | No
     return None if later is None else [*earlier, *later]
 
 
-def _later(reason: FinishReason, done: int) -> FinishReason:
+def _later(reason: wire.FinishReason, done: int) -> wire.FinishReason:
     if reason.length is None:
         return reason
     return msgspec.structs.replace(reason, length=reason.length + done)

@@ -13,23 +13,12 @@ Runs on one event loop, that of the members' clients.
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
 
-from ...io_struct import (
-    AbortReq,
-    AbortReqOutput,
-    FetchResultReqInput,
-    FetchResultReqOutput,
-    GenerateImagesReqInput,
-    GenerateReqInput,
-    Message,
-    Request,
-    ScoreReqInput,
-    encode,
-)
+from ... import io_struct as wire
 from ..connection.async_channel import Channel, Deltas, Result
 from ..connection.async_client import AsyncSchedulerClient
 from ..connection.connection import Generation, ImageGeneration, Sink
@@ -89,9 +78,6 @@ class Dispatcher:
     def pending(self) -> int:
         return len(self.flows)
 
-    def require_own_process(self) -> None:
-        self._process.require()
-
     def require_open(self) -> None:
         """Raise RuntimeError in a forked child, and the error of :meth:`refuse` or of :meth:`close`."""
         self._process.require()
@@ -99,14 +85,9 @@ class Dispatcher:
             raise error_for(self._closed.code, self._closed.message, self._closed.detail)
 
     def start_generation(
-        self, request: GenerateReqInput, sink: Sink | None = None
+        self, request: wire.GenerateReqInput, sink: Sink | None = None
     ) -> Generation[Result, Deltas]:
-        """Start a generation on the member that the router chooses.
-
-        Raises:
-            DuplicateRid, IdConflict: another request in flight has its rid or message id.
-            EpochBehind: the group's epoch is lower than ``min_weights_epoch``.
-        """
+        """Start a generation on the chosen member, or raise DuplicateRid, IdConflict, EpochBehind."""
         self.require_open()
         frame = _encoded(request)
         known = self._frames.get(request.id)
@@ -133,7 +114,7 @@ class Dispatcher:
         return flow.generation
 
     def start_images(
-        self, request: GenerateImagesReqInput, buffers: Sequence[bytes]
+        self, request: wire.GenerateImagesReqInput, buffers: Sequence[bytes]
     ) -> ImageGeneration[Result]:
         self.require_open()
         member = self._least_loaded()
@@ -144,17 +125,17 @@ class Dispatcher:
         return generation
 
     def start_call(
-        self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
+        self, request: wire.Request, expects: type[wire.Message], buffers: Sequence[memoryview] = ()
     ) -> Result:
         """Abort or fetch requests, or score on the least loaded member; refuse commands to one engine."""
         self.require_open()
-        if isinstance(request, AbortReq):
-            return _answered(AbortReqOutput(id=request.id, aborted=self._abort(request)))
-        if isinstance(request, FetchResultReqInput):
+        if isinstance(request, wire.AbortReq):
+            return _answered(wire.AbortReqOutput(id=request.id, aborted=self._abort(request)))
+        if isinstance(request, wire.FetchResultReqInput):
             flow = self.flows.get(request.rid)
             live = 0 if flow is None else flow.generation.n
-            return _answered(FetchResultReqOutput(id=request.id, results=[], live=live))
-        if isinstance(request, ScoreReqInput):
+            return _answered(wire.FetchResultReqOutput(id=request.id, results=[], live=live))
+        if isinstance(request, wire.ScoreReqInput):
             member = self._least_loaded()
             answer = member.client.channel.start_call(request, expects, buffers)
             self._count(member, answer, len(request.input_ids))
@@ -213,12 +194,13 @@ class Dispatcher:
         if member.state != "gone":
             self._take_out(member, "fenced", reason)
 
-    def drop(self, member: Member, error: EngineError, what: str) -> None:
-        """Take ``member`` out: it has ended, or is fenced for ``what`` it did not do."""
-        if isinstance(error, EngineDied):
-            self.lost(member, error)
-        else:
-            self.fence(member, f"{what}: {error.message}")
+    def drop(self, errors: Mapping[Member, EngineError], what: str) -> None:
+        """Take out members: one has ended, or is fenced for ``what`` it did not do."""
+        for member, error in errors.items():
+            if isinstance(error, EngineDied):
+                self.lost(member, error)
+            else:
+                self.fence(member, f"{what}: {error.message}")
 
     def ended(self, flow: Flow) -> None:
         if self.flows.get(flow.generation.rid) is flow:
@@ -245,14 +227,16 @@ class Dispatcher:
                 EngineDied(f"no engine of the fleet has served for {self._patience_s:g} s", members=reasons)
             )
 
-    def _abort(self, request: AbortReq) -> int:
+    def _abort(self, request: wire.AbortReq) -> int:
         every = request.abort_all
         aborted = 0
         for rid, (member, n) in list(self._images.items()):
             if every or rid == request.rid:
                 aborted += n if request.index is None else 1
                 with suppress(EngineError):
-                    member.client.channel.start_call(AbortReq(rid=rid, index=request.index), AbortReqOutput)
+                    member.client.channel.start_call(
+                        wire.AbortReq(rid=rid, index=request.index), wire.AbortReqOutput
+                    )
         flows = [flow for rid, flow in self.flows.items() if every or rid == request.rid]
         return aborted + sum(flow.abort(None if every else request.index) for flow in flows)
 
@@ -282,17 +266,17 @@ class GenerationClient(AsyncSchedulerClient):
         return self._dispatcher
 
 
-def _answered(reply: Message) -> Result:
+def _answered(reply: wire.Message) -> Result:
     future: Result = asyncio.get_running_loop().create_future()
     future.set_result(reply)
     return future
 
 
-def _encoded(request: GenerateReqInput) -> bytes:
+def _encoded(request: wire.GenerateReqInput) -> bytes:
     count = request.sampling_params.n
     if not isinstance(count, int) or count < 1:
         raise InvalidRequest(f"sampling_params.n = {count!r} must be at least 1", field="sampling_params.n")
     try:
-        return encode(request)
+        return wire.encode(request)
     except (TypeError, OverflowError, ValueError) as error:
         raise InvalidRequest(f"{type(request).__name__} cannot be encoded: {error}") from error

@@ -312,8 +312,7 @@ class Fleet:
             lambda each: each.client.flush_cache(torch_empty_cache=torch_empty_cache),
             timeout,
         )
-        for member, error in answers.out.items():
-            self.dispatcher.drop(member, error, "it does not answer")
+        self.dispatcher.drop(answers.out, "it does not answer")
         self.dispatcher.router.forget()
         answers.raise_first()
 
@@ -395,8 +394,7 @@ class Fleet:
         for member, reply in done.replies.items():
             member.admit(reply.weights_epoch, self.dispatcher.epoch)
             self.weight_version = reply.weight_version
-        for member, error in done.out.items():
-            self.dispatcher.drop(member, error, "it did not take part in an update to the end")
+        self.dispatcher.drop(done.out, "it did not take part in an update to the end")
 
     async def status(self, *, timeout: float = ASK_S) -> FleetStatus:
         """Return the state of the fleet, and every member's own status."""
@@ -487,8 +485,7 @@ class Fleet:
         answers = await everywhere(
             members, lambda member: member.client.pause(mode, lease_s=member.lease_s), timeout
         )
-        for member, error in answers.out.items():
-            self.dispatcher.drop(member, error, "it does not pause")
+        self.dispatcher.drop(answers.out, "it does not pause")
         return answers
 
     async def continue_members(self, timeout: float | None, *, torch_empty_cache: bool) -> None:
@@ -500,14 +497,12 @@ class Fleet:
         )
         self.paused_mode = None
         self._leases.hold(())
-        for member, error in (answers.out | answers.failed).items():
-            self.dispatcher.drop(member, error, "it does not continue")
+        self.dispatcher.drop(answers.out | answers.failed, "it does not continue")
 
     async def after_failure(self) -> None:
         """Fence members without valid weights after an aborted update. The caller holds :attr:`lock`."""
         answers = await everywhere(self.dispatcher.serving, self.ask, ASK_S)
-        for member, error in (answers.out | answers.failed).items():
-            self.dispatcher.drop(member, error, "it does not answer")
+        self.dispatcher.drop(answers.out | answers.failed, "it does not answer")
         for member, status in answers.replies.items():
             if status.weights != "valid" or status.weights_epoch != member.epoch:
                 self.dispatcher.fence(member, f"its weights are {status.weights} after an update that failed")

@@ -17,44 +17,24 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ...io_struct import (
-    AbortReq,
-    AbortReqOutput,
-    DeltaWeights,
-    ErrorCode,
-    FinishReason,
-    GenerateReqInput,
-    WeightVersionSpan,
-    new_id,
-)
+from ... import io_struct as wire
+from .. import exceptions as errors
 from ..connection.async_channel import Deltas, Result
 from ..connection.connection import Generation
 from ..connection.results import GenerateOutput, TokenDelta
-from ..exceptions import (
-    EngineDied,
-    EngineError,
-    EnginePaused,
-    EngineRestarting,
-    EpochBehind,
-    MemoryReleased,
-    QueueFull,
-    ShuttingDown,
-    WeightsInvalid,
-    WeightsPoisoned,
-)
 from .continuation import Part, continuation, ended_here, joined
 from .members import Member, foreign_commit
 
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
 
-LOST = (EngineDied, EngineRestarting, ShuttingDown)
+LOST = (errors.EngineDied, errors.EngineRestarting, errors.ShuttingDown)
 """Errors of an engine that has ended or is ending."""
-UNFIT = (EpochBehind, WeightsInvalid, WeightsPoisoned, MemoryReleased)
+UNFIT = (errors.EpochBehind, errors.WeightsInvalid, errors.WeightsPoisoned, errors.MemoryReleased)
 """Errors of an engine that does not have the weights that the group assumes."""
-FULL = (QueueFull, EnginePaused)
+FULL = (errors.QueueFull, errors.EnginePaused)
 """Errors of an engine that takes no request now."""
-_ABORTED = FinishReason(type="abort", message="Aborted")
+_ABORTED = wire.FinishReason(type="abort", message="Aborted")
 
 
 @dataclass(slots=True)
@@ -72,7 +52,7 @@ class _Attempt:
     """Some samples of a flow on one member; the sink of what the member sends."""
 
     def __init__(
-        self, flow: "Flow", member: Member, request: GenerateReqInput, samples: list[_Sample]
+        self, flow: "Flow", member: Member, request: wire.GenerateReqInput, samples: list[_Sample]
     ) -> None:
         self.flow, self.member, self.request = flow, member, request
         self.rid = request.rid or request.id
@@ -102,7 +82,7 @@ class _Attempt:
         base = len(self.bases[delta.index])
         self.flow.on_tokens(replace(delta, start=delta.start + base), self.member)
 
-    def _knows(self, weights: Iterable[DeltaWeights | WeightVersionSpan]) -> bool:
+    def _knows(self, weights: Iterable[wire.DeltaWeights | wire.WeightVersionSpan]) -> bool:
         """Return True if tokens of ``weights`` may be passed on; fence a member with foreign ones."""
         if not self.given_up:
             foreign = next((each for each in weights if not self.member.has_given(each.epoch)), None)
@@ -113,32 +93,36 @@ class _Attempt:
 
     def on_end(self, waiter: Result) -> None:
         error = waiter.exception() if not waiter.cancelled() else None
-        output = error.output if isinstance(error, EngineError) else None
+        output = error.output if isinstance(error, errors.EngineError) else None
         if output is not None and not self._knows(output.weight_versions):
             return
-        left = sorted(self.left)
-        for index in left:
-            self.leave(index)
-        if not self.given_up and isinstance(error, EngineError):
+        left = self.leave_all()
+        if not self.given_up and isinstance(error, errors.EngineError):
             self.flow.on_failed(self, left, error)
 
     def give_up(self) -> None:
         """Ignore what the member still sends."""
         self.given_up = True
-        left = sorted(self.left)
-        for index in left:
-            self.leave(index)
-        if left:
+        if self.leave_all():
             self.abort()
 
     def abort(self, index: int | None = None) -> None:
-        with suppress(EngineError):
-            self.member.client.channel.start_call(AbortReq(rid=self.rid, index=index), AbortReqOutput)
+        with suppress(errors.EngineError):
+            self.member.client.channel.start_call(
+                wire.AbortReq(rid=self.rid, index=index), wire.AbortReqOutput
+            )
 
     def leave(self, index: int) -> None:
         if index in self.left:
             self.left.remove(index)
             self.member.load -= 1
+
+    def leave_all(self) -> list[int]:
+        """Return the samples that had not ended here."""
+        left = sorted(self.left)
+        for index in left:
+            self.leave(index)
+        return left
 
 
 class Flow:
@@ -147,7 +131,7 @@ class Flow:
     def __init__(
         self,
         dispatcher: "Dispatcher",
-        request: GenerateReqInput,
+        request: wire.GenerateReqInput,
         generation: Generation[Result, Deltas],
         *,
         key: str | None,
@@ -155,7 +139,7 @@ class Flow:
         self.generation = generation
         self.dispatcher = dispatcher
         self.key = key
-        self.refused_by: dict[str, EngineError] = {}
+        self.refused_by: dict[str, errors.EngineError] = {}
         """Members that had no room for it, since the last one that took a part of it."""
         self.moves = 0
         self.request = request
@@ -203,13 +187,13 @@ class Flow:
                 self._end(sample, self._ended_here(sample, _ABORTED))
         return len(live)
 
-    def fail(self, error: EngineError) -> None:
+    def fail(self, error: errors.EngineError) -> None:
         """End the whole request with ``error``, and abort it on the engines that work on it."""
         if self.generation.waiter.done():
             return
         failed = next((each for each in self._samples.values() if not each.ended and len(each.part)), None)
         if failed is not None and error.output is None:
-            reason = FinishReason(type="error", message=error.message, code=str(error.code))
+            reason = wire.FinishReason(type="error", message=error.message, code=str(error.code))
             error.output = self._ended_here(failed, reason)
         self.generation.fail(error)
         self.drop()
@@ -238,15 +222,17 @@ class Flow:
         sample = self._samples[output.index]
         reason = output.finish_reason
         whole = self._whole(attempt, output)
-        engine_ends = reason.code in (ErrorCode.SHUTTING_DOWN, ErrorCode.ENGINE_DIED)
+        engine_ends = reason.code in (wire.ErrorCode.SHUTTING_DOWN, wire.ErrorCode.ENGINE_DIED)
         if engine_ends and not self.dispatcher.ending:
             sample.part = Part.of(whole)
-            self.dispatcher.lost(attempt.member, EngineDied(reason.message or f"{attempt.member.name} ends"))
+            self.dispatcher.lost(
+                attempt.member, errors.EngineDied(reason.message or f"{attempt.member.name} ends")
+            )
             self._again(attempt, [output.index])
         else:
             self._end(sample, replace(whole, e2e_latency=time.monotonic() - self._began))
 
-    def on_failed(self, attempt: _Attempt, indices: list[int], error: EngineError) -> None:
+    def on_failed(self, attempt: _Attempt, indices: list[int], error: errors.EngineError) -> None:
         """Continue ``indices`` elsewhere, or fail if ``error`` is one of the request."""
         self._attempts.discard(attempt)
         unfinished = [index for index in indices if not self._samples[index].ended]
@@ -268,11 +254,11 @@ class Flow:
     def _start(self, member: Member, samples: list[_Sample]) -> None:
         first = samples[0]
         original = self.request
-        rid = f"{self.generation.rid[:90]}~{new_id()[:12]}" if self.moves else self.generation.rid
+        rid = f"{self.generation.rid[:90]}~{wire.new_id()[:12]}" if self.moves else self.generation.rid
         if len(first.part) or self.moves:
-            request = continuation(original, first.index, first.part, rid=rid, message_id=new_id())
+            request = continuation(original, first.index, first.part, rid=rid, message_id=wire.new_id())
         else:
-            request = msgspec.structs.replace(original, id=new_id(), rid=rid)
+            request = msgspec.structs.replace(original, id=wire.new_id(), rid=rid)
         if len(samples) > 1:
             request = msgspec.structs.replace(
                 request, first_sample=original.first_sample, sampling_params=original.sampling_params
@@ -285,9 +271,8 @@ class Flow:
         self._attempts.add(attempt)
         try:
             generation = member.client.channel.start_generation(request, attempt)
-        except EngineError as error:
-            for index in sorted(attempt.left):
-                attempt.leave(index)
+        except errors.EngineError as error:
+            attempt.leave_all()
             self.on_failed(attempt, sorted(attempt.bases), error)
             return
         generation.waiter.add_done_callback(attempt.on_end)
@@ -319,5 +304,5 @@ class Flow:
         base, epoch_of = attempt.bases[output.index], attempt.member.group_epoch
         return joined(self.request, base, output, epoch_of, rid=self.generation.rid)
 
-    def _ended_here(self, sample: _Sample, reason: FinishReason) -> GenerateOutput:
+    def _ended_here(self, sample: _Sample, reason: wire.FinishReason) -> GenerateOutput:
         return ended_here(self.request, sample.index, sample.part, reason, rid=self.generation.rid)

@@ -78,11 +78,7 @@ class LeaseRenewal:
 
 @dataclass(slots=True)
 class PauseLease:
-    """The lease of a server's pause, counted beside the engines.
-
-    It covers what no engine counts: all engines have died, one has come back since and was paused without a
-    lease, or the weights of all are half an update that its sender has left.
-    """
+    """The lease of a server's pause, beside the engines': they may all have died, or have half an update."""
 
     seconds: float
     action: LeaseAction

@@ -13,12 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from ...io_struct import (
-    DestroyWeightsUpdateGroupReqOutput,
-    UpdateWeightsFromDistributedReqInput,
-    WeightUpdateOptions,
-    new_id,
-)
+from ... import io_struct as wire
 from ...io_struct.weights import DEFAULT_GROUP_NAME
 from ..exceptions import EngineError, GroupError, InvalidRequest, SessionOpen
 from .members import Member
@@ -34,8 +29,7 @@ class ProcessGroups:
     def __init__(self, fleet: "ReplicaFleet") -> None:
         self._fleet = fleet
         self._joined: dict[str, dict[str, str | None] | None] = {}
-        """Processes of the replicas in each group; None if it was ended here and its trainer has not ended it
-        yet.
+        """Processes in each group; None if it was ended here and its trainer does not know.
         """
 
     async def join(
@@ -48,11 +42,7 @@ class ProcessGroups:
         group_name: str = DEFAULT_GROUP_NAME,
         **options: Any,
     ) -> Answers:
-        """Have all replicas join.
-
-        Raises:
-            GroupError: a replica is not there, or has ended meanwhile.
-        """
+        """Have all replicas join; GroupError if one is not there, or has ended meanwhile."""
         fleet = self._fleet
         absent = {member.name: member.reason for member in fleet.members if member.state == "gone"}
         if absent:
@@ -81,8 +71,7 @@ class ProcessGroups:
 
         async with self._ends_with_anyone(group_name):
             answers = await everywhere(fleet.members, join, None)
-        for member, error in answers.out.items():
-            fleet.dispatcher.drop(member, error, "it does not answer")
+        fleet.dispatcher.drop(answers.out, "it does not answer")
         if not answers.failed and not answers.out:
             self._joined[group_name] = {each.name: each.client.incarnation for each in fleet.members}
             return answers
@@ -105,20 +94,18 @@ class ProcessGroups:
             None,
         )
         if ended_here:
-            left = {member: DestroyWeightsUpdateGroupReqOutput(id=new_id()) for member in answers.failed}
+            left = {
+                member: wire.DestroyWeightsUpdateGroupReqOutput(id=wire.new_id()) for member in answers.failed
+            }
             return Answers(left | answers.replies, out=answers.out)
         if known and answers.replies:
             answers.failed.clear()
         return answers
 
     @asynccontextmanager
-    async def used_by(self, request: WeightUpdateOptions) -> AsyncIterator[None]:
-        """Guard an update: one over a group needs all that joined, and ends the group everywhere if it fails.
-
-        Raises:
-            GroupError: a replica is not in the group any more.
-        """
-        if not isinstance(request, UpdateWeightsFromDistributedReqInput):
+    async def used_by(self, request: wire.WeightUpdateOptions) -> AsyncIterator[None]:
+        """Guard an update: one over a group needs all that joined, and ends it if it fails."""
+        if not isinstance(request, wire.UpdateWeightsFromDistributedReqInput):
             yield
             return
         name = request.group_name

@@ -124,11 +124,7 @@ class Place:
 def placed(
     arguments: Sequence[str], replicas: int, environment: Mapping[str, str] = os.environ
 ) -> list[Place]:
-    """Return the places of ``replicas`` schedulers with these arguments.
-
-    Raises:
-        InvalidRequest: an option cannot be shared, or there are too few CUDA devices or cores.
-    """
+    """Return the places of schedulers; InvalidRequest if cores or devices are too few."""
     for option in _OWN:
         if has_option(arguments, option):
             raise InvalidRequest(

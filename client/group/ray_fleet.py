@@ -87,12 +87,6 @@ class EngineActor:
         driver_ip: str,
         startup_timeout: float,
     ) -> None:
-        """
-        Args:
-            options: keywords of :func:`launch_scheduler`.
-            client_key: CURVE public key of the fleet's clients.
-            driver_ip: address of the fleet's host, whose engines listen on socket files. Empty: none does.
-        """
         self._client_key = client_key
         self._folder: Path | None = None
         node_ip, server_key = ray.util.get_node_ip_address(), None

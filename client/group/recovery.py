@@ -41,11 +41,7 @@ class Source(NamedTuple):
 
 
 async def agree(fleet: "Fleet", members: Sequence[Member]) -> None:
-    """Admit ``members``, which must have valid weights under one label.
-
-    Raises:
-        InvalidRequest: a member has other weights than the first, or none that are valid.
-    """
+    """Admit ``members``, or raise InvalidRequest unless all have valid weights under one label."""
     answers = await everywhere(members, fleet.ask, ASK_S)
     answers.raise_first()
     statuses: dict[Member, GetStatusReqOutput] = answers.replies
@@ -78,14 +74,13 @@ async def take_over(fleet: "Fleet", members: Sequence[Member], adopt: Adopt) -> 
     answers = await everywhere(members, ended, ABORT_S)
     statuses: dict[Member, GetStatusReqOutput] = answers.replies
     lost = answers.failed | answers.out
-    for member, error in lost.items():
-        fleet.dispatcher.drop(member, error, "it does not answer")
+    fleet.dispatcher.drop(lost, "it does not answer")
     valid = [member for member, status in statuses.items() if status.weights == "valid"]
     checks = await everywhere(valid, lambda member: member.client.check_weights("checksum"), RELOAD_S)
-    for member, error in (checks.failed | checks.out).items():
-        fleet.dispatcher.drop(member, error, "its weights cannot be compared")
-        del statuses[member]
-        lost[member] = error
+    uncompared = checks.failed | checks.out
+    fleet.dispatcher.drop(uncompared, "its weights cannot be compared")
+    statuses = {member: status for member, status in statuses.items() if member not in uncompared}
+    lost |= uncompared
     if not checks.replies and not (statuses and adopt == "any"):
         reasons = {
             each.name: f"{status.weights} ({status.weights_detail})" for each, status in statuses.items()
@@ -120,12 +115,7 @@ def _admit_first(
 
 
 async def catch_up(fleet: "Fleet", member: Member) -> GetStatusReqOutput:
-    """Give ``member`` the group's weights, and return its status afterwards.
-
-    Raises:
-        MemoryReleased: the memory of ``member`` is released.
-        WeightsInvalid: no engine and no folder has the weights, or the engine has not received them.
-    """
+    """Give ``member`` the group's weights and return its status then; MemoryReleased or WeightsInvalid."""
     status = await asyncio.wait_for(fleet.ask(member), ASK_S)
     serving = fleet.dispatcher.serving
     if not serving and not fleet.source.updated and not fleet.weight_version:  # it is the first one

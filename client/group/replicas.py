@@ -39,8 +39,6 @@ from .updates import Updates
 
 logger = logging.getLogger(__name__)
 
-STATUS_S = 0.6
-"""Seconds that a status waits for all replicas; one that computes a long step then counts as it was."""
 PARTS_S = 5.0
 
 
@@ -68,6 +66,8 @@ class ReplicaFleet(Fleet):
         self.groups = ProcessGroups(self)
         self.size = len(processes.replicas)
         self.tp = processes.ranks
+        self.status_s = 0.6
+        """Seconds that a status waits for all replicas; one in a long step then counts as it was."""
         self.released: set[MemoryTag] = set()
         self.lease: PauseLease | None = None
         self._processes = processes
@@ -89,9 +89,7 @@ class ReplicaFleet(Fleet):
 
     @property
     def asked(self) -> list[Member]:
-        """Replicas that receive a command: the serving ones, or every present one if none serves; at least
-        one.
-        """
+        """Replicas that receive a command: the serving ones, else every present one."""
         found = self.dispatcher.serving or self.present
         if not found:
             raise EngineRestarting(f"no replica is there now: {self.reasons()}")
@@ -143,8 +141,7 @@ class ReplicaFleet(Fleet):
     async def send(self, members: Sequence[Member], method: str, *args: Any, **options: Any) -> Answers:
         """Call a method of the clients of ``members``; those that do not answer are out of routing."""
         answers = await everywhere(members, lambda member: getattr(member.client, method)(*args, **options))
-        for member, error in answers.out.items():
-            self.dispatcher.drop(member, error, "it does not answer")
+        self.dispatcher.drop(answers.out, "it does not answer")
         return answers
 
     def combine(self, answers: Answers) -> Any:
@@ -195,11 +192,8 @@ class ReplicaFleet(Fleet):
     async def combined(self, owner: str | None) -> GetStatusReqOutput:
         """Return one status of all replicas; ``owner`` is the token of the request.
 
-        Once one replica has answered, the others have :data:`STATUS_S` in all: their requests, tokens and
+        Once one replica has answered, the others have :attr:`status_s` in all: their requests, tokens and
         bytes count as they were, their state does not count.
-
-        Raises:
-            EngineError: no replica is there, or all that were have ended.
         """
         members = self.present
         if not members:
@@ -211,7 +205,7 @@ class ReplicaFleet(Fleet):
             self._counters.take(member.name, status)  # in the order in which they come, whoever asks
             return status
 
-        answers = await everywhere(members, ask, STATUS_S, at_least_one=True)
+        answers = await everywhere(members, ask, self.status_s, at_least_one=True)
         if pauses == self._pauses and not self.lock.locked():  # otherwise they may be older than the pause
             self.notice_continued(answers)
         if not answers.replies:

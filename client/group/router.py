@@ -47,7 +47,7 @@ class Router:
     """Chooses members, and remembers which of them has seen which prefix."""
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[bytes, str] = OrderedDict()
+        self.seen: OrderedDict[bytes, str] = OrderedDict()
 
     def choose(
         self,
@@ -67,18 +67,18 @@ class Router:
         if chosen is None:
             chosen = min(candidates, key=lambda each: each.load)
         for block in blocks:
-            self._seen[block] = chosen.name
-            self._seen.move_to_end(block)
-        while len(self._seen) > MAX_PREFIXES:
-            self._seen.popitem(last=False)
+            self.seen[block] = chosen.name
+            self.seen.move_to_end(block)
+        while len(self.seen) > MAX_PREFIXES:
+            self.seen.popitem(last=False)
         return chosen
 
     def forget(self, name: str | None = None) -> None:
         if name is None:
-            self._seen.clear()
+            self.seen.clear()
             return
-        for block in [block for block, owner in self._seen.items() if owner == name]:
-            del self._seen[block]
+        for block in [block for block, owner in self.seen.items() if owner == name]:
+            del self.seen[block]
 
     def _by_prefix(
         self, candidates: Sequence["Member"], blocks: Sequence[bytes], length: int
@@ -88,7 +88,7 @@ class Router:
         for count in range(len(blocks), 0, -1):
             if count * PREFIX_BLOCK < LEAST_SHARE * min(length, MAX_BLOCKS * PREFIX_BLOCK):
                 return None
-            owner = by_name.get(self._seen.get(blocks[count - 1], ""))
+            owner = by_name.get(self.seen.get(blocks[count - 1], ""))
             if owner is not None:
                 return owner
         return None

@@ -107,10 +107,7 @@ async def everywhere(
     *,
     at_least_one: bool = False,
 ) -> Answers:
-    """Do the same on all members at once, and wait at most ``timeout`` seconds for them.
-
-    With ``at_least_one``, longer for the first reply.
-    """
+    """Do the same on all members at once; ``at_least_one``: wait longer for the first reply."""
     tasks = {asyncio.ensure_future(act(member)): member for member in members}
     answers = Answers()
     if not tasks:
@@ -166,11 +163,7 @@ class Session:
         self.settle(await everywhere(self.members, begin, timeout))
 
     async def commit(self, label: str | None, timeout: float) -> Answers:
-        """Verify, then commit everywhere; return the commits' replies, and the members that are out.
-
-        Raises:
-            FleetUpdateFailed: before any member was told to commit; or all refused to.
-        """
+        """Verify, then commit everywhere; FleetUpdateFailed if one differs, or all refuse."""
         self.settle(await self._verified(timeout))
         self.committing = True
         answers = await everywhere(

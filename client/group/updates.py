@@ -21,31 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from ...io_struct import (
-    BeginWeightUpdateReqInput,
-    BeginWeightUpdateReqOutput,
-    EndWeightUpdateReqInput,
-    ErrorCode,
-    PauseMode,
-    Request,
-    SessionStatus,
-    StageTimes,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromCheckpointEngineReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    WeightUpdateOptions,
-    WeightUpdateReqOutput,
-)
+from ... import io_struct as wire
+from .. import exceptions as errors
 from ..connection.async_channel import wait_for
-from ..exceptions import (
-    EngineError,
-    EngineRestarting,
-    GroupError,
-    InvalidRequest,
-    NoSession,
-    SessionOpen,
-    WeightMismatch,
-)
 from .combining import one_error, uniform
 from .fleet import PAUSE_S
 from .members import Member
@@ -60,9 +38,9 @@ SETTLE_S = 60.0
 LATE_S = 2.0
 """Seconds after the engines' own deadline at which a session is looked at."""
 _LONGEST_S = 1e9
-_WHOLE = (UpdateWeightFromDiskReqInput, UpdateWeightsFromCheckpointEngineReqInput)
+_WHOLE = (wire.UpdateWeightFromDiskReqInput, wire.UpdateWeightsFromCheckpointEngineReqInput)
 """Calls whose sender says that they are complete."""
-_LEAVE_OPEN = {ErrorCode.WEIGHT_MISMATCH, ErrorCode.NOT_IDLE}
+_LEAVE_OPEN = {wire.ErrorCode.WEIGHT_MISMATCH, wire.ErrorCode.NOT_IDLE}
 """Refusals of a commit that leave the session open."""
 
 
@@ -107,12 +85,12 @@ class Updates:
     def is_open(self) -> bool:
         return self._open is not None
 
-    def status(self) -> SessionStatus | None:
+    def status(self) -> wire.SessionStatus | None:
         opened = self._open
         if opened is None:
             return None
         due = None if opened.timer is None else opened.timer.when() - LATE_S
-        return SessionStatus(
+        return wire.SessionStatus(
             kind=opened.kind,
             session_id=opened.id,
             owner=opened.owner,
@@ -132,26 +110,21 @@ class Updates:
         if self._open is not None:
             self._open.paused_here = False
 
-    async def carry_out(self, request: Request, buffers: Sequence[memoryview]) -> Any:
-        """Begin or end a session, or load weights and commit if the call is the last one.
-
-        Raises:
-            FleetUpdateFailed: a replica failed, and nobody serves the new label.
-            NoSession, SessionOpen: the request does not belong to the open session.
-        """
+    async def carry_out(self, request: wire.Request, buffers: Sequence[memoryview]) -> Any:
+        """Begin or end a session, or load weights and commit if the call is the last one."""
         fleet = self._fleet
         async with fleet.weights_lock, fleet.lock:
-            if isinstance(request, BeginWeightUpdateReqInput):
+            if isinstance(request, wire.BeginWeightUpdateReqInput):
                 return await self._begin(request)
-            if isinstance(request, EndWeightUpdateReqInput):
+            if isinstance(request, wire.EndWeightUpdateReqInput):
                 return await self._end(request)
-            assert isinstance(request, WeightUpdateOptions)
+            assert isinstance(request, wire.WeightUpdateOptions)
             async with fleet.groups.used_by(request):
                 return await self._load(request, buffers)
 
-    async def give_up(self, request: WeightUpdateOptions) -> None:
+    async def give_up(self, request: wire.WeightUpdateOptions) -> None:
         """Abort the session of ``request``, which cannot be carried out, nor can what would follow."""
-        with suppress(NoSession, SessionOpen):
+        with suppress(errors.NoSession, errors.SessionOpen):
             if self._joined(request) is not None:
                 await self.abandon()
 
@@ -167,7 +140,7 @@ class Updates:
             if self._open is not None:
                 await self._commit(self._open, None, "")
 
-    async def _begin(self, request: BeginWeightUpdateReqInput) -> BeginWeightUpdateReqOutput:
+    async def _begin(self, request: wire.BeginWeightUpdateReqInput) -> wire.BeginWeightUpdateReqOutput:
         await self._still_open()
         if self._open is not None:
             raise self._is_open(self._open)
@@ -176,19 +149,19 @@ class Updates:
         fleet.notice_continued(answers)
         opened = _Open(fleet.verify, "explicit", request.owner, session_id=request.id)
         await self._start(opened, answers, request)
-        return BeginWeightUpdateReqOutput(
+        return wire.BeginWeightUpdateReqOutput(
             id=request.id, session_id=opened.id, weights_epoch=fleet.weights_epoch
         )
 
     async def _load(
-        self, request: WeightUpdateOptions, buffers: Sequence[memoryview]
-    ) -> WeightUpdateReqOutput:
+        self, request: wire.WeightUpdateOptions, buffers: Sequence[memoryview]
+    ) -> wire.WeightUpdateReqOutput:
         opened = self._joined(request)
         if opened is None:
             opened = await self._opened(request)
         elif not opened.paused_here and self._fleet.paused_mode is None:
             await self._pause(opened, "retract" if request.flush_cache else "in_place")
-        if isinstance(request, UpdateWeightsFromDistributedReqInput):
+        if isinstance(request, wire.UpdateWeightsFromDistributedReqInput):
             await self._require_all(opened)
         replies = await self._loaded(opened, request, buffers)
         reply = self._combined(replies, request.id)
@@ -200,26 +173,26 @@ class Updates:
         if opened.missing is not None:
             opened.missing -= {spec.name for spec in getattr(request, "specs", ())}
             if not opened.missing:
-                with suppress(WeightMismatch):  # something is missing all the same: the session stays open
+                with suppress(errors.WeightMismatch):  # something is missing all the same: it stays open
                     return await self._commit(opened, None, request.id)
         return msgspec.structs.replace(reply, committed=False, session_id=opened.id)
 
-    async def _end(self, request: EndWeightUpdateReqInput) -> WeightUpdateReqOutput:
+    async def _end(self, request: wire.EndWeightUpdateReqInput) -> wire.WeightUpdateReqOutput:
         if request.force and request.commit:
-            raise InvalidRequest("force aborts: it needs commit=false", field="force", value=True)
+            raise errors.InvalidRequest("force aborts: it needs commit=false", field="force", value=True)
         opened, forced = self._open, request.force
         if opened is None and forced:
             return await self._aborted_elsewhere(request.id)
         if opened is None or (not forced and request.session_id not in (None, opened.id)):
             name = "" if request.session_id is None else f" {request.session_id}"
-            raise NoSession(f"the weight session{name} is not open")
+            raise errors.NoSession(f"the weight session{name} is not open")
         if request.session_id is None and opened.kind == "explicit" and not forced:
             raise self._is_open(opened)
         if request.commit:
             return await self._commit(opened, request.weight_version, request.id)
         await self.abandon()
         status = await self._fleet.combined("")
-        return WeightUpdateReqOutput(
+        return wire.WeightUpdateReqOutput(
             id=request.id,
             committed=False,
             weights=status.weights,
@@ -231,34 +204,34 @@ class Updates:
             cast_tensors=0,
             skipped_tensors=0,
             flushed=False,
-            stages=StageTimes(),
+            stages=wire.StageTimes(),
         )
 
-    def _joined(self, request: WeightUpdateOptions) -> _Open | None:
+    def _joined(self, request: wire.WeightUpdateOptions) -> _Open | None:
         """Return the open session if the call belongs to it, or None if none is open."""
         opened, name = self._open, request.session_id
         if name is not None and (opened is None or name != opened.id):
-            raise NoSession(f"the weight session {name} is not open")
+            raise errors.NoSession(f"the weight session {name} is not open")
         if opened is None or name is not None:
             return opened
         if opened.kind == "explicit" or opened.route != _route(request):
             raise self._is_open(opened)
         return opened
 
-    def _is_open(self, opened: _Open) -> SessionOpen:
+    def _is_open(self, opened: _Open) -> errors.SessionOpen:
         age = monotonic() - opened.began
-        return SessionOpen(
+        return errors.SessionOpen(
             f"a weight session ({opened.kind}) has been open for {age:.1f} s: name it, or end it first",
             kind=opened.kind,
             age_s=age,
             session_id=opened.id,
         )
 
-    async def _opened(self, request: WeightUpdateOptions) -> _Open:
+    async def _opened(self, request: wire.WeightUpdateOptions) -> _Open:
         """Open a session for a call that names none, on all replicas that are there, paused."""
         fleet = self._fleet
         if not fleet.present:
-            raise EngineRestarting("no replica is there now")
+            raise errors.EngineRestarting("no replica is there now")
         known = await everywhere(fleet.present, fleet.ask, SETTLE_S)
         fleet.notice_continued(known)
         valid = any(status.weights == "valid" for member, status in known.replies.items() if member.serves)
@@ -270,12 +243,12 @@ class Updates:
             route=_route(request),
             paused_here=fleet.paused_mode is None,
         )
-        mode: PauseMode = "retract" if request.flush_cache else "in_place"
+        mode: wire.PauseMode = "retract" if request.flush_cache else "in_place"
         there = await self._held(known, fleet.paused_mode or mode)
-        await self._start(opened, there, BeginWeightUpdateReqInput(id=opened.id))
+        await self._start(opened, there, wire.BeginWeightUpdateReqInput(id=opened.id))
         if not single:
             for member in opened.members:  # the first may have ended since
-                with suppress(EngineError):
+                with suppress(errors.EngineError):
                     manifest = await member.client.weights_manifest(
                         component=request.component, timeout=ASK_S
                     )
@@ -283,16 +256,15 @@ class Updates:
                     break
         return opened
 
-    async def _held(self, known: Answers, mode: PauseMode) -> Answers:
+    async def _held(self, known: Answers, mode: wire.PauseMode) -> Answers:
         """Pause the replicas of ``known``, statuses, that are not paused yet: a pause keeps its lease."""
         running = [member for member, status in known.replies.items() if status.generation != "paused"]
         paused = await self._fleet.pause_members(mode, running, PAUSE_S)
-        for member, error in known.out.items():
-            self._fleet.dispatcher.drop(member, error, "it does not answer")
+        self._fleet.dispatcher.drop(known.out, "it does not answer")
         held = {member: reply for member, reply in known.replies.items() if member not in running}
         return Answers(held | paused.replies, known.failed | paused.failed, known.out | paused.out)
 
-    async def _start(self, opened: _Open, there: Answers, request: BeginWeightUpdateReqInput) -> None:
+    async def _start(self, opened: _Open, there: Answers, request: wire.BeginWeightUpdateReqInput) -> None:
         if there.failed:
             raise one_error(there.failed, among=len(there.failed) + len(there.replies))
         self._open, opened.count = opened, len(there.replies)
@@ -310,16 +282,16 @@ class Updates:
             left = min(*due, _LONGEST_S) + LATE_S
             opened.timer = asyncio.get_running_loop().call_later(left, self._look)
 
-    async def _pause(self, opened: _Open, mode: PauseMode) -> None:
+    async def _pause(self, opened: _Open, mode: wire.PauseMode) -> None:
         await self._fleet.pause_members(mode, opened.members, PAUSE_S)
         opened.paused_here = True
 
     async def _loaded(
-        self, opened: _Open, request: WeightUpdateOptions, buffers: Sequence[memoryview]
+        self, opened: _Open, request: wire.WeightUpdateOptions, buffers: Sequence[memoryview]
     ) -> dict[Member, Any]:
         async def load(member: Member) -> Any:
             own = msgspec.structs.replace(request, session_id=opened.id)
-            return await wait_for(member.client.start(own, WeightUpdateReqOutput, buffers), own.id, None)
+            return await wait_for(member.client.start(own, wire.WeightUpdateReqOutput, buffers), own.id, None)
 
         answers = await everywhere(opened.members, load)
         refused = answers.failed
@@ -341,14 +313,14 @@ class Updates:
         absent = [member.name for member in self._fleet.members if member not in there]
         if absent:
             await self.abandon()
-            raise GroupError(
+            raise errors.GroupError(
                 f"{', '.join(absent)} has no part in the open session, as it was not there or has been "
                 "restarted. The session is over: destroy the group, have all replicas join again, and send "
                 "every tensor again",
                 members=absent,
             )
 
-    async def _commit(self, opened: _Open, label: str | None, message_id: str) -> WeightUpdateReqOutput:
+    async def _commit(self, opened: _Open, label: str | None, message_id: str) -> wire.WeightUpdateReqOutput:
         fleet = self._fleet
         if fleet.paused_mode is None and not opened.paused_here:
             await self._pause(opened, "in_place")
@@ -364,7 +336,7 @@ class Updates:
         await self._over(opened)
         return self._combined(done.replies, message_id)
 
-    async def _refused_commit(self, opened: _Open, error: FleetUpdateFailed) -> EngineError:
+    async def _refused_commit(self, opened: _Open, error: FleetUpdateFailed) -> errors.EngineError:
         """Return the error of a commit; if all refuse because tensors are missing, the session stays open."""
         codes = {reason.code for reason in error.reasons.values()}
         if len(codes) == 1 and codes <= _LEAVE_OPEN and len(error.reasons) == len(opened.members):
@@ -374,7 +346,7 @@ class Updates:
             return next(iter(error.reasons.values()))
         return await self._failed(opened, error)
 
-    async def _failed(self, opened: _Open, error: FleetUpdateFailed) -> EngineError:
+    async def _failed(self, opened: _Open, error: FleetUpdateFailed) -> errors.EngineError:
         """Abort the session on all, and return the error for its caller."""
         await opened.abort()
         await self._over(opened)
@@ -415,7 +387,7 @@ class Updates:
             self._open.timer.cancel()
         self._open = None
 
-    async def _aborted_elsewhere(self, message_id: str) -> WeightUpdateReqOutput:
+    async def _aborted_elsewhere(self, message_id: str) -> wire.WeightUpdateReqOutput:
         """Abort sessions that somebody has opened on engines directly."""
         answers = await everywhere(
             self._fleet.present,
@@ -424,15 +396,15 @@ class Updates:
         )
         if answers.replies:
             answers.failed.clear()
-        reply: WeightUpdateReqOutput = self._fleet.combine(answers)
+        reply: wire.WeightUpdateReqOutput = self._fleet.combine(answers)
         await self._fleet.after_failure()
         return reply
 
-    def _combined(self, replies: dict[Member, Any], message_id: str) -> WeightUpdateReqOutput:
-        reply: WeightUpdateReqOutput = self._fleet.combine(Answers(replies))
+    def _combined(self, replies: dict[Member, Any], message_id: str) -> wire.WeightUpdateReqOutput:
+        reply: wire.WeightUpdateReqOutput = self._fleet.combine(Answers(replies))
         epoch, label = self._fleet.weights_epoch, self._fleet.weight_version
         return msgspec.structs.replace(reply, id=message_id, weights_epoch=epoch, weight_version=label)
 
 
-def _route(request: WeightUpdateOptions) -> tuple[Any, ...]:
+def _route(request: wire.WeightUpdateOptions) -> tuple[Any, ...]:
     return type(request), getattr(request, "group_name", None), request.weight_version

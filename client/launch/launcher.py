@@ -7,8 +7,7 @@ Invariants:
   nothing behind (no process, no socket directory).
 - ``close`` ends the process whatever its state, in bounded time: shutdown message, as long as the engine says
   that it drains, then SIGTERM, then SIGKILL. An engine that ends unasked is logged.
-- In a log file each run begins with a line of its own (time, version, process id, endpoint). The id is filled
-  in once it is known; nothing else in the file is ever overwritten.
+- In a log file each run begins with a line of its own (time, version, process id, endpoint).
 
 Ready handshake: the child writes one JSON line to the ``--ready-fd`` pipe, ``{"ready": true, "endpoint": …}``
 or ``{"ready": false, "code": …, "message": …, "detail": {…}}``; the end of the pipe means that it died.
@@ -19,10 +18,9 @@ import functools
 import inspect
 import json
 import logging
+import math
 import os
-import select
 import signal
-import stat
 import sys
 import threading
 import time
@@ -45,7 +43,7 @@ from ...process.options import EngineOptions
 from ..connection.blocking import SchedulerClient
 from ..connection.endpoints import ClientKeys, KeyOrFile
 from ..connection.fork import Process, close_sign_of_life, keep_from_children, not_forking
-from ..connection.options import LONGEST_S, ConnectionOptions, seconds
+from ..connection.options import ConnectionOptions, seconds
 from ..exceptions import EngineDied, TimedOut, error_for
 
 logger = logging.getLogger(__name__)
@@ -55,10 +53,8 @@ ResultT = TypeVar("ResultT")
 STDERR_TAIL_BYTES = 4096
 USAGE_STATUS = 2
 """Exit status of a scheduler whose command line is wrong: it would be wrong again."""
-_MAX_POLL_MS = 1e9
 SHUTDOWN_S = 5.0
 """Seconds that each stage of closing (message, SIGTERM) may take before the next."""
-_PID_WIDTH = 10
 _LAUNCHED = ("curve_server_key", "curve_client_key_file", "startup_timeout", "log_path")
 """Arguments that are not the engine's."""
 
@@ -157,41 +153,37 @@ class Child:
         self.expected = False
         """True once this process has asked the child to end, so that the end is not logged."""
         self._tail = b""
+        self._ready: Future[bytes] = Future()
         self._exited: Future[int] = Future()
-        try:
-            log = None if log_path is None else _Log(log_path, command)
-        except OSError:
-            self._remove_directory()
-            raise
-        self._ready_read, ready_write = os.pipe()
-        with not_forking():
-            lifeline_read, self._lifeline_write = os.pipe()
-            keep_from_children(self._lifeline_write)
-        try:
+        with contextlib.ExitStack() as failed, contextlib.ExitStack() as given:
+            failed.callback(self._remove_directory)
+            log = None
+            if log_path is not None:
+                log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                given.callback(os.close, log)  # the process has its own, of these, too
+                command = _with_first_line(command, log_path)
+            ready_read, ready_write = os.pipe()
+            failed.callback(os.close, ready_read)
+            given.callback(os.close, ready_write)
+            with not_forking():
+                lifeline_read, self._lifeline_write = os.pipe()
+                keep_from_children(self._lifeline_write)
+            failed.callback(close_sign_of_life, self._lifeline_write)
+            given.callback(os.close, lifeline_read)
             self.process = Popen(  # noqa: S603 (our own interpreter and module)
                 [*command, "--ready-fd", str(ready_write), "--lifeline-fd", str(lifeline_read)],
                 stdin=DEVNULL,
-                stderr=PIPE if log is None else log.fd,
-                stdout=None if log is None else log.fd,
+                stderr=PIPE if log is None else log,
+                stdout=log,
                 pass_fds=(ready_write, lifeline_read),
                 # Its own group: Ctrl-C at a terminal reaches the parent only, which then stops the engine in
                 # order.
                 process_group=0,
                 env=None if environment is None else {**os.environ, **environment},
             )
-            if log is not None:
-                log.started(self.process.pid)
-        except OSError:
-            os.close(self._ready_read)
-            close_sign_of_life(self._lifeline_write)
-            self._remove_directory()
-            raise
-        finally:
-            os.close(ready_write)
-            os.close(lifeline_read)
-            if log is not None:
-                os.close(log.fd)  # the process has its own
-        self._threads = [threading.Thread(target=self._watch, name="caesura-exit", daemon=True)]
+            failed.pop_all()
+        ready = threading.Thread(target=self._read, args=(ready_read,), name="caesura-ready", daemon=True)
+        self._threads = [ready, threading.Thread(target=self._watch, name="caesura-exit", daemon=True)]
         if log is None:
             self._threads.append(threading.Thread(target=self._tee, name="caesura-stderr", daemon=True))
         for thread in self._threads:
@@ -200,9 +192,10 @@ class Child:
     def wait_ready(self, timeout: float) -> str:
         """Return the endpoint once the engine serves, or raise its reason; EngineDied without one."""
         patience = seconds("startup_timeout", timeout)
-        line = self._read_line(time.monotonic() + (LONGEST_S if patience is None else patience))
-        if line is None:
-            raise TimedOut(f"the scheduler was not ready within {timeout} s", timeout=timeout)
+        try:
+            line = self._ready.result(min(math.inf if patience is None else patience, threading.TIMEOUT_MAX))
+        except TimeoutError:
+            raise TimedOut(f"the scheduler was not ready within {timeout} s", timeout=timeout) from None
         if not line.endswith(b"\n"):
             self.wait(SHUTDOWN_S)
             if self.process.returncode == USAGE_STATUS:
@@ -248,27 +241,15 @@ class Child:
         for thread in self._threads:
             if thread is not threading.current_thread():  # any thread may be the one that collects the client
                 thread.join(SHUTDOWN_S)
-        os.close(self._ready_read)
         self._remove_directory()
 
     def _remove_directory(self) -> None:
         if self._directory is not None:
             private_directory.remove(self._directory)
 
-    def _read_line(self, deadline: float) -> bytes | None:
-        """Return bytes up to a newline, what there was if the pipe ended, or None at the deadline."""
-        line = b""
-        poller = select.poll()  # select() takes no descriptor beyond 1023
-        poller.register(self._ready_read, select.POLLIN)
-        while not line.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not poller.poll(min(left * 1000, _MAX_POLL_MS)):
-                return None
-            chunk = os.read(self._ready_read, 65536)
-            if not chunk:
-                break
-            line += chunk
-        return line
+    def _read(self, ready: int) -> None:
+        with open(ready, "rb") as pipe:
+            self._ready.set_result(pipe.readline())  # without a newline if the process has ended
 
     def _watch(self) -> None:
         self._exited.set_result(self.process.wait())
@@ -307,39 +288,14 @@ class Child:
                 show_log(chunk.decode(errors="replace"))
 
 
-class _Log:
-    """The place of one run in a log file."""
-
-    def __init__(self, path: str | os.PathLike[str], command: Sequence[str]) -> None:
-        """Append the first line of the run of ``command``; raises OSError if the file cannot be written."""
-        endpoint = next((value for name, value in pairwise(command) if name == "--endpoint"), "?")
-        before = f"===== {time.strftime('%Y-%m-%d %H:%M:%S')} caesura {__version__} scheduler, pid "
-        self._before, self._after = before.encode(), f" on {endpoint} =====\n".encode()
-        self._pid_at: int | None = None
-        self.fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            if stat.S_ISREG(os.fstat(self.fd).st_mode):
-                newline = b""
-                with contextlib.suppress(OSError), open(path, "rb") as file:
-                    file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-                    newline = (
-                        b"" if file.read() in (b"", b"\n") else b"\n"
-                    )  # after half a line of a killed run
-                os.write(self.fd, newline + self._before + b" " * _PID_WIDTH + self._after)
-                self._pid_at = os.lseek(self.fd, 0, os.SEEK_CUR) - len(self._after) - _PID_WIDTH
-        except OSError:
-            os.close(self.fd)
-            raise
-
-    def started(self, pid: int) -> None:
-        text = str(pid).ljust(_PID_WIDTH).encode()
-        with contextlib.suppress(OSError):
-            if self._pid_at is None:  # a pipe or a terminal
-                os.write(self.fd, self._before + text + self._after)
-                return
-            # A descriptor that was opened for appending writes nowhere else.
-            with open(f"/proc/self/fd/{self.fd}", "r+b", buffering=0) as file:
-                os.pwrite(file.fileno(), text, self._pid_at)
+def _with_first_line(command: Sequence[str], path: str | os.PathLike[str]) -> list[str]:
+    """Return a command that writes the first line of a run, with its process id, and becomes ``command``."""
+    endpoint = next((value for name, value in pairwise(command) if name == "--endpoint"), "?")
+    before = f"===== {time.strftime('%Y-%m-%d %H:%M:%S')} caesura {__version__} scheduler"
+    if _tail_of(path)[-1:] not in ("", "\n"):  # half a line of a killed run
+        before = "\n" + before
+    shell = 'printf "%s, pid %s on %s =====\\n" "$0" $$ "$1"; shift; exec "$@"'
+    return ["/bin/sh", "-c", shell, before, endpoint, *command]
 
 
 def check_keys(options: ConnectionOptions) -> None:
@@ -409,11 +365,11 @@ def _called_as(
 def launch_scheduler(given: dict[str, Any]) -> LaunchedScheduler:
     """Start an engine on ``model`` (a Hugging Face folder) and return when it is ready.
 
-    Use it as ``with launch_scheduler(...) as client:``, or keep the result and call ``.client`` and
-    ``.close()``. The options are the engine's own (``caesura scheduler --help``); None leaves each at its
-    default. The engine's stderr goes to this process's, or with its stdout to the end of the file
-    ``log_path``. ``startup_timeout`` is in seconds. ``curve_server_key`` and ``curve_client_key_file`` are
-    the returned client's, for an engine with keys.
+    Call it as ``with launch_scheduler(model, dtype="float32") as client:``, or keep the result and call
+    ``.client`` and ``.close()``. Keywords are the engine's own options (``caesura scheduler --help``; None
+    leaves each at its default) and those of :class:`LaunchOptions`. The engine's stderr goes to this
+    process's, or with its stdout to the end of the file ``log_path``. ``startup_timeout`` is in seconds.
+    ``curve_server_key`` and ``curve_client_key_file`` are the returned client's, for an engine with keys.
 
     Raises:
         EngineError: the engine's reason for not starting; EngineDied or TimedOut if it gave none.
@@ -429,10 +385,7 @@ def launch_scheduler(given: dict[str, Any]) -> LaunchedScheduler:
 
 
 def engine_command(*arguments: str) -> list[str]:
-    """Return the command that runs ``caesura scheduler ARGUMENTS`` with this interpreter.
-
-    ``-P``: a clone in the current folder, whose kernels are not built, would hide what is installed.
-    """
+    """Return the command of ``caesura scheduler``; ``-P``: a clone in the current folder has no kernels."""
     return [sys.executable, "-P", "-m", "caesura.scheduler", *arguments]
 
 

@@ -129,8 +129,7 @@ class _Failure(Exception):  # noqa: N818  (a failure of the scheduler, not of th
 class Supervisor:
     """Runs ``command`` with ``--endpoint``, ``--ready-fd`` and ``--lifeline-fd`` appended, again and again.
 
-    ``directory`` is removed at the end, if given. ``name`` names the scheduler in the log. The other options
-    are those of the client that asks for its status.
+    ``directory`` is removed at the end, if given. ``name`` names the scheduler in the log.
     """
 
     def __init__(
@@ -383,9 +382,6 @@ def supervised(
     """Return a supervisor of ``caesura scheduler ARGUMENTS``, not started.
 
     Without ``endpoint``, or ``--state-file`` among the arguments, these are in a private directory.
-
-    Raises:
-        click.UsageError: the scheduler has keys, but none are given for status requests.
     """
     check_keys(keys)
     asked = policy.hang_timeout_s > 0 and keys.get("curve_server_key") is None

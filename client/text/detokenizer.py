@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from .tokenizer import TextTokenizer
 
 CONTEXT = 8
-"""Tokens that are kept when the window is cut. A token has at least one byte and a character at most four, so
-the first three tokens may be decoded wrongly and the last three may still change; the others are decoded as
-in the whole text.
+"""Tokens that are kept when the window is cut. As a character has at most four bytes, the first three tokens
+may be decoded wrongly and the last three may still change; the others are decoded as in the whole text.
 """
 
 WINDOW = 24

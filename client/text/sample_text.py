@@ -85,9 +85,7 @@ class SampleText:
         return shown
 
     def finish(self, last: Sequence[int] = ()) -> str:
-        """Return the rest of the text; that of ``last``, such as a kept stop token, is added without a
-        search.
-        """
+        """Return the rest of the text; that of ``last``, such as a kept stop token, is not searched."""
         if self.length is not None:
             return ""
         if self._matcher is None:

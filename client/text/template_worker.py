@@ -1,12 +1,8 @@
-"""Render chat templates in a process of its own, which ``chat_template.py`` starts and may kill.
-
-Started by its path, so nothing of the package is imported here.
+"""Render chat templates in a process of its own, which ``chat_template.py`` starts by this path and may kill.
 
 Invariants:
-- The kernel limits memory and CPU time, even after the parent has ended. The process ends when its connection
-  is closed.
-- Templates run in Jinja's immutable sandbox, with the globals, filters and extensions of transformers'
-  ``apply_chat_template``.
+- The kernel limits memory and CPU time. The process ends when its connection is closed.
+- Templates run in Jinja's immutable sandbox, with the globals, filters and extensions of transformers.
 """
 
 import json
@@ -52,20 +48,6 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)  # the local date, as transformers gives it
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
 def _allow(seconds: int) -> None:
     """Let the kernel end this process after so many more seconds of CPU time, or up to one more."""
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -77,7 +59,13 @@ class Worker:
     def __init__(self, sources: dict[str, str], max_characters: int) -> None:
         self._sources = sources
         self._max_characters = max_characters
-        self._environment = _environment()
+        self._environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
+        )
+        self._environment.filters["tojson"] = _tojson
+        self._environment.globals["raise_exception"] = _raise_exception
+        # the local date, as transformers gives it
+        self._environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
         self._compiled: dict[str, jinja2.Template] = {}
 
     def answer(self, name: str, variables: dict[str, Any]) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 Invariants:
 - The results equal those of ``transformers.AutoTokenizer`` for the same folder, without importing
-  transformers: ids of a text, text of ids, prompt of a conversation. As there, no spaces are added between
-  special tokens, and ``clean_up_tokenization_spaces``, which damages byte-level text, is not applied.
+  transformers; no spaces are added between special tokens, and ``clean_up_tokenization_spaces`` is not
+  applied.
 - A tokenizer is immutable after loading, so threads may share it.
 """
 
@@ -41,12 +41,11 @@ class TextTokenizer:
 
     Attributes:
         skipped: the ids that ``skip_special_tokens`` leaves out.
-        byte_ids: ids that stand for one byte each where the decoder joins runs of them into characters
-            (SentencePiece's byte fallback); empty for byte-level tokenizers.
+        byte_ids: ids that stand for one byte each (SentencePiece's byte fallback); empty for byte-level
+            tokenizers.
         size: first id that is unknown; it and all above decode to nothing.
-        longest: characters of the longest entry of the vocabulary. A text of ``n`` characters has at least
-            ``n / longest`` tokens, unless the tokenizer drops or joins characters (unknown ones, in
-            SentencePiece).
+        longest: characters of the longest entry of the vocabulary: a text of ``n`` has at least ``n /
+            longest`` tokens, unless the tokenizer drops or joins characters.
     """
 
     def __init__(
@@ -66,8 +65,6 @@ class TextTokenizer:
     @classmethod
     def from_folder(cls, path: str | Path) -> "TextTokenizer":
         """Read ``tokenizer.json``, ``tokenizer_config.json`` (optional) and chat templates from ``path``.
-
-        As in transformers, ``tokenizer.json`` alone decides if a text gets a BOS token.
 
         Raises:
             TokenizerMissing: there is no ``tokenizer.json``.
@@ -94,9 +91,7 @@ class TextTokenizer:
         return cls(tokenizer, special, _chat_templates(folder, config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, in which special tokens are recognised; InvalidRequest if not
-        Unicode.
-        """
+        """Return the token ids of a text, in which special tokens are recognised."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -105,9 +100,7 @@ class TextTokenizer:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids, without unknown ones; InvalidRequest if one is negative or no
-        integer.
-        """
+        """Return the text of token ids; unknown ones are left out."""
         try:
             if len(ids) > DECODE_LONG:  # unlike ``decode`` this lets other threads run meanwhile
                 return self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
@@ -128,10 +121,8 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Return the prompt of a conversation, to be encoded without adding special tokens.
-
-        Raises:
-            InvalidRequest: the model has no chat template, or it refuses the messages.
+        """Return the prompt of a conversation, to be encoded without special tokens; InvalidRequest if
+        refused.
         """
         if self._chat_template is None:
             raise InvalidRequest("the model has no chat template", field="messages")

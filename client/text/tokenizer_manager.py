@@ -2,12 +2,11 @@
 
 Invariants:
 - Every sample ends in exactly one :class:`Sample`, or its request in one exception. Messages of the engine
-  after a stop string was found (more tokens, the reply to the abort) do not change the sample; only an error
-  of the engine is raised.
+  after a stop string was found do not change the sample; only an error of the engine is raised.
 - The engine generates no tokens that are not needed: a stop string aborts its sample there, and a cancelled
   :meth:`generate` or a closed :meth:`stream` aborts its request.
-- A slow reader needs one buffer: tokens that arrive meanwhile are decoded together into one chunk. The search
-  for stop strings goes on as tokens arrive, independently of the reader.
+- A slow reader needs one buffer: tokens that arrive meanwhile are decoded together into one chunk, but
+  searched for stop strings as they arrive.
 - A request without stop strings that does not stream gets one message from the engine, and is decoded once.
 
 Runs on one event loop, that of the client.

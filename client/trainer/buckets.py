@@ -1,9 +1,8 @@
 """Packs named torch tensors into buckets of bounded size.
 
 Invariants:
-- A bucket holds at most ``bucket_bytes``, except for a single row that is larger; bigger tensors are cut
-  between rows.
-- A bucket's pieces fit into the frames of one message.
+- A bucket holds at most ``bucket_bytes``, except for a single row that is larger, and fits into one message's
+  frames.
 - Tensors are viewed, not copied, where they are contiguous and on the CPU.
 """
 

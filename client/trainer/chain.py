@@ -2,25 +2,21 @@
 
     sender --link 0--> engine 0 --link 1--> engine 1 --link 2--> …
 
-A link is a process group whose rank 0 is the sender.
-
 Invariants:
-- Engines load in two phases (two_phase.py). One that fails costs itself and those behind it, never those
-  before it: these commit.
+- A link is a process group whose rank 0 is the sender. It belongs to one chain, and is gone when an update
+  over it fails: close the chain then, and create one of the engines that live.
+- Engines load in two phases. One that fails costs itself and those behind it; those before it commit.
 - A bucket is passed on while the next one arrives: N engines take the time of one, and of N - 1 buckets more.
-- Links belong to one chain. An engine's end closes when an update over it fails: close the chain then, and
-  create one of the engines that live.
 - An engine that sends its weights serves on. The rendezvous is this process's and carries no weights.
 """
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ...io_struct import (
     CaesuraError,
-    SendWeightsReqInput,
-    SendWeightsReqOutput,
     TensorSpec,
     UpdateWeightsFromDistributedReqInput,
     WeightUpdateReqOutput,
@@ -28,7 +24,6 @@ from ...io_struct import (
 )
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ...transfer.process_group import Backend, mark_present
-from ..connection.channel import wait_for
 from ..connection.options import UpdateOptions
 from ..exceptions import InvalidRequest
 from .buckets import NamedTensors, bucket_size, manifest, pairs
@@ -43,7 +38,7 @@ from .rendezvous import (
     make_store,
     ranks_of,
 )
-from .two_phase import TwoPhaseUpdate, require_clients, sessionless_fields, started
+from .two_phase import TwoPhaseUpdate, require_clients, sessionless_fields
 
 if TYPE_CHECKING:
     from ..connection.blocking import ControlClient
@@ -51,8 +46,8 @@ if TYPE_CHECKING:
 CLONE_BROADCAST_TIMEOUT_S = 60.0
 """Seconds of one broadcast of a clone; shorter than a trainer's, since nothing is gathered meanwhile."""
 Head = Callable[[Callable[[], bool]], str | None]
-"""Broadcasts all tensors over link 0, and returns the label of the update or None. Its argument returns True
-once the first engine has answered and takes no further broadcast.
+"""Broadcasts all tensors over link 0, and returns the label or None; the argument says when no more are
+taken.
 """
 
 
@@ -79,10 +74,9 @@ class WeightUpdateChain:
         timeout_s: float = 60.0,
         broadcast_timeout_s: float = DEFAULT_BROADCAST_TIMEOUT_S,
     ) -> Self:
-        """Join this process with the first engine, and each engine with the next; return when all have.
+        """Join this process with the first engine, and each engine with the next, by one connection each.
 
-        Arguments and errors are those of :meth:`WeightUpdateGroup.create`. Each link is one connection: put
-        engines of one host next to one another.
+        Arguments and errors are those of :meth:`WeightUpdateGroup.create`.
         """
         require_clients(clients)
         links = [group_name, *(f"{group_name}/{number}" for number in range(1, len(clients)))]
@@ -114,11 +108,11 @@ class WeightUpdateChain:
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> list[WeightUpdateReqOutput]:
-        """Update all engines, and return their replies in the order of the chain.
+        """Update all engines with all tensors of the checkpoint, and return their replies in the order of the
+        chain.
 
-        ``named_tensors`` are all tensors of the checkpoint; other arguments are those of
-        ``ControlClient.update_weights_from_distributed``. The engines commit when each of them has
-        everything.
+        Other arguments are those of ``ControlClient.update_weights_from_distributed``. The engines commit
+        when each of them has everything.
 
         Raises:
             CaesuraError: an engine refused; nothing was written then.
@@ -126,7 +120,7 @@ class WeightUpdateChain:
         """
         fields = sessionless_fields(options)
         tensors = [(name, tensor.detach()) for name, tensor in pairs(named_tensors)]
-        parts = list(whole(tensors, bucket_size(bucket_bytes)))
+        parts = list(whole(tensors, bucket_size(bucket_bytes), lambda named: named[1].nbytes))
         if not parts:
             raise InvalidRequest("there are no tensors to send", field="named_tensors")
 
@@ -167,22 +161,17 @@ def clone_weights(
     """Give the committed weights of ``source`` to ``targets``, and return their replies in order.
 
     All are engines of one model. Each target has the source's label afterwards, unless ``weight_version`` is
-    another; epochs are each engine's own. The options are those of every update: by default a running target
-    retracts its requests and flushes its prefix cache.
+    another; epochs are each engine's own. The options are those of every update.
 
     Args:
-        bucket_bytes: maximum size of a broadcast of whole tensors, at least one in each; every engine has two
-            of them in memory.
+        bucket_bytes: maximum size of a broadcast of whole tensors, of which every engine has two in memory.
         master_address: address of this process for the engines; they connect to one another by their own.
         backend: None means nccl if every engine is on a CUDA device, else gloo.
-        timeout_s: maximum seconds for joining.
-        broadcast_timeout_s: maximum seconds for each broadcast, after which a hanging engine is given up.
+        timeout_s: maximum seconds for joining; ``broadcast_timeout_s`` for each broadcast.
         timeout: maximum seconds of each wait for an engine's answer.
 
     Raises:
-        CaesuraError: an engine refused; nothing has changed then. By name, for the source:
-            ``weights_poisoned``, ``weights_invalid``, ``memory_released``, ``session_open`` (an update has
-            written and not committed).
+        CaesuraError: an engine refused, and nothing has changed.
         PartialUpdate: some targets have not got everything, because they or one before them failed.
     """
     require_clients(targets)
@@ -190,42 +179,22 @@ def clone_weights(
     component = fields.get("component")
     tensors = source.weights_manifest(component=component, timeout=timeout).tensors
     specs = [tensor.spec() for tensor in tensors]
-    counts = tensors_per_bucket(specs, bucket_size(bucket_bytes))
+    counts = [len(part) for part in whole(specs, bucket_size(bucket_bytes), attrgetter("nbytes"))]
     links = [f"clone-{new_id()}" for _ in targets]
     engines = [source, *targets]
     with_all = backend or backend_of(engines, timeout_s)
     store, _ = make_store(master_address, master_port, timedelta(seconds=timeout_s))
 
     def head(_: Callable[[], bool]) -> str:
-        sending = SendWeightsReqInput(
-            specs=specs,
-            group_name=links[0],
-            load_format="flattened_bucket",
-            tensors_per_broadcast=counts,
-            component=component,
-        )
-        ticket = started(source, sending, SendWeightsReqOutput)
-        sent: SendWeightsReqOutput = wait_for(ticket, sending.id, timeout)
-        return sent.weight_version
+        return source.send_weights(
+            specs, group_name=links[0], tensors_per_broadcast=counts, component=component, timeout=timeout
+        ).weight_version
 
     try:
         join_links(engines, links, store, master_address, with_all, (timeout_s, broadcast_timeout_s))
         return _update(targets, links, specs, counts, fields, head, timeout)
     finally:
         leave_links(engines, links)
-
-
-def tensors_per_bucket(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[int]:
-    """Return the number of tensors in each bucket: as many as fit into ``bucket_bytes``, at least one."""
-    counts: list[int] = []
-    size = 0
-    for spec in specs:
-        if not counts or size + spec.nbytes > bucket_bytes:
-            counts.append(0)
-            size = 0
-        counts[-1] += 1
-        size += spec.nbytes
-    return counts
 
 
 def join_links(

@@ -14,11 +14,11 @@ import copy
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
 LoadFormat = Literal["flattened_bucket"] | None
 Named = tuple[str, Tensor]
+ItemT = TypeVar("ItemT")
 
 _LOOK_S = 0.05
 """Seconds between looks for an engine's answer, during a broadcast whose end is announced."""
@@ -84,12 +85,9 @@ class WeightUpdateGroup:
         backend: Backend = "gloo",
         clients: "Sequence[ControlClient]" = (),
     ) -> None:
-        """Wrap an existing group: this process is its rank 0, engines have joined it as ``group_name``.
-
-        Args:
-            process_group: a torch.distributed ProcessGroup, or a bare backend.
-            clients: clients of its engines, in the order of their ranks from 1, which :meth:`close` makes
-                leave.
+        """Wrap an existing group (a ProcessGroup or a bare backend): this process is its rank 0, engines have
+        joined it as ``group_name``. ``clients`` are theirs, in the order of their ranks from 1; :meth:`close`
+        makes them leave.
         """
         self.group_name = group_name
         """Name of the group in the engines."""
@@ -120,12 +118,11 @@ class WeightUpdateGroup:
         A group of the same name that an earlier trainer left behind is destroyed first.
 
         Args:
-            master_address: address of this process for the engines. If it is an address of this host, the
-                rendezvous listens only there; else (behind NAT, for example) on all addresses.
+            master_address: address of this process for the engines; the rendezvous listens only there if it
+                is one of this host, else (behind NAT, for example) on all addresses.
             master_port: port of the rendezvous; 0 means any free port.
             backend: None means nccl if every engine and this process have CUDA devices, else gloo.
-            timeout_s: maximum seconds for joining.
-            broadcast_timeout_s: maximum seconds for every broadcast later.
+            timeout_s: maximum seconds for joining; ``broadcast_timeout_s`` for every broadcast later.
 
         Raises:
             CaesuraError: the error of an engine; ``group_error`` if a rank did not join in time.
@@ -173,7 +170,7 @@ class WeightUpdateGroup:
         if self._dead is not None:
             raise self._error(self._dead)
         tensors = [(name, tensor.detach()) for name, tensor in pairs(named_tensors)]
-        parts = list(whole(tensors, bucket_size(bucket_bytes)))
+        parts = list(whole(tensors, bucket_size(bucket_bytes), lambda named: named[1].nbytes))
         return await in_one_session(
             sender, tensors, options, len(parts), lambda named: self._calls(sender, parts, named, load_format)
         )
@@ -230,9 +227,8 @@ class WeightUpdateGroup:
         self.close()
 
     def send(self, part: list[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> None:
-        """Broadcast ``part`` for calls that somebody else makes; GroupError if the group is dead.
-
-        ``answered`` returns True when an engine takes no more of it.
+        """Broadcast ``part`` until ``answered`` is True for calls that somebody else makes; GroupError if it
+        failed.
         """
         if self._dead is None:
             self._send(part, load_format, answered)
@@ -362,15 +358,15 @@ def _replies(
     return replies
 
 
-def whole(tensors: list[Named], bucket_bytes: int) -> Iterator[list[Named]]:
+def whole(items: Iterable[ItemT], bucket_bytes: int, nbytes: Callable[[ItemT], int]) -> Iterator[list[ItemT]]:
     """Yield whole tensors in their order, as many as ``bucket_bytes`` hold and at least one."""
-    part: list[Named] = []
+    part: list[ItemT] = []
     size = 0
-    for name, tensor in tensors:
-        if part and size + tensor.nbytes > bucket_bytes:
+    for item in items:
+        if part and size + nbytes(item) > bucket_bytes:
             yield part
             part, size = [], 0
-        part.append((name, tensor))
-        size += tensor.nbytes
+        part.append(item)
+        size += nbytes(item)
     if part:
         yield part

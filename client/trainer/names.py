@@ -1,8 +1,7 @@
 """Maps parameter names in memory to checkpoint names.
 
-Invariants: names and values equal those that ``save_pretrained`` writes (or the names of transformers 4,
-which engines take too). Tensors are views of the model's own memory; those that share memory are yielded
-once.
+Invariants: names and values equal those that ``save_pretrained`` writes, or the names of transformers 4.
+Tensors are views of the model's own memory; those that share memory are yielded once.
 
 transformers 5 stores all experts of a layer in two parameters, ``experts.gate_up_proj`` [experts, 2 x
 intermediate, hidden] and ``experts.down_proj`` [experts, hidden, intermediate]. Checkpoints and engines have

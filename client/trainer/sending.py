@@ -39,9 +39,7 @@ MIN_PART_BYTES = 8 << 20
 UNDER_WAY = 2
 """Number of messages of one update that wait for their answers."""
 HOST_UNDER_WAY = 3
-"""The same through shared memory of the host. Its parts have the smallest size, so that they stay in the
-last-level cache; the third one hides the time that a message takes.
-"""
+"""The same through shared memory of the host; the third one hides the time that a message takes."""
 
 
 class Ticket(Protocol):
@@ -182,10 +180,8 @@ async def in_one_session(
 async def _handed_over(
     sender: Sender, tensors: SharedTensors, options: dict[str, Any]
 ) -> WeightUpdateReqOutput:
-    """Send one message, in a session of its own unless the options name one.
-
-    The engine may read the memory when this has long timed out and its owner has changed it. The begin and
-    the call are under way together.
+    """Send one message, in a session of its own unless the options name one, since the engine may read the
+    memory when this has long timed out and its owner has changed it.
     """
     begin = BeginWeightUpdateReqInput()
     named = options if options.get("session_id") is not None else {**options, "session_id": begin.id}

@@ -93,16 +93,13 @@ class SharedBucket:
 class SharedTensors:
     """Named tensors in memory that is shared with engines; an ipc update passes them without copying.
 
-    Iterating yields (name, tensor) pairs, for other transports. Do not write to the tensors while an update
-    runs: until it returns, or after ``TimedOut`` until the engine has answered.
+    Do not write to the tensors while an update runs: until it returns, or after ``TimedOut`` until the engine
+    has answered.
     """
 
     def __init__(self, named_tensors: NamedTensors, *, dtype: torch.dtype | None = None) -> None:
-        """Copy the values in; floating-point tensors are cast to ``dtype``, if given.
-
-        Raises:
-            CaesuraError: ``invalid_request`` if a dtype cannot be sent; ``out_of_memory`` if shared memory is
-                full.
+        """Copy the values in; floating-point tensors are cast to ``dtype``, if given. Raises if one cannot be
+        sent.
         """
         tensors = {name: tensor.detach() for name, tensor in pairs(named_tensors)}
         dtypes = {

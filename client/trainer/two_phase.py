@@ -47,9 +47,7 @@ class TwoPhaseUpdate:
         options: dict[str, Any],
         timeout: float | None,
     ) -> None:
-        """Open a session on every engine, or on none: then raise the first refusal. ``timeout`` limits each
-        wait.
-        """
+        """Open a session on every engine, or on none: then raise the first refusal."""
         self._clients, self._options, self._timeout = clients, options, timeout
         self._errors: dict[int, CaesuraError] = {}
         component = options.get("component")
@@ -69,10 +67,9 @@ class TwoPhaseUpdate:
         return self._asked[0][1]
 
     def commit(self, version: str | None = None) -> list[WeightUpdateReqOutput]:
-        """Wait for the calls, commit where they succeeded, and return the commits' replies, or raise
-        PartialUpdate.
+        """Wait for the calls, commit where they succeeded and return the replies, or raise PartialUpdate.
 
-        ``version`` is the label, unless the options have one; None leaves it unchanged.
+        ``version`` is the label, unless the options have one.
         """
         given = self._options.get("weight_version")
         label = version if given is None else given
@@ -90,9 +87,7 @@ class TwoPhaseUpdate:
         return [replies[number] for number in range(len(self._clients))]
 
     def fail(self, cause: CaesuraError) -> NoReturn:
-        """Give up for ``cause``, after waiting for the calls: raise it, or PartialUpdate if it may be a
-        consequence.
-        """
+        """Wait for the calls, then raise ``cause``, or PartialUpdate if it may be a consequence."""
         self._gather()
         self.abort()
         if cause.code != ErrorCode.GROUP_ERROR or not self._errors:
@@ -136,8 +131,8 @@ def update_from_shared(
 ) -> list[WeightUpdateReqOutput]:
     """Update engines of this host from one export of all tensors, and return their replies in order.
 
-    All engines read it at the same time. The memory must not change until this returns. ``timeout`` is the
-    maximum seconds of each wait for an engine's answer; the options are those of every update.
+    The memory must not change until this returns. ``timeout`` is the maximum seconds of each wait for an
+    answer.
 
     Raises:
         CaesuraError: an engine refused; nothing was written then.

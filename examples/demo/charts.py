@@ -8,6 +8,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import matplotlib as mpl
@@ -58,20 +59,21 @@ class Chart:
 
 def all_charts(history: History) -> dict[str, Chart]:
     """Return every chart of the report by name."""
-    drawings: dict[str, tuple[Callable[[Axes, History], None], tuple[float, float]]] = {
-        "reward": (_reward, (9.6, 3.1)),
-        "warmup": (_warmup, (4.7, 2.2)),
-        "throughput": (_throughput, (4.7, 2.2)),
-        "push": (_push, (4.7, 2.2)),
-        "memory": (_memory, (4.7, 2.2)),
-        "gap": (_gap, (4.7, 2.2)),
-        "ess": (_ess, (4.7, 2.2)),
-        "time": (_time, (4.7, 2.2)),
-        "crossing": (_crossing, (4.7, 2.2)),
+    small = (4.7, 2.2)
+    drawings: dict[str, Callable[..., None]] = {
+        "reward": _reward,
+        "warmup": _warmup,
+        "throughput": _throughput,
+        "push": push,
+        "memory": memory,
+        "gap": _gap,
+        "ess": _ess,
+        "time": _time,
+        "crossing": _crossing,
     }
     return {
-        name: draw_chart(name, lambda axes, draw=draw: draw(axes, history), size)  # type: ignore[misc]
-        for name, (draw, size) in drawings.items()
+        name: draw_chart(name, partial(draw, history=history), (9.6, 3.1) if name == "reward" else small)
+        for name, draw in drawings.items()
     }
 
 
@@ -188,37 +190,24 @@ def _throughput(axes: Axes, history: History) -> None:
     _finish(axes, "")
 
 
-def _push(axes: Axes, history: History) -> None:
+def push(axes: Axes, history: Any) -> None:
+    """Draw the milliseconds of each part of each update."""
     rows = history.updates
-    axes.plot(
-        _updates(history), [row.pause_ms for row in rows], ".", color=CORAL, markersize=4, label="pause"
-    )
-    axes.plot(
-        _updates(history), [row.update_ms for row in rows], ".", color=BLUE, markersize=4, label="update"
-    )
-    axes.plot(
-        _updates(history), [row.continue_ms for row in rows], ".", color=TEAL, markersize=4, label="continue"
-    )
+    for name, colour in (("pause", CORAL), ("update", BLUE), ("continue", TEAL)):
+        values = [getattr(row, f"{name}_ms") for row in rows]
+        axes.plot([row.update for row in rows], values, ".", color=colour, markersize=4, label=name)
     _finish(axes, "ms")
 
 
-def _memory(axes: Axes, history: History) -> None:
+def memory(axes: Axes, history: Any) -> None:
+    """Draw the memory that is reserved at each pause, and after it."""
     rows = history.updates
-    axes.plot(
-        _updates(history),
-        [row.reserved_before_mb for row in rows],
-        color=SAND,
-        alpha=0.9,
-        label="at the pause",
-    )
-    axes.plot(
-        _updates(history),
-        [row.reserved_after_mb for row in rows],
-        color=VIOLET,
-        label="after the cache is emptied",
-    )
+    before, after = ([getattr(row, f"reserved_{when}_mb") for row in rows] for when in ("before", "after"))
+    steps = [row.update for row in rows]
+    axes.plot(steps, before, color=SAND, alpha=0.9, label="at the pause")
+    axes.plot(steps, after, color=VIOLET, label="after the cache is emptied")
     _finish(axes, "reserved MB")
-    axes.set_ylim(0, 1.25 * max(row.reserved_before_mb for row in rows))
+    axes.set_ylim(0, 1.25 * max(*before, *after, 1e-3))
 
 
 def _gap(axes: Axes, history: History) -> None:

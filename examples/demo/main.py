@@ -107,7 +107,7 @@ def _finish(console: Console, settings: Settings, history: History) -> int:
         write_summary,
     )  # matplotlib's import is a second that the run need not wait for
 
-    summary = write_summary(history, settings.out_dir)
+    summary = write_summary(history.summary(), settings.out_dir)
     report = write_report(history, settings, settings.out_dir)
     for name, value in history.summary().items():
         console.print(f"  {name:18} {value}", highlight=False, soft_wrap=True)

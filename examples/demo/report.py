@@ -72,10 +72,10 @@ class Token:
     probability: float
 
 
-def write_summary(history: History, out_dir: Path) -> Path:
+def write_summary(summary: dict[str, Any], out_dir: Path) -> Path:
     """Write ``summary.json``."""
     path = out_dir / "summary.json"
-    path.write_text(json.dumps(history.summary(), indent=2) + "\n")
+    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return path
 
 

@@ -17,14 +17,26 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of a run; the defaults are the full one, under three minutes on two cores."""
+class RunSettings:
+    """What the runs of both demos are told."""
 
     out_dir: Path = Path("demo_out")
     seed: int = 0
-    policy: Policy = "dense"
     transport: Transport = "ipc"
     """Transport of weights; the default is the fastest on one host."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the settings for the report."""
+        return {
+            name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(RunSettings):
+    """Settings of a run; the defaults are the full one, under three minutes on two cores."""
+
+    policy: Policy = "dense"
 
     # Warm-up (trainer)
     warmup_max_steps: int = 400
@@ -81,9 +93,3 @@ class Settings:
             "warmup_batch": 32,
         }
         return cls(**(small | changes))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the settings for the report."""
-        return {
-            name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()
-        }

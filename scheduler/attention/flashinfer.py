@@ -37,7 +37,7 @@ from .fused_store import fused_store
 from .page_lists import Lists, PageLists
 from .shape import Shape
 
-_INT_WORKSPACE_BYTES = 8 << 20
+INT_WORKSPACE_BYTES = 8 << 20
 """Bytes for plans, as FlashInfer's wrappers allocate them."""
 _TENSOR_CORE_GROUP = 4
 """Query heads per KV head, at least."""
@@ -246,7 +246,7 @@ class FlashInferBackend(AttentionBackend):
         """``library``: the ``flashinfer`` module. None means the installed one."""
         self._fused_over(pool, shape.num_heads)
         self._library = import_module("flashinfer") if library is None else library
-        self._pool, self._shape = pool, shape
+        self.pool, self._shape = pool, shape
         self.lists = {window: PageLists(limits, shape.device, window) for window in shape.windows}
         needed = workspace_bytes(
             shape.num_heads,
@@ -263,7 +263,7 @@ class FlashInferBackend(AttentionBackend):
         self.forms: dict[FormKind, tuple[FormWrappers, Any]] = {}
         """Wrappers of each form, and that of decode rows, which a graph has of its own."""
         for kind in shape.kinds:
-            plans = self._zeros(_INT_WORKSPACE_BYTES, torch.uint8)
+            plans = self._zeros(INT_WORKSPACE_BYTES, torch.uint8)
             form = FormWrappers(self._library, kind, shape, workspace, plans, pages[kind.window])
             self.forms[kind] = form, form.decode
         self.host_memory = HostMemory(shape.device)
@@ -318,7 +318,7 @@ class FlashInferBackend(AttentionBackend):
             v,
             step.batch_indices,
             step.positions,
-            self._pool.layer(layer),
+            self.pool.layer(layer),
             step.indices,
             step.indptr,
             step.last_page_len,
@@ -327,7 +327,7 @@ class FlashInferBackend(AttentionBackend):
         return self._attend(q, layer, form)
 
     def _attend(self, q: Tensor, layer: int, form: AttentionForm) -> Tensor:
-        cache, (wrappers, decoding) = self._pool.layer(layer), self.forms[form.kind]
+        cache, (wrappers, decoding) = self.pool.layer(layer), self.forms[form.kind]
         sinks = () if form.sinks is None else (form.sinks.float(),)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decode = self._num_decode
@@ -339,7 +339,7 @@ class FlashInferBackend(AttentionBackend):
 
     def for_decode(self, rows: int) -> AttentionBackend:
         captured = copy(self)
-        captured._fused_over(self._pool, self._shape.num_heads)
+        captured._fused_over(self.pool, self._shape.num_heads)
         captured.forms = {kind: (form, form.captured(rows)) for kind, (form, _) in self.forms.items()}
         captured._step = {window: each.decode_views(rows) for window, each in self.lists.items()}
         captured._num_decode = captured._captured_rows = rows

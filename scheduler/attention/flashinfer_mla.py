@@ -77,7 +77,7 @@ class FlashInferLatentBackend(AttentionBackend):
         """
         assert shape.latent is not None
         self._library = import_module("flashinfer") if library is None else library
-        self._pool, self._latent, self._kernels = pool, shape.latent, kernels
+        self.pool, self._latent, self._kernels = pool, shape.latent, kernels
         self._device = device = shape.device
         self._options = {
             "num_heads": shape.num_heads,
@@ -134,8 +134,8 @@ class FlashInferLatentBackend(AttentionBackend):
         if self._torch is not None and self._by_torch:
             return self._torch.forward(q, k, v, layer, form)
         assert form.kind == PLAIN.kind, "chosen for plain forms only"
-        self._pool.store(layer, k.squeeze(1), self._kv_slots)
-        cache = self._pool.layer(layer)
+        self.pool.store(layer, k.squeeze(1), self._kv_slots)
+        cache = self.pool.layer(layer)
         out = torch.empty((*q.shape[:2], self._latent), dtype=q.dtype, device=q.device)
         decode = self._num_decode
         if decode:

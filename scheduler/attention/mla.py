@@ -28,7 +28,7 @@ from ..memory.workspace import Workspace
 from .rows import as_index, group_rows
 from .shape import Shape
 
-_WORKSPACE_BYTES = {"cpu": 4 << 20}
+WORKSPACE_BYTES = {"cpu": 4 << 20}
 """Most bytes of gathered latents, and of fp32 scores, at a time; a longer row takes what it needs."""
 _DEFAULT_WORKSPACE_BYTES = 64 << 20
 
@@ -58,10 +58,10 @@ class LatentBackend(AttentionBackend):
     """Attention over an MLA pool."""
 
     def __init__(self, pool: MLAPool, shape: Shape) -> None:
-        self._pool, self._heads, self._scale = pool, shape.num_heads, shape.scale
+        self.pool, self._heads, self._scale = pool, shape.num_heads, shape.scale
         self._device, self._dtype = shape.device, shape.dtype
         self._page_cells = pool.page_size * pool.width
-        self._limit = _WORKSPACE_BYTES.get(self._device.type, _DEFAULT_WORKSPACE_BYTES)
+        self._limit = WORKSPACE_BYTES.get(self._device.type, _DEFAULT_WORKSPACE_BYTES)
         self.workspace = Workspace()
         self._columns = torch.empty(0, dtype=torch.int64, device=self._device)
         self._kv_slots = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -71,9 +71,9 @@ class LatentBackend(AttentionBackend):
         self._kv_slots = batch.kv_slots
         q_lens = np.asarray(batch.q_lens_host, dtype=np.int64)
         kv_lens = np.asarray(batch.kv_lens_host, dtype=np.int64)
-        pages = -(-kv_lens // self._pool.page_size)
+        pages = -(-kv_lens // self.pool.page_size)
         max_pages = self._limit // (self._page_cells * self._dtype.itemsize)
-        longest = int(pages.max(initial=0)) * self._pool.page_size
+        longest = int(pages.max(initial=0)) * self.pool.page_size
         if longest > len(self._columns):
             self._columns = torch.arange(2 * longest, device=self._device)
         self.groups = []
@@ -93,8 +93,8 @@ class LatentBackend(AttentionBackend):
             [T, heads * value size]: to be projected from latents to values, head by head.
         """
         assert form.kind == PLAIN.kind, "chosen for plain forms only"
-        self._pool.store(layer, k.squeeze(1), self._kv_slots)
-        pages = self._pool.layer(layer).view(-1, self._page_cells)
+        self.pool.store(layer, k.squeeze(1), self._kv_slots)
+        pages = self.pool.layer(layer).view(-1, self._page_cells)
         out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
         for group in self.groups:
             latents = self._gather(group, pages)
@@ -107,9 +107,9 @@ class LatentBackend(AttentionBackend):
         self, batch: ForwardBatch, rows: np.ndarray, q_lens: np.ndarray, kv_lens: np.ndarray
     ) -> _Group:
         first_tokens, lengths, q_len = (q_lens.cumsum() - q_lens)[rows], kv_lens[rows], int(q_lens[rows[0]])
-        num_pages = -(-int(lengths.max()) // self._pool.page_size)
-        row, position = np.nonzero(np.arange(num_pages * self._pool.page_size) >= lengths[:, None])
-        unused = row * (num_pages * self._pool.page_size) + position
+        num_pages = -(-int(lengths.max()) // self.pool.page_size)
+        row, position = np.nonzero(np.arange(num_pages * self.pool.page_size) >= lengths[:, None])
+        unused = row * (num_pages * self.pool.page_size) + position
         pages = batch.page_table[as_index(rows, self._device), :num_pages]
         return _Group(
             num_rows=len(rows),
@@ -122,7 +122,7 @@ class LatentBackend(AttentionBackend):
         self, batch: ForwardBatch, first_tokens: np.ndarray, lengths: np.ndarray, q_len: int
     ) -> Iterator[_Queries]:
         num_rows, longest, start = len(lengths), int(lengths.max()), 0
-        padded = -(-longest // self._pool.page_size) * self._pool.page_size
+        padded = -(-longest // self.pool.page_size) * self.pool.page_size
         while start < q_len:
             # Bounded by what the last token sees; the stretches before it could be a little longer.
             count = max(1, self._limit // (num_rows * self._heads * padded * 4))
@@ -140,15 +140,15 @@ class LatentBackend(AttentionBackend):
         shape = group.pages.shape[0], self._page_cells
         gathered = self.workspace.take("gathered", shape, self._dtype, self._device)
         torch.index_select(pages, 0, group.pages, out=gathered)
-        latents = gathered.view(-1, self._pool.width)
+        latents = gathered.view(-1, self.pool.width)
         latents.index_fill_(0, group.unused, 0.0)
-        return latents.view(group.num_rows, -1, self._pool.width)
+        return latents.view(group.num_rows, -1, self.pool.width)
 
     def _attend(self, queries: _Queries, q: Tensor, latents: Tensor) -> Tensor:
         """Attend with ``q`` [n * c, heads, width]; return the same shape, the rotated part to be cut off."""
         seen = latents[:, : queries.length]
         num_rows, count, _ = queries.positions.shape
-        scores = torch.bmm(q.reshape(num_rows, -1, self._pool.width), seen.transpose(1, 2))
+        scores = torch.bmm(q.reshape(num_rows, -1, self.pool.width), seen.transpose(1, 2))
         scores = scores.float().mul_(self._scale)
         masked = self._columns[: queries.length] > queries.positions
         scores.view(num_rows, count, self._heads, -1).masked_fill_(masked.unsqueeze(2), -torch.inf)

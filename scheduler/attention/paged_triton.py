@@ -75,17 +75,9 @@ class PagedTritonBackend(SdpaBackend):
         assert self._elementwise is not None
         assert self._step is not None, "plan comes first"
         heads, kv_heads = self._heads, self._kv_heads
-        keys, values = self._pool.layer(layer)
+        keys, values = self.pool.layer(layer)
         self._elementwise.rope_store(
-            qkv,
-            heads,
-            cos,
-            sin,
-            self._step.slots_in(form),
-            keys,
-            values,
-            out=qkv[:, :-kv_heads],
-            norm=norm,
+            qkv, heads, cos, sin, self._step.slots_in(form), keys, values, out=qkv[:, :-kv_heads], norm=norm
         )
         return self.attend(qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:], layer, form)
 
@@ -93,21 +85,15 @@ class PagedTritonBackend(SdpaBackend):
         tables, kv_lens = (self._table[:rows], self._window_table[:rows]), self._kv_lens[:rows]
         splits = self._kernels.num_splits(rows, self._sizes["num_kv_heads"], self.multiprocessors)
         kernel = self._kernels.PagedDecode(*tables, kv_lens, splits=splits, **self._sizes)
-        return _CapturedDecode(self._pool, kernel, tables, kv_lens, num_heads=self._heads)
+        return _CapturedDecode(self.pool, kernel, tables, kv_lens, num_heads=self._heads)
 
 
 class _CapturedDecode(AttentionBackend):
     def __init__(
-        self,
-        pool: MHAPool,
-        kernel: Any,
-        tables: tuple[Tensor, Tensor],
-        kv_lens: Tensor,
-        *,
-        num_heads: int,
+        self, pool: MHAPool, kernel: Any, tables: tuple[Tensor, Tensor], kv_lens: Tensor, *, num_heads: int
     ) -> None:
         self._store = self.fused = fused_store(pool, num_heads, self._attend)
-        self._pool, self._kernel = pool, kernel
+        self.pool, self._kernel = pool, kernel
         self._tables, self._kv_lens = tables, kv_lens
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -121,9 +107,9 @@ class _CapturedDecode(AttentionBackend):
             self._store.batch = batch
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        out: Tensor = self._kernel(q, k, v, *self._pool.layer(layer), form)
+        out: Tensor = self._kernel(q, k, v, *self.pool.layer(layer), form)
         return out
 
     def _attend(self, q: Tensor, layer: int, form: AttentionForm) -> Tensor:
-        out: Tensor = self._kernel.attend(q, *self._pool.layer(layer), form)
+        out: Tensor = self._kernel.attend(q, *self.pool.layer(layer), form)
         return out

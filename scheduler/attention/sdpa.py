@@ -27,10 +27,10 @@ from ..memory.workspace import Workspace
 from .rows import as_index, group_rows
 from .shape import Shape
 
-_WORKSPACE_BYTES = {"cpu": 4 << 20}
+WORKSPACE_BYTES = {"cpu": 4 << 20}
 """Most bytes of gathered K (and V) at a time: on a CPU what its caches keep. A longer row takes its need."""
 _DEFAULT_WORKSPACE_BYTES = 64 << 20
-_SCORE_ELEMENTS = 1 << 24
+SCORE_ELEMENTS = 1 << 24
 """Scores of a prefill at a time, where torch has no call for the form: 64 MB in float32."""
 
 
@@ -72,12 +72,12 @@ class SdpaBackend(AttentionBackend):
     """Attention over an MHA pool."""
 
     def __init__(self, pool: MHAPool, shape: Shape) -> None:
-        self._pool, self._windows, self._scale = pool, shape.windows, shape.scale
+        self.pool, self._windows, self._scale = pool, shape.windows, shape.scale
         self._kv_heads = num_kv_heads = shape.num_kv_heads
         self._group = shape.num_heads // num_kv_heads
         self._head_sizes = shape.head_dim, pool.layer(0)[1].shape[-1]
         self._device, self._dtype = shape.device, shape.dtype
-        limit = _WORKSPACE_BYTES.get(self._device.type, _DEFAULT_WORKSPACE_BYTES)
+        limit = WORKSPACE_BYTES.get(self._device.type, _DEFAULT_WORKSPACE_BYTES)
         self._max_pages = limit // (
             num_kv_heads * pool.page_size * max(self._head_sizes) * self._dtype.itemsize
         )
@@ -90,9 +90,9 @@ class SdpaBackend(AttentionBackend):
         self._plans: dict[int | None, _Plan] = {}
 
     def plan(self, batch: ForwardBatch) -> None:
-        self._slots = self._window_slots = self._pool.split_slots(batch.kv_slots)
+        self._slots = self._window_slots = self.pool.split_slots(batch.kv_slots)
         if batch.window_slots is not None:
-            self._window_slots = self._pool.split_slots(batch.window_slots)
+            self._window_slots = self.pool.split_slots(batch.window_slots)
         self._num_decode = batch.num_decode
         self._batch = batch
         self._plans.clear()
@@ -110,7 +110,7 @@ class SdpaBackend(AttentionBackend):
             batch = replace(batch, page_table=batch.window_table)
         lengths = np.asarray(batch.kv_lens_host[: batch.num_decode], dtype=np.int64)
         first = np.zeros_like(lengths) if window is None else np.maximum(0, lengths - window)
-        pages = -(-lengths // self._pool.page_size) - first // self._pool.page_size
+        pages = -(-lengths // self.pool.page_size) - first // self.pool.page_size
         rows = group_rows(pages, self._max_pages)
         plan = _Plan(
             [self._plan_group(batch, group, lengths, first) for group in rows], self._plan_runs(batch, window)
@@ -120,11 +120,11 @@ class SdpaBackend(AttentionBackend):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         slots = self._slots if form.window is None else self._window_slots
-        self._pool.store_at(layer, k, v, *slots)
+        self.pool.store_at(layer, k, v, *slots)
         return self.attend(q, k, v, layer, form)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        k_pool, v_pool = (x.view(-1, self._pool.page_size * x.shape[-1]) for x in self._pool.layer(layer))
+        k_pool, v_pool = (x.view(-1, self.pool.page_size * x.shape[-1]) for x in self.pool.layer(layer))
         plan = self.plan_for(form.window)
         out = torch.empty((q.shape[0], q.shape[1] * self._head_sizes[1]), dtype=q.dtype, device=q.device)
         decode_q, decode_out = q[: self._num_decode], out[: self._num_decode]
@@ -145,7 +145,7 @@ class SdpaBackend(AttentionBackend):
         self, batch: ForwardBatch, rows: np.ndarray, lengths: np.ndarray, first: np.ndarray
     ) -> _DecodeGroup:
         """Plan ``rows``, which see the positions [first, lengths)."""
-        n, page_size = len(rows), self._pool.page_size
+        n, page_size = len(rows), self.pool.page_size
         lengths, first = lengths[rows], first[rows]
         left_out = first // page_size
         lengths, first = lengths - left_out * page_size, first - left_out * page_size
@@ -169,13 +169,7 @@ class SdpaBackend(AttentionBackend):
         )
 
     def _decode(
-        self,
-        group: _DecodeGroup,
-        q: Tensor,
-        out: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
-        form: AttentionForm,
+        self, group: _DecodeGroup, q: Tensor, out: Tensor, k_pool: Tensor, v_pool: Tensor, form: AttentionForm
     ) -> None:
         heads, (size, value_size) = group.num_rows * self._kv_heads, self._head_sizes
         keys, values = self._gather(group.pages, k_pool, v_pool)
@@ -213,18 +207,13 @@ class SdpaBackend(AttentionBackend):
             q_len, kv_len = q_lens[first_row], kv_lens[first_row]
             cut = window is not None and kv_len > window
             run = _PrefillRun(
-                first_token=token,
-                num_rows=end - first_row,
-                q_len=q_len,
-                kv_len=kv_len,
-                pages=None,
-                bias=None,
+                first_token=token, num_rows=end - first_row, q_len=q_len, kv_len=kv_len, pages=None, bias=None
             )
             if kv_len > q_len:
-                num_pages = -(-kv_len // self._pool.page_size)
-                left_out = max(0, kv_len - q_len + 1 - (window or kv_len)) // self._pool.page_size
+                num_pages = -(-kv_len // self.pool.page_size)
+                left_out = max(0, kv_len - q_len + 1 - (window or kv_len)) // self.pool.page_size
                 run.pages = self._page_rows(batch.page_table[first_row:end, left_out:num_pages])
-                run.kv_len = kv_len - left_out * self._pool.page_size
+                run.kv_len = kv_len - left_out * self.pool.page_size
             if (kv_len > q_len and q_len > 1) or cut:
                 run.bias = self._bias(q_len, run.kv_len, window)
             runs.append(run)
@@ -234,7 +223,7 @@ class SdpaBackend(AttentionBackend):
 
     def _run_end(self, first: int, q_lens: Sequence[int], kv_lens: Sequence[int]) -> int:
         """Return the end of the longest run of equal rows from ``first`` on whose KV fits the workspace."""
-        num_pages = -(-kv_lens[first] // self._pool.page_size)
+        num_pages = -(-kv_lens[first] // self.pool.page_size)
         limit = min(len(q_lens), first + max(1, self._max_pages // num_pages))
         end = first + 1
         while end < limit and q_lens[end] == q_lens[first] and kv_lens[end] == kv_lens[first]:
@@ -277,7 +266,7 @@ class SdpaBackend(AttentionBackend):
         bias = run.bias
         if bias is None:
             bias = self._bias(run.q_len, run.kv_len, None)
-        most = max(1, _SCORE_ELEMENTS // (q.shape[0] * self._group * run.kv_len))
+        most = max(1, SCORE_ELEMENTS // (q.shape[0] * self._group * run.kv_len))
         parts = []
         for some, masked in zip(q.split(most, dim=2), (bias != 0).split(most)):
             products = torch.matmul(some, keys.transpose(2, 3))

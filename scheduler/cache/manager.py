@@ -70,8 +70,6 @@ class CacheManager:
         self._open: dict[RequestKV, None] = {}  # a set that remembers the order
         self._num_owned = 0  # sum of num_pages - num_shared over the open requests
 
-    # -- life of a request -------------------------------------------------------------------------
-
     def open(self, tokens: np.ndarray, salt: str, pages_row: np.ndarray) -> RequestKV:
         """Start a request with prompt ``tokens`` (integers [n]), sharing the longest cached prefix of whole
         pages.
@@ -117,7 +115,6 @@ class CacheManager:
         return pages, node, cached
 
     def reach(self, kv: RequestKV, num_tokens: int) -> None:
-        """Bring the pages of ``kv`` up to ``num_tokens``, which a step will compute, into its range."""
         self._require_open(kv)
         self._enter(kv, -(-num_tokens // self.page_size))
 
@@ -223,8 +220,6 @@ class CacheManager:
         kv.node = None
         self._free(own)
         self._free(unlocked)
-
-    # -- the whole cache ---------------------------------------------------------------------------
 
     def commit_epoch(self, epoch: int) -> int:
         """Free every older cached page that nobody locks, after new weights are in place; return how many.

@@ -106,7 +106,6 @@ class MHAPool(_PagedPool):
         return num_layers * kv_heads * sizes * dtype.itemsize
 
     def split_slots(self, kv_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``(pages, offsets)``, int64 [T] each: once per step, for :meth:`store_at`."""
         pages = torch.div(kv_slots, self.page_size, rounding_mode="floor")
         return pages, kv_slots - pages * self.page_size
 
@@ -116,7 +115,6 @@ class MHAPool(_PagedPool):
         self.store_at(layer, k, v, pages, offsets)
 
     def store_at(self, layer: int, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> None:
-        """Do as :meth:`store`, with the slots already split, which all layers of a step share."""
         k_slots, v_slots = self._by_slot[layer]
         k_slots.index_put_((pages, offsets), k)
         v_slots.index_put_((pages, offsets), v)
@@ -248,11 +246,11 @@ class RoutingPool:
         self._streams = None if device_module is None or on_host else streams_of(device_module)
         self._stream = None if self._streams is None else self._streams.Stream()
         page = (page_size, num_layers, top_k)
-        self._pages = residency.allocate((num_pages, *page), dtype, device)
+        self.pages = residency.allocate((num_pages, *page), dtype, device)
         staged = min(STAGED_PAGES, num_pages)
         self._staging = residency.allocate((staged, *page), dtype, device)
         self._index = residency.allocate((staged,), torch.int64, device)
-        self._by_slot = self._pages.view(-1, num_layers, top_k)
+        self._by_slot = self.pages.view(-1, num_layers, top_k)
 
     @staticmethod
     def bytes_per_token(num_layers: int, top_k: int, dtype: torch.dtype) -> int:
@@ -260,7 +258,7 @@ class RoutingPool:
 
     @property
     def nbytes(self) -> int:
-        return self._pages.nbytes + self._staging.nbytes + self._index.nbytes
+        return self.pages.nbytes + self._staging.nbytes + self._index.nbytes
 
     def store(self, kv_slots: Tensor, rows: Tensor) -> None:
         self._by_slot.index_copy_(0, kv_slots, rows)
@@ -283,7 +281,7 @@ class RoutingPool:
         with self._reading():
             index, staged = self._index[: len(pages)], self._staging[: len(pages)]
             index.copy_(torch.from_numpy(pages))
-            torch.index_select(self._pages, 0, index, out=staged)
+            torch.index_select(self.pages, 0, index, out=staged)
             host = staged.to("cpu", copy=True)  # waits for this stream
         return host.view(-1, self.num_layers, self.top_k).numpy()
 

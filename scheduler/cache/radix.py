@@ -73,8 +73,6 @@ class RadixTree:
         # dropped.
         self._heap: list[tuple[int, int, Node]] = []
 
-    # -- look up and grow --------------------------------------------------------------------------
-
     def match(self, epoch: int, salt: str, tokens: np.ndarray) -> tuple[np.ndarray, Node | None]:
         """Return the longest stored page-aligned prefix of ``tokens``: its pages (int32) and its last node.
 
@@ -122,7 +120,6 @@ class RadixTree:
         return Inserted(node, done, existing)
 
     def _descend(self, node: Node, tokens: np.ndarray) -> tuple[list[np.ndarray], Node]:
-        """Follow ``tokens`` as far as whole pages agree, splitting the last node where they end."""
         self._clock += 1
         node.last_access = self._clock
         runs: list[np.ndarray] = []
@@ -169,8 +166,6 @@ class RadixTree:
         self._serial += 1
         return Node(parent, epoch, salt, tokens, pages, self._serial)
 
-    # -- locks -------------------------------------------------------------------------------------
-
     def lock(self, node: Node) -> None:
         """Protect the path from the root to ``node`` from eviction; as many unlocks undo it."""
         if node.epoch < self.first_epoch:
@@ -206,8 +201,6 @@ class RadixTree:
                 self._offer(step)
             step = parent
         return np.concatenate(gone) if gone else NO_PAGES
-
-    # -- let go ------------------------------------------------------------------------------------
 
     def evict(self, num_pages: int) -> np.ndarray:
         """Drop ``num_pages`` unlocked pages, or all there are if fewer; return them (int32).
@@ -268,7 +261,6 @@ class RadixTree:
         return pages
 
     def clear(self) -> np.ndarray:
-        """Forget everything; return all pages (int32). Raises LedgerError if something is locked."""
         if self.num_locked_pages:
             raise LedgerError(f"clear of a tree with {self.num_locked_pages} locked pages")
         pages = np.concatenate([NO_PAGES, *(node.pages for node in self.nodes())])

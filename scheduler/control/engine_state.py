@@ -71,19 +71,19 @@ class PauseOwnership:
     def owner(self) -> str | None:
         return None if self.sender is None else self.sender.owner
 
-    def take(self, sender: Sender, request: PauseGenerationReqInput, now: float) -> None:
+    def take(self, sender: Sender, request: PauseGenerationReqInput) -> None:
         """Record a completed pause. The first sender stays the owner; its own later pauses may change token
         and lease.
         """
         if self.sender is None or (self.sender.owner is None and self.sender.client == sender.client):
             self.sender = sender
         if request.lease_s is not None and sender.owner == self.owner:
-            self.lease = Lease(request.lease_s, request.on_lease_expiry, now + request.lease_s)
+            self.lease = Lease(request.lease_s, request.on_lease_expiry, monotonic() + request.lease_s)
 
-    def renew(self, owner: str | None, now: float) -> None:
+    def renew(self, owner: str | None) -> None:
         """Renew the lease if a message carried the token of the pause's owner."""
         if self.lease is not None and owner is not None and owner == self.owner:
-            self.lease.expires = now + self.lease.seconds
+            self.lease.expires = monotonic() + self.lease.seconds
 
     def end(self) -> None:
         self.sender = self.lease = None
@@ -153,7 +153,7 @@ class EngineState:
         self.generation = "paused"
         self._enter(request.mode)
         self._paused_at = self._paused_at if self._paused_at is not None else monotonic()
-        self.ownership.take(sender, request, monotonic())
+        self.ownership.take(sender, request)
 
     def run(self) -> None:
         self.generation = "running"
@@ -163,7 +163,7 @@ class EngineState:
 
     def renew_lease(self, owner: str | None) -> None:
         """Renew the pause's lease if ``owner``, the token of a received message, owns the pause."""
-        self.ownership.renew(owner, monotonic())
+        self.ownership.renew(owner)
 
     def end_lease(self) -> None:
         self.ownership.end()

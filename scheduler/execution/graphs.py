@@ -100,7 +100,7 @@ class DecodeGraphs:
         self._device = device
         self._module = device_module
         self._on_stream = on_stream
-        self._captured: dict[int, _Captured] = {}
+        self.captured: dict[int, _Captured] = {}
         self._failed = self._head_failed = False
         self.sizes = ladder(limits.rows)
         self.nbytes = 0
@@ -108,7 +108,7 @@ class DecodeGraphs:
 
     @property
     def are_captured(self) -> bool:
-        return bool(self._captured)
+        return bool(self.captured)
 
     def serves(self, batch: ForwardBatch) -> bool:
         """Return True if :meth:`replay` can compute this step."""
@@ -149,18 +149,18 @@ class DecodeGraphs:
 
     def _for(self, rows: int) -> tuple[int, _Captured]:
         size = self.sizes[bisect_left(self.sizes, rows)]
-        return size, self._captured[size]
+        return size, self.captured[size]
 
     def drop(self) -> None:
         """Give the graphs and their memory back to the allocator. The device is idle."""
-        self._captured.clear()
+        self.captured.clear()
 
     def capture(self) -> Iterator[None]:
         """Capture the whole ladder, largest first, so that the smaller ones fit into the same memory.
 
         Yields between sizes, so the loop can answer meanwhile; no step may be launched before the end.
         """
-        if self._captured or self._failed:
+        if self.captured or self._failed:
             return
         self._module.synchronize()
         before = DeviceMemoryReading.of(self._module).reserved
@@ -170,7 +170,7 @@ class DecodeGraphs:
             pool = self._module.graph_pool_handle()
             for size in reversed(self.sizes):
                 with torch.inference_mode(), self._on_stream():
-                    self._captured[size] = self._capture(size, pool)
+                    self.captured[size] = self._capture(size, pool)
                 yield
         except Exception as error:  # noqa: BLE001  what compilers of kernels raise is no RuntimeError, and eager steps serve
             self.drop()

@@ -63,13 +63,13 @@ def noise(
     counter-based: its n-th output is a mix of seed + n * gamma. Seed and sample index choose a stream, the
     position is the counter in it. The upper 53 bits make the double.
     """
-    stream = _splitmix64(seeds, np.zeros_like(sample_index))
-    stream = _splitmix64(stream, sample_index)
-    bits = _splitmix64(stream, positions)
+    stream = splitmix64(seeds, np.zeros_like(sample_index))
+    stream = splitmix64(stream, sample_index)
+    bits = splitmix64(stream, positions)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _splitmix64(state: npt.NDArray[np.uint64], counter: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+def splitmix64(state: npt.NDArray[np.uint64], counter: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     z: npt.NDArray[np.uint64] = state + (counter.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -320,7 +320,7 @@ class _FilterPlan:
     def of(cls, batch: SamplingBatch, vocab_size: int) -> "_FilterPlan":
         filtered = _filtered(batch, vocab_size)
         length = _shortlist(batch.largest_top_k or vocab_size, vocab_size)
-        if not _reading_is_free(filtered.device):
+        if not reading_is_free(filtered.device):
             return cls(filtered, None, length, batch, vocab_size)
         shortlists = defaultdict(list)
         for row, (is_filtered, top_k) in enumerate(zip(filtered.tolist(), batch.top_k.tolist())):
@@ -392,7 +392,7 @@ class _FilterPlan:
         return missing
 
 
-def _reading_is_free(device: torch.device) -> bool:
+def reading_is_free(device: torch.device) -> bool:
     return device.type == "cpu"
 
 

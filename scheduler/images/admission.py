@@ -138,10 +138,15 @@ class ImageAdmission:
             against = self._ids(text, message.negative_prompt_ids, "negative_prompt_ids", message)
             if against is None:
                 raise invalid("negative_prompt", None, "guidance needs one, in the form of the prompt")
-        _require_alike(embeds, negative)
+        if embeds and negative and any(embeds[name].shape != negative[name].shape for name in embeds):
+            told = "embeddings of prompt and negative prompt must have the same shapes"
+            raise invalid("tensors", sorted(embeds), told)
         if ids is not None and against is not None:
             ids, against = family.align(ids, against)
-        _require_same_lengths(ids, against)
+            if [*map(len, ids)] != [*map(len, against)]:
+                raise invalid(
+                    "negative_prompt_ids", [*map(len, against)], "must have the lengths of prompt_ids"
+                )
         longest = message.max_sequence_length
         tokens = [self._tokens(embeds, ids, longest), self._tokens(negative, against, longest)]
         if tokens[0] != tokens[1]:
@@ -276,17 +281,3 @@ def _places(kept: frozenset[int]) -> int:
 
 def _latent_bytes(shape: tuple[int, ...]) -> int:
     return 4 * math.prod(shape)
-
-
-def _require_alike(embeds: Embeds | None, negative: Embeds | None) -> None:
-    if embeds is None or negative is None:
-        return
-    if any(embeds[name].shape != negative[name].shape for name in embeds):
-        raise invalid(
-            "tensors", sorted(embeds), "embeddings of prompt and negative prompt must have the same shapes"
-        )
-
-
-def _require_same_lengths(ids: list[list[int]] | None, against: list[list[int]] | None) -> None:
-    if ids is not None and against is not None and [*map(len, ids)] != [*map(len, against)]:
-        raise invalid("negative_prompt_ids", [*map(len, against)], "must have the lengths of prompt_ids")

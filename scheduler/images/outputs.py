@@ -24,7 +24,7 @@ from ..runtime.dtypes import NAMES
 from ..scheduling.outputs import Outputs
 from .batcher import ImageBatcher
 from .request import Conditioning, ImageBatch, ImageRequest, Prompt
-from .runner import DenoisedOnHost, Encoded, HostResult
+from .runner import Denoised, Encoded, HostResult
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine
@@ -92,7 +92,7 @@ class ImageOutputs(Outputs[ImageRequest]):
         sample.latent, sample.conditioning = None, _NO_CONDITIONING
         self._batcher.retire(sample)
 
-    def _record_denoised(self, samples: list[ImageRequest], output: DenoisedOnHost) -> None:
+    def _record_denoised(self, samples: list[ImageRequest], output: Denoised) -> None:
         broken = []
         # This may raise: nothing has changed yet.
         kept = [_on_host(sample, output, row) for row, sample in enumerate(samples)]
@@ -124,7 +124,7 @@ _NOTHING = np.empty(0, np.float32)
 _NO_CONDITIONING = Conditioning(Prompt(None))
 
 
-def _on_host(sample: ImageRequest, output: DenoisedOnHost, row: int) -> tuple[np.ndarray, np.ndarray]:
+def _on_host(sample: ImageRequest, output: Denoised, row: int) -> tuple[np.ndarray, np.ndarray]:
     """Return latents before and after a step that the request keeps; none is copied twice."""
     if output.log_probs[row] is None:
         return _NOTHING, _NOTHING

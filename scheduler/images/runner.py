@@ -8,7 +8,7 @@ Invariants:
 - Nothing approximates: no cache of the transformer's activations, no skipped step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -32,22 +32,13 @@ ALONE = 1 << 15
 
 @dataclass(slots=True, kw_only=True)
 class Denoised:
-    before: Tensor
-    """Latents before the step, float32 [rows, …] on the device."""
-    after: Tensor
-    rows: list[Coefficients]
-    log_probs: list[Tensor | None]
-    """float32 scalars; None where the request does not keep the step."""
-    finite: Tensor
-    """bool [rows]"""
+    """A denoise step, row by row; latents are float32 on the device."""
 
-
-@dataclass(slots=True, kw_only=True)
-class DenoisedOnHost:
     before: list[Tensor]
     after: list[Tensor]
     rows: list[Coefficients]
     log_probs: list[float | None]
+    """None where the request does not keep the step."""
     finite: list[bool]
 
 
@@ -59,28 +50,14 @@ class Encoded:
     embeds: list[Embeds]
 
 
-HostResult = DenoisedOnHost | Encoded | np.ndarray
+HostResult = Denoised | Encoded | np.ndarray
 """A step's result; of decoding: images, uint8 [rows, height, width, 3]."""
 
 
 @dataclass(slots=True)
 class Launched:
-    result: Denoised | Encoded | Tensor
-
-    def fetch(self) -> HostResult:
-        result = self.result
-        if isinstance(result, Encoded):
-            return result
-        if isinstance(result, Tensor):
-            images: np.ndarray = result.cpu().numpy()
-            return images
-        return DenoisedOnHost(
-            before=list(result.before),
-            after=list(result.after),
-            rows=result.rows,
-            log_probs=_on_host(result.log_probs),
-            finite=result.finite.tolist(),
-        )
+    fetch: Callable[[], HostResult]
+    """Wait for the step, and copy what the host needs."""
 
 
 class ImageRunner:
@@ -116,9 +93,11 @@ class ImageRunner:
         threads = step_threads(family, batch) if self._on_cpu else nullcontext()
         with torch.inference_mode(), self.on_stream(), threads:
             if batch.kind == "encode":
-                return Launched(self._encode(batch.prompts))
+                encoded = self._encode(batch.prompts)
+                return Launched(lambda: encoded)
             if batch.kind == "decode":
-                return Launched(self._decode(batch.samples))
+                images = self._decode(batch.samples)
+                return Launched(lambda: images.cpu().numpy())
             return Launched(self._denoise(batch.samples))
 
     def synchronize(self) -> None:
@@ -139,7 +118,7 @@ class ImageRunner:
         split = [{name: value[row].clone() for name, value in found.items()} for row in range(len(rows))]
         return Encoded(rows, split)
 
-    def _denoise(self, samples: list[ImageRequest]) -> Denoised:
+    def _denoise(self, samples: list[ImageRequest]) -> Callable[[], Denoised]:
         x = torch.stack([self._latent(sample) for sample in samples])
         rows = [coefficients(sample.sde, sample.sigmas, sample.step) for sample in samples]
         noise = None
@@ -160,7 +139,13 @@ class ImageRunner:
             for row, sample in enumerate(samples)
         ]
         finite = torch.isfinite(after).flatten(1).all(1)
-        return Denoised(before=x, after=after, rows=rows, log_probs=log_probs, finite=finite)
+        return lambda: Denoised(
+            before=list(x),
+            after=list(after),
+            rows=rows,
+            log_probs=_on_host(log_probs),
+            finite=finite.tolist(),
+        )
 
     def _latent(self, sample: ImageRequest) -> Tensor:
         if sample.latent is not None:

@@ -2,6 +2,8 @@
 
 Invariant: a query's result depends on its own request alone, to the last bit: on neither chunking, other
 rows, pages nor the number of threads.
+
+ValueError is raised for whatever the kernel would misread.
 """
 
 from collections.abc import Callable, Sequence
@@ -111,9 +113,6 @@ class PagedAttention:
             tasks: result of :func:`plan_tasks` for these rows.
             out: [T, query heads * value size], rows contiguous.
             form: form of this layer; its sinks are of the kernel's dtype.
-
-        Raises:
-            ValueError: a tensor that the kernel would misread.
         """
         self._check(q, keys, values, page_table, out, form.sinks)
         if tasks.dtype != np.int64 or tasks.shape[1] != _TASK_FIELDS or not tasks.flags.c_contiguous:

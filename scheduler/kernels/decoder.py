@@ -5,6 +5,8 @@ Invariants:
 - Addresses are read at every step: a release of memory may move tensors.
 - Results lie in one grow-only workspace; a call overwrites those of the call before it.
 - With several ranks each has its heads and its part of the width; the call includes the sums over them.
+
+ValueError is raised for whatever the kernel would misread.
 """
 
 import ctypes
@@ -96,13 +98,9 @@ class DecoderKernel:
         head_eps: float | None,
         ranks: Collective | None = None,
     ) -> None:
-        """Args:
-            last_norm: [hidden], weight of the norm behind the layers.
-            head_eps: epsilon of the norms of queries and keys, or of latents; None without them.
-            ranks: ranks over which attention's results and each layer's are summed; None if they are whole.
+        """``last_norm``: weight behind the layers; ``head_eps``: for norms of queries and keys or of latents.
 
-        Raises:
-            ValueError: a tensor that the kernel would misread.
+        Attention's results and each layer's are summed over ``ranks``; None if they are whole.
         """
         self._shape = shape
         self._dtype = layers[0].input_norm.dtype
@@ -163,7 +161,6 @@ class DecoderKernel:
             record: integers of 1 or 2 bytes [T, k] for the experts' ids of a layer; None notes none.
 
         Raises:
-            ValueError: a tensor that the kernel would misread.
             RankLostError: the results are of no use, nor is what was stored of this step's tokens.
         """
         threads, ranks, count = native.num_threads(), self._ranks, sampled.shape[0]

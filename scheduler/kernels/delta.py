@@ -4,6 +4,8 @@ Invariants:
 - Results are those of ``layers/gated_delta.py`` by torch but for the order of sums and the last bit of an
   exponential.
 - A token's bits depend on that token and the state before it alone: on neither other sequences nor chunking.
+
+ValueError is raised for whatever the kernel would misread.
 """
 
 import ctypes
@@ -108,9 +110,6 @@ class DeltaStep:
             past: [states, kernel - 1, channels], of :class:`~..cache.pool.StatePool`, overwritten.
             recurrent: float32 [states, value heads, key size, value size], likewise.
             out: [T, value heads * value size], contiguous.
-
-        Raises:
-            ValueError: a tensor that the kernel would misread.
         """
         shape, filters = self._shape, weights.filters
         if not (segments.fits() and self._fits(x, weights, past, recurrent, out)):

@@ -1,4 +1,7 @@
-"""Sampling, filtered or not, in one compiled call; the definitions are those of ``execution/sampler.py``."""
+"""Sampling, filtered or not, in one compiled call; the definitions are those of ``execution/sampler.py``.
+
+ValueError is raised for whatever the kernel would misread.
+"""
 
 from collections.abc import Sequence
 
@@ -56,9 +59,6 @@ class RowSampler:
             min_p: float32 [S], 0 where unused. None means 0 for all.
             last_kept: int64 [S], the last token in descending order that the filters keep, for greedy rows
                 the sampled one; -1 where all are kept or a row was not finite. Or None.
-
-        Raises:
-            ValueError: tensors that do not fit together; a filter without ``top_k`` and ``top_p``.
         """
         per_row = (
             (temperature, torch.float32),

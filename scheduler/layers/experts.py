@@ -38,7 +38,7 @@ from .stacked_experts import StackedBiasSlot, StackedSlot
 if TYPE_CHECKING:
     from .fp8_products import FlashInferExperts
 
-_COMBINED_ELEMENTS = 1 << 24
+COMBINED_ELEMENTS = 1 << 24
 """Elements that are weighted at a time: bounds the float32 transient of torch's way to 64 MB."""
 
 
@@ -315,7 +315,7 @@ def _groupable(x: Tensor, weight: Tensor) -> bool:
 
 def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     """Return each token's sum of ``weights`` [T, k] times its rows ``places`` [T, k] of ``y``: [T, size]."""
-    tokens = max(1, _COMBINED_ELEMENTS // (places.shape[1] * y.shape[1]))
+    tokens = max(1, COMBINED_ELEMENTS // (places.shape[1] * y.shape[1]))
     parts = [
         (y.index_select(0, rows.flatten()).view(*rows.shape, -1) * factors.float().unsqueeze(-1)).sum(1)
         for rows, factors in zip(places.split(tokens), weights.split(tokens))

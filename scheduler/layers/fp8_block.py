@@ -10,7 +10,7 @@ Invariants:
   result depends on the tensor alone. At most one row of blocks waits, in the model's workspace, as float32.
 - No derived value outlives a product, so nothing can mix a new weight with an old scale. On the CPU compiled
   kernels have a layout of their own (``matrix.py``); otherwise weights are dequantised into the
-  workspace, at most ``_CHUNK`` elements (or one row) at a time. Accelerators multiply by the stored bytes
+  workspace, at most ``CHUNK`` elements (or one row) at a time. Accelerators multiply by the stored bytes
   (``fp8_products.py``), and refuse a model whose weights they cannot multiply by.
 - A dequantised element is ``float32(weight) * scale``, rounded once to the dtype of the product.
 
@@ -36,7 +36,7 @@ from .parameters import CASTABLE, Fp8Blocks, Parameter, Placement, WeightSlot
 
 FP8_MAX = 448.0
 
-_CHUNK = 1 << 20
+CHUNK = 1 << 20
 """Elements that are dequantised or quantised at a time: 4 MB as float32."""
 _TINY = FP8_MAX / torch.finfo(torch.float32).max
 """Blocks below are zero: the reciprocal of their scale would be infinite."""
@@ -142,7 +142,7 @@ class Fp8Slot(WeightSlot):
     def _whole_blocks(self, rows: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, float32 rows) of all blocks that ``rows`` complete, some at a time."""
         height, (total, width) = self._blocks.rows, self.shape
-        step = max(1, _CHUNK // (height * width)) * height
+        step = max(1, CHUNK // (height * width)) * height
         position, end = start, start + rows.shape[0]
         while position < end:
             block = position // height * height
@@ -341,6 +341,6 @@ def require_blocks(
 
 
 def chunks(rows: int, width: int) -> Iterator[tuple[int, int]]:
-    step = max(1, _CHUNK // width)
+    step = max(1, CHUNK // width)
     for start in range(0, rows, step):
         yield start, min(start + step, rows)

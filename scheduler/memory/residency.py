@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ComponentStatus, ErrorCode, MemoryTag
-from .device_memory import DeviceCache, get_available_memory, refuse_defeating_settings
+from .device_memory import DeviceCache, refuse_defeating_settings
 from .device_module import DeviceModule, device_module_for, free_and_total, streams_of
 from .host_copy import FileCopy, HostCopy, PinnedCopy, exhaust
 from .offload import OffloadableComponent, Strategy
@@ -95,8 +95,8 @@ class ComponentResidencyManager:
         Raises ``invalid_request`` if an allocator setting defeats the memory saver.
         """
         self._device = torch.device(device)
-        self._module = device_module or device_module_for(self._device)
-        self._device_cache = device_cache or DeviceCache(self._module)
+        self.module = device_module or device_module_for(self._device)
+        self._device_cache = device_cache or DeviceCache(self.module)
         self._make_storage = make_component or _plain(self._device)
         if make_component is None:
             make_component = _plain(self._device)
@@ -201,7 +201,7 @@ class ComponentResidencyManager:
             try:
                 yield from self._moving("arrive", component, component.strategy.arrive(component))
             except RuntimeError as error:
-                needed, free = component.strategy.peak_bytes(component), get_available_memory(self._device)
+                needed, free = component.strategy.peak_bytes(component), self._free_bytes()
                 raise _shortage(f"bringing {name} failed: {error}", needed, free) from error
             self._measure()
 
@@ -288,7 +288,7 @@ class ComponentResidencyManager:
         needed = sum(map(self.nbytes, tags))
         needed += sum(component.nbytes for component in residents) if "weights" in tags else 0
         self._device_cache.empty("resume")
-        free = get_available_memory(self._device)
+        free = self._free_bytes()
         if free is not None and needed > free:
             raise _shortage(f"resuming {_names(tags)} needs {needed} bytes, {free} are free", needed, free)
         begun: list[MemoryTag] = []
@@ -319,18 +319,22 @@ class ComponentResidencyManager:
         needed = component.strategy.peak_bytes(component) - component.device_bytes
         if self._device.type != "cpu" or needed <= 0:
             return
-        free = get_available_memory(self._device)
+        free = self._free_bytes()
         if free is not None and needed > free:
             raise _shortage(f"{component.name} needs {needed} bytes, {free} are free", needed, free)
+
+    def _free_bytes(self) -> int | None:
+        known = free_and_total(self.module)
+        return None if known is None else known[0]
 
     @cached_property
     def _large(self) -> float:
         """Bytes from which a component is large; infinite where the device does not tell its size."""
-        known = free_and_total(self._module)
+        known = free_and_total(self.module)
         return math.inf if known is None else LARGE_SHARE * known[1]
 
     def _make_copy(self) -> HostCopy:
-        streams = streams_of(self._module)
+        streams = streams_of(self.module)
         if self._device.type == "cpu" and streams is None:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="caesura-prefetch")

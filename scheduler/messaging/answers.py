@@ -163,7 +163,6 @@ class Answers:
             self._lose(max(self._begun, key=lambda each: each.nbytes))
 
     def begin_generation(self, message_id: str, rid: str, generation: bytes, *, samples: int) -> None:
-        """Record that the just attached ``message_id`` begins generation ``rid``."""
         _, exchange = self._exchanges[message_id]
         exchange.rid, exchange.generation, exchange.remaining = rid, generation, samples
         self._rids.discard(rid)
@@ -207,7 +206,6 @@ class Answers:
         return _decoded(exchange.answers)
 
     def _store(self, exchange: Exchange) -> int:
-        """Copy the answers to a ring; return their place, or :data:`_FORGOTTEN` if they are too large."""
         digests = {message_id: self._exchanges[message_id][0] for message_id in exchange.message_ids}
         client = exchange.clients[0] if exchange.rid and len(exchange.clients) == 1 else b""
         fields = digests, client, exchange.rid, exchange.generation, monotonic(), exchange.answers

@@ -1,6 +1,5 @@
 """The queue of commands: they run one at a time in the order of arrival, and are advanced between steps.
 
-Invariants:
 - One that waits for the engine to change *steps aside*: the next command runs, and this one is checked in
   every tick. When it has work again it goes to the head of the queue, behind a command there that has begun.
 - A command that must not begin yet (it would change weights that are being sent) holds back those behind it.
@@ -126,7 +125,6 @@ class CommandQueue:
         self._stepped_aside, self._queue = [], deque()
 
     def _advance_operation(self, command: _PendingCommand) -> Wait | None:
-        """Advance an operation; return what it waits for, or None if it has ended and was answered."""
         engine = self._engine
         message_id, name = command.message.id, type(command.message).__name__
         weights, failed = engine.state.weights, False

@@ -68,7 +68,6 @@ class Dispatcher:
 
     @property
     def has_unanswered(self) -> bool:
-        """True if a command or score is unanswered; generations are live requests."""
         scoring = self._engine.scoring
         return self._engine.commands.is_busy or (scoring is not None and scoring.has_work)
 
@@ -124,7 +123,6 @@ class Dispatcher:
         self._gone.append(client)
 
     def reap(self) -> None:
-        """Abort generations whose only clients are gone, and end what else depends on these clients."""
         engine = self._engine
         gone, self._gone = self._gone, []
         for client in dict.fromkeys(gone):
@@ -179,7 +177,6 @@ def _decode(header: bytes, buffers: list[memoryview]) -> Request:
 
 
 def _renew_lease(engine: "Engine", message: RenewPauseLeaseReqInput) -> RenewPauseLeaseReqOutput:
-    """Return whether the sender's lease lives; receiving the message has renewed it."""
     state = engine.state
     left = state.lease_left_s if message.owner == state.ownership.owner else None
     return RenewPauseLeaseReqOutput(id=message.id, renewed=left is not None, lease_left_s=left)

@@ -150,7 +150,6 @@ def _refuse_other_files(endpoint: str, path: str) -> None:
 
 
 def _remove_shut_socket(path: str) -> None:
-    """Remove the renamed socket of a scheduler that was killed while its endpoint was shut."""
     with contextlib.suppress(OSError):
         if stat.S_ISSOCK(os.lstat(path + SHUT_SUFFIX).st_mode):
             os.unlink(path + SHUT_SUFFIX)
@@ -178,7 +177,6 @@ def _checked_tcp(endpoint: str, *, has_keys: bool) -> tuple[str, int]:
 
 
 def _listener(endpoint: str, host: str, port: int) -> socket.socket:
-    """Return a listening socket, of which ZeroMQ gets a duplicate; the engine's own sets the filter."""
     family = socket.AF_INET6 if "[" in host else socket.AF_INET
     try:
         listener = socket.create_server((host.strip("[]"), port), family=family, backlog=LISTEN_BACKLOG)

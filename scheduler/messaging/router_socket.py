@@ -189,7 +189,6 @@ class Router:
                 self._offer(client, (frame,))
 
     def close(self) -> None:
-        """Try to send what is left for up to :data:`LINGER_S`, then release socket and lock."""
         deadline = time.monotonic() + LINGER_S
         self.retry()
         while self.backlogs and time.monotonic() < deadline:

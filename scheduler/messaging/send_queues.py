@@ -77,7 +77,6 @@ class Backlogs(dict[bytes, "Backlog"]):
             queue.drop()
 
     def _over(self, client: bytes) -> list[bytes]:
-        """Return the clients over a limit, which count as gone."""
         load = self[client].load
         if load.messages > MAX_PENDING_MESSAGES or load.nbytes > MAX_PENDING_BYTES:
             return [client]
@@ -88,7 +87,6 @@ class Backlogs(dict[bytes, "Backlog"]):
 
 class Backlog:
     def __init__(self, total: Load) -> None:
-        """``total`` is the load of all queues together, which this one updates."""
         self.load = Load()
         self._total = total
         self.frames: deque[tuple[Frames, Load]] = deque()

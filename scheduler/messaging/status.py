@@ -42,7 +42,12 @@ def status(engine: "Engine", message_id: str) -> GetStatusReqOutput:
         latent_bytes_per_pixel=steps.latent_bytes_per_pixel,
         num_retractions=engine.batcher.num_retractions,
         step_failures=engine.recovery.counts(),
-        kv=_kv(engine),
+        kv=KVUsage(
+            **{name: pages * PAGE_SIZE for name, pages in engine.cache.usage()._asdict().items()},
+            page_size=PAGE_SIZE,
+            bytes_per_token=steps.kv_bytes_per_token,
+            routing_bytes_per_token=steps.routing_bytes_per_token,
+        ),
         device_memory=_memory(engine),
         ranks=engine.executor.status(),
         memory_by_tag=engine.history.by_tag,
@@ -74,19 +79,6 @@ def status(engine: "Engine", message_id: str) -> GetStatusReqOutput:
         uptime_s=now - engine.started_at,
         pid=os.getpid(),
         version=__version__,
-    )
-
-
-def _kv(engine: "Engine") -> KVUsage:
-    usage = engine.cache.usage()
-    return KVUsage(
-        free=usage.free * PAGE_SIZE,
-        cached=usage.cached * PAGE_SIZE,
-        held=usage.held * PAGE_SIZE,
-        total=usage.total * PAGE_SIZE,
-        page_size=PAGE_SIZE,
-        bytes_per_token=engine.steps.kv_bytes_per_token,
-        routing_bytes_per_token=engine.steps.routing_bytes_per_token,
     )
 
 

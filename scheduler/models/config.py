@@ -160,12 +160,7 @@ def parse_model_config(
     num_heads = reader.count("num_attention_heads")
     unsupported = _unsupported_fields(config, family)
     if unsupported:
-        names = ", ".join(f"{name} = {config.get(name)!r}" for name in unsupported)
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED_MODEL,
-            f"{source} asks for what this engine does not do: {names}",
-            fields=unsupported,
-        )
+        raise _unsupported(source, {name: config.get(name) for name in unsupported})
     hidden_size = reader.count("hidden_size")
     bias = family.attention_bias
     mla = parse_mla(reader) if family.latent else None
@@ -317,31 +312,25 @@ def parse_quantization(config: dict[str, Any], source: str, *, mxfp4: bool = Fal
     if not isinstance(stated, dict):
         raise _unsupported(source, {"quantization_config": stated})
     widened = mxfp4 and is_mxfp4(config)
-    supported = _is_of_mxfp4 if widened else _is_supported
     refused = {
         f"quantization_config.{name}": value
         for name, value in stated.items()
-        if value is not None and not supported(name, value)
+        if value is not None and not _is_supported(name, value, widened)
     }
-    if widened:
-        if refused:
-            raise _unsupported(source, refused)
-        return None
-    for required in ("quant_method", "weight_block_size"):  # null means one scale for all of a weight
-        if stated.get(required) is None:
-            refused[f"quantization_config.{required}"] = None
+    required = () if widened else ("quant_method", "weight_block_size")  # null: one scale for all of a weight
+    refused |= {f"quantization_config.{name}": None for name in required if stated.get(name) is None}
     if refused:
         raise _unsupported(source, refused)
+    if widened:
+        return None
     rows, columns = stated["weight_block_size"]
     skipped = frozenset(module for name in _SKIPPED for module in stated.get(name) or ())
     return Fp8Blocks(rows, columns, skipped)
 
 
-def _is_of_mxfp4(name: str, value: object) -> bool:
-    return name in _SKIPPED or value in _MXFP4.get(name, ())
-
-
-def _is_supported(name: str, value: object) -> bool:
+def _is_supported(name: str, value: object, widened: bool) -> bool:
+    if widened:
+        return name in _SKIPPED or value in _MXFP4.get(name, ())
     if name == "weight_block_size":
         return (
             isinstance(value, list)

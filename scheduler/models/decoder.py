@@ -162,7 +162,7 @@ class DecoderForCausalLM(CausalLM):
             project = self._head.project
         rotary = {rope: RotaryEmbedding(rope, config.rotary_dim, place=place) for rope in set(config.ropes)}
         self._rotary = [rotary[rope] for rope in config.ropes]
-        self._logits = LogitsProcessor(project, vocab, place=place)
+        self.logits_processor = LogitsProcessor(project, vocab, place=place)
         self._kernel = FusedDecoder.of(config, self._layers, self._norm, place)
         self.in_one_call = self._kernel is not None
         self.forms = [block.form for block in attention if block.form is not None]
@@ -197,7 +197,7 @@ class DecoderForCausalLM(CausalLM):
         return self._norm.add(update.index_select(0, sampled), residual.index_select(0, sampled))
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        return self._logits.forward(hidden)
+        return self.logits_processor.forward(hidden)
 
     def check(self) -> None:
         pass  # its modules are the engine's own

@@ -1,11 +1,9 @@
-"""The memory history: a bounded record of memory readings and their causes.
+"""The memory history: a record of memory readings and their causes, of a fixed size that is allocated at
+start.
 
-Invariants:
-- Readings have no side effect and are not taken per step, but at commands, at failures and every few seconds.
-- The record has a fixed size, allocated at start. Older events are summarised by period, which get longer
-  with time.
-- Consecutive readings of steady memory are one event; a drift beyond :data:`STEADY_BYTES`, however slow,
-  starts another.
+Readings have no side effect and are taken at commands, at failures and every few seconds. Older events are
+summarised by period. Readings of steady memory are one event; a drift beyond :data:`STEADY_BYTES`, however
+slow, starts another.
 """
 
 from collections.abc import Callable
@@ -152,7 +150,6 @@ class MemoryHistory:
         self._append(now, read, cause, detail, _NONE if returned is None else returned, residual)
 
     def sample(self) -> None:
-        """Take a sample if it is due, while steps run; otherwise the cost is a comparison."""
         now = monotonic()
         if now < self._next_sample:
             return

@@ -50,8 +50,6 @@ class _Stage:
 
 
 class StageProfiler:
-    """Accumulates stage times: one profiler for the engine, and one per operation that reports to it."""
-
     def __init__(
         self,
         parent: "StageProfiler | None" = None,

@@ -48,7 +48,6 @@ class StepTrace:
 
     @property
     def is_loaded(self) -> bool:
-        """True if the profiler can start at once; begins to load it."""
         if self._loading is None:
             self._loading = Task(partial(import_module, IMPORTED_BY_START), self._wake)
         return self._loading.done
@@ -124,7 +123,6 @@ class StepTrace:
                 self.stop()
 
     def _permitted(self, wanted: str | None) -> Path:
-        """Return the folder ``wanted``, which exists then and lies under the engine's own."""
         if self._folder is None:
             self._folder = tempfile.mkdtemp(prefix="profiles-")
         root = os.path.realpath(self._folder)

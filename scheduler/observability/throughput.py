@@ -1,8 +1,4 @@
-"""Throughput over the last seconds, and the log line about load.
-
-Counters that exist anyway are read about once a second while steps run, and never per step or token. A line
-covers the time since the line before, or since the work began.
-"""
+"""Throughput over the last seconds, and the log line about load, of counters that are read once a second."""
 
 import logging
 from collections import deque
@@ -59,8 +55,6 @@ def counters(engine: "Engine") -> Counters:
 
 
 class Throughput:
-    """Reads counters while there is work; knows the recent throughput, and logs it."""
-
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._log_interval_s = interval = engine.config.log_stats_interval_s
@@ -85,7 +79,6 @@ class Throughput:
         return (self._engine.outputs.generated_tokens - recent[0].generated_tokens) / (now - recent[0].at)
 
     def due(self) -> float | None:
-        """Return when :meth:`act` is due, on the monotonic clock; None if there is nothing to do."""
         if self._is_working:
             return self._next
         return None if self._logged is None else self._logged.at + self._log_interval_s

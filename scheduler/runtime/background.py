@@ -1,7 +1,6 @@
 """Background threads for work that may block, and how they wake the loop, which never waits for one.
 
-A thread never touches engine state: it hands over buffers of its own, at most ``ahead`` at a time, and after
-it was cancelled nothing more, however long its blocking call still takes.
+A thread hands over buffers of its own, at most ``ahead`` at a time, and nothing more after it was cancelled.
 """
 
 import contextlib
@@ -122,7 +121,6 @@ class Feed(Generic[Item]):
 
     @property
     def ended(self) -> bool:
-        """True if the iterator has ended and every item was taken."""
         return self._ended and not self._ready
 
     @property
@@ -141,7 +139,6 @@ class Feed(Generic[Item]):
         return None
 
     def release(self) -> None:
-        """Allow the thread to reuse the buffers of the oldest taken item."""
         self._room.release()
 
     def cancel(self) -> None:

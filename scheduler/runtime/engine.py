@@ -1,7 +1,7 @@
-"""The engine: one object whose parts find each other through it.
+"""The engine: one object whose parts find each other through it, when they work and not when they are built.
 
 The endpoint is bound before anything is allocated, so a second engine on it fails first. If a part cannot be
-built, everything before is released. A part reads other parts when it works, not when it is built.
+built, everything before is released.
 """
 
 import secrets
@@ -57,7 +57,7 @@ class Engine:
         """Build the engine; with ``shutdown`` None only a shutdown message ends it."""
         assert config.endpoint is not None
         self.config = config
-        self.shutdown = shutdown or shutdown_of(config)
+        self.shutdown = shutdown or Shutdown(config.shutdown_mode == "drain", config.drain_timeout_s)
         self.started_at = monotonic()
         self._cleanup = ExitStack()
         try:
@@ -79,7 +79,6 @@ class Engine:
             raise
 
     def close(self) -> None:
-        """Release endpoint, threads and memory. Idempotent."""
         self._cleanup.close()
 
     def _build_memory(self) -> None:
@@ -173,8 +172,3 @@ def _steps(engine: Engine, make_runner: MakeRunner) -> Steps:
         )
         raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="model_path") from error
     return image_steps(engine)
-
-
-def shutdown_of(config: EngineConfig, **fds: int | None) -> Shutdown:
-    drain = config.shutdown_mode == "drain"
-    return Shutdown(drain=drain, drain_timeout_s=config.drain_timeout_s, **fds)

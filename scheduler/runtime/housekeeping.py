@@ -74,7 +74,6 @@ class Housekeeping:
         self._idle_since = None
 
     def idle(self, now: float) -> None:
-        """Begin an idle period, unless one has begun: the loop has nothing to do."""
         if self._engine.state.generation != "running":
             self._idle_since = None  # continue decides whether to empty the device cache of a paused engine
         elif self._idle_since is None:

@@ -92,7 +92,7 @@ class Scheduler:
     def tick(self, in_flight: Step | None) -> Step | None:
         engine = self._engine
         run = engine.guard.run
-        self._receive(self._timeout(in_flight))
+        self.receive(self._timeout(in_flight))
         run("advancing commands", engine.commands.advance)
         run("scoring", engine.dispatcher.score)
         has_failed = in_flight is not None and isinstance(in_flight.output, Failure)
@@ -105,7 +105,8 @@ class Scheduler:
         run("aborting the requests of clients that are gone", engine.dispatcher.reap)
         return in_flight
 
-    def _receive(self, timeout_s: float | None) -> None:
+    def receive(self, timeout_s: float | None) -> None:
+        """Wait for what comes, at most ``timeout_s`` seconds, and take it in."""
         engine = self._engine
         engine.heartbeat.asleep = timeout_s != 0
         timeout_ms = None if timeout_s is None else round(min(timeout_s, MAX_POLL_S) * 1000)

@@ -1,10 +1,8 @@
 """Build an engine from a configuration and run it as a process.
 
-Invariants:
-- The launcher receives exactly one line on the ready descriptor: that the engine serves, or why it does not.
-- A signal, a shutdown message, the launcher's death and a failed loop or thread all end it the same way:
-  every live request gets its terminal message, and one log line gives the reason.
-- The process always ends: the watchdog ends a loop or a shutdown that hangs.
+The launcher receives exactly one line on the ready descriptor: that the engine serves, or why it does not.
+However it ends, every live request gets its terminal message, and one log line gives the reason; the watchdog
+ends what hangs.
 """
 
 import contextlib
@@ -28,7 +26,7 @@ from ...process import log, private_directory
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import use_device
 from .config import EngineConfig
-from .engine import Engine, shutdown_of
+from .engine import Engine
 from .guard import EngineEndsError
 from .shutdown import Shutdown, StartInterruptedError, StopSignals, name_fatal_signals
 from .watchdog import Watchdog, exit_within
@@ -54,7 +52,8 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
         with contextlib.ExitStack() as cleanup:
             signals = StopSignals(lambda: exit_within(END_S))
             name_fatal_signals(_last_words)
-            shutdown = shutdown_of(config, signal_fd=signals.fd, lifeline_fd=lifeline_fd)
+            drain = config.shutdown_mode == "drain"
+            shutdown = Shutdown(drain, config.drain_timeout_s, signals.fd, lifeline_fd)
             try:
                 engine = _start(config, shutdown, cleanup)
                 cleanup.callback(engine.close)
@@ -116,7 +115,6 @@ def _last_words(reason: str) -> None:
 
 
 def _start(config: EngineConfig, shutdown: Shutdown, cleanup: contextlib.ExitStack) -> Engine:
-    """Build the engine; raise every error as a CaesuraError, so that the launcher gets a reason."""
     try:
         log.configure(config.log_level, log_format=config.log_format, name=config.log_name)
     except ValueError as error:

@@ -30,13 +30,9 @@ _WATCH_S = 0.1
 
 class Shutdown:
     def __init__(
-        self,
-        *,
-        drain: bool = False,
-        drain_timeout_s: float = 0.0,
-        signal_fd: int | None = None,
-        lifeline_fd: int | None = None,
-    ) -> None:
+        self, drain: bool = False, drain_timeout_s: float = 0.0,
+        signal_fd: int | None = None, lifeline_fd: int | None = None,
+    ) -> None:  # fmt: skip
         """``signal_fd`` yields one byte per signal, its number; ``lifeline_fd`` the launcher's death."""
         self.requested = False
         """True if the loop must end, after draining if that was requested."""
@@ -164,7 +160,6 @@ class StopSignals:
                     signal.pthread_kill(main, number)
 
     def serving(self) -> None:
-        """Stop raising at signals: the loop handles them by :attr:`fd`, or the start has failed."""
         self._serving = True
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:

@@ -90,7 +90,6 @@ class Watchdog:
                 self._backstop.disarm()
 
     def _put_off(self) -> None:
-        """Restart the timeout: the loop has ticked, or is not expected to."""
         with self._lock:
             self._alive_at, self._told = monotonic(), False
             if self._backstop is None or self._closed.is_set():

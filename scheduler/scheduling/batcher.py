@@ -369,7 +369,6 @@ class Batcher:
         return taken
 
     def _may_start(self, request: Request) -> bool:
-        """Return False while a running request computes a prefix that ``request`` could share."""
         return not self._prefixes_in_progress[request.prompt_key] or not self._shareable_pages(request)
 
     def _shareable_pages(self, request: Request) -> int:

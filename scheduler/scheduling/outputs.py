@@ -87,7 +87,6 @@ class Outputs(ABC, Generic[SampleT]):
         self._replies.finished(sample, result)
 
     def abort(self, samples: Iterable[SampleT], message: str, code: ErrorCode | None = None) -> int:
-        """Finish samples now, with what they have; return how many were live."""
         reason = FinishReason(type="abort", message=message, code=code)
         return self._finish_each(samples, reason, keep_prefix=True)
 

@@ -380,7 +380,6 @@ class InputSpan:
 
 
 def input_spans(chunks: "list[tuple[Request, int]]", table: "RequestTable") -> list[InputSpan]:
-    """Return the prompt positions of ``chunks`` (request, tokens) whose log-probabilities are wanted."""
     spans = []
     for request, taken in chunks:
         if request.record is not None:

@@ -89,7 +89,6 @@ class AdmissionLimits:
         )
 
     def _total_limit(self, prompt_len: int, max_new_tokens: int | None) -> int:
-        """Return the number of tokens at which a request finishes; refuse what exceeds context or KV pool."""
         new_tokens = max_new_tokens if max_new_tokens is not None else max(self.context_len - prompt_len, 1)
         if prompt_len + new_tokens > self.context_len:
             raise CaesuraError(
@@ -163,7 +162,6 @@ class LiveRequests(Generic[SampleT]):
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[SampleT]:
-        """Iterate over a copy, in the order of admission: finishing a request removes it."""
         return iter(list(self._by_key.values()))
 
     def add(self, requests: Iterable[SampleT]) -> None:

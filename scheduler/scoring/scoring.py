@@ -95,7 +95,6 @@ class _Sequence:
 
     @property
     def inputs(self) -> int:
-        """Number of tokens to compute: all but the last, because no token follows that one."""
         return len(self.ids) - 1
 
 
@@ -252,7 +251,6 @@ class Scoring:
         )
 
     def _serve(self) -> Generator[None, None, None]:
-        """Compute until the queue is empty, a chunk at a time; then let the reference leave the device."""
         engine = self._engine
         while self._queue:
             chunk, failure = self._plan(), None
@@ -376,7 +374,6 @@ class Scoring:
             self._answers.append(error.to_reply(message_id))
 
     def _fail_all(self, error: CaesuraError) -> None:
-        """Answer every message with ``error``, without another access to the reference's memory."""
         if self._work is not None:
             self._work.close()
             self._work = None

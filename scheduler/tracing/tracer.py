@@ -107,19 +107,18 @@ class Tracer(TorchFunctionMode):
         return result
 
     def leaf(
-        self,
-        target: Callable[..., Any],
-        *args: Any,
-        like: Callable[[], Tensor] | None,
-        kind: str,
-        detail: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Note a call of a part of the engine; return ``like()``, if there is one, for its result."""
+        self, target: Callable[..., Any], *args: Any, like: Tensor, shape: Sequence[int], kind: str,
+        detail: Any = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Note a call of a part of the engine; return one ``like`` another, in ``shape``, for its result."""
         with torch._C.DisableTorchFunction():
-            made = [] if like is None else [like()]
-        self._note(Call(target, args, kwargs, [], kind=kind, detail=detail), made)
-        return made[0] if made else None
+            made = like.new_ones(tuple(shape))
+        self._note(Call(target, args, kwargs, [], kind=kind, detail=detail), [made])
+        return made
+
+    def mark(self, kind: str, detail: Any) -> None:
+        """Note a place between calls."""
+        self._note(Call(Tracer.mark, (), {}, [], kind=kind, detail=detail), [])
 
     def trace(self, out: Tensor) -> Trace:
         """Return the calls so far as a function of ``out``; NotTraceableError: no call has made it."""

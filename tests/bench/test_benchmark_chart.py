@@ -74,12 +74,12 @@ def test_missing_measurements_are_not_drawn():
     assert not {"vLLM", "transformers", "Long prompts"} & set(found)
 
 
-def test_every_label_lies_inside_the_picture():
+def test_every_label_and_bar_lies_inside_the_picture():
     figure = chart.draw([TINY, LONG])
     figure.draw_without_rendering()
     for axes in [figure, *figure.axes]:
-        for text in axes.texts:
-            box = text.get_window_extent()
+        for drawn in [*axes.texts, *axes.patches]:
+            box = drawn.get_window_extent()
             assert 0 <= box.x0 <= box.x1 <= figure.bbox.width
             assert 0 <= box.y0 <= box.y1 <= figure.bbox.height
 
@@ -93,6 +93,7 @@ def test_the_last_measurement_of_a_shape_counts(tmp_path):
     chart.main([*map(str, files), "--out", str(tmp_path / "chart.svg")])
     drawing = (tmp_path / "chart.svg").read_text()
     assert "16,000 tok/s" in drawing and "12,000 tok/s" not in drawing
+    assert "<dc:title>Rollout throughput on A &amp; B &lt;CPU&gt;</dc:title>" in drawing
 
 
 def test_figures_of_two_machines_are_refused():

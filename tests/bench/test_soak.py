@@ -102,14 +102,15 @@ def test_requests_are_in_flight_in_every_mode(mode, folders, tmp_path):
 
 
 @pytest.mark.slow
-def test_updates_are_soaked_by_each_transport(tmp_path, capsys):
+def test_updates_are_soaked_by_each_transport(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(soak_updates, "REQUESTS", 8)
     written, picture = tmp_path / "out.json", tmp_path / "plot.svg"
-    asked = ["--updates", str(2 * cycles.SETTLED), "--transports", "disk", "tensor"]
+    asked = ["--updates", str(2 * cycles.SETTLED), "--transports", "disk", "tensor", "ipc"]
     assert soak.main(["updates", *asked, "--json", str(written)]) == 0
     text = capsys.readouterr().out
     assert soak.main(["updates", "--read", str(written), "--plot", str(picture)]) == 0
     assert capsys.readouterr().out == text
-    for row in ("| disk | reserved |", "| tensor | reserved |", "| tensor | shared |"):
+    for row in ("| disk | reserved |", "| tensor | reserved |", "| tensor | shared |", "| ipc | reserved |"):
         assert row in text
     drawing = picture.read_text()
     assert "10th to last" in drawing and "tensor" in drawing

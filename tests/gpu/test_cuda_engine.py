@@ -5,7 +5,6 @@ import torch
 from support.checkpoints import make_checkpoint
 from support.scripted import EngineDriver, tokens_of
 
-from caesura.client.connection.results import read_floats
 from caesura.io_struct import (
     ContinueGenerationReqInput,
     FlushCacheReqInput,
@@ -55,21 +54,13 @@ def submit(driver: EngineDriver, params: SamplingParams) -> list[str]:
     rids = []
     for prompt in PROMPTS:
         message = GenerateReqInput(input_ids=prompt, sampling_params=params, return_logprob=True)
-        driver.send(message)
-        driver.hear()
-        rids.append(message.id)
+        rids.append(driver.submit(message))
     return rids
-
-
-def outputs(driver: EngineDriver, rids: list[str]) -> list[tuple[list[int], list[float]]]:
-    driver.run_until_idle()
-    results = [driver.result(rid) for rid in rids]
-    return [(tokens_of(result), read_floats(result.output_logprobs)) for result in results]
 
 
 def fresh_outputs(driver: EngineDriver, params: SamplingParams) -> list[tuple[list[int], list[float]]]:
     driver.call(FlushCacheReqInput(torch_empty_cache=False))
-    return outputs(driver, submit(driver, params))
+    return driver.outputs(submit(driver, params))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.15)])
@@ -111,7 +102,7 @@ def test_pause_is_a_barrier_and_leaves_no_trace(models, mode, ticks):
         assert driver.status().step == step
         report = driver.call(ContinueGenerationReqInput())
         assert report.freed == max(0, report.reserved_before - report.reserved_after)
-        found = outputs(driver, rids)
+        found = driver.outputs(rids)
         assert driver.status().kv.held == 0
     for (ids, logprobs), (expected_ids, expected_logprobs) in zip(found, expected, strict=True):
         count = len(ids) if mode == "abort" else 20

@@ -5,9 +5,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 from support.checkpoints import make_checkpoint
-from support.scripted import EngineDriver, tokens_of
+from support.scripted import EngineDriver
 
-from caesura.client.connection.results import read_floats
 from caesura.io_struct import (
     ContinueGenerationReqInput,
     FlushCacheReqInput,
@@ -68,12 +67,8 @@ def generate(driver: EngineDriver) -> list[tuple[list[int], list[float]]]:
     rids = []
     for prompt in PROMPTS:
         message = GenerateReqInput(input_ids=prompt, sampling_params=params, return_logprob=True)
-        driver.send(message)
-        driver.hear()
-        rids.append(message.id)
-    driver.run_until_idle()
-    results = [driver.result(rid) for rid in rids]
-    return [(tokens_of(result), read_floats(result.output_logprobs)) for result in results]
+        rids.append(driver.submit(message))
+    return driver.outputs(rids)
 
 
 def assert_close(found, expected) -> None:
@@ -133,12 +128,9 @@ def sampled(driver: EngineDriver) -> list[tuple[list[int], list[float]]]:
                 return_logprob=True,
                 return_raw_logprob=number % 2 == 0,
             )
-            driver.send(message)
-            driver.hear()
-            rids.append(message.id)
-        driver.run_until_idle()
-        results += [driver.result(rid) for rid in rids]
-    return [(tokens_of(result), read_floats(result.output_logprobs)) for result in results]
+            rids.append(driver.submit(message))
+        results += driver.outputs(rids)
+    return results
 
 
 def test_replayed_steps_sample_like_eager_ones(paths, backend):
@@ -146,7 +138,7 @@ def test_replayed_steps_sample_like_eager_ones(paths, backend):
         expected = sampled(driver)
     with engine(paths[0], attention_backend=backend) as driver:
         graphs = graphs_of(driver)
-        assert all(captured.head is not None for captured in graphs._captured.values())
+        assert all(captured.head is not None for captured in graphs.captured.values())
         assert_close(sampled(driver), expected)
 
 

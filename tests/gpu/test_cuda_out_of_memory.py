@@ -3,9 +3,8 @@
 import pytest
 import torch
 from support.checkpoints import make_checkpoint
-from support.scripted import EngineDriver, tokens_of
+from support.scripted import EngineDriver
 
-from caesura.client.connection.results import read_floats
 from caesura.io_struct import GenerateReqInput, SamplingParams
 
 pytestmark = [
@@ -35,14 +34,11 @@ def outputs(driver: EngineDriver) -> list[tuple[list[int], list[float]]]:
     rids = []
     for prompt in PROMPTS:
         message = GenerateReqInput(input_ids=prompt, sampling_params=params, return_logprob=True)
-        driver.send(message)
-        driver.hear()
-        rids.append(message.id)
-    driver.run_until_idle()
-    results = [driver.result(rid) for rid in rids]
-    assert {result.finish_reason.type for result in results} == {"length"}
+        rids.append(driver.submit(message))
+    found = driver.outputs(rids)
+    assert {driver.result(rid).finish_reason.type for rid in rids} == {"length"}
     assert driver.status().kv.held == 0
-    return [(tokens_of(result), read_floats(result.output_logprobs)) for result in results]
+    return found
 
 
 @pytest.mark.parametrize("depth", [0, 1])

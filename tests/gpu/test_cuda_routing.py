@@ -44,9 +44,7 @@ def test_replayed_in_transformers(model, retract):
             message = GenerateReqInput(
                 input_ids=prompt, sampling_params=params, return_logprob=True, return_routed_experts=True
             )
-            driver.send(message)
-            driver.hear()
-            rids.append(message.id)
+            rids.append(driver.submit(message))
         if retract:
             driver.tick(8)
             driver.call(PauseGenerationReqInput(mode="retract"))

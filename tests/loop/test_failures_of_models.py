@@ -44,9 +44,7 @@ def submit(driver: EngineDriver, routed: bool) -> list[str]:
         message = GenerateReqInput(
             input_ids=prompt, sampling_params=params, return_logprob=True, return_routed_experts=routed
         )
-        driver.send(message)
-        driver.hear()
-        rids.append(message.id)
+        rids.append(driver.submit(message))
     return rids
 
 

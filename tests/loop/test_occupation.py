@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -369,7 +370,8 @@ def test_a_resume_without_enough_memory_changes_nothing(driver, monkeypatch):
     driver.call(PauseGenerationReqInput())
     release(driver)
     before = driver.status()
-    monkeypatch.setattr(residency, "get_available_memory", lambda device: 100)
+    device = SimpleNamespace(mem_get_info=lambda: (100, 1 << 40))
+    monkeypatch.setattr(driver.engine.residency, "module", device)
     error = assert_error(driver.call(Resume()), "out_of_memory")
     sizes = before.device_memory
     assert error.detail == {"needed_bytes": sizes.weights + sizes.kv_cache, "free_bytes": 100}

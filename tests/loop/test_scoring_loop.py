@@ -1,6 +1,7 @@
 """Scoring inside a real engine, tick by tick."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -423,10 +424,9 @@ def test_other_clients_are_served_in_order(tiny_model, reference, judge):
 
 @pytest.mark.parametrize("residency", ["offload", "layerwise"])
 def test_a_reference_that_cannot_come_is_a_typed_error(tiny_model, reference, judge, residency, monkeypatch):
-    from caesura.scheduler.memory import residency as module
-
     with driver_with(tiny_model, reference, residency) as driver:
-        monkeypatch.setattr(module, "get_available_memory", lambda *_, **__: 10)
+        device = SimpleNamespace(mem_get_info=lambda: (10, 1 << 40))
+        monkeypatch.setattr(driver.engine.residency, "module", device)
         message = ScoreReqInput(input_ids=sequences(5), start=[1])
         reply = driver.call(message)
         assert isinstance(reply, ErrorReply)

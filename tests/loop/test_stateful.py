@@ -227,8 +227,7 @@ class EngineMachine(RuleBasedStateMachine):
             return_raw_logprob=ask.raw,
         )
         name = ["main", *self.guests][ask.client]
-        self.driver.send(message, name)
-        self.driver.hear()  # it has arrived; no step is launched
+        self.driver.submit(message, name)
         refusal = self.refusal_of(ask.length, ask.new_tokens)
         if refusal is None:
             self.submitted[message.id] = Submitted(message, [name])

@@ -64,6 +64,16 @@ def forward_batch(rows: list[Row], num_decode: int, page_size: int = 16) -> Forw
     )
 
 
+def scattered_batch(
+    rows: Iterable[tuple[int, int]], num_decode: int, num_pages: int, seed: int = 0
+) -> ForwardBatch:
+    """A batch of rows (KV that is there, new tokens) whose pages lie anywhere in a pool of ``num_pages``."""
+    ids = list(range(1, num_pages))
+    random.Random(seed).shuffle(ids)
+    made = [Row([0] * new, start, [ids.pop() for _ in range(-(-(start + new) // 16))]) for start, new in rows]
+    return forward_batch(made, num_decode)
+
+
 def greedy_sampling(count: int) -> SamplingBatch:
     return SamplingBatch(
         temperature=torch.ones(count),

@@ -80,10 +80,10 @@ class Device:
         self.emptied = 0
         self.side = Stream()
         self._compute = Stream()
-        self._total = total
+        self.free = self._total = total
 
     def mem_get_info(self) -> tuple[int, int]:
-        return self._total, self._total
+        return self.free, self._total
 
     def Stream(self) -> Stream:  # noqa: N802 (torch's name)
         return self.side
@@ -107,10 +107,15 @@ class Device:
 
 
 class CountingHost:
-    """The CPU's own module, with a count."""
+    """The CPU's own module, with a count, and free memory that a test may set."""
 
     def __init__(self) -> None:
         self.emptied = 0
+        self.free: int | None = None
+
+    def mem_get_info(self) -> tuple[int, int]:
+        free, total = HOST.mem_get_info()
+        return free if self.free is None else self.free, total
 
     def empty_cache(self) -> None:
         self.emptied += 1
@@ -204,4 +209,4 @@ class Model:
 
 
 def emptied(manager: ComponentResidencyManager) -> int:
-    return manager._module.emptied
+    return manager.module.emptied

@@ -10,7 +10,7 @@ says what they should be.
 import itertools
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +22,7 @@ import pytest
 import torch
 import zmq
 
+from caesura.client.connection.results import read_floats
 from caesura.io_struct import (
     BatchTokenOutput,
     BeginWeightUpdateReqInput,
@@ -416,6 +417,12 @@ class EngineDriver:
         self._inbox.await_one_more()
         return "" if isinstance(message, bytes) else message.id
 
+    def submit(self, message: Message, client: str = "main") -> str:
+        """Send a message and have the loop take it: it has arrived, and no step is launched."""
+        self.send(message, client)
+        self.hear()
+        return message.id
+
     def tick(self, times: int = 1) -> None:
         """Turn the loop, never blocking; take in what it sent."""
         for _ in range(times):
@@ -424,7 +431,7 @@ class EngineDriver:
 
     def hear(self) -> None:
         """Have the engine take in what it has been sent, without a step."""
-        self.engine.scheduler._receive(0)
+        self.engine.scheduler.receive(0)
 
     def sleep_s(self, ongoing: Any = None) -> float | None:
         """Seconds for which the loop would sleep now; None: until a message comes."""
@@ -545,6 +552,12 @@ class EngineDriver:
         found = self.results.get((rid, index), [])
         assert len(found) == 1, f"{rid}/{index} has {len(found)} terminal results"
         return found[0]
+
+    def outputs(self, rids: Iterable[str]) -> list[tuple[list[int], list[float]]]:
+        """Run until idle; return the tokens of each request and their logprobs."""
+        self.run_until_idle()
+        results = [self.result(rid) for rid in rids]
+        return [(tokens_of(result), read_floats(result.output_logprobs)) for result in results]
 
 
 def tokens_of(result: GenerateReqOutput) -> list[int]:

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from PIL import Image
 from torch import Tensor
 
-from ..charts import BLUE, CORAL, MUTED, SAND, TEAL, VIOLET, Chart, draw_chart, smooth
+from ..charts import BLUE, CORAL, MUTED, TEAL, VIOLET, Chart, draw_chart, memory, push, smooth
 from .history import Evaluation, ImageHistory
 
 _SCALE = 3
@@ -22,8 +22,8 @@ def all_charts(history: ImageHistory) -> dict[str, Chart]:
     wide, half = (9.6, 3.1), (4.7, 2.2)
     return {
         "reward": draw_chart("reward", lambda axes: _reward(axes, history), wide),
-        "push": draw_chart("push", lambda axes: _push(axes, history), half),
-        "memory": draw_chart("memory", lambda axes: _memory(axes, history), half),
+        "push": draw_chart("push", lambda axes: push(axes, history), half),
+        "memory": draw_chart("memory", lambda axes: memory(axes, history), half),
         "gap": draw_chart("gap", lambda axes: _gap(axes, history), half),
         "crossing": draw_chart("crossing", lambda axes: _crossing(axes, history), half),
     }
@@ -52,28 +52,6 @@ def _reward(axes: Axes, history: ImageHistory) -> None:
         label="prompts never trained on",
     )
     axes.set_ylim(0, 1.04)
-    axes.set_xlabel("update")
-
-
-def _push(axes: Axes, history: ImageHistory) -> None:
-    for name, values, colour in (
-        ("pause", [each.pause_ms for each in history.updates], CORAL),
-        ("update", [each.update_ms for each in history.updates], BLUE),
-        ("continue", [each.continue_ms for each in history.updates], TEAL),
-    ):
-        axes.plot(_numbers(history), values, ".", color=colour, markersize=4, label=name)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("ms")
-    axes.set_xlabel("update")
-
-
-def _memory(axes: Axes, history: ImageHistory) -> None:
-    before = [each.reserved_before_mb for each in history.updates]
-    after = [each.reserved_after_mb for each in history.updates]
-    axes.plot(_numbers(history), before, color=SAND, label="at the pause")
-    axes.plot(_numbers(history), after, color=VIOLET, label="after the cache is emptied")
-    axes.set_ylim(0, 1.25 * max(*before, *after, 1e-3))
-    axes.set_ylabel("reserved MB")
     axes.set_xlabel("update")
 
 

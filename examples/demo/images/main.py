@@ -3,9 +3,10 @@
 from diffusers.utils.logging import set_verbosity_error
 from rich.console import Console
 
+from ..report import write_summary
 from .history import ImageHistory
 from .loop import run
-from .report import write_report, write_summary
+from .report import write_report
 from .settings import ImageSettings
 
 
@@ -21,4 +22,5 @@ def run_images(console: Console, settings: ImageSettings) -> None:
     run(settings, history, say)
     for name, value in history.summary().items():
         console.print(f"  {name:30} {value}", highlight=False, soft_wrap=True)
-    say(f"{write_summary(history, settings.out_dir)}\n{write_report(history, settings, settings.out_dir)}")
+    summary = write_summary(history.summary(), settings.out_dir)
+    say(f"{summary}\n{write_report(history, settings, settings.out_dir)}")

@@ -3,7 +3,6 @@
 Invariant: the page needs no network and no other file; its pictures stand in it.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,6 @@ from .charts import all_charts, picture_row
 from .history import ImageHistory
 from .settings import ImageSettings
 from .world import HELD_OUT, PROMPTS
-
-
-def write_summary(history: ImageHistory, out_dir: Path) -> Path:
-    """Write ``summary.json``."""
-    path = out_dir / "summary.json"
-    path.write_text(json.dumps(history.summary(), indent=2) + "\n", encoding="utf-8")
-    return path
 
 
 def write_report(history: ImageHistory, settings: ImageSettings, out_dir: Path) -> Path:

@@ -1,19 +1,16 @@
 """Everything one run of the image demo is told, in one frozen value."""
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from ..settings import Transport
+from ..settings import RunSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageSettings:
+class ImageSettings(RunSettings):
     """Settings of a run; the defaults are the full one, under four minutes on two cores."""
 
-    out_dir: Path = Path("demo_out")
     seed: int = 3
-    transport: Transport = "ipc"
 
     # Before the policy is served
     vae_steps: int = 280
@@ -68,9 +65,3 @@ class ImageSettings:
     def sigmas(self) -> list[float]:
         """Return equally spaced noise levels: near 0 the log-probabilities would be useless."""
         return [1 - step / self.steps for step in range(self.steps)]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the settings for the report."""
-        return {
-            name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()
-        }

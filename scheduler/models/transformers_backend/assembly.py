@@ -30,12 +30,13 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ...layers.embedding import Embedding
+from ...layers.experts import Experts
 from ...layers.linear import Linear
 from ...layers.moe import RoutedExperts
 from ...layers.parameters import Layer, Parameter, Placement, PlainSlot, WeightSlot
 from ..config import ModelConfig
 from .config import FAILURES, read_config
-from .interfaces import IMPLEMENTATION, Computed, NamedExperts, checkpoint_names, engine_experts
+from .interfaces import IMPLEMENTATION, Computed, NamedExperts, checkpoint_names
 from .probe import Probe, refused
 from .products import Head, PartOfProduct, Product, SharedProduct, gather_by
 
@@ -298,10 +299,8 @@ class Assembled:
     # Experts
 
     def _replace_experts(self) -> None:
-        routed = {call.module: call for call in self._probe.routed}
-        kinds = {
-            (call.top_k, getattr(self._paths[call.module], "num_experts", None)) for call in routed.values()
-        }
+        routed = dict(self._probe.routed)
+        kinds = {(k, getattr(self._paths[path], "num_experts", None)) for path, k in routed.items()}
         if len(kinds) == 1:
             (top_k, count) = kinds.pop()
             if isinstance(count, int) and len(routed) == len(self._probe.routed):
@@ -311,7 +310,8 @@ class Assembled:
             names = checkpoint_names(module, path, self._parts)
             replaced = None
             if names is not None:
-                replaced = engine_experts(module, self._engine_name(path), path, self._place)
+                sizes = getattr(module, "down_proj").shape  # noqa: B009
+                replaced = Experts(self._engine_name(path), path, *sizes, place=self._place)
                 self.layers.append(NamedExperts(replaced, names))
                 for name in ("gate_up_proj", "down_proj"):
                     self._done.add(f"{path}.{name}")

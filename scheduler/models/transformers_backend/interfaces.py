@@ -11,10 +11,9 @@ Invariants:
 - What a router chose is recorded before it is computed with, where every layer's choice has the same form.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from ...execution.forward import AttentionBackend
 from ...kernels.attention_form import AttentionForm, HeadNorms
 from ...layers.experts import Experts
 from ...layers.moe import RoutedExperts
-from ...layers.parameters import Parameter, Placement, WeightSlot
+from ...layers.parameters import Parameter, WeightSlot
 
 if TYPE_CHECKING:
     from .assembly import Part
@@ -36,21 +35,21 @@ IMPLEMENTATION = "caesura"
 """Name in transformers' tables of functions."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    backend: AttentionBackend
-    forms: Sequence[AttentionForm]
-    head_size: int
-    """Size of the pool's heads: the wider of keys and values."""
-
-
-_step: ContextVar[_Step] = ContextVar("step")
+_step: ContextVar[tuple[Callable[..., Tensor], Any, Sequence[AttentionForm], int]] = ContextVar("step")
 
 
 @contextmanager
-def attending(backend: AttentionBackend, forms: Sequence[AttentionForm], head_size: int) -> Iterator[None]:
-    """Have modules of this thread attend through ``backend``, whose step is planned, within the block."""
-    outer = _step.set(_Step(backend, forms, head_size))
+def attending(
+    backend: AttentionBackend,
+    forms: Sequence[AttentionForm],
+    head_size: int,
+    by: Callable[..., Tensor] | None = None,
+) -> Iterator[None]:
+    """Have modules of this thread attend through ``backend``, whose step is planned, within the block.
+
+    ``head_size`` is that of the pool, the wider of keys and values; ``by`` stands in for :func:`attend`.
+    """
+    outer = _step.set((by or attend, backend, forms, head_size))
     try:
         yield
     finally:
@@ -70,8 +69,8 @@ def _attend(
 
     Scale, window and the rest are those of the layer's form: no call differs from the one that was probed.
     """
-    step, layer = _step.get(), module.layer_idx
-    return attend(step.backend, query, key, value, layer, step.forms[layer], step.head_size), None
+    (by, backend, forms, size), layer = _step.get(), module.layer_idx
+    return by(backend, query, key, value, layer, forms[layer], size), None
 
 
 def attend(
@@ -201,8 +200,3 @@ def _is_silu_gated(module: nn.Module) -> bool:
         and isinstance(getattr(module, "act_fn", None), (nn.SiLU, SiLUActivation))
         and {name for name, _ in module.named_parameters()} == {"gate_up_proj", "down_proj"}
     )
-
-
-def engine_experts(module: nn.Module, name: str, path: str, place: Placement) -> Experts:
-    count, hidden, width = getattr(module, "down_proj").shape  # noqa: B009
-    return Experts(name, path, count, hidden, width, place=place)

@@ -12,12 +12,11 @@ Invariants:
 import copy
 import re
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils.generic import ModelOutput
 
 from ...execution.forward import AttentionBackend, ForwardBatch
 from ...kernels.attention_form import AttentionForm
@@ -32,16 +31,6 @@ from .probe import Attended, Probe, probe, refused
 from .products import Given
 from .self_check import check
 from .traced_decoder import traced_decoder, traced_head
-
-
-@dataclass
-class _DecoderOutput(ModelOutput):
-    last_hidden_state: Tensor | None = None
-    past_key_values: Any = None
-    hidden_states: Any = None
-    attentions: Any = None
-    cross_attentions: Any = None
-    router_logits: Any = None
 
 
 class TransformersForCausalLM(CausalLM):
@@ -77,7 +66,7 @@ class TransformersForCausalLM(CausalLM):
         self.traced_head = traced_head(
             self._headed, self._given, self._head, place.dtype, place.device, config.hidden_size
         )
-        self._logits = LogitsProcessor(self._project, config.vocab_size, place=place)
+        self.logits_processor = LogitsProcessor(self._project, config.vocab_size, place=place)
         self._by_layer = LayerByLayer(decoder, seen)
         self.traced = traced_decoder(module, decoder, seen, self.forms, place.dtype, place.device)
         self.in_one_call = self.traced is not None and self.traced.in_one_call is not None
@@ -111,7 +100,7 @@ class TransformersForCausalLM(CausalLM):
             yield number
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        return self._logits.forward(hidden)
+        return self.logits_processor.forward(hidden)
 
     def _project(self, hidden: Tensor, out: Tensor) -> Tensor:
         if self.traced_head is not None:
@@ -148,7 +137,7 @@ def _form(module: nn.Module, call: Attended, *, one_scale: bool) -> AttentionFor
 
 def _with_given(module: nn.Module, path: str) -> tuple[Any, Given]:
     """Return a copy of ``module`` that shares its parts, but has a given decoder at ``path``."""
-    given = Given(lambda hidden: _DecoderOutput(last_hidden_state=hidden))
+    given = Given()
     *parents, last = path.split(".")
     copied = outer = _shallow(module)
     for name in parents:

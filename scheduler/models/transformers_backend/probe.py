@@ -45,16 +45,11 @@ class Attended:
     """Name of the parameter with a logit per head in the softmax's denominator (``s_aux``), or None."""
 
 
-@dataclass(frozen=True, slots=True)
-class Routed:
-    module: str
-    top_k: int
-
-
 @dataclass(slots=True)
 class Probe:
     attended: list[Attended] = field(default_factory=list)
-    routed: list[Routed] = field(default_factory=list)
+    routed: list[tuple[str, int]] = field(default_factory=list)
+    """Module, and experts per token, of each call."""
     products: list[list[str]] = field(default_factory=list)
     """Linear modules that can be one product each, of two and more, in the order of their calls."""
     layers: list[nn.Module] = field(default_factory=list)
@@ -218,7 +213,7 @@ def _mask(
 def _experts(module: nn.Module, hidden: Tensor, *args: Any, **options: Any) -> Tensor:
     notes, ids = _notes[-1], args[0] if args else None
     if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[0] == hidden.shape[0]:
-        notes.probe.routed.append(Routed(notes.names[module], ids.shape[1]))
+        notes.probe.routed.append((notes.names[module], ids.shape[1]))
     return torch.empty_like(hidden)
 
 

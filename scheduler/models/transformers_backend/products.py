@@ -9,10 +9,12 @@ Invariants:
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.generic import ModelOutput
 
 from ...layers.embedding import Embedding
 from ...layers.linear import Linear
@@ -105,14 +107,21 @@ class Head(nn.Module):
         return self.project(x[0], self.out).unsqueeze(0)
 
 
+@dataclass
+class _DecoderOutput(ModelOutput):
+    last_hidden_state: Tensor | None = None
+    past_key_values: Any = None
+    hidden_states: Any = None
+    attentions: Any = None
+    cross_attentions: Any = None
+    router_logits: Any = None
+
+
 class Given(nn.Module):
     """Stands for a decoder whose output is known: a model's own code then goes on from it."""
 
-    def __init__(self, make_output: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self._make_output = make_output
-        self.hidden: Tensor | None = None
+    hidden: Tensor | None = None
 
-    def forward(self, *args: Any, **options: Any) -> Any:
+    def forward(self, *args: Any, **options: Any) -> _DecoderOutput:
         assert self.hidden is not None
-        return self._make_output(self.hidden)
+        return _DecoderOutput(last_hidden_state=self.hidden)

@@ -257,7 +257,7 @@ def traced_decoder(
     kernels = elementwise_for(device, dtype)
     norms = {} if kernels is None else proven_norms(decoder, dtype, device, kernels)
     try:
-        trace = trace_decoder(module, decoder, probe, norms, forms, sizes.head_size, device)
+        trace = trace_decoder(decoder, probe, norms, forms, sizes.head_size, device)
     except NotTraceableError as error:
         logger.info("%s is computed by its modules: %s", type(module).__name__, error)
         return None

@@ -5,32 +5,25 @@ Invariant: what stands in for a part while it is traced is gone when the trace e
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
 
 from ...kernels.attention_form import AttentionForm
 from ...tracing.tracer import NotTraceableError, Trace, Tracer, merge
 from .fusion import Norm
-from .interfaces import Computed, attend
+from .interfaces import Computed, attend, attending
 from .probe import FOREIGN_FAILURES, Probe
 from .products import GatheredEmbedding, Given, Head, PartOfProduct, Product, SharedProduct
 
 _SIZES = (7, 11, 1)
 """Numbers of tokens of the traces that are merged."""
-_NAME = "caesura_tracer"
-
-_attention: ContextVar[Callable[..., Tensor]] = ContextVar("attention")
-AttentionInterface.register(_NAME, lambda *args, **options: (_attention.get()(*args), None))
 
 
 def trace_decoder(
-    module: PreTrainedModel,
     decoder: nn.Module,
     probe: Probe,
     norms: dict[nn.Module, Norm],
@@ -38,7 +31,7 @@ def trace_decoder(
     head_size: int,
     device: torch.device,
 ) -> Trace:
-    """Return the calls of ``decoder``, a part of ``module``, given token ids, positions and the backend.
+    """Return the calls of ``decoder``, given token ids, positions and the backend.
 
     ``norms`` are the modules that a kernel stands in for. NotTraceableError if no list of calls repeats it.
     """
@@ -47,16 +40,16 @@ def trace_decoder(
         positions = torch.arange(size, device=device)
         return {"ids": torch.zeros_like(positions), "positions": positions, "backend": torch.empty(0)}
 
-    def run(tracer: Tracer, ids: Tensor, positions: Tensor, backend: Tensor) -> Tensor:
-        def attention(layer: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-            number, shape = layer.layer_idx, (1, query.shape[2], query.shape[1], value.shape[3])
-            args = backend, query, key, value, number, forms[number], head_size
-            made: Tensor = tracer.leaf(
-                attend, *args, like=lambda: query.new_empty(shape), kind="attend", detail=number
-            )
-            return made
+    def run(tracer: Tracer, ids: Tensor, positions: Tensor, backend: Any) -> Tensor:
+        def attention(backend: Any, query: Tensor, key: Tensor, value: Tensor, layer: int, *_: Any) -> Tensor:
+            shape, args = (1, query.shape[2], query.shape[1], value.shape[3]), (backend, query, key, value)
+            return tracer.leaf(attend, *args, layer, *_, like=query, shape=shape, kind="attend", detail=layer)
 
-        with _parts_noted(tracer, module, decoder, probe, norms, attention), tracer:
+        with (
+            attending(backend, forms, head_size, attention),
+            _parts_noted(tracer, decoder, probe, norms),
+            tracer,
+        ):
             out = decoder(input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
             last: Tensor = out.last_hidden_state[0]
             return last
@@ -73,9 +66,7 @@ def trace_head(headed: Any, given: Given, head: Head, dtype: torch.dtype, hidden
 
     def run(tracer: Tracer, hidden: Tensor, out: Tensor) -> Tensor:
         def project(x: Tensor) -> Tensor:
-            made: Tensor = tracer.leaf(
-                head.project, x[0], out, like=lambda: torch.ones_like(out), kind="head"
-            )
+            made = tracer.leaf(head.project, x[0], out, like=out, shape=out.shape, kind="head")
             return made.unsqueeze(0)
 
         ids = torch.zeros((1, len(hidden)), dtype=torch.int64)
@@ -109,15 +100,10 @@ class _Parts:
         self._merged: dict[SharedProduct, tuple[Tensor, tuple[Tensor, ...]]] = {}
 
     def product(self, linear: Any, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, linear.in_features)
-        made: Tensor = self._tracer.leaf(
-            linear.forward,
-            rows,
-            like=lambda: _like(rows, len(rows), linear.out_features),
-            kind="product",
-            detail=linear,
-        )
-        return made.view(*x.shape[:-1], linear.out_features)
+        rows, size = x.reshape(-1, linear.in_features), linear.out_features
+        shape, call = (len(rows), size), linear.forward
+        made = self._tracer.leaf(call, rows, like=rows, shape=shape, kind="product", detail=linear)
+        return made.view(*x.shape[:-1], size)
 
     def part(self, part: PartOfProduct, x: Tensor) -> Tensor:
         shared = part.shared
@@ -127,10 +113,7 @@ class _Parts:
         return self._merged[shared][1][part.number]
 
     def gathered(self, table: Any, like: Tensor, size: int, ids: Tensor) -> Tensor:
-        made: Tensor = self._tracer.leaf(
-            table.forward, ids, like=lambda: _like(like, len(ids), size), kind="gather"
-        )
-        return made
+        return self._tracer.leaf(table.forward, ids, like=like, shape=(len(ids), size), kind="gather")
 
     def norm(self, original: Callable[[Tensor], Tensor], norm: Norm, x: Tensor) -> Tensor:
         size = norm.weight.shape[0]
@@ -139,35 +122,21 @@ class _Parts:
         rows = x.reshape(-1, size)
         if rows.stride(-1) != 1:
             return original(x)
-        made: Tensor = self._tracer.leaf(
+        made = self._tracer.leaf(
             norm.compute, rows, norm.weight, norm.eps, from_one=norm.from_one,
-            like=lambda: _like(rows, len(rows), size), kind="norm", detail=norm,
+            like=rows, shape=rows.shape, kind="norm", detail=norm,
         )  # fmt: skip
         return made.view(x.shape)
 
     def experts(self, computed: Computed, owner: nn.Module, hidden: Tensor, *args: Any) -> Tensor:
-        like = partial(torch.empty_like, hidden)
-        made: Tensor = self._tracer.leaf(computed, owner, hidden, *args, like=like, kind="experts")
-        return made
-
-    def layer(self, number: int, *_: Any) -> None:
-        self._tracer.leaf(_Parts.layer, like=None, kind="layer", detail=number)
-
-
-def _like(tensor: Tensor, rows: int, size: int) -> Tensor:
-    return tensor.new_empty((rows, size))
+        shape = hidden.shape
+        return self._tracer.leaf(computed, owner, hidden, *args, like=hidden, shape=shape, kind="experts")
 
 
 @contextmanager
 def _parts_noted(
-    tracer: Tracer,
-    module: PreTrainedModel,
-    decoder: nn.Module,
-    probe: Probe,
-    norms: dict[nn.Module, Norm],
-    attention: Callable[..., Tensor],
+    tracer: Tracer, decoder: nn.Module, probe: Probe, norms: dict[nn.Module, Norm]
 ) -> Iterator[None]:
-    config: Any = module.config
     parts = _Parts(tracer)
     with ExitStack() as stack:
         for each in decoder.modules():
@@ -183,11 +152,13 @@ def _parts_noted(
             if (computed := vars(each).get(Computed.ATTRIBUTE)) is not None:
                 _put(stack, each, Computed.ATTRIBUTE, partial(parts.experts, computed))
         for number, layer in enumerate(probe.layers):
-            stack.callback(layer.register_forward_pre_hook(partial(parts.layer, number)).remove)
-        stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
-        config._attn_implementation = _NAME
-        stack.callback(_attention.reset, _attention.set(attention))
+            mark = partial(_mark, tracer, number)
+            stack.callback(layer.register_forward_pre_hook(mark).remove)
         yield
+
+
+def _mark(tracer: Tracer, number: int, *_: Any) -> None:
+    tracer.mark("layer", number)
 
 
 def _put(stack: ExitStack, owner: nn.Module, name: str, value: Any) -> None:

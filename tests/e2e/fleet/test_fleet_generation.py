@@ -196,29 +196,6 @@ def test_an_engine_that_is_killed_costs_no_request(engines, launch):
     run([*engines, victim], body)
 
 
-def test_an_engine_that_shuts_down_in_order_hands_its_requests_over(engines, launch):
-    leaving = launch()
-
-    async def body(fleet: Fleet) -> None:
-        whole = await fleet.generate(PROMPT, LONG, return_logprob=True)
-        member = next(each for each in fleet.members if each.address.endpoint == leaving.endpoint)
-        for other in fleet.members:
-            if other is not member:
-                fleet.dispatcher.fence(other, "until the request has begun")
-        handle = await fleet.submit(PROMPT, LONG, stream=True, return_logprob=True)
-        async for _ in handle:
-            break
-        for other in fleet.members:
-            if other is not member:
-                other.admit(other.epoch, fleet.weights_epoch)
-        await member.client.shutdown(drain=False)
-        output = await handle.result()
-        same(output, whole)
-        assert len({span.incarnation for span in output.weight_versions}) == 2
-
-    run([*engines, leaving], body)
-
-
 @pytest.mark.parametrize("samples", [1, 2])
 def test_an_engine_that_is_told_to_end_costs_none_of_many_requests(engines, launch, samples):
     leaving = launch()

@@ -298,12 +298,12 @@ def test_a_pause_that_engines_refuse_is_no_pause(engines, mode, lease_s):
     run(engines, body, lease_s=lease_s)
 
 
-def test_a_member_that_refuses_a_pause_ends_it_for_all(engines, monkeypatch):
+def test_a_member_that_refuses_a_pause_ends_it_for_all(engines):
     async def body(fleet: Fleet) -> None:
         async def refuses(*_args: Any, **_options: Any) -> Any:
             raise InvalidRequest("it refuses")
 
-        monkeypatch.setattr(fleet.members[1].client, "pause", refuses)
+        fleet.members[1].client.pause = refuses
         with pytest.raises(InvalidRequest, match="it refuses"):
             await fleet.pause()
         assert [engine.status(owner="").generation for engine in engines] == ["running"] * 2

@@ -4,7 +4,6 @@
 import asyncio
 import signal
 import socket
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from caesura.client import (
     InternalError,
     SamplingParams,
 )
-from caesura.client.group import replicas as replica_fleet
 from caesura.client.group.members import EngineAddress
 from caesura.client.group.processes import ReplicaProcesses
 from caesura.client.group.recovery import Copies
@@ -294,18 +292,17 @@ def test_a_session_over_a_group_that_is_made_again_begins_again(processes, tiny_
 
 @pytest.mark.parametrize("restores", [True, False], ids=["from its folder", "not"])
 def test_a_restarted_replica_is_copied_to_only_if_it_has_not_restored_the_weights(
-    processes, tiny_model, other_model, monkeypatch, restores
+    processes, tiny_model, other_model, restores
 ):
-    copied: list[str] = []
-    copy = Copies.copy
-
-    async def counted(self: Copies, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
-        copied.append(target.name)
-        await copy(self, donor, target, owner)
-
-    monkeypatch.setattr(Copies, "copy", counted)
-
     async def body(fleet: ReplicaFleet) -> None:
+        copied: list[str] = []
+        copy = fleet.copy
+
+        async def counted(donor: EngineAddress, target: EngineAddress) -> None:
+            copied.append(target.name)
+            await copy(donor, target)
+
+        fleet.copy = counted  # type: ignore[method-assign]
         if restores:
             await fleet.client.update_weights_from_disk(other_model, weight_version="second")
         else:
@@ -326,25 +323,23 @@ def test_a_restarted_replica_is_copied_to_only_if_it_has_not_restored_the_weight
     run(processes, body, model=tiny_model)
 
 
-def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, other_model, monkeypatch):
-    begun, go = threading.Semaphore(0), threading.Event()
-    copy = Copies.copy
-
-    async def slow(self: Copies, *places: Any) -> None:
-        begun.release()
-        assert await asyncio.to_thread(go.wait, PATIENCE_S)
-        await copy(self, *places)
-
-    monkeypatch.setattr(Copies, "copy", slow)
-
+def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, other_model):
     async def body(fleet: ReplicaFleet) -> None:
-        away = fleet.members[0]
+        begun, go, away, copy = asyncio.Event(), asyncio.Event(), fleet.members[0], fleet.copy
+
+        async def slow(*places: EngineAddress) -> None:
+            begun.set()
+            await go.wait()
+            await copy(*places)
+
+        fleet.copy = slow  # type: ignore[method-assign]
 
         async def until_copying() -> None:
             go.clear()
             async with AsyncControlClient(away.address.endpoint) as stranger:
                 await stranger.update_weights_from_disk(tiny_model, weight_version="foreign")
-            assert await asyncio.to_thread(begun.acquire, timeout=PATIENCE_S)
+            await begun.wait()
+            begun.clear()
 
         await fleet.client.update_weights_from_disk(other_model, weight_version="second")
         await until_copying()
@@ -357,7 +352,7 @@ def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, o
         await fleet.client.continue_generation()
         while not away.serves:
             await asyncio.sleep(0.01)
-        assert not begun.acquire(blocking=False)
+        assert not begun.is_set()
 
         await until_copying()
         update = asyncio.ensure_future(
@@ -370,13 +365,10 @@ def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, o
         assert [(await each.client.status()).weight_version for each in fleet.members] == ["third"] * 2
         await fleet.client.continue_generation()
 
-    try:
-        run(processes, body, model=tiny_model)
-    finally:
-        go.set()
+    run(processes, body, model=tiny_model)
 
 
-def test_a_slow_answer_tells_no_old_state_and_sets_no_counter_back(processes, tiny_model, monkeypatch):
+def test_a_slow_answer_tells_no_old_state_and_sets_no_counter_back(processes, tiny_model):
     async def body(fleet: ReplicaFleet) -> None:
         first, second = fleet.members
         asked, go = asyncio.Event(), asyncio.Event()
@@ -395,7 +387,7 @@ def test_a_slow_answer_tells_no_old_state_and_sets_no_counter_back(processes, ti
         async def never(**_: Any) -> Any:
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(replica_fleet, "STATUS_S", PATIENCE_S)
+        fleet.status_s = PATIENCE_S
         first.client.status, second.client.status = told, late  # type: ignore[method-assign]
         slow = asyncio.ensure_future(fleet.combined("test"))
         await asked.wait()
@@ -405,7 +397,7 @@ def test_a_slow_answer_tells_no_old_state_and_sets_no_counter_back(processes, ti
         assert (await slow).generated_tokens >= newer.generated_tokens
 
         await fleet.client.pause("in_place")
-        monkeypatch.setattr(replica_fleet, "STATUS_S", 0.01)
+        fleet.status_s = 0.01
         first.client.status = never  # type: ignore[method-assign]
         assert (await fleet.combined("test")).generation == "paused"
         first.client.status, second.client.status = statuses  # type: ignore[method-assign]

@@ -65,9 +65,7 @@ def ask(driver: EngineDriver, prompt: list[int], new_tokens: int, **fields: obje
     message = GenerateReqInput(
         input_ids=prompt, sampling_params=params, return_logprob=True, return_routed_experts=True, **fields
     )
-    driver.send(message)
-    driver.hear()
-    return message.id
+    return driver.submit(message)
 
 
 def rows_of(output: GenerateOutput) -> torch.Tensor:

@@ -6,7 +6,6 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -371,24 +370,3 @@ def test_a_replica_that_is_killed_loses_no_request_and_comes_back(pair, models):
     assert {engine for key in keys_of_both(pair) for engine in engines_of(keyed(pair, key, [5]))} == {
         *states(pair, "incarnation")
     }
-
-
-@pytest.mark.slow
-def test_a_replica_that_is_told_to_end_loses_none_of_many_requests(models):
-    options = ("--replicas", "2", "--kv-pool-tokens", "16384", "--log-stats-interval-s", "0")
-    with served("--model", models[0], *options) as pair, ThreadPoolExecutor(8) as pool:
-
-        def ask(number: int) -> dict[str, Any]:
-            sampling = {"temperature": 0.0, "max_new_tokens": LONG, "ignore_eos": True}
-            body = {"input_ids": [9, 10, number], "sampling_params": sampling}
-            return pair.ok("/generate", body, timeout=PATIENCE_S)
-
-        answers = [pool.submit(ask, 20 + number) for number in range(8)]
-        eventually(lambda: all(count == 4 for count in states(pair, "running_requests")))
-        os.kill(states(pair, "pid")[0], signal.SIGTERM)
-        found = [answer.result(PATIENCE_S) for answer in answers]
-        assert [len(answer["output_ids"]) for answer in found] == [LONG] * 8
-        assert max(len({*engines_of(answer)}) for answer in found) == 2, "none went on elsewhere"
-        later = list(pool.map(ask, range(40, 48)))
-        assert [len(answer["output_ids"]) for answer in later] == [LONG] * 8
-        assert info(pair)["replicas"][0]["state"] == "gone"

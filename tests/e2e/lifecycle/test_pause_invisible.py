@@ -92,9 +92,7 @@ class Stage:
         message = GenerateReqInput(
             input_ids=arrival.prompt, sampling_params=arrival.params, return_logprob=True
         )
-        self.driver.send(message)
-        self.driver.hear()
-        return message.id, arrival.params.n
+        return self.driver.submit(message), arrival.params.n
 
     def pause(self, mode: str) -> None:
         before = self.step

@@ -107,7 +107,7 @@ def test_the_memory_of_prefixes_is_bounded():
     router, engines = Router(), [Engine("a"), Engine("b")]
     for number in range(MAX_PREFIXES // 2 + 10):
         router.choose(engines, [number, *prompt(0, 2 * PREFIX_BLOCK - 1)])
-    assert len(router._seen) == MAX_PREFIXES
+    assert len(router.seen) == MAX_PREFIXES
 
 
 def test_a_key_is_any_text():

@@ -29,7 +29,7 @@ def calls() -> list[Call]:
     library = Interface()
     modules = library.modules()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flashinfer, "_INT_WORKSPACE_BYTES", 64)
+        patch.setattr(flashinfer, "INT_WORKSPACE_BYTES", 64)
         for name, module in modules.items():
             patch.setitem(sys.modules, name, module)
         pool = MHAPool(num_layers=1, num_pages=9, kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""FlashInfer's plans and page lists, against dense attention."""
+"""FlashInfer's plans and page lists, for keys and values of heads and for latents, against torch's attention."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,28 +8,31 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import fake_flashinfer
-from support.forward_batches import Row, attention_shape, forward_batch
+from support.forward_batches import attention_shape, scattered_batch
 from support.properties import examples
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError
-from caesura.scheduler.attention import flashinfer
+from caesura.scheduler.attention import flashinfer, flashinfer_mla
 from caesura.scheduler.attention.flashinfer import FlashInferBackend, why_not
+from caesura.scheduler.attention.flashinfer_mla import FlashInferLatentBackend, serves_prefill
+from caesura.scheduler.attention.mla import LatentBackend
 from caesura.scheduler.attention.page_lists import PageLists, page_lists
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.attention.shape import Shape
-from caesura.scheduler.cache.pool import MHAPool
+from caesura.scheduler.cache.pool import MHAPool, MLAPool
 from caesura.scheduler.execution.forward import StepLimits
 from caesura.scheduler.kernels.attention_form import PLAIN, AttentionForm, FormKind
 from caesura.scheduler.runtime.config import EngineConfig
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
+LATENT, ROPE = 8, 4
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small_workspaces():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flashinfer, "_INT_WORKSPACE_BYTES", 64)
+        patch.setattr(flashinfer, "INT_WORKSPACE_BYTES", 64)
         yield
 
 
@@ -54,12 +57,7 @@ def filled_pool(num_pages: int = 60, seed: int = 0) -> MHAPool:
 
 
 def batch_of(rows: list[tuple[int, int]], num_decode: int, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-    ids = (torch.randperm(59, generator=generator) + 1).tolist()
-    made = []
-    for start, new in rows:
-        made.append(Row([0] * new, start, [ids.pop() for _ in range(-(-(start + new) // 16))]))
-    return forward_batch(made, num_decode)
+    return scattered_batch(rows, num_decode, 60, seed)
 
 
 def projections(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,33 +65,75 @@ def projections(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return qkv[:, :HEADS], qkv[:, HEADS:-KV_HEADS], qkv[:, -KV_HEADS:]
 
 
+def latent_pool() -> MLAPool:
+    pool = MLAPool(num_layers=2, num_pages=60, width=LATENT + ROPE, dtype=torch.float32)
+    for layer in range(2):
+        generator = torch.Generator().manual_seed(layer)
+        pool.layer(layer).copy_(torch.randn(pool.layer(layer).shape, generator=generator))
+    return pool
+
+
+def over_latents(pool: MLAPool, heads: int) -> FlashInferLatentBackend:
+    shape = attention_shape(pool, heads, 0.3, latent=LATENT)
+    return FlashInferLatentBackend(pool, shape, LIMITS, "fa2", fake_flashinfer)
+
+
+def latent_inputs(tokens: int, heads: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn((tokens, heads, LATENT + ROPE), generator=generator)
+    k = torch.randn((tokens, 1, LATENT + ROPE), generator=generator)
+    return q, k, k[..., :LATENT]
+
+
+def pair(latent_heads: int | None):
+    """A backend and torch's over equal pools, and what makes their inputs; of latents if they have heads."""
+    if latent_heads is None:
+        pool = filled_pool()
+        return backend_over(filled_pool()), SdpaBackend(pool, shape_over(pool)), projections
+    pool = latent_pool()
+    shape = attention_shape(pool, latent_heads, 0.3, latent=LATENT)
+    reference = LatentBackend(pool, shape)
+    return (
+        over_latents(latent_pool(), latent_heads),
+        reference,
+        lambda tokens, seed: latent_inputs(tokens, latent_heads, seed),
+    )
+
+
+def assert_pools_equal(one, other) -> None:
+    for layer in range(2):
+        mine, theirs = one.pool.layer(layer), other.pool.layer(layer)
+        for each in zip(mine, theirs, strict=True):
+            assert torch.equal(*each), "stored elsewhere"
+
+
 LENGTHS = st.tuples(st.integers(0, 60), st.integers(1, 40))
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(80))
 @given(
+    latent_heads=st.sampled_from([None, None, None, 1, 2, 16, 3]),
     decode=st.lists(st.integers(0, 90), max_size=3),
     prefill=st.lists(LENGTHS, max_size=3),
     seed=st.integers(0, 99),
 )
-@example(decode=[15, 16, 0], prefill=[(0, 16), (16, 16), (0, 1)], seed=0)
-def test_mixed_steps_agree_with_the_torch_backend(decode, prefill, seed):
+@example(latent_heads=None, decode=[15, 16, 0], prefill=[(0, 16), (16, 16), (0, 1)], seed=0)
+@example(latent_heads=4, decode=[15, 16, 0], prefill=[(0, 16), (16, 16), (0, 1)], seed=0)
+@example(latent_heads=3, decode=[15], prefill=[(0, 16)], seed=0)
+def test_mixed_steps_agree_with_the_torch_backend(latent_heads, decode, prefill, seed):
     rows = [(start, 1) for start in decode] + prefill
     if not rows:
         return
     batch = batch_of(rows, len(decode), seed)
-    q, k, v = projections(len(batch.input_ids), seed)
-    ours, reference = filled_pool(), filled_pool()
-    torch_backend = SdpaBackend(reference, shape_over(reference))
-    backend = backend_over(ours)
+    ours, reference, inputs = pair(latent_heads)
+    qkv = inputs(len(batch.input_ids), seed)
     with torch.inference_mode():
-        for each in (backend, torch_backend):
+        for each in (ours, reference):
             each.plan(batch)
         for layer in range(2):
-            got = backend.forward(q, k, v, layer)
-            torch.testing.assert_close(got, torch_backend.forward(q, k, v, layer), atol=1e-5, rtol=1e-4)
-            for mine, theirs in zip(ours.layer(layer), reference.layer(layer), strict=True):
-                assert torch.equal(mine, theirs), "K or V went elsewhere"
+            found, expected = (each.forward(*qkv, layer) for each in (ours, reference))
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    assert_pools_equal(ours, reference)
 
 
 SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0])
@@ -208,24 +248,39 @@ def test_lists_of_steps_of_one_size_lie_where_a_graph_looks_for_them():
             assert torch.equal(found[: len(expected)], expected)
 
 
-def test_captured_decode_keeps_its_buffers_and_follows_each_plan():
-    pool, reference = filled_pool(), filled_pool()
-    captured = backend_over(pool).for_decode(3)
-    torch_backend = SdpaBackend(reference, shape_over(reference))
-    buffers = None
+@pytest.mark.parametrize("latent_heads", [None, 4])
+def test_captured_decode_keeps_its_buffers_and_follows_each_plan(latent_heads):
+    backend, reference, inputs = pair(latent_heads)
+    captured, buffers = backend.for_decode(3), None
+    wrapper = captured.forms[PLAIN.kind][1] if latent_heads is None else captured.decode
     for seed in range(4):
-        batch = batch_of([(seed * 15, 1), (89, 1), (3 + seed, 1)], 3, seed)
-        q, k, v = projections(3, seed)
+        batch, qkv = batch_of([(seed * 15, 1), (89, 1), (3 + seed, 1)], 3, seed), inputs(3, seed)
         captured.plan(batch)
-        torch_backend.plan(batch)
-        found = [t.data_ptr() for t in captured.forms[PLAIN.kind][1]._plans]
+        reference.plan(batch)
+        found = [t.data_ptr() for t in wrapper._plans]
         assert found == (buffers or found)
         buffers = found
-        torch.testing.assert_close(
-            captured.forward(q, k, v, 0), torch_backend.forward(q, k, v, 0), atol=1e-5, rtol=1e-4
-        )
+        expected = reference.forward(*qkv, 0)
+        torch.testing.assert_close(captured.forward(*qkv, 0), expected, atol=1e-5, rtol=1e-4)
     with pytest.raises(AssertionError, match="another number of rows"):
         captured.plan(batch_of([(3, 1)], 1))
+
+
+@pytest.mark.parametrize(
+    "heads,expected",
+    [(16, ["plan latent decode 2", "plan latent prefill 1"]), (3, [])],
+    ids=["fits", "torch"],
+)
+def test_prefill_of_latents_is_torchs_where_a_tile_would_cut_a_query(heads, expected):
+    backend = over_latents(latent_pool(), heads)
+    fake_flashinfer.CALLS.clear()
+    backend.plan(batch_of([(20, 1), (3, 1), (0, 40)], 2))
+    backend.forward(*latent_inputs(42, heads, 0), 0)
+    assert expected == fake_flashinfer.CALLS
+    assert backend.reads_page_table is not bool(expected)
+    fake_flashinfer.CALLS.clear()
+    backend.plan(batch_of([(20, 1), (3, 1)], 2))
+    assert fake_flashinfer.CALLS == ["plan latent decode 2"], "decode steps are the library's either way"
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -303,10 +358,30 @@ def test_large_groups_decode_on_tensor_cores(heads, expected):
         ("cpu", torch.bfloat16, 128, "not on cpu"),
         ("cuda", torch.float32, 128, "not float32"),
         ("cuda", torch.bfloat16, 80, "heads of 80"),
+        ("cpu", torch.bfloat16, (512, 64), "not on cpu"),
+        ("cuda", torch.float32, (512, 64), "not float32"),
+        ("cuda", torch.bfloat16, (96, 64), "latents of 96"),
+        ("cuda", torch.bfloat16, (512, 32), "rotated keys of 32"),
     ],
 )
 def test_backend_says_why_it_cannot_serve(device, dtype, size, reason):
-    assert reason in (why_not(torch.device(device), dtype, size) or "")
+    latent = isinstance(size, tuple)
+    why = (
+        flashinfer_mla.why_not(torch.device(device), dtype, *size)
+        if latent
+        else why_not(torch.device(device), dtype, size)
+    )
+    assert reason in (why or "")
+
+
+def test_deepseeks_sizes_are_served(monkeypatch):
+    monkeypatch.setattr(flashinfer, "find_spec", lambda name: object())
+    cuda = torch.device("cuda")
+    assert flashinfer_mla.why_not(cuda, torch.bfloat16, 512, 64) is None
+    monkeypatch.setattr(flashinfer_mla, "multiprocessors", lambda device: 132)
+    assert all(serves_prefill(heads, 1024, 9216, cuda) for heads in (16, 128))
+    assert not serves_prefill(20, 64, 512, cuda), "a tile of 128 ends within a query of 20 heads"
+    assert not serves_prefill(128, 1024, 32768, cuda), "more tiles than the planner has room for"
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_every_form_matches_dense_attention(data, kv_heads, group, size, value_s
 def test_latents_match_dense_attention(heads, latent, rope, decode, prefill, limit, seed):
     if decode or prefill:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(mla._WORKSPACE_BYTES, "cpu", limit)
+            patch.setitem(mla.WORKSPACE_BYTES, "cpu", limit)
             check(latents(decode + prefill, len(decode), seed, heads=heads, latent=latent, rope=rope))
 
 
@@ -247,7 +247,7 @@ def test_one_long_row_does_not_pad_the_others(kind):
 
 
 def test_scores_of_a_long_prompt_are_there_some_at_a_time(monkeypatch):
-    monkeypatch.setattr(sdpa, "_SCORE_ELEMENTS", 4 * 50 * 7)
+    monkeypatch.setattr(sdpa, "SCORE_ELEMENTS", 4 * 50 * 7)
     check(Scene("sdpa", [(10, 40), (0, 50)], 0, 3, form=AttentionForm(softcap=2.0, window=30)))
 
 
@@ -264,7 +264,7 @@ def test_layers_of_every_window_share_a_step():
 
 @pytest.mark.parametrize("limit", [1, 3 * 2 * PAGE * 8 * 4])
 def test_rows_are_split_when_the_workspace_is_full(limit, monkeypatch):
-    monkeypatch.setitem(sdpa._WORKSPACE_BYTES, "cpu", limit)
+    monkeypatch.setitem(sdpa.WORKSPACE_BYTES, "cpu", limit)
     rows = [(5, 1), (40, 1), (16, 1), (15, 1), (47, 1), (0, 1)]
     backend = check(Scene("sdpa", rows + [(20, 9)] * 3 + [(0, 12)] * 2, len(rows), 3))
     assert memory_of(backend.workspace, "gathered").nbytes // 2 <= max(limit, 3 * 2 * PAGE * 8 * 4)
@@ -325,7 +325,7 @@ def test_absorbed_attention_is_multi_head_attention():
 
 def test_the_workspace_and_scores_of_latents_stay_within_the_limit(monkeypatch):
     limit = 3 * PAGE * 26 * 4
-    monkeypatch.setitem(mla._WORKSPACE_BYTES, "cpu", limit)
+    monkeypatch.setitem(mla.WORKSPACE_BYTES, "cpu", limit)
     rows = [(5, 1), (40, 1), (16, 1), (47, 1)] + [(0, 30)] * 2
     backend = check(latents(rows, 4, 3, heads=3, latent=20, rope=6))
     assert memory_of(backend.workspace, "gathered").nbytes <= limit
@@ -336,7 +336,7 @@ def test_the_workspace_and_scores_of_latents_stay_within_the_limit(monkeypatch):
 
 
 def test_stretches_of_a_prompt_see_no_more_than_they_must(monkeypatch):
-    monkeypatch.setitem(mla._WORKSPACE_BYTES, "cpu", 2 * 8 * 64 * 4)
+    monkeypatch.setitem(mla.WORKSPACE_BYTES, "cpu", 2 * 8 * 64 * 4)
     (group,) = groups_of(check(latents([(0, 64)], 0, 4, latent=20, rope=6)))
     assert [queries.length for queries in group.queries] == list(range(8, 65, 8))
 

@@ -6,7 +6,6 @@ are not a device's, so numbers are compared in float32 and float16.
 """
 
 import os
-import random
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -14,7 +13,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from support.compiled_triton import compiling
-from support.forward_batches import Row, attention_shape, forward_batch
+from support.forward_batches import attention_shape, scattered_batch
 
 from caesura.scheduler.attention import paged_triton
 from caesura.scheduler.attention.paged_triton import PagedTritonBackend
@@ -57,10 +56,7 @@ def filled_pool(kv_heads: int, size: int, dtype: torch.dtype = torch.float32) ->
 
 
 def batch_of(lengths: list[int], seed: int):
-    ids = list(range(1, PAGES))
-    random.Random(seed).shuffle(ids)
-    rows = [Row([0], length, [ids.pop() for _ in range(length // 16 + 1)]) for length in lengths]
-    return forward_batch(rows, len(rows))
+    return scattered_batch([(length, 1) for length in lengths], len(lengths), PAGES, seed)
 
 
 SMALL = [(4, 2, 16), (3, 3, 12), (20, 1, 8)]

@@ -60,7 +60,7 @@ class Head:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.rows: list[int] = []
-        processor = runner.model._logits
+        processor = runner.model.logits_processor
         self.project = processor.project
         processor.project = self
 
@@ -142,7 +142,7 @@ def test_a_warm_up_leaves_no_trace(checkpoint, family):
     for tensor in kv:
         tensor.fill_(7.0)
     if routing is not None:
-        routing._pages.fill_(99)
+        routing.pages.fill_(99)
     runner.last_tokens[:ROWS] = torch.arange(ROWS) + 3
     weights = {name: tensor.clone() for name, tensor in loaded.model.named_storage()}
 
@@ -151,8 +151,8 @@ def test_a_warm_up_leaves_no_trace(checkpoint, family):
     assert any((tensor[0] != 7.0).any() for tensor in kv), "it did run, on the scratch page"
     assert all((tensor[1:] == 7.0).all() for tensor in kv)
     if routing is not None:
-        assert (routing._pages[0] != 99).any()
-        assert (routing._pages[1:] == 99).all()
+        assert (routing.pages[0] != 99).any()
+        assert (routing.pages[1:] == 99).all()
     assert runner.last_tokens[:ROWS].tolist() == list(range(3, 3 + ROWS))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.model.named_storage())
     assert not runner.stages.totals()
@@ -229,7 +229,7 @@ def test_running_out_of_memory_is_a_warning(checkpoint, monkeypatch, caplog):
 
 
 def streaming_runner(path: str, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelRunner, RecordingDevice]:
-    monkeypatch.setattr(flashinfer, "_INT_WORKSPACE_BYTES", 64)
+    monkeypatch.setattr(flashinfer, "INT_WORKSPACE_BYTES", 64)
     model, device = load_model(path, torch.float32), RecordingDevice()
     limits = StepLimits.of(max_rows=ROWS, chunk_tokens=8, context_len=64)
     pool = MHAPool(num_layers=2, num_pages=9, kv_heads=2, head_size=12, dtype=torch.float32)

@@ -12,7 +12,7 @@ from support.properties import examples
 
 from caesura.scheduler.execution import sampler as sampler_module
 from caesura.scheduler.execution.forward import SamplingBatch
-from caesura.scheduler.execution.sampler import Sampler, SamplerOutput, _splitmix64, noise
+from caesura.scheduler.execution.sampler import Sampler, SamplerOutput, noise, splitmix64
 from caesura.scheduler.kernels import native
 
 DRAWS = 20_000
@@ -33,7 +33,7 @@ def implementation(request):
         if compiled and not possible:
             pytest.skip(f"no {request.param} here: {native.why_not() or 'the processor lacks it'}")
         if request.param == "torch that reads no values":
-            patch.setattr(sampler_module, "_reading_is_free", lambda device: False)
+            patch.setattr(sampler_module, "reading_is_free", lambda device: False)
         yield
 
 
@@ -378,7 +378,7 @@ def test_unexpected_logits_are_refused(logits):
 
 
 def test_splitmix64_known_outputs():
-    outputs = _splitmix64(np.full(3, 1234567, np.uint64), np.arange(3))
+    outputs = splitmix64(np.full(3, 1234567, np.uint64), np.arange(3))
     assert outputs.tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 

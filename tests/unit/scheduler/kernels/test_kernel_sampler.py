@@ -1,132 +1,445 @@
-"""The compiled sampler against the one in torch, against exact distributions, and on constructed rows."""
+"""The compiled sampler and its filters: against torch, the definition in float64, and on constructed rows."""
+
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from support.kernels import instruction_sets, threads
+from support.properties import examples
+from support.sanitized import run_sanitized
 
 from caesura.scheduler.execution.forward import SamplingBatch
-from caesura.scheduler.execution.sampler import Sampler, noise
+from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
 from caesura.scheduler.kernels import native
 from caesura.scheduler.kernels.sampling import RowSampler
 
 LARGEST_UNIFORM = float(np.nextafter(1.0, 0.0))
 DTYPES = native.FLOATS
+TOLERANCE = 2e-6
+"""Of weights and of their sums in float32, relative."""
 
 
-@pytest.fixture(params=native.ISAS[1 : native.ISAS.index(native.isa()) + 1] or [native.ISAS[1]])
-def isa(request):
-    with native.limited_to(request.param) as possible:
-        if not possible:
-            pytest.skip(
-                f"{request.param} is not to be had here: {native.why_not() or 'the processor lacks it'}"
+@dataclass
+class Rows:
+    """Logits [S, V] and what they are sampled with, [S] each."""
+
+    logits: torch.Tensor
+    uniforms: np.ndarray
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    greedy: np.ndarray
+
+    @classmethod
+    def of(
+        cls, logits, uniforms, *, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, greedy=False
+    ) -> "Rows":
+        def column(value, dtype):
+            return np.broadcast_to(np.asarray(value, dtype), (len(logits),)).copy()
+
+        return cls(
+            logits,
+            column(uniforms, np.float64),
+            column(temperature, np.float32),
+            column(logits.shape[1] if top_k is None else top_k, np.int64),
+            column(top_p, np.float32),
+            column(min_p, np.float32),
+            column(greedy, np.bool_),
+        )
+
+    def select(self, index) -> "Rows":
+        return Rows(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
+
+    def sample(self, sampler: Sampler, *, filtered=True) -> SamplerOutput:
+        batch = SamplingBatch(
+            temperature=torch.from_numpy(np.where(self.greedy, np.float32(1), self.temperature)),
+            greedy=torch.from_numpy(self.greedy),
+            top_k=torch.from_numpy(self.top_k),
+            top_p=torch.from_numpy(self.top_p),
+            uniforms=torch.from_numpy(self.uniforms),
+            any_sampled=not bool(self.greedy.all()),
+            any_filtered=filtered,
+            want_raw=True,
+            want_sampled=True,
+            min_p=torch.from_numpy(self.min_p) if self.min_p.any() else None,
+        )
+        return sampler.sample(self.logits, batch)
+
+    def compiled(self, *, filtered=True) -> SamplerOutput:
+        return self.sample(Sampler(self.logits.shape[1], 64, "cpu", self.logits.dtype), filtered=filtered)
+
+    def in_torch(self, *, filtered=True) -> SamplerOutput:
+        with native.limited_to("torch"):
+            sampler = Sampler(self.logits.shape[1], 64, "cpu", self.logits.dtype)
+        return self.sample(sampler, filtered=filtered)
+
+    def tokens(self) -> list[int]:
+        return self.compiled().token_ids.tolist()
+
+
+@dataclass
+class Exact:
+    """One row by the definition, in float64, and what float32 may make of it."""
+
+    order: np.ndarray
+    cumulative: np.ndarray
+    """Of the probabilities in this order."""
+    ends: tuple[int, int]
+    """The last kept position, at least and at most."""
+    drawn: tuple[int, int]
+    """The drawn position, at least and at most: more than one where a sum and its target agree within the tolerance."""
+
+    @classmethod
+    def of(cls, rows: Rows, row: int) -> "Exact":
+        scaled = rows.logits[row].float().numpy() / rows.temperature[row]
+        order = np.argsort(-scaled, kind="stable")
+        weights = np.exp(scaled[order].astype(np.float64) - np.float64(scaled[order[0]]))
+        cumulative = weights.cumsum() / weights.sum()
+        top_k = max(int(rows.top_k[row]), 1)
+        by_k = top_k < len(order)
+        threshold = np.float64(rows.top_p[row]) * (cumulative[top_k - 1] if by_k else 1.0)
+        before = np.concatenate([[0.0], cumulative[:-1]])
+
+        def end(slack: float) -> int:
+            by_p = (
+                int((before < threshold * (1 + slack)).sum()) if rows.top_p[row] < 1 or by_k else len(order)
             )
-        yield request.param
+            likely = int((weights >= np.float64(rows.min_p[row]) * (1 - slack)).sum())
+            return max(min(by_p, likely, top_k) - 1, 0)
+
+        ends = end(-TOLERANCE), end(TOLERANCE)
+        target = rows.uniforms[row] * cumulative[list(ends)] * [1 - TOLERANCE, 1 + TOLERANCE]
+        low, high = (min(int(np.searchsorted(cumulative, t, "right")), ends[1]) for t in target)
+        return cls(order, cumulative, ends, (low, high))
 
 
-def uniforms(count: int, seed: int = 1) -> torch.Tensor:
-    return torch.from_numpy(
-        noise(np.full(count, seed, np.uint64), np.zeros(count, np.int64), np.arange(count))
-    )
+def check_against_torch(rows: Rows) -> None:
+    expected = rows.in_torch()
+    exact = {}
+    for row in range(len(rows.logits)):
+        if expected.token_ids[row] >= 0 and not rows.greedy[row]:
+            exact[row] = Exact.of(rows, row)
+    filtered = (rows.top_k < rows.logits.shape[1]) | (rows.top_p < 1) | (rows.min_p > 0)
+    for isa in instruction_sets():
+        got = rows.compiled()
+        for row in range(len(rows.logits)):
+            token, other = int(got.token_ids[row]), int(expected.token_ids[row])
+            if row in exact and filtered[row]:
+                low, high = exact[row].drawn
+                assert token in exact[row].order[low : high + 1], (isa, row)
+            if token != other:  # an unfiltered row is drawn in the vocabulary's order
+                close = not filtered[row] or (row in exact and exact[row].drawn[0] < exact[row].drawn[1])
+                assert close, (isa, row, token, other)
+                continue
+            same_end = row not in exact or exact[row].ends[0] == exact[row].ends[1]
+            for name in ("logprobs", "raw_logprobs", "sampled_logprobs")[: 3 if same_end else 2]:
+                one, two = getattr(got, name)[row], getattr(expected, name)[row]
+                torch.testing.assert_close(
+                    one, two, atol=5e-6, rtol=5e-6, equal_nan=True, msg=f"{isa} {row} {name}"
+                )
 
 
-def sample(logits, *, temperature=None, greedy=False, u=0.5, raw=True, sampler=None):
-    rows = len(logits)
-    tokens = torch.full((rows,), -7)
-    logprobs, raw_logprobs = torch.full((2, rows), 7.0).unbind(0)
-    (sampler or RowSampler(logits.shape[1])).sample(
+@settings(max_examples=examples(120))
+@given(
+    vocab_size=st.sampled_from([1, 5, 255, 256, 257, 1000, 32_000]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 10**6),
+    spread=st.sampled_from([0.0, 0.01, 1.0, 8.0]),
+    rounded=st.booleans(),
+)
+def test_agrees_with_torch(vocab_size, dtype, seed, spread, rounded):
+    rng, count = np.random.default_rng(seed), 12
+    logits = torch.from_numpy(rng.standard_normal((count, vocab_size)) * spread)
+    logits = logits.bfloat16().to(dtype) if rounded else logits.to(dtype)
+    logits[torch.from_numpy(rng.random((count, vocab_size)) < rng.choice([0.0, 0.5, 0.99]))] = -torch.inf
+    logits[:, int(rng.integers(vocab_size))] = spread
+    logits[3, int(rng.integers(vocab_size))] = torch.nan
+    logits[5, int(rng.integers(vocab_size))] = torch.inf
+    logits[7] = -torch.inf
+    uniforms = rng.random(count)
+    uniforms[:2] = 0.0, LARGEST_UNIFORM
+    rows = Rows.of(
         logits,
-        None
-        if temperature is None
-        else torch.as_tensor(temperature, dtype=torch.float32).expand(rows).contiguous(),
-        torch.as_tensor(greedy).expand(rows).contiguous(),
-        torch.as_tensor(u, dtype=torch.float64).expand(rows).contiguous(),
-        tokens,
-        logprobs,
-        raw_logprobs if raw else None,
+        uniforms,
+        temperature=rng.choice([0.05, 0.7, 1.0, 3.0, 50.0], count),
+        top_k=rng.choice([1, 2, 50, vocab_size, vocab_size + 7], count),
+        top_p=rng.choice([0.0, 1e-9, 0.1, 0.9, 0.999999, 1.0], count),
+        min_p=rng.choice([0.0, 0.0, 1e-20, 0.003, 0.2, 1.0], count),
+        greedy=rng.random(count) < 0.15,
     )
-    return tokens, logprobs, raw_logprobs
+    check_against_torch(rows)
 
 
-def in_torch(logits, temperature, greedy, u):
-    rows, vocab_size = logits.shape
-    batch = SamplingBatch(
-        temperature=torch.where(greedy, 1.0, temperature),
-        greedy=greedy,
-        top_k=torch.full((rows,), vocab_size),
-        top_p=torch.ones(rows),
-        uniforms=u,
-        any_sampled=not bool(greedy.all()),
-        any_filtered=False,
-        want_raw=True,
-        want_sampled=False,
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spread", [0.0, 1.0, 4.0])
+def test_agrees_with_torch_at_a_large_vocabulary(dtype, spread):
+    vocab_size, rng = 151_936, np.random.default_rng(5)
+    logits = torch.from_numpy(rng.standard_normal((8, vocab_size)) * spread).to(dtype)
+    rows = Rows.of(
+        logits,
+        rng.random(8),
+        top_k=[vocab_size, vocab_size, vocab_size, 50, 700, 100_000, 50, vocab_size],
+        top_p=[0.95, 0.9999999, 0.1, 1.0, 0.8, 0.999, 0.5, 1.0],
+        min_p=[0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.05, 0.02],
     )
-    return Sampler(vocab_size, rows, "cpu", logits.dtype).sample(logits, batch)
+    check_against_torch(rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("parameters", [
+    {"top_p": 0.9}, {"top_k": 30, "temperature": 1.5}, {"min_p": 0.02}, {"top_k": 300, "top_p": 0.8, "min_p": 0.01}
+])  # fmt: skip
+def test_draws_follow_the_kept_distribution(dtype, parameters):
+    draws = 20_000
+    row = torch.randn(3000, generator=torch.Generator().manual_seed(2)).mul(2).to(dtype)
+    rows = Rows.of(row.expand(draws, -1), np.random.default_rng(3).random(draws), **parameters)
+    exact = Exact.of(rows, 0)
+    assert exact.ends[0] == exact.ends[1]
+    kept = exact.order[: exact.ends[0] + 1]
+    probabilities = np.diff(exact.cumulative[: len(kept)], prepend=0.0) / exact.cumulative[len(kept) - 1]
+    for isa in instruction_sets():
+        out = rows.compiled()
+        counts = np.bincount(out.token_ids.numpy(), minlength=len(row))
+        assert counts[kept].sum() == draws, isa
+        mean = probabilities * draws
+        pool = np.minimum(np.arange(len(kept)), np.flatnonzero(mean >= 10)[-1])
+        observed, wanted = np.bincount(pool, counts[kept]), np.bincount(pool, mean)
+        assert stats.chisquare(observed, wanted * draws / wanted.sum()).pvalue > 1e-3, isa
+        place = np.argsort(exact.order)[out.token_ids.numpy()]
+        np.testing.assert_allclose(out.sampled_logprobs, np.log(probabilities[place]), atol=1e-5)
+
+
+def test_equal_logits_go_by_index():
+    for isa in instruction_sets():
+        for vocab_size in (300, 32_000, 151_936):
+            flat = Rows.of(torch.zeros(3, vocab_size), [0.0, 0.5, LARGEST_UNIFORM], top_p=0.6)
+            kept = int(np.ceil(np.float64(np.float32(0.6)) * vocab_size))
+            assert flat.tokens() == [0, kept // 2, kept - 1], isa
+        logits = torch.zeros(2, 5000)
+        logits[:, [300, 4000]] = 1.0
+        rows = Rows.of(logits, [0.0, LARGEST_UNIFORM], top_k=12)
+        assert rows.tokens() == [300, 9], isa
+
+
+def test_order_is_that_of_scaled_logits():
+    low = np.float32(1.6)
+    while low / np.float32(1.5) != (high := np.nextafter(low, np.float32(2))) / np.float32(1.5):
+        low = high
+    for isa in instruction_sets():
+        logits = torch.zeros(1, 2000)
+        logits[0, 5], logits[0, 1500] = float(low), float(high)
+        assert Rows.of(logits, 0.5, top_k=1, temperature=1.5).tokens() == [5], isa
+        logits = torch.full((1, 2000), -3.0)
+        logits[0, 7], logits[0, 900], logits[0, 1700] = 1e-3, 5.0, float(np.float32(1e-3) + np.float32(2e-10))
+        assert 5.0 - logits[0, 7] == 5.0 - logits[0, 1700]
+        assert logits[0, 7] != logits[0, 1700]
+        assert Rows.of(logits, LARGEST_UNIFORM, top_k=2).tokens() == [1700], isa
+        zeros = torch.full((1, 600), -1.0)
+        zeros[0, 3], zeros[0, 500] = -0.0, 0.0
+        assert Rows.of(zeros, LARGEST_UNIFORM, top_k=1).tokens() == [3], isa
+
+
+@pytest.mark.parametrize("parameters", [{"top_k": 400}, {"top_p": 0.9999999}, {"min_p": 1e-30}])
+@pytest.mark.parametrize("fill", [-torch.inf, -500.0])
+def test_no_token_of_probability_zero(parameters, fill):
+    logits = torch.full((200, 1000), fill)
+    logits[:, 256:300] = torch.randn(200, 44, generator=torch.Generator().manual_seed(8))
+    for isa in instruction_sets():
+        for u in (0.0, 1e-300, LARGEST_UNIFORM, 1.0):  # 1 is no uniform, and still harmless
+            tokens = Rows.of(logits, u, **parameters).compiled().token_ids
+            assert ((tokens >= 256) & (tokens < 300)).all(), (isa, u)
+
+
+def test_the_largest_uniform_draws_the_last_kept_token():
+    rng = np.random.default_rng(4)
+    groups = np.stack([rng.permutation(np.arange(300) % 10) for _ in range(200)])
+    logits = torch.from_numpy(-1.7 * groups - rng.random((200, 1))).float()
+    weights = np.exp(-1.7 * np.arange(10))
+    for isa in instruction_sets():
+        for kept in (1, 3, 5):
+            last = [int(np.flatnonzero(row == kept - 1)[-1]) for row in groups]
+            assert Rows.of(logits, LARGEST_UNIFORM, top_k=30 * kept).tokens() == last, isa
+            half_of_it = (30 * weights[:kept].sum() - 0.5 * weights[kept - 1]) / (30 * weights.sum())
+            assert Rows.of(logits, LARGEST_UNIFORM, top_p=half_of_it).tokens() == last, isa
+
+
+def mixed(vocab_size: int, dtype: torch.dtype) -> Rows:
+    rng, count = np.random.default_rng(9), 24
+    kind = np.arange(count) % 4
+    return Rows.of(
+        torch.from_numpy(rng.standard_normal((count, vocab_size)) * 2).to(dtype),
+        rng.random(count),
+        temperature=rng.uniform(0.3, 2.0, count),
+        top_k=np.where(kind == 1, 40, vocab_size),
+        top_p=np.where(kind >= 2, rng.uniform(0.2, 1.0, count), 1.0),
+        min_p=np.where(kind == 3, 0.01, 0.0),
+        greedy=np.arange(count) >= count - 2,
+    )
+
+
+def bits(out: SamplerOutput) -> torch.Tensor:
+    """[S, 4]"""
+    floats = (out.logprobs, out.raw_logprobs, out.sampled_logprobs)
+    return torch.stack([out.token_ids, *(f.view(torch.int32).long() for f in floats)], 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_does_not_depend_on_the_others_or_on_threads(dtype):
+    rows = mixed(3000, dtype)
+    for isa in instruction_sets():
+        alone = torch.cat([bits(rows.select(slice(i, i + 1)).compiled()) for i in range(len(rows.logits))])
+        for count in (1, 2, 3):
+            with threads(count):
+                assert torch.equal(bits(rows.compiled()), alone), (isa, count)
+                backwards = rows.select(np.arange(len(rows.logits))[::-1].copy())
+                assert torch.equal(bits(backwards.compiled()).flip(0), alone), (isa, count)
+
+
+def test_unfiltered_and_greedy_rows_do_not_notice_filters():
+    rows = mixed(3000, torch.bfloat16)
+    untouched = (np.arange(len(rows.logits)) % 4 == 0) | rows.greedy
+    for isa in instruction_sets():
+        with_filters, without = bits(rows.compiled()), bits(rows.compiled(filtered=False))
+        assert torch.equal(with_filters[untouched], without[untouched]), isa
+        assert not torch.equal(with_filters, without), isa
+
+
+def test_a_workspace_serves_more_threads_than_it_was_made_for():
+    rows = mixed(3000, torch.float32)
+    for isa in instruction_sets():
+        sampler = Sampler(3000, 64, "cpu", torch.float32)
+        with threads(1):
+            expected = bits(rows.sample(sampler))
+        with threads(3):
+            assert torch.equal(bits(rows.sample(sampler)), expected), isa
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab_size", [1, 7, 97, 256, 257, 1000, 30_001])
-def test_agrees_with_torch(isa, dtype, vocab_size):
-    generator = torch.Generator().manual_seed(vocab_size)
-    rows = 64
-    logits = (torch.randn(rows, vocab_size, generator=generator) * 4).to(dtype)
-    temperature = torch.linspace(0.2, 3, rows)
-    greedy = torch.arange(rows) % 4 == 0
-    expected = in_torch(logits, temperature, greedy, uniforms(rows))
-    tokens, logprobs, raw = sample(logits, temperature=temperature, greedy=greedy, u=uniforms(rows))
-    # float32 sums in another order move the boundaries between tokens by about 1e-7, so nearly no uniform can
-    # tell.
-    assert torch.equal(tokens, expected.token_ids)
-    torch.testing.assert_close(logprobs, expected.logprobs, atol=2e-6, rtol=2e-6)
-    torch.testing.assert_close(raw, expected.raw_logprobs, atol=2e-6, rtol=2e-6)
+def test_unfiltered_rows_draw_the_tokens_of_torch(dtype, vocab_size):
+    rng, count = np.random.default_rng(vocab_size), 64
+    logits = torch.from_numpy(rng.standard_normal((count, vocab_size)) * 4).to(dtype)
+    temperature, greedy = np.linspace(0.2, 3, count), np.arange(count) % 4 == 0
+    rows = Rows.of(logits, rng.random(count), temperature=temperature, greedy=greedy)
+    expected = rows.in_torch(filtered=False)
+    for _ in instruction_sets():
+        found = rows.compiled(filtered=False)
+        # float32 sums in another order move the boundaries between tokens by about 1e-7: hardly a uniform can tell.
+        assert torch.equal(found.token_ids, expected.token_ids)
+        for name in ("logprobs", "raw_logprobs"):
+            mine, theirs = getattr(found, name), getattr(expected, name)
+            torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("vocab_size", [5, 300])
-def test_the_inverse_of_a_known_distribution(isa, vocab_size):
+def test_the_inverse_of_a_known_distribution(vocab_size):
     step = 1 / vocab_size
-    u = torch.tensor([0.0, 0.25 * step, 1.25 * step, (vocab_size - 0.5) * step, LARGEST_UNIFORM])
-    tokens, logprobs, _ = sample(torch.zeros(5, vocab_size), u=u)
-    assert tokens.tolist() == [0, 0, 1, vocab_size - 1, vocab_size - 1]
-    torch.testing.assert_close(logprobs, torch.full((5,), -float(np.log(vocab_size))))
+    u = [0.0, 0.25 * step, 1.25 * step, (vocab_size - 0.5) * step, LARGEST_UNIFORM]
+    for _ in instruction_sets():
+        found = Rows.of(torch.zeros(5, vocab_size), u).compiled(filtered=False)
+        assert found.token_ids.tolist() == [0, 0, 1, vocab_size - 1, vocab_size - 1]
+        torch.testing.assert_close(found.logprobs, torch.full((5,), -float(np.log(vocab_size))))
 
 
 @pytest.mark.parametrize("place", [0, 1, 255, 256, 300, 511, 599])
 @pytest.mark.parametrize("u", [0.0, 0.5, LARGEST_UNIFORM, 1.0])  # 1 is no uniform, and still harmless
-def test_the_only_possible_token_is_drawn(isa, place, u):
-    for dtype in DTYPES:
-        logits = torch.full((1, 600), -torch.inf, dtype=dtype)
-        logits[0, place] = 3
-        tokens, logprobs, raw = sample(logits, temperature=0.5, u=u)
-        assert (tokens.item(), logprobs.item(), raw.item()) == (place, 0.0, 0.0)
+def test_the_only_possible_token_is_drawn(place, u):
+    for _ in instruction_sets():
+        for dtype in DTYPES:
+            logits = torch.full((1, 600), -torch.inf, dtype=dtype)
+            logits[0, place] = 3
+            found = Rows.of(logits, u, temperature=0.5).compiled(filtered=False)
+            assert (found.token_ids.item(), found.logprobs.item(), found.raw_logprobs.item()) == (
+                place,
+                0.0,
+                0.0,
+            )
 
 
-def test_a_scaled_logit_beyond_float32_is_not_finite(isa):
+def test_a_scaled_logit_beyond_float32_is_not_finite():
     logits = torch.zeros(2, 300)
     logits[0, 7], logits[1, 7] = 3e38, -3e38
-    tokens, logprobs, _ = sample(logits, temperature=1e-3)
-    assert tokens[0].item() == -1
-    assert logprobs[0].isnan()
-    assert tokens[1].item() not in (-1, 7)
+    for _ in instruction_sets():
+        found = Rows.of(logits, 0.5, temperature=1e-3).compiled(filtered=False)
+        assert found.token_ids[0].item() == -1
+        assert found.logprobs[0].isnan()
+        assert found.token_ids[1].item() not in (-1, 7)
 
 
-def test_rows_may_have_a_stride_and_raw_may_be_left_out(isa):
-    wide = torch.randn(6, 1000, generator=torch.Generator().manual_seed(7))
-    view = wide[:, 3:700]
-    expected = sample(view.contiguous(), temperature=0.8, u=uniforms(6))
-    tokens, logprobs, _ = sample(view, temperature=0.8, u=uniforms(6), raw=False)
-    assert torch.equal(tokens, expected[0])
-    assert torch.equal(logprobs, expected[1])
+def test_rows_may_have_a_stride():
+    view = torch.randn(6, 1000, generator=torch.Generator().manual_seed(7))[:, 3:700]
+    u = np.random.default_rng(7).random(6)
+    for _ in instruction_sets():
+        found, expected = (
+            Rows.of(logits, u, temperature=0.8).compiled(filtered=False)
+            for logits in (view, view.contiguous())
+        )
+        assert torch.equal(bits(found), bits(expected))
 
 
 @pytest.mark.parametrize("change", [
+    {"top_k": None}, {"top_p": None}, {"top_k": None, "top_p": None}, {"top_k": torch.ones(3)},
+    {"top_p": torch.ones(2)}, {"min_p": torch.zeros(3).double()}, {"sampled_logprobs": torch.zeros(6)[::2]},
     {"logits": torch.zeros(3, 9)}, {"logits": torch.zeros(3, 10).double()}, {"logits": torch.zeros(10, 3).T},
     {"temperature": torch.ones(2)}, {"greedy": torch.zeros(3)}, {"uniforms": torch.zeros(3)},
     {"token_ids": torch.zeros(3, dtype=torch.int32)}, {"logprobs": torch.zeros(6)[::2]},
 ])  # fmt: skip
-def test_oversized_requests_are_refused(change):
+@pytest.mark.parametrize("filtered", [False, True])
+def test_tensors_that_do_not_fit_are_refused(change, filtered):
     given = {
         "logits": torch.zeros(3, 10), "temperature": torch.ones(3), "greedy": torch.zeros(3, dtype=torch.bool),
         "uniforms": torch.zeros(3).double(), "token_ids": torch.zeros(3, dtype=torch.int64),
         "logprobs": torch.zeros(3), "raw_logprobs": None,
     }  # fmt: skip
+    filters = {
+        "top_k": torch.full((3,), 4),
+        "top_p": torch.ones(3),
+        "min_p": torch.zeros(3),
+        "sampled_logprobs": None,
+    }
+    if not filtered and change.keys() & filters.keys():
+        pytest.skip("it has no filters")
     with pytest.raises(ValueError, match="do not fit"):
-        RowSampler(10).sample(**(given | change))
+        RowSampler(10).sample(**(given | (filters if filtered else {}) | change))
+
+
+SANITIZED = """
+import torch
+from caesura.scheduler.kernels.sampling import RowSampler
+torch.set_num_threads(2)
+torch.manual_seed(0)
+SERVED = []
+
+
+def samples(dtype, vocabulary, spread, temperature, top_k):
+    logits = torch.randn(9, vocabulary).mul(spread).to(dtype)
+    logits[1, vocabulary // 2], logits[2], logits[3, : vocabulary // 2] = torch.nan, -torch.inf, -torch.inf
+    tokens, logprobs = torch.empty(9, dtype=torch.int64), torch.empty(3, 9)
+    RowSampler(vocabulary).sample(
+        logits, torch.full((9,), temperature), torch.arange(9) % 5 == 0, torch.rand(9).double(), tokens, *logprobs,
+        top_k=torch.full((9,), top_k), top_p=torch.tensor([1.0, 0.0, 0.5] * 3), min_p=torch.tensor([0.0] * 5 + [0.1] * 4),
+    )
+
+
+for isa in native.ISAS[1:]:
+    with native.limited_to(isa) as possible:
+        for dtype in (torch.bfloat16, torch.float32) if possible else ():
+            for vocabulary in (1, 31, 255, 256, 257, 1001, 70_001):
+                for spread, temperature in ((0.0, 1.0), (1.0, 0.7), (3e38, 1e-3), (30.0, 1e-3), (1e-3, 1e30)):
+                    for top_k in (0, 1, 50, vocabulary):
+                        samples(dtype, vocabulary, spread, temperature, top_k)
+        if possible:
+            SERVED.append(isa)
+print(*SERVED)
+"""
+
+
+@pytest.mark.long
+def test_no_access_out_of_bounds_and_no_undefined_behaviour(tmp_path):
+    assert "avx2" in run_sanitized(SANITIZED, tmp_path, "sampler")

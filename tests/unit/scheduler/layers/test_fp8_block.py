@@ -134,7 +134,7 @@ def test_quantising_does_not_depend_on_the_cut(
 
 
 def test_a_piece_of_many_blocks_is_quantised_in_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("caesura.scheduler.layers.fp8_block._CHUNK", 3 * 8 * 20)
+    monkeypatch.setattr("caesura.scheduler.layers.fp8_block.CHUNK", 3 * 8 * 20)
     matrix = Fp8Matrix("m", [100], 20, SMALL, Placement(torch.float32, CPU, SMALL))
     value = random(100, 20, dtype=torch.bfloat16)
     weight, scales = matrix.slots("m", 0, 100)
@@ -186,7 +186,7 @@ def test_product_is_that_of_the_dequantised_weight(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("caesura.scheduler.layers.fp8_block._CHUNK", chunk)
+    monkeypatch.setattr("caesura.scheduler.layers.fp8_block.CHUNK", chunk)
     names = {f"part{number}": size for number, size in enumerate(parts)}
     place = Placement(dtype, CPU, Fp8Blocks())
     linear = Linear("l", width, names, bias=bias, place=place)

@@ -7,7 +7,6 @@ import torch
 from support.mxfp4 import dequantize_mxfp4
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from caesura.scheduler.kernels import native
 from caesura.scheduler.layers.experts import ExpertNames, Experts
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.layers.stacked_experts import dequantize
@@ -53,14 +52,6 @@ def layer(dtype, rank=0, size=1):
     )
 
 
-@pytest.fixture(params=["compiled", "torch"])
-def kernels(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr("caesura.scheduler.layers.experts.best", lambda *of: "torch")
-    elif native.why_not():
-        pytest.skip(native.why_not())
-
-
 def drawn(seed):
     generator = torch.Generator().manual_seed(seed)
     packed, wide = {}, {}
@@ -82,7 +73,7 @@ def slots_of(experts):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_storage_depends_on_neither_order_nor_pieces(kernels, dtype, cut):
+def test_storage_depends_on_neither_order_nor_pieces(served, dtype, cut):
     held, halves = slots_of(layer(dtype))
     assert set(halves) == set(drawn(1)[0])
     for seed in range(4):
@@ -98,7 +89,7 @@ def test_storage_depends_on_neither_order_nor_pieces(kernels, dtype, cut):
             assert same(held[name].read(), value.to(dtype)), (name, names)
 
 
-def test_a_change_counts_with_the_one_that_completes_it(kernels):
+def test_a_change_counts_with_the_one_that_completes_it(served):
     held, halves = slots_of(layer(torch.bfloat16))
     packed, _ = drawn(1)
     first, second = "mlp.experts.down_proj_blocks", "mlp.experts.down_proj_scales"
@@ -119,15 +110,12 @@ def test_a_change_counts_with_the_one_that_completes_it(kernels):
     assert held["mlp.experts.down_proj"].shape == (EXPERTS, WIDTH, HIDDEN)
 
 
-def test_waiting_halves_are_dropped_by_whole_tensors_and_restarts(kernels):
+def test_waiting_halves_are_dropped_by_whole_tensors_and_restarts(served):
     held, halves = slots_of(layer(torch.float32))
     (old, _), (new, wide) = drawn(1), drawn(2)
     name = "mlp.experts.gate_up_proj"
     blocks, scales, whole = halves[f"{name}_blocks"], halves[f"{name}_scales"], held[name]
-    drop = {
-        "the whole tensor": lambda: whole.update(wide[name].float(), 0),
-        "a new start": blocks.forget,
-    }
+    drop = {"the whole tensor": lambda: whole.update(wide[name].float(), 0), "a new start": blocks.forget}
     for waiting in (blocks, scales):
         for how, act in drop.items():
             waiting.update(old[waiting.name], 0)
@@ -139,7 +127,7 @@ def test_waiting_halves_are_dropped_by_whole_tensors_and_restarts(kernels):
             assert same(whole.read(), wide[name].float()), (waiting.name, how)
 
 
-def test_ranks_keep_their_part_of_the_width(kernels):
+def test_ranks_keep_their_part_of_the_width(served):
     packed, wide = drawn(3)
     parts = {name: [] for name in wide}
     for rank in range(2):

@@ -14,7 +14,6 @@ from caesura.client.exceptions import InternalError
 from caesura.io_struct import RoutedExperts
 from caesura.scheduler.cache import pool as pools
 from caesura.scheduler.cache.pool import RoutingPool
-from caesura.scheduler.kernels import native
 from caesura.scheduler.layers.experts import ExpertNames, Experts
 from caesura.scheduler.layers.moe import RoutedExperts as Record
 from caesura.scheduler.layers.parameters import Placement
@@ -123,12 +122,8 @@ def test_a_shape_has_three_sizes():
 EXPERTS, HIDDEN, WIDTH = 5, 20, 12
 
 
-@pytest.fixture(params=["compiled", "torch"])
-def experts(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr("caesura.scheduler.layers.experts.best", lambda *of: "torch")
-    elif native.why_not():
-        pytest.skip(native.why_not())
+@pytest.fixture
+def experts(served):
     place = Placement(torch.float32, torch.device("cpu"))
     names = ExpertNames(stacked=True)
     return Experts(

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.forward_batches import PagedModel, Sequence, load_model
+from support.moving_components import Device
 from support.properties import examples
 
 from caesura.io_struct import CaesuraError
 from caesura.scheduler.cache.pool import MHAPool
 from caesura.scheduler.layers.parameters import Parameter
-from caesura.scheduler.memory import residency
-from caesura.scheduler.memory.device_memory import DeviceCache, empty_device_cache
+from caesura.scheduler.memory.device_memory import empty_device_cache
 from caesura.scheduler.memory.host import HOST
 from caesura.scheduler.memory.residency import (
     MEMORY_TAGS,
@@ -159,34 +159,37 @@ def test_any_tensor(shape, dtype, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_shortage_is_found_before_anything_is_taken(monkeypatch, backend):
-    manager = ComponentResidencyManager(CPU, make_component=backend)
+def test_a_shortage_is_found_before_anything_is_taken(backend):
+    device = Device(total=5999)
+    manager = ComponentResidencyManager(CPU, make_component=backend, device_module=device)
     with manager.component("weights"):
         weights = allocate((1000,), torch.float32, CPU)
     with manager.component("kv_cache"):
         allocate((500,), torch.float32, CPU)
     weights.fill_(1.0)
     exhaust(manager.release(MEMORY_TAGS))
-    monkeypatch.setattr(residency, "get_available_memory", lambda device: 5999)
     with pytest.raises(CaesuraError) as caught:
         exhaust(manager.resume(["weights", "kv_cache"]))
     assert caught.value.code == "out_of_memory"
     assert caught.value.detail == {"needed_bytes": 6000, "free_bytes": 5999}
     if backend is StorageComponent:
         assert weights.untyped_storage().nbytes() == 0
-    monkeypatch.setattr(residency, "get_available_memory", lambda device: 6000)
+    device.free = 6000
     exhaust(manager.resume(["weights", "kv_cache"]))
     weights.fill_(2.0)
 
 
-def test_unused_blocks_of_the_allocator_count_as_room_for_what_comes_back(monkeypatch):
+def test_unused_blocks_of_the_allocator_count_as_room_for_what_comes_back():
     free = [0]
-    module = SimpleNamespace(memory_reserved=lambda: 0, empty_cache=lambda: free.append(4000))
-    manager = ComponentResidencyManager(CPU, device_cache=DeviceCache(module))
+    module = SimpleNamespace(
+        memory_reserved=lambda: 0,
+        empty_cache=lambda: free.append(4000),
+        mem_get_info=lambda: (free[-1], 1 << 30),
+    )
+    manager = ComponentResidencyManager(CPU, device_module=module)
     with manager.component("weights"):
         allocate((1000,), torch.float32, CPU)
     exhaust(manager.release(["weights"]))
-    monkeypatch.setattr(residency, "get_available_memory", lambda device: free[-1])
     exhaust(manager.resume(["weights"]))
 
 

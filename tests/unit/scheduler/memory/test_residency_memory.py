@@ -36,7 +36,7 @@ from caesura.scheduler.memory.residency import (
 from caesura.scheduler.memory.storage import MappedComponent, StorageComponent
 
 
-def test_admissible_memory_is_that_of_offloaded_components(monkeypatch):
+def test_admissible_memory_is_that_of_offloaded_components():
     manager = accelerator()
     model = Model(manager, ComponentOffloadStrategy())
     total = manager.nbytes("model")
@@ -58,14 +58,14 @@ def test_only_linux_maps_what_is_allocated(monkeypatch, platform, mapped):
     assert manager.in_allocator is not mapped
 
 
-def test_one_byte_that_is_not_free_is_a_shortage(monkeypatch):
+def test_one_byte_that_is_not_free_is_a_shortage():
     manager = host()
     manager.register("byte", ComponentOffloadStrategy())
     with manager.component("byte"):
         tensor = allocate((1,), torch.uint8, CPU)
     manager.registered["byte"].divide([[tensor]])
     exhaust(manager.release(["weights"]))
-    monkeypatch.setattr(residency_module, "get_available_memory", lambda *_, **__: 0)
+    manager.module.free = 0
     with pytest.raises(CaesuraError) as caught:
         exhaust(manager.bring(["byte"]))
     assert caught.value.detail == {"needed_bytes": 1, "free_bytes": 0}
@@ -131,31 +131,31 @@ def test_a_tag_that_is_backed_up_comes_back_as_it_was_last(make):
         assert not any(tensor.any() for tensor in tensors["kv_cache"])
 
 
-def test_resuming_counts_what_comes_back_with_the_tag(monkeypatch):
+def test_resuming_counts_what_comes_back_with_the_tag():
     manager = accelerator()
     Model(manager, ResidentStrategy())
     with manager.component("weights"):
         allocate((1000,), torch.float32, CPU)
     exhaust(manager.release(["weights"]))
     needed = manager.nbytes("model") + 4000
-    monkeypatch.setattr(residency_module, "get_available_memory", lambda *_, **__: needed - 1)
+    manager.module.free = needed - 1
     with pytest.raises(CaesuraError) as caught:
         exhaust(manager.resume(["weights"]))
     assert caught.value.detail == {"needed_bytes": needed, "free_bytes": needed - 1}
     assert manager.registered["model"].device_bytes == 0
 
 
-def test_a_shortage_is_found_before_anything_is_brought(monkeypatch):
+def test_a_shortage_is_found_before_anything_is_brought():
     manager = host()
     model = Model(manager, ComponentOffloadStrategy())
     model.request()
-    monkeypatch.setattr(residency_module, "get_available_memory", lambda *_, **__: 1234)
+    manager.module.free = 1234
     with pytest.raises(CaesuraError) as caught:
         exhaust(manager.bring(["model"]))
     assert caught.value.code == "out_of_memory"
     assert caught.value.detail == {"needed_bytes": manager.nbytes("model"), "free_bytes": 1234}
     assert manager.registered["model"].device_bytes == 0
-    monkeypatch.undo()
+    manager.module.free = None
     model.request()
     manager.close()
 

@@ -115,7 +115,7 @@ def test_the_next_layer_comes_while_one_is_computed():
     at_layer = manager.use("model")
     at_layer(0)
     model.check(0)
-    side = manager._module.side
+    side = manager.module.side
     assert len(side.pending) == 2
     assert not model.layers[1][0].any()
     waits = side.waited_for_others

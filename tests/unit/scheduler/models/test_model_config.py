@@ -31,6 +31,13 @@ MINIMAL = {
 }
 
 
+EXPERTS = {
+    **MINIMAL,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
 LLAMA3 = RopeParameters(**{"theta" if k == "rope_theta" else k: v for k, v in ROPE_LLAMA3.items()})
 
 
@@ -206,6 +213,7 @@ UNSUPPORTED = [
         {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
         ["use_bidirectional_attention"],
     ),
+    ({**EXPERTS, "hidden_act": "gelu"}, ["hidden_act"]),
     ({"architectures": ["Gemma2ForCausalLM"]}, ["architectures"]),
     ({"architectures": []}, ["architectures"]),
     ({"architectures": None}, ["architectures"]),
@@ -261,6 +269,13 @@ def test_fields_that_ask_for_nothing_are_accepted(changes: dict[str, Any]) -> No
         ({"num_hidden_layers": 2**64}, "num_hidden_layers"),
         ({"architectures": ["Glm4MoeForCausalLM"], "partial_rotary_factor": 1e308}, "partial_rotary_factor"),
         ({"architectures": ["Glm4MoeForCausalLM"], "partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ({**EXPERTS, "num_experts_per_tok": 6}, "num_experts_per_tok"),
+        ({**EXPERTS, "num_local_experts": 0}, "num_local_experts"),
+        ({**EXPERTS, "num_experts": 6}, "num_experts"),
+        ({**EXPERTS, "decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({**EXPERTS, "mlp_only_layers": [True]}, "mlp_only_layers"),
+        ({**EXPERTS, "mlp_only_layers": "0"}, "mlp_only_layers"),
+        ({**EXPERTS, "moe_intermediate_size": 2.5}, "moe_intermediate_size"),
     ],
 )
 def test_invalid_values_are_named(changes: dict[str, Any], field: str) -> None:

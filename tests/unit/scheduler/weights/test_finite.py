@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 from support.forward_batches import load_model
 
-from caesura.client.trainer.chain import tensors_per_bucket
+from caesura.client.trainer.group import whole
 from caesura.io_struct import (
     CaesuraError,
     SendWeightsReqInput,
@@ -119,7 +119,7 @@ def specs_of(sizes: list[int]) -> list[TensorSpec]:
 @given(sizes=SIZES.filter(bool), cut=st.integers(1, 100))
 def test_broadcasts_have_every_tensor_once_in_order_and_without_gaps(sizes, cut):
     specs = specs_of(sizes)
-    counts = tensors_per_bucket(specs, cut)
+    counts = [len(part) for part in whole(specs, cut, lambda spec: spec.nbytes)]
     fields = {"specs": specs, "load_format": "flattened_bucket", "tensors_per_broadcast": counts}
     sent, received = (
         batches_of(kind(**fields)) for kind in (SendWeightsReqInput, UpdateWeightsFromDistributedReqInput)
@@ -139,7 +139,7 @@ def test_broadcasts_have_every_tensor_once_in_order_and_without_gaps(sizes, cut)
 def test_buckets_are_as_few_as_their_order_allows(sizes, cut):
     """No tensor would have fitted into the bucket before its own."""
     specs = specs_of(sizes)
-    counts = tensors_per_bucket(specs, cut)
+    counts = [len(part) for part in whole(specs, cut, lambda spec: spec.nbytes)]
     assert sum(counts) == len(specs)
     start = 0
     for count in counts[:-1]:

@@ -1,5 +1,6 @@
-"""Collectives over shared memory, between real processes, against NumPy."""
+"""Collectives over shared memory and over gloo, between real processes, against NumPy."""
 
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support import rank_jobs
+from support.checkpoints import make_checkpoint
 from support.ranks import Ranks
 from support.sanitized import run_sanitized
 from support.waiting import PATIENCE_S
@@ -14,11 +16,13 @@ from torch import Tensor
 
 from caesura.io_struct import CaesuraError, ErrorCode
 from caesura.scheduler.kernels import native
-from caesura.scheduler.parallel import host_group
-from caesura.scheduler.parallel.group import SINGLE
+from caesura.scheduler.parallel import host_group, torch_group
+from caesura.scheduler.parallel.group import SINGLE, RankLostError
 
-pytestmark = pytest.mark.skipif(native.why_not() is not None, reason="no compiled kernels")
+compiled = pytest.mark.skipif(native.why_not() is not None, reason="no compiled kernels")
+both = pytest.mark.parametrize("gloo", [pytest.param(False, marks=compiled), True])
 
+CPU = torch.device("cpu")
 ROUNDS = 1500
 
 
@@ -33,8 +37,8 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 def mortal() -> Iterator[Callable[..., Ranks]]:
     made: list[Ranks] = []
 
-    def make(size: int, timeout_s: float = PATIENCE_S) -> Ranks:
-        made.append(Ranks(size, timeout_s))
+    def make(size: int, timeout_s: float = PATIENCE_S, *, gloo: bool = False) -> Ranks:
+        made.append(Ranks(size, timeout_s, gloo=gloo))
         return made[-1]
 
     yield make
@@ -71,6 +75,7 @@ def expected_rounds(size: int, seed: int, count: int) -> Iterator[bytes]:
             yield bytes(np.ascontiguousarray(joined[:, : joined.shape[1] - dropped]))
 
 
+@compiled
 def test_thousands_of_rounds_are_those_of_numpy(ranks: Ranks) -> None:
     results = ranks.call(rank_jobs.rounds, 3, ROUNDS)
     for number, expected in enumerate(expected_rounds(len(results), 3, ROUNDS)):
@@ -78,6 +83,7 @@ def test_thousands_of_rounds_are_those_of_numpy(ranks: Ranks) -> None:
             assert found[number] == expected, (number, rank)
 
 
+@compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_sum_of_more_than_a_buffer_holds(ranks: Ranks, dtype: torch.dtype) -> None:
     elements = 700_001
@@ -89,33 +95,54 @@ def test_a_sum_of_more_than_a_buffer_holds(ranks: Ranks, dtype: torch.dtype) -> 
         assert bytes(found.view(torch.uint8).numpy()) == summed(parts)
 
 
-def test_waiters_for_a_killed_rank_are_told(mortal: Callable[..., Ranks]) -> None:
-    ranks = mortal(3)
+@compiled
+@pytest.mark.slow
+def test_bits_over_gloo_are_those_over_shared_memory(mortal, tmp_path):
+    gloo, shared = mortal(3, gloo=True), mortal(3)
+    assert gloo.call(rank_jobs.rounds, 4, 150) == shared.call(rank_jobs.rounds, 4, 150)
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 36}
+    make_checkpoint(tmp_path, "qwen3", **sizes)
+    arguments = str(tmp_path), torch.float32, list(range(20, 40)), False
+    found = gloo.call(rank_jobs.logits_of, *arguments)
+    for other in shared.call(rank_jobs.logits_of, *arguments):
+        assert torch.equal(other, found[0])
+    assert (found[0] - rank_jobs.logits_of(SINGLE, *arguments)).abs().max() <= 1e-4
+
+
+@both
+def test_waiters_for_a_killed_rank_are_told(mortal, gloo):
+    ranks = mortal(3, gloo=gloo)
     ranks.call(rank_jobs.barrier)
     ranks.start(rank_jobs.reduce_for_ever)
     ranks.kill(1)
     for rank, (seconds, error) in zip((0, 2), ranks.results([0, 2]), strict=True):
         assert seconds < 30.0, "half of what it would wait for a rank that lives"
-        assert error.startswith(f"{rank} 1 its process has ended") or "has seen another one fail" in error
+        told = error.startswith(f"{rank} 1 its process has ended") or "has seen another one fail" in error
+        assert gloo or told
     ranks.processes[1].join()
 
 
-def test_all_are_told_of_one_that_gives_up_and_can_begin_anew(mortal: Callable[..., Ranks]) -> None:
-    ranks = mortal(3)
+@both
+def test_all_are_told_of_one_that_gives_up_and_can_begin_anew(mortal, gloo):
+    ranks = mortal(3, gloo=gloo)
     for _ in range(3):
-        assert all("given up" in error for error in ranks.call(rank_jobs.give_up, 2))
-        assert all("given up" in error for error in ranks.call(rank_jobs.wait_once)), "until all begin anew"
+        for job in ((rank_jobs.give_up, 2), (rank_jobs.wait_once,)):
+            errors = ranks.call(*job)
+            assert all(errors), "until all begin anew"
+            assert gloo or all("given up" in error for error in errors)
         assert ranks.call(rank_jobs.begin_anew) == [3.0, 3.0, 3.0]
 
 
-def test_one_that_lives_and_does_not_come_is_waited_for_only_so_long(mortal: Callable[..., Ranks]) -> None:
+@compiled
+def test_one_that_lives_and_does_not_come_is_waited_for_only_so_long(mortal) -> None:
     ranks = mortal(2, timeout_s=2.0)
     ranks.start_on(0, rank_jobs.wait_once)
     assert ranks.results([0]) == ["1 it did not come in time"]
     assert ranks.call(rank_jobs.begin_anew) == [1.0, 1.0]
 
 
-def test_waiters_for_a_rank_that_left_are_told(mortal: Callable[..., Ranks]) -> None:
+@compiled
+def test_waiters_for_a_rank_that_left_are_told(mortal) -> None:
     ranks = mortal(2)
     ranks.start_on(1, rank_jobs.leave)
     assert ranks.results([1]) == [None]
@@ -123,6 +150,7 @@ def test_waiters_for_a_rank_that_left_are_told(mortal: Callable[..., Ranks]) -> 
     assert ranks.results([0]) == ["1 it has left the group"]
 
 
+@compiled
 def test_a_memory_of_another_size_is_refused() -> None:
     fd, _ = host_group.found(3)
     with pytest.raises(CaesuraError, match="no shared memory for rank 0 of 2") as caught:
@@ -140,6 +168,30 @@ def test_one_rank_alone_does_nothing() -> None:
     assert torch.equal(x, before)
     assert SINGLE.all_gather(x) is x
     assert torch.equal(SINGLE.all_gather(x, torch.empty(2, 2)), x[:, :2])
+
+
+def test_a_rank_that_computes_otherwise_is_refused() -> None:
+    store, address = torch_group.listen("127.0.0.1", 2)
+    store.set("computes", "torch 2.0, something else")
+    with pytest.raises(CaesuraError, match="would sample other tokens than rank 0") as caught:
+        torch_group.join(address, 1, 2, CPU, torch.float32)
+    assert caught.value.code == ErrorCode.UNSUPPORTED
+
+
+def test_ranks_find_each_other_at_one_address_alone() -> None:
+    _, address = torch_group.listen("127.0.0.1", 2)
+    port = int(address.rpartition(":")[2])
+    socket.create_connection(("127.0.0.1", port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port))  # of this host as well
+
+
+def test_a_rank_whose_others_do_not_come_is_told() -> None:
+    store, address = torch_group.listen("127.0.0.1", 2)
+    with pytest.raises(RankLostError, match="rank 1 waits for rank 0"):
+        torch_group.join(address, 1, 2, CPU, torch.float32, timeout_s=0.5)
+    with pytest.raises(RankLostError, match="rank 0 waits for another rank"):
+        torch_group.join(store, 0, 2, CPU, torch.float32, timeout_s=0.5)
 
 
 SANITIZED = """
@@ -173,6 +225,7 @@ for isa in instruction_sets():
 """
 
 
+@compiled
 @pytest.mark.slow
 @pytest.mark.long
 def test_memory_is_accessed_within_bounds(tmp_path: Path) -> None:
