@@ -63,7 +63,7 @@ def serve(pipe: Any, rank: int, size: int, rounds: int, calls: int) -> None:
     memory: Any
     if rank == 0:
         memory, address = host_group.found(size)
-        store, host = torch_group.listen("127.0.0.1", 0, size)
+        store, host = torch_group.listen("127.0.0.1", size)
         pipe.send((address, host))
     else:
         memory, host = pipe.recv()

@@ -150,10 +150,7 @@ def _forms(shape: Shape) -> list[AttentionForm]:
     sinks = torch.linspace(-1, 1, shape.num_heads, device=shape.device).to(shape.dtype)
     return [
         AttentionForm(
-            window=kind.window,
-            softcap=kind.softcap,
-            scale=kind.scale,
-            sinks=sinks if kind.sinks else None,
+            window=kind.window, softcap=kind.softcap, scale=kind.scale, sinks=sinks if kind.sinks else None
         )
         for kind in shape.kinds
     ]
@@ -179,24 +176,8 @@ def _attend(
 
 def _filled_pool(shape: Shape) -> MHAPool | MLAPool:
     """Return a pool of one layer, with the same random contents at each call."""
-    pages = 1 + sum(_pages(start + new) for start, new in _MIXED)
-    pool: MHAPool | MLAPool
-    if shape.latent is not None:
-        pool = MLAPool(
-            num_layers=1, num_pages=pages, width=shape.head_dim, dtype=shape.dtype, device=shape.device
-        )
-        storages: tuple[Tensor, ...] = (pool.layer(0),)
-    else:
-        pool = MHAPool(
-            num_layers=1,
-            num_pages=pages,
-            kv_heads=shape.num_kv_heads,
-            head_size=shape.head_dim,
-            dtype=shape.dtype,
-            device=shape.device,
-            page_size=PAGE_SIZE,
-        )
-        storages = pool.layer(0)
+    pool = shape.pool(1, 1 + sum(_pages(start + new) for start, new in _MIXED))
+    storages = pool.layer(0) if isinstance(pool, MHAPool) else (pool.layer(0),)
     generator = torch.Generator(shape.device).manual_seed(0)
     for storage in storages:
         storage.normal_(generator=generator)

@@ -77,15 +77,7 @@ class PagedTritonBackend(SdpaBackend):
         heads, kv_heads = self._heads, self._kv_heads
         keys, values = self.pool.layer(layer)
         self._elementwise.rope_store(
-            qkv,
-            heads,
-            cos,
-            sin,
-            self._step.slots_in(form),
-            keys,
-            values,
-            out=qkv[:, :-kv_heads],
-            norm=norm,
+            qkv, heads, cos, sin, self._step.slots_in(form), keys, values, out=qkv[:, :-kv_heads], norm=norm
         )
         return self.attend(qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:], layer, form)
 
@@ -98,13 +90,7 @@ class PagedTritonBackend(SdpaBackend):
 
 class _CapturedDecode(AttentionBackend):
     def __init__(
-        self,
-        pool: MHAPool,
-        kernel: Any,
-        tables: tuple[Tensor, Tensor],
-        kv_lens: Tensor,
-        *,
-        num_heads: int,
+        self, pool: MHAPool, kernel: Any, tables: tuple[Tensor, Tensor], kv_lens: Tensor, *, num_heads: int
     ) -> None:
         self._store = self.fused = fused_store(pool, num_heads, self._attend)
         self.pool, self._kernel = pool, kernel

@@ -169,13 +169,7 @@ class SdpaBackend(AttentionBackend):
         )
 
     def _decode(
-        self,
-        group: _DecodeGroup,
-        q: Tensor,
-        out: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
-        form: AttentionForm,
+        self, group: _DecodeGroup, q: Tensor, out: Tensor, k_pool: Tensor, v_pool: Tensor, form: AttentionForm
     ) -> None:
         heads, (size, value_size) = group.num_rows * self._kv_heads, self._head_sizes
         keys, values = self._gather(group.pages, k_pool, v_pool)
@@ -213,12 +207,7 @@ class SdpaBackend(AttentionBackend):
             q_len, kv_len = q_lens[first_row], kv_lens[first_row]
             cut = window is not None and kv_len > window
             run = _PrefillRun(
-                first_token=token,
-                num_rows=end - first_row,
-                q_len=q_len,
-                kv_len=kv_len,
-                pages=None,
-                bias=None,
+                first_token=token, num_rows=end - first_row, q_len=q_len, kv_len=kv_len, pages=None, bias=None
             )
             if kv_len > q_len:
                 num_pages = -(-kv_len // self.pool.page_size)

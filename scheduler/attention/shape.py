@@ -1,10 +1,11 @@
 """Sizes of a model's attention, which backends are made for."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..cache.pool import MHAPool, MLAPool
 from ..kernels.attention_form import FormKind
 
 if TYPE_CHECKING:
@@ -36,6 +37,26 @@ class Shape:
     def windows(self) -> tuple[int | None, ...]:
         """Distinct windows of the layers."""
         return tuple({kind.window: None for kind in self.kinds})
+
+    def pool(self, num_layers: int, num_pages: int, **windows: Any) -> MHAPool | MLAPool:
+        """Return storage of pages; ``windows``: of :class:`~..cache.pool.MHAPool`."""
+        if self.latent is not None:
+            return MLAPool(
+                num_layers=num_layers,
+                num_pages=num_pages,
+                width=self.head_dim,
+                dtype=self.dtype,
+                device=self.device,
+            )
+        return MHAPool(
+            num_layers=num_layers,
+            num_pages=num_pages,
+            kv_heads=self.num_kv_heads,
+            head_size=self.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            **windows,
+        )
 
     @classmethod
     def of(cls, loaded: "LoadedModel") -> "Shape":

@@ -141,9 +141,7 @@ class WeightsFile:
         return Start(epoch, lost=f"{lost} was lost in a restart: {reason}")
 
     def begin(self, stamp: WeightStamp, digest: str) -> None:
-        """Write the record of this start, whose weights were loaded from files with ``digest``; raises
-        ``state_file_error``.
-        """
+        """Write the record of this start, with ``digest`` of its files; raises ``state_file_error``."""
         if self._path is None:
             return
         before, folder = self._record, os.path.abspath(self._config.model_path)

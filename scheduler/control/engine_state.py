@@ -33,9 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Sender of a command. Two are the same if both have the same owner token, or, where one has none, the
-    same socket.
-    """
+    """Two senders are the same by their owner token or, where one of them has none, by their socket."""
 
     client: bytes
     owner: str | None = None
@@ -72,9 +70,7 @@ class PauseOwnership:
         return None if self.sender is None else self.sender.owner
 
     def take(self, sender: Sender, request: PauseGenerationReqInput) -> None:
-        """Record a completed pause. The first sender stays the owner; its own later pauses may change token
-        and lease.
-        """
+        """Record a completed pause. The first sender stays the owner, and may change its token and lease."""
         if self.sender is None or (self.sender.owner is None and self.sender.client == sender.client):
             self.sender = sender
         if request.lease_s is not None and sender.owner == self.owner:
@@ -261,9 +257,7 @@ class EngineState:
         logger.error("weights are POISONED: %s", reason)
 
     def commit_weights(self, version: str | None, source: str) -> None:
-        """Make the new weights serve: next epoch, and the new label if one was sent. No cached KV is reused
-        after it (I6).
-        """
+        """Make the new weights serve: next epoch, and the label that was sent. No older KV is reused (I6)."""
         self._commits[source] += 1
         label = version if version is not None else self.stamp.version
         self.stamp = replace(self.stamp, epoch=self.stamp.epoch + 1, version=label)

@@ -95,9 +95,7 @@ def _close_gate(engine: "Engine", tags: frozenset[MemoryTag]) -> Generator[Wait,
 
 
 def resume_memory(engine: "Engine", request: ResumeMemoryOccupationReqInput, sender: Sender) -> Operation:
-    """Allocate released memory again: all requested tags or none. Weights that are not backed up have no
-    values.
-    """
+    """Allocate released memory again: all requested tags or none. Only backed up weights have values."""
     state = engine.state
     tags = _requested_tags(request.tags) & state.released
     if tags:

@@ -39,9 +39,7 @@ class ParameterServerUpdates:
         self._conversation: Conversation | None = None
 
     def close(self) -> None:
-        """End the conversation with the last server, which may still be waiting for the error of its failed
-        update.
-        """
+        """End the conversation with the last server, which may wait for the error of its failed update."""
         if self._conversation is not None:
             self._conversation.close()
 

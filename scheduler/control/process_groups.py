@@ -52,9 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 2.0
-"""Longest wait until a process group is destroyed; a broken one may block in a broadcast until its own
-timeout.
-"""
+"""Longest wait until a process group is destroyed: one that is broken may block until its own timeout."""
 
 
 def init_group(engine: "Engine", request: InitWeightsUpdateGroupReqInput, sender: Sender) -> Operation:
@@ -228,11 +226,11 @@ def _require_stored(batches: list[Batch], slots: dict[str, WeightSlot]) -> None:
             found.add_unexpected(spec.name, spec.shape)
             continue
         if tuple(spec.shape) != slot.shape:
-            found.add_misshapen(spec.name, slot.shape, spec.shape)
+            found.add(spec.name, expected_shape=list(slot.shape), got_shape=list(spec.shape))
         if spec.dtype != NAMES[slot.dtype]:
-            found.add_wrong_dtype(spec.name, NAMES[slot.dtype], spec.dtype)
+            found.add(spec.name, expected_dtype=NAMES[slot.dtype], got_dtype=spec.dtype)
         if spec.name in seen:
-            found.add(spec.name, "named twice")
+            found.add(spec.name, reason="named twice")
         seen.add(spec.name)
     found.raise_if_any(given=seen)
 

@@ -109,9 +109,7 @@ class Sessions:
         self.orphan_s = orphan_s
         self.current: Session | None = None
         self.is_working = False
-        """True while a call of the session is under way: it does not expire as an orphan, and the engine is
-        not idle.
-        """
+        """True during a call of the session: it does not expire as an orphan, and the engine is not idle."""
         self._deadline_s = deadline_s
 
     @contextmanager
@@ -259,9 +257,7 @@ class Sessions:
         return session
 
     def protects(self, route: Route, error: BaseException) -> bool:
-        """Return True if ``error`` refused a foreign call while the group of ``route``, which must not be
-        ended, serves the open session.
-        """
+        """Return True if ``error`` refused a foreign call while ``route`` serves the open session."""
         codes = ErrorCode.SESSION_OPEN, ErrorCode.NO_SESSION
         refused = isinstance(error, CaesuraError) and error.code in codes
         return refused and self.current is not None and self.current.route == route

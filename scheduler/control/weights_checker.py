@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_weights(engine: "Engine", request: WeightsCheckerReqInput, sender: Sender) -> Operation:
-    """Compute checksums, or overwrite all weights so that a test can prove that an update writes each of
-    them.
-    """
+    """Compute checksums, or overwrite all weights, to prove that an update writes each of them."""
     engine.state.require_resident("weights")
     if request.action == "reset_tensors":
         engine.updates.poison(

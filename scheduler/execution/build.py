@@ -244,26 +244,8 @@ def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
 
 def make_pool(loaded: LoadedModel, num_pages: int, window_pages: int | None = None) -> MHAPool | MLAPool:
     """Return KV storage of ``num_pages`` pages; in layers with a window ``window_pages``, if given."""
-    model = loaded.config
-    if model.mla is not None:
-        return MLAPool(
-            num_layers=model.num_layers,
-            num_pages=num_pages,
-            width=model.mla.latent_width,
-            dtype=loaded.dtype,
-            device=loaded.device,
-        )
-    return MHAPool(
-        num_layers=len(loaded.model.forms),
-        num_pages=num_pages,
-        kv_heads=loaded.num_kv_heads,
-        head_size=model.head_dim,
-        dtype=loaded.dtype,
-        device=loaded.device,
-        page_size=PAGE_SIZE,
-        window_layers=_window_layers(loaded),
-        window_pages=window_pages,
-    )
+    layers, windows = len(loaded.model.forms), _window_layers(loaded)
+    return Shape.of(loaded).pool(layers, num_pages, window_layers=windows, window_pages=window_pages)
 
 
 def build_routing_pool(loaded: LoadedModel, num_pages: int) -> RoutingPool | None:

@@ -62,10 +62,6 @@ def scratch_prefill(lengths: list[int]) -> ForwardBatch:
         sample_tokens=none,
         sample_slots=none,
         sampling=SamplingBatch(
-            **columns,
-            any_sampled=False,
-            any_filtered=False,
-            want_raw=False,
-            want_sampled=False,
+            **columns, any_sampled=False, any_filtered=False, want_raw=False, want_sampled=False
         ),
     )

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from time import monotonic
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -131,14 +131,6 @@ class Executor:
             self._connection.alarm.fd: self._connection.require_all,
         }
 
-    @overload
-    def call(
-        self, method: str, *arguments: object, frames: Sequence[bytes | memoryview] = ()
-    ) -> Pending[None]: ...
-
-    @overload
-    def call(self, method: str, *arguments: object, reply: type[_Value]) -> Pending[_Value]: ...
-
     def call(
         self, method: str, *arguments: object, frames: Sequence[bytes | memoryview] = (), reply: Any = None
     ) -> Pending[Any]:
@@ -205,7 +197,7 @@ class Executor:
 
     def all_reduce_min(self, value: int) -> int:
         """Return the smallest ``value`` of all ranks, each of which calls this while it is built."""
-        offers = self.call("offer", reply=int).wait(until_failure=True)
+        offers: list[int] = self.call("offer", reply=int).wait(until_failure=True)
         smallest = min([value, *offers])
         self.call("agree", smallest)
         return smallest

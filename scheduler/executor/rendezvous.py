@@ -31,7 +31,7 @@ def found(config: EngineConfig) -> tuple[str, Callable[[], TensorParallel]]:
         memory, path = host_group.found(config.tp)
         return _SHARED + path, lambda: host_group.join(memory, 0, config.tp)
     host = _LOOPBACK if config.tp_address is None else urlsplit(config.tp_address).hostname
-    store, address = torch_group.listen(host or _LOOPBACK, 0, config.tp)
+    store, address = torch_group.listen(host or _LOOPBACK, config.tp)
     return address, lambda: _enter(store, config, 0)
 
 

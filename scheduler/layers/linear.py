@@ -118,10 +118,7 @@ def _length(windows: Iterable[Window]) -> int:
 
 
 def divided(
-    slots: Iterable[WeightSlot],
-    rows: Window | Sequence[Window],
-    columns: Window,
-    fp8: Fp8Blocks | None,
+    slots: Iterable[WeightSlot], rows: Window | Sequence[Window], columns: Window, fp8: Fp8Blocks | None
 ) -> Iterator[WeightSlot]:
     """Yield the slots of a part of a weight as those of the whole; with ``fp8``, those of scales, too."""
     rows = (rows,) if isinstance(rows, Window) else rows

@@ -34,11 +34,7 @@ def autotune_dummy_run_mode() -> Iterator[None]:
 
 class LogitsProcessor:
     def __init__(
-        self,
-        project: Callable[[Tensor, Tensor], Tensor],
-        vocab_size: int,
-        *,
-        place: Placement,
+        self, project: Callable[[Tensor, Tensor], Tensor], vocab_size: int, *, place: Placement
     ) -> None:
         """Use ``project(hidden, out)``, which writes the head's product, of this rank's range, to ``out``."""
         self.project = project

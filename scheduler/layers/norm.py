@@ -22,14 +22,7 @@ class RMSNorm:
     """Normalisation over the last dimension, with a weight."""
 
     def __init__(
-        self,
-        name: str,
-        checkpoint: str,
-        size: int,
-        eps: float,
-        *,
-        from_one: bool = False,
-        place: Placement,
+        self, name: str, checkpoint: str, size: int, eps: float, *, from_one: bool = False, place: Placement
     ) -> None:
         """``from_one``: the factor is ``1 + weight``, and the product is rounded once (Gemma)."""
         self.eps, self.from_one = eps, from_one

@@ -66,9 +66,7 @@ class EmptyCacheReport:
         return max(0, self.reserved_before - self.reserved_after)
 
     def describe(self, verb: str) -> str:
-        """Return the log line: ``verb: reserved 812.0 MB -> 640.0 MB (freed 172.0 MB)``, with MB of 2^20
-        bytes.
-        """
+        """Return the line ``verb: reserved 812.0 MB -> 640.0 MB (freed 172.0 MB)``; an MB is 2^20 bytes."""
         before, after, freed = (
             round(size / _MIB, 1) + 0.0  # + 0.0 turns -0.0 into 0.0
             for size in (self.reserved_before, self.reserved_after, self.freed)

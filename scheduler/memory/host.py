@@ -44,9 +44,7 @@ class HostDevice:
         return 0
 
     def mem_get_info(self) -> tuple[int, int]:
-        """Return (free, total) of the machine (MemAvailable, MemTotal), or of the tightest cgroup if that is
-        less.
-        """
+        """Return (free, total) of the machine, or of the tightest cgroup if that is less."""
         meminfo = _read_kb_fields(self._proc / "meminfo")
         free, total = meminfo.get("MemAvailable", 0), meminfo.get("MemTotal", 0)
         if not total and "SC_PHYS_PAGES" in os.sysconf_names:
@@ -98,9 +96,7 @@ class GlibcHostDevice(HostDevice):
         self._trim(0)
 
     def memory_allocated(self) -> int:
-        """Return the bytes in use in all arenas, and blocks that malloc mapped one by one; 0 before glibc
-        2.33.
-        """
+        """Return the bytes in use in all arenas, and in blocks of their own; 0 before glibc 2.33."""
         if self._mallinfo2 is None:
             return 0
         info = self._mallinfo2()

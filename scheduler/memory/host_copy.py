@@ -85,9 +85,7 @@ class PinnedCopy:
     """Host memory, pinned where there are streams, and a stream beside the one that computes."""
 
     def __init__(self, streams: StreamModule | None, side: torch.Stream | None, *, pin: bool) -> None:
-        """``side`` is the stream of the copies. Both are None if the device has no streams: copies are
-        synchronous.
-        """
+        """``side`` is the stream of the copies. Without streams both are None, and copies are synchronous."""
         self._module, self._side, self._pin = streams, side, pin
         self._host: list[Tensor] = []
         self._arrived: torch.Event | None = None
@@ -142,9 +140,7 @@ of one tensor with rows of its dtype, from any device; nothing may be on its way
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[memoryview, int]]:
-    """Yield the bytes of ``tensors`` in host memory, piece by piece, with each one's offset in a file of all
-    of them.
-    """
+    """Yield the bytes of ``tensors`` piece by piece, with each one's offset in a file of all of them."""
     offsets = _offsets([(tensor.shape, tensor.dtype) for tensor in tensors])
     for tensor, offset in zip(tensors, offsets, strict=True):
         data = bytes_of(tensor)

@@ -29,9 +29,7 @@ class OffloadUnit:
     def __init__(
         self, pieces: Sequence[tuple[Tensor, Component]], make_copy: Callable[[], HostCopy] | None
     ) -> None:
-        """``pieces`` are tensors, each with the storage that holds nothing else. Without ``make_copy`` the
-        values may be lost.
-        """
+        """``pieces`` are tensors, each with storage of its own. Without ``make_copy`` values may be lost."""
         self.tensors = [tensor for tensor, _ in pieces]
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
         self.on_device = True
@@ -198,9 +196,7 @@ class OffloadableComponent:
         return unit.values(number)
 
     def write(self, tensor: Tensor, start: int, rows: Tensor) -> None:
-        """Overwrite elements from ``start`` on of ``tensor``, wherever its values are; raises as
-        :meth:`OffloadUnit.write`.
-        """
+        """Overwrite elements from ``start`` on of ``tensor``; raises as :meth:`OffloadUnit.write`."""
         if self._units is None:
             tensor.view(-1).narrow(0, start, rows.numel()).copy_(rows.reshape(-1))
             return

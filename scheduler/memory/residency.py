@@ -156,9 +156,7 @@ class ComponentResidencyManager:
 
     @property
     def in_allocator(self) -> bool:
-        """True if the device's allocator counts components among what it has handed out; it does not know
-        mappings.
-        """
+        """True if the allocator counts components as handed out; it does not know mappings."""
         return self._make_storage is not MappedComponent
 
     @property
@@ -206,9 +204,7 @@ class ComponentResidencyManager:
             self._measure()
 
     def use(self, name: str) -> Callable[[int], None]:
-        """Begin to work with a component; return what must be called with each layer's number before it is
-        computed.
-        """
+        """Begin to work with a component; return what must be called with each layer's number before it."""
         exhaust(self.bring([name]))
         component = self.registered[name]
 
@@ -266,9 +262,7 @@ class ComponentResidencyManager:
             self._copies.pop(tag, None)
 
     def release(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """Give back the memory of ``tags``, which are resident and :meth:`kept <keep>`; the device must be
-        idle.
-        """
+        """Give back the memory of ``tags``, resident and :meth:`kept <keep>`; the device must be idle."""
         for tag in tags:
             for component in self.registered.values() if tag == "weights" else ():
                 away = (step for unit in component.units for step in unit.drop())
@@ -313,9 +307,7 @@ class ComponentResidencyManager:
         self.peak_bytes = max(self.peak_bytes, self.moved_in_bytes)
 
     def _require_room(self, component: OffloadableComponent) -> None:
-        """Refuse what does not fit. On the CPU an allocation never fails, its first use does; others say so
-        themselves.
-        """
+        """Refuse what does not fit. On the CPU an allocation never fails; others say so themselves."""
         needed = component.strategy.peak_bytes(component) - component.device_bytes
         if self._device.type != "cpu" or needed <= 0:
             return

@@ -55,9 +55,7 @@ class Component:
         raise NotImplementedError
 
     def resume(self) -> Iterator[None]:
-        """Take it again, zeroed; RuntimeError if the allocator refused, when some tensors may have memory
-        already.
-        """
+        """Take it again, zeroed. After a RuntimeError, some tensors may have memory already."""
         raise NotImplementedError
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

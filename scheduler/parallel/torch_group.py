@@ -126,20 +126,20 @@ class TorchGroup(TensorParallel):
             raise RankLostError(self.rank, None, str(error)) from error
 
 
-def listen(host: str, port: int, size: int, timeout_s: float = TIMEOUT_S) -> tuple[Store, str]:
+def listen(host: str, size: int) -> tuple[Store, str]:
     """Return rank 0's store, by which the ranks find each other, and its address ``host:port``.
 
     torch would listen on all addresses, so it is given a socket that listens at ``host`` alone.
     """
-    family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server((host, port), family=family, backlog=size)
+    family, *_ = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server((host, 0), family=family, backlog=size)
     port = listener.getsockname()[1]
     store = TCPStore(
         host,
         port,
         size,
         is_master=True,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=TIMEOUT_S),
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )

@@ -108,9 +108,9 @@ class WeightLoader:
                     _walk_rows(spec, tensor, coverage, disorder)
             found.mismatched += [{"name": each, "reason": "named twice"} for each in names if each in twice]
         for name in sorted(seen & brought.keys()):
-            found.add(name, f"{brought[name]} brings it")
+            found.add(name, reason=f"{brought[name]} brings it")
         for name in sorted({half.whole for name, half in self._halves.items() if {name, half.whole} <= seen}):
-            found.add(name, "comes in two forms")
+            found.add(name, reason="comes in two forms")
         if complete:
             found.missing = self._missing(seen | brought.keys(), self._components_of(seen))
         found.raise_if_any(given=seen)
@@ -138,8 +138,9 @@ class WeightLoader:
             self._require_fitting(piece, tensor)
         due = self._coverage.next_row(tensor, start_row)
         if start_row != due:
-            entry = {"name": piece.name, "reason": _out_of_order(start_row, due)}
-            Mismatches(self._slots, mismatched=[entry]).raise_if_any()
+            disorder = Mismatches(self._slots)
+            disorder.add(piece.name, reason=_out_of_order(start_row, due))
+            disorder.raise_if_any()
         count = piece.rows.shape[0] if piece.shape else 1
         walk = self._coverage.walk(tensor, start_row, count, piece.dtype)
         for (slot, before), (rows, start) in zip(walk, _parts(tensor, piece), strict=False):
@@ -170,7 +171,7 @@ class WeightLoader:
         end = piece.start_row + (rows.shape[0] if rows.dim() else 1)
         same_dims = rows.dim() == len(piece.shape) and rows.shape[1:] == piece.shape[1:]
         if not same_dims or end > prod(piece.shape[:1]):
-            found.add(piece.name, f"rows {list(rows.shape)} at row {piece.start_row} do not fit")
+            found.add(piece.name, reason=f"rows {list(rows.shape)} at row {piece.start_row} do not fit")
         found.raise_if_any()
 
     @property
@@ -294,10 +295,11 @@ def _compare(
     found: Mismatches,
 ) -> None:
     if shape != tensor.shape:
-        found.add_misshapen(name if isinstance(tensor, Stack) else tensor.name, tensor.shape, shape)
+        name_of_all = name if isinstance(tensor, Stack) else tensor.name
+        found.add(name_of_all, expected_shape=list(tensor.shape), got_shape=list(shape))
     for slot in _slots_of(tensor):
         if dtype is None or not slot.accepts(dtype):
-            found.add_wrong_dtype(slot.name, NAMES[slot.dtype], dtype_name)
+            found.add(slot.name, expected_dtype=NAMES[slot.dtype], got_dtype=dtype_name)
 
 
 def _walk_rows(spec: NamedSpec, tensor: TensorSlot | Stack, coverage: Coverage, disorder: Mismatches) -> None:
@@ -308,7 +310,7 @@ def _walk_rows(spec: NamedSpec, tensor: TensorSlot | Stack, coverage: Coverage, 
     count = spec.nbytes // row_bytes if row_bytes else num_rows(spec.shape)
     due = coverage.next_row(tensor, spec.start_row)
     if spec.start_row != due:
-        disorder.add(spec.name, _out_of_order(spec.start_row, due))
+        disorder.add(spec.name, reason=_out_of_order(spec.start_row, due))
         return
     for _ in coverage.walk(tensor, spec.start_row, count, dtype):
         pass

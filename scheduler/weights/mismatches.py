@@ -29,14 +29,8 @@ class Mismatches:
         self.unexpected.append(name)
         self._shapes[name] = list(shape)
 
-    def add_misshapen(self, name: str, expected: Sequence[int], got: Sequence[int]) -> None:
-        self.mismatched.append({"name": name, "expected_shape": list(expected), "got_shape": list(got)})
-
-    def add_wrong_dtype(self, name: str, expected: str, got: str) -> None:
-        self.mismatched.append({"name": name, "expected_dtype": expected, "got_dtype": got})
-
-    def add(self, name: str, reason: str) -> None:
-        self.mismatched.append({"name": name, "reason": reason})
+    def add(self, name: str, **facts: object) -> None:
+        self.mismatched.append({"name": name, **facts})
 
     @property
     def any(self) -> bool:

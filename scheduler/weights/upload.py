@@ -74,9 +74,7 @@ class WriteStream:
         self._side.synchronize()
 
     def upload(self, source: WeightSource, bucket_bytes: int, skip: Skip) -> Pieces:
-        """Yield the pieces of ``source`` on the device, valid for the writing stream. Those that are there
-        already are passed on.
-        """
+        """Yield the pieces of ``source`` on the device, valid for the writing stream."""
         load = _Load(self, bucket_bytes)
         try:
             fills: Callable[[int, Skip], Iterator[Fill]] | None = getattr(source, "fills", None)

@@ -7,12 +7,7 @@ row of states is whose at each of these is checked with a scripted model in ``te
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import (
-    edit_config,
-    make_checkpoint,
-    make_dequantized_checkpoint,
-    make_fp8_checkpoint,
-)
+from support.checkpoints import edit_config, make_checkpoint, make_dequantized_checkpoint, make_fp8_checkpoint
 from support.faults import NO_MEMORY, Fault
 from support.scripted import EngineDriver, tokens_of
 

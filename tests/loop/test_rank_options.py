@@ -120,19 +120,8 @@ def workers_fail_at(patch: pytest.MonkeyPatch, refused: str) -> None:
     patch.setattr(Executor, "call", changed)
 
 
-def test_a_resume_that_one_rank_cannot_do_keeps_every_copy(driver, monkeypatch):
-    before = checksums(driver)
-    ok(driver, ReleaseMemoryOccupationReqInput())
-    with monkeypatch.context() as patch:
-        workers_fail_at(patch, "resume")
-        error = assert_error(driver.call(ResumeMemoryOccupationReqInput()), "internal")
-    assert "rank 0 has opened no source" in error.detail["ranks"]["1"]
-    assert driver.status().memory == "released"
-    ok(driver, ResumeMemoryOccupationReqInput())
-    assert checksums(driver) == before
-
-
-def test_a_resume_that_rank_0_cannot_do_keeps_every_copy(driver, monkeypatch):
+@pytest.mark.parametrize(("where", "code"), [("another rank", "internal"), ("rank 0", "out_of_memory")])
+def test_a_resume_that_one_rank_cannot_do_keeps_every_copy(driver, monkeypatch, where, code):
     before = checksums(driver)
     ok(driver, ReleaseMemoryOccupationReqInput())
 
@@ -141,8 +130,12 @@ def test_a_resume_that_rank_0_cannot_do_keeps_every_copy(driver, monkeypatch):
         raise CaesuraError("out_of_memory", "there is no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(driver.engine.residency, "resume", full)
-        assert_error(driver.call(ResumeMemoryOccupationReqInput()), "out_of_memory")
+        if where == "rank 0":
+            patch.setattr(driver.engine.residency, "resume", full)
+        else:
+            workers_fail_at(patch, "resume")
+        error = assert_error(driver.call(ResumeMemoryOccupationReqInput()), code)
+    assert where == "rank 0" or "rank 0 has opened no source" in error.detail["ranks"]["1"]
     assert driver.status().memory == "released"
     ok(driver, ResumeMemoryOccupationReqInput())
     assert checksums(driver) == before

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import torch
 
-from caesura.io_struct import SamplingParams
+from caesura.io_struct import GenerateReqInput, SamplingParams
+from caesura.scheduler.scheduling.request import Request, RequestTable, make_requests
 
 
 def edited(
@@ -37,3 +38,15 @@ def logits_of(*key: int, vocab_size: int) -> np.ndarray:
     """Float32 logits [V], a function of ``key``; no two are equal, about half are positive."""
     generator = torch.Generator().manual_seed(hash(key) % 2**63)
     return (2.0 * torch.randn(vocab_size, generator=generator)).numpy()
+
+
+def bound(
+    messages: list[GenerateReqInput], vocab_size: int, eos: tuple[int, ...] = ()
+) -> tuple[RequestTable, list[Request]]:
+    """A table with a slot for each message's request, in their order."""
+    table, requests = RequestTable(len(messages), 64, 16, vocab_size), []
+    for message in messages:
+        seed = message.sampling_params.seed or 0
+        requests += make_requests(message, client=b"c", seed=seed, limit=60, eos_token_ids=eos, arrival=0.0)
+        table.bind(requests[-1], table.take_slot())
+    return table, requests

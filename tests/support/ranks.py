@@ -89,7 +89,7 @@ def _serve(pipe: Connection, rank: int, size: int, timeout_s: float, gloo: bool)
     torch.set_num_threads(1)
     found: Any
     if rank == 0:
-        found, address = torch_group.listen("127.0.0.1", 0, size) if gloo else host_group.found(size)
+        found, address = torch_group.listen("127.0.0.1", size) if gloo else host_group.found(size)
         pipe.send(address)
     else:
         found = pipe.recv()

@@ -39,9 +39,7 @@ from ...runtime.dtypes import DTYPES
 from ..upload import WriteStream
 
 SHARED_BYTES = 32 << 20
-"""Bytes of broadcasts that are waited for together on a device: torch looks for the end once in a
-millisecond.
-"""
+"""Bytes that are waited for together on a device: torch looks for the end once in a millisecond."""
 GRACE_S = 2.0
 """Seconds for the backend's own timeout to be reported."""
 _ALIGN = 256
@@ -148,9 +146,7 @@ def broadcasts(
     timeout: timedelta,
     relay: "Relay | None" = None,
 ) -> Iterator[Received]:
-    """Fill ``buffers`` in turn, each after what was ``written`` from it, and ``relay`` what arrives; in a
-    thread.
-    """
+    """Fill ``buffers`` in turn, after what was ``written`` from each, and ``relay`` it; in a thread."""
     options = broadcast_options(timeout)
     works: deque[Any] = deque()
     try:

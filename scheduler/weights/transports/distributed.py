@@ -63,9 +63,7 @@ MAX_GROUPS = 64
 _LOOK_S = 1.0  # longest attempt to reach a port, between two looks at whether anybody still wants to
 _CLOSE_S = 0.5
 _QUESTION = struct.pack("=BIB", 0, 0x3C85F7CE, 7)
-"""To a TCPStore: its check of clients, and how many keys it has (torch/csrc/distributed/c10d). Any answer
-will do.
-"""
+"""To a TCPStore: its check of clients, and how many keys it has. Any answer will do."""
 _RETRY_S = 0.05  # between two looks at a port where nobody listens yet
 
 
@@ -184,9 +182,7 @@ class Group:
             raise self.error("not every rank has joined yet")
 
     def transmit(self, nbytes: int) -> Transmission:
-        """Return a send whose largest broadcast has ``nbytes``; raises as :meth:`require_sender`, or
-        ``out_of_memory``.
-        """
+        """Return a send of at most ``nbytes`` each; raises as :meth:`require_sender`."""
         self.require_sender()
         for slot in (0, 1):
             self._make_room(slot, nbytes)
@@ -338,9 +334,7 @@ class Group:
         raise self._failure
 
     def _is_answered(self, probe: socket.socket) -> bool:
-        """Probe the store: the kernel accepts for a process that hangs, and torch's store would wait without
-        a limit.
-        """
+        """Probe the store: a process that hangs still accepts, and torch's store would wait for ever."""
         with contextlib.suppress(ConnectionError):  # also an answer: torch's store says what is wrong
             probe.sendall(_QUESTION)
             while self._failure is None:
@@ -456,9 +450,7 @@ class WeightsUpdateGroups:
             self._groups[name].broken(reason)
 
     def forget(self, group: Group) -> None:
-        """Forget ``group``, which could not be joined, so that the next init tries again. One that was joined
-        once must be destroyed.
-        """
+        """Forget ``group``, which could not be joined; one that was joined once must be destroyed."""
         name = group.membership.group_name
         if not group.has_joined and self._groups.get(name) is group:
             self.leave(name)

@@ -45,9 +45,7 @@ class SharedMemoryMaps:
             del self._maps[handle]
 
     def open(self, request: UpdateWeightsFromIPCReqInput) -> BufferSource:
-        """Return the tensors of ``request``; raises as :meth:`view`, or ``invalid_request`` if a spec does
-        not fit.
-        """
+        """Return the tensors of ``request``; raises as :meth:`view`, or if a spec does not fit."""
         handle = request.handle
         return BufferSource("ipc", request.specs, [self.view(handle)], SharedMemory(handle, 0, handle.nbytes))
 

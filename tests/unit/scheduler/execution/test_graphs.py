@@ -122,9 +122,7 @@ def requests(count: int) -> list[Request]:
     rng.shuffle(pages)
     return [
         Request(
-            [rng.randrange(3, 97) for _ in range(rng.randrange(1, 24))],
-            slot,
-            [pages.pop() for _ in range(6)],
+            [rng.randrange(3, 97) for _ in range(rng.randrange(1, 24))], slot, [pages.pop() for _ in range(6)]
         )
         for slot in rng.sample(range(LIMITS.rows), count)
     ]

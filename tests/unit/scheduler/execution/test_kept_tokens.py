@@ -5,13 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.edited_logits import bound
 from support.kept_tokens import kept_tokens
 from support.properties import examples
 
 from caesura.io_struct import MAX_SAMPLING_MASK, GenerateReqInput, SamplingParams
 from caesura.scheduler.execution.logit_edits import SpecialSampler
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
-from caesura.scheduler.scheduling.request import RequestTable, make_requests
 from caesura.scheduler.scheduling.sampling import SamplingMaskRecord, sampling_batch
 
 ROUNDING = 4e-6
@@ -42,17 +42,7 @@ def special_sampler(kind: str, vocab_size: int, dtype: torch.dtype, rows: int) -
 
 
 def sampled(kind: str, logits: torch.Tensor, messages: list[GenerateReqInput]) -> SamplerOutput:
-    table = RequestTable(len(messages), 64, 16, logits.shape[1])
-    for message in messages:
-        (request,) = make_requests(
-            message,
-            client=b"c",
-            seed=message.sampling_params.seed or 0,
-            limit=60,
-            eos_token_ids=(),
-            arrival=0.0,
-        )
-        table.bind(request, table.take_slot())
+    table, _ = bound(messages, logits.shape[1])
     slots = np.arange(len(messages))
     batch = sampling_batch(table, slots, table.length[slots])
     assert batch.special is not None

@@ -7,16 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.edited_logits import edited, log_softmax, logits_of
+from support.edited_logits import bound, edited, log_softmax, logits_of
 from support.properties import examples
 
 from caesura.io_struct import GenerateReqInput, SamplingParams
 from caesura.scheduler.execution.logit_edits import SpecialSampler
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
-from caesura.scheduler.scheduling.request import Request, RequestTable, make_requests
+from caesura.scheduler.scheduling.request import Request, make_requests
 from caesura.scheduler.scheduling.sampling import LogprobRecord, sampling_batch
 
-VOCAB, SLOTS, CONTEXT = 23, 4, 64
+VOCAB, SLOTS = 23, 4
 EOS = (2,)
 HUNDREDTHS = st.integers(-200, 200).map(lambda n: n / 100)
 
@@ -48,24 +48,16 @@ class World:
     """Requests in a real table, sampled by the real sampler one step ahead of what the table knows."""
 
     def __init__(self, sent: list[GenerateReqInput], dtype: torch.dtype) -> None:
-        self.table = RequestTable(SLOTS, CONTEXT, 16, VOCAB)
+        self.table, self.requests = bound(sent, VOCAB, EOS)
         self.dtype = dtype
         ordinary = Sampler(VOCAB, SLOTS, "cpu", dtype)
         self.sampler, self.ordinary = SpecialSampler(ordinary, VOCAB, torch.device("cpu")), ordinary
         # A chunk of two rows, so that a step needs several.
         self.sampler.chunk_rows = 2
-        self.requests = [
-            make_requests(
-                m, client=b"c", seed=m.sampling_params.seed, limit=60, eos_token_ids=EOS, arrival=0.0
-            )[0]
-            for m in sent
-        ]
         self.messages = sent
         self.outputs: list[list[int]] = [[] for _ in sent]
         self.pending: list[tuple[int, int]] = []
         """(request, token) of the step in flight."""
-        for request in self.requests:
-            self.table.bind(request, self.table.take_slot())
 
     def land(self) -> None:
         for number, token in self.pending:

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from support.edited_logits import bound
 
 from caesura.io_struct import GenerateReqInput, SamplingParams
 from caesura.scheduler.execution.forward import SamplingBatch, moved
 from caesura.scheduler.execution.logit_edits import SpecialSampler
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
-from caesura.scheduler.scheduling.request import RequestTable, make_requests
 from caesura.scheduler.scheduling.sampling import sampling_batch
 
 VOCAB = 3000
@@ -27,11 +27,8 @@ def to_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def batch_of(*params: SamplingParams, **options: object) -> SamplingBatch:
-    table = RequestTable(len(params), 64, 16, VOCAB)
-    for sampling_params in params:
-        message = GenerateReqInput(input_ids=[5, 6, 7], sampling_params=sampling_params, **options)
-        (request,) = make_requests(message, client=b"c", seed=1, limit=60, eos_token_ids=(), arrival=0.0)
-        table.bind(request, table.take_slot())
+    messages = [GenerateReqInput(input_ids=[5, 6, 7], sampling_params=each, **options) for each in params]
+    table, _ = bound(messages, VOCAB)
     slots = np.arange(len(params))
     return sampling_batch(table, slots, np.full(len(params), 3))
 

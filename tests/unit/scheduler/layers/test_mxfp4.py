@@ -115,10 +115,7 @@ def test_waiting_halves_are_dropped_by_whole_tensors_and_restarts(served):
     (old, _), (new, wide) = drawn(1), drawn(2)
     name = "mlp.experts.gate_up_proj"
     blocks, scales, whole = halves[f"{name}_blocks"], halves[f"{name}_scales"], held[name]
-    drop = {
-        "the whole tensor": lambda: whole.update(wide[name].float(), 0),
-        "a new start": blocks.forget,
-    }
+    drop = {"the whole tensor": lambda: whole.update(wide[name].float(), 0), "a new start": blocks.forget}
     for waiting in (blocks, scales):
         for how, act in drop.items():
             waiting.update(old[waiting.name], 0)

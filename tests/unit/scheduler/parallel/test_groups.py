@@ -171,7 +171,7 @@ def test_one_rank_alone_does_nothing() -> None:
 
 
 def test_a_rank_that_computes_otherwise_is_refused() -> None:
-    store, address = torch_group.listen("127.0.0.1", 0, 2)
+    store, address = torch_group.listen("127.0.0.1", 2)
     store.set("computes", "torch 2.0, something else")
     with pytest.raises(CaesuraError, match="would sample other tokens than rank 0") as caught:
         torch_group.join(address, 1, 2, CPU, torch.float32)
@@ -179,7 +179,7 @@ def test_a_rank_that_computes_otherwise_is_refused() -> None:
 
 
 def test_ranks_find_each_other_at_one_address_alone() -> None:
-    _, address = torch_group.listen("127.0.0.1", 0, 2)
+    _, address = torch_group.listen("127.0.0.1", 2)
     port = int(address.rpartition(":")[2])
     socket.create_connection(("127.0.0.1", port)).close()
     with pytest.raises(ConnectionRefusedError):
@@ -187,7 +187,7 @@ def test_ranks_find_each_other_at_one_address_alone() -> None:
 
 
 def test_a_rank_whose_others_do_not_come_is_told() -> None:
-    store, address = torch_group.listen("127.0.0.1", 0, 2)
+    store, address = torch_group.listen("127.0.0.1", 2)
     with pytest.raises(RankLostError, match="rank 1 waits for rank 0"):
         torch_group.join(address, 1, 2, CPU, torch.float32, timeout_s=0.5)
     with pytest.raises(RankLostError, match="rank 0 waits for another rank"):
