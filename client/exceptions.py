@@ -16,6 +16,46 @@ if TYPE_CHECKING:
     from .connection.results import GenerateOutput
 
 
+__all__ = [
+    "AnswerForgotten",
+    "Busy",
+    "CheckpointError",
+    "DeadlineExceeded",
+    "DuplicateRid",
+    "EndpointInUse",
+    "EngineDied",
+    "EngineError",
+    "EngineOutOfMemory",
+    "EnginePaused",
+    "EngineRestarting",
+    "EpochBehind",
+    "ExceedsKVPool",
+    "GroupError",
+    "IdConflict",
+    "InternalError",
+    "InvalidRequest",
+    "MalformedMessage",
+    "MemoryReleased",
+    "NoSession",
+    "NotIdle",
+    "NotOwner",
+    "PartialUpdate",
+    "PromptTooLong",
+    "QueueFull",
+    "SessionOpen",
+    "ShuttingDown",
+    "StateFileError",
+    "TimedOut",
+    "Unsupported",
+    "UnsupportedModel",
+    "VersionMismatch",
+    "WeightMismatch",
+    "WeightsInvalid",
+    "WeightsNotFinite",
+    "WeightsPoisoned",
+    "raise_for",
+]
+
 RETRYABLE: set[str] = set()
 """Codes for conditions of the engine, which can pass; the same call may succeed later."""
 

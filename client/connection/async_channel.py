@@ -74,18 +74,15 @@ class LoopChannel:
 
     @property
     def incarnation(self) -> str | None:
-        """Incarnation of the engine that answered last, or None."""
         return None if self._link is None else self._link.incarnation
 
     @property
     def pending(self) -> int:
-        """Number of requests without a final answer."""
         return self._connection.pending
 
     def start_generation(
         self, request: GenerateReqInput, sink: Sink | None = None
     ) -> Generation[Result, Deltas]:
-        """Send a generate request; raises what :meth:`Connection.start_generation` raises."""
         self._prepare()
         generation, frame = self._connection.start_generation(request, sink)
         self._post((frame,))
@@ -102,7 +99,6 @@ class LoopChannel:
     def start_images(
         self, request: GenerateImagesReqInput, buffers: Sequence[bytes]
     ) -> ImageGeneration[Result]:
-        """Send an image request with its frames; raises what :meth:`Connection.start_images` raises."""
         self._prepare()
         generation, frame = self._connection.start_images(request)
         self._post((frame, *buffers))
@@ -111,7 +107,6 @@ class LoopChannel:
     def start_call(
         self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
     ) -> Result:
-        """Send a control message; raises what :meth:`Connection.start_call` raises."""
         self._prepare()
         future, frame = self._connection.start_call(request, expects)
         self._post((frame, *buffers))

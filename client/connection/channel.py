@@ -115,23 +115,19 @@ class ThreadChannel:
 
     @property
     def incarnation(self) -> str | None:
-        """Incarnation of the engine that answered last, or None."""
         return self._link.incarnation
 
     def start_generation(self, request: GenerateReqInput) -> Generation[Result, Deltas]:
-        """Send a generate request; raises what :meth:`Connection.start_generation` raises."""
         return self._start(request, lambda: self._connection.start_generation(request))
 
     def start_images(
         self, request: GenerateImagesReqInput, buffers: Sequence[bytes]
     ) -> ImageGeneration[Result]:
-        """Send an image request with its frames; raises what :meth:`Connection.start_images` raises."""
         return self._start(request, lambda: self._connection.start_images(request), buffers)
 
     def start_call(
         self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
     ) -> Result:
-        """Send a control message; raises what :meth:`Connection.start_call` raises."""
         return self._start(request, lambda: self._connection.start_call(request, expects), buffers)
 
     def _start(
@@ -146,7 +142,6 @@ class ThreadChannel:
         return started
 
     def expect_exit(self) -> None:
-        """Expect a call of :meth:`engine_exited`."""
         self._link.expect_exit()
 
     def engine_exited(self, reason: str) -> None:

@@ -24,7 +24,7 @@ from ...io_struct import (
 from ...io_struct.field_errors import shown
 from ...transfer.safetensors import DTYPES
 from ..exceptions import InternalError, InvalidRequest
-from .options import id_of, require_known
+from .options import id_of, must_be, require_known
 from .prompts import Plan, struct_of
 from .results import read_floats
 
@@ -191,7 +191,7 @@ def plan_images(
     single = prompt is None or isinstance(prompt, str)
     prompts: Any = [prompt] if single else prompt
     if not isinstance(prompts, Sequence) or not (single or all(isinstance(each, str) for each in prompts)):
-        raise InvalidRequest(f"prompt = {shown(prompt)} must be text, or a list of texts", field="prompt")
+        raise must_be("prompt", prompt, "text, or a list of texts")
     specs, buffers = _frames(embeds or {})
     base = id_of(message_id)
     fields: dict[str, Any] = {**options, "sde": struct_of("sde", options.get("sde"), SdeParams)}

@@ -140,6 +140,10 @@ class WeightUpdate:
     """The reply to the commit; None until the block has ended without an error."""
 
 
+def must_be(field: str, given: Any, wanted: str) -> InvalidRequest:
+    return InvalidRequest(f"{field} = {shown(given)} must be {wanted}", field=field)
+
+
 def require_known(kind: str, given: Mapping[str, Any], options: type) -> None:
     """Raise a TypeError that says what was meant by keywords that ``options``, a TypedDict, has not."""
     known = sorted(options.__annotations__)
@@ -173,9 +177,7 @@ def label(weight_version: Any) -> str | None:
         return weight_version
     if hasattr(weight_version, "__index__") and not isinstance(weight_version, bool):
         return str(operator.index(weight_version))
-    raise InvalidRequest(
-        f"weight_version = {shown(weight_version)} must be a string or an integer", field="weight_version"
-    )
+    raise must_be("weight_version", weight_version, "a string or an integer")
 
 
 def update_fields(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,18 +190,15 @@ def folder_of(model_path: Any) -> str:
     try:
         return os.fsdecode(model_path)
     except TypeError:
-        raise InvalidRequest(
-            f"model_path = {shown(model_path)} must be a path", field="model_path", value=str(model_path)
-        ) from None
+        error = must_be("model_path", model_path, "a path")
+        error.detail["value"] = str(model_path)
+        raise error from None
 
 
 def require_group(group: Any) -> None:
     if not hasattr(group, "carry_out"):
-        raise InvalidRequest(
-            f"group = {shown(group)} must be a WeightUpdateGroup: "
-            "WeightUpdateGroup.create([client]) makes one",
-            field="group",
-        )
+        wanted = "a WeightUpdateGroup: WeightUpdateGroup.create([client]) makes one"
+        raise must_be("group", group, wanted)
 
 
 def tags_of(tags: Any) -> Any:

@@ -16,7 +16,7 @@ import msgspec
 from ...io_struct import GenerateReqInput, SamplingParams, ScoreReqInput, ScoreReqOutput
 from ...io_struct.field_errors import advice, field_error, nearest, one_of, other_name, shown
 from ..exceptions import InternalError, InvalidRequest, TimedOut
-from .options import GenerateOptions, id_of
+from .options import GenerateOptions, id_of, must_be
 from .results import read_floats
 
 _SAMPLING: dict[type, str] = {SamplingParams: "a SamplingParams", Mapping: "a dict"}
@@ -150,7 +150,7 @@ def struct_of(field: str, given: Any, kind: type[StructT], beside: Sequence[str]
     if given is None:
         return kind()
     if not isinstance(given, Mapping):
-        raise InvalidRequest(f"{field} = {shown(given)} must be a {kind.__name__} or a dict", field=field)
+        raise must_be(field, given, f"a {kind.__name__} or a dict")
     try:
         return msgspec.convert(dict(given), kind)
     except msgspec.ValidationError as error:
@@ -247,9 +247,7 @@ def _per_prompt(field: str, value: Any, kinds: dict[type, str], count: int) -> l
         return [value] * count
     if not isinstance(value, Sequence) or isinstance(value, str):
         wanted = one_of(list(kinds.values()))
-        raise InvalidRequest(
-            f"{field} = {shown(value)} must be {wanted}, or a list of one for each prompt", field=field
-        )
+        raise must_be(field, value, f"{wanted}, or a list of one for each prompt")
     values = list(value)
     if len(values) != count:
         raise InvalidRequest(f"{len(values)} {field} for {count} prompts", field=field, value=len(values))

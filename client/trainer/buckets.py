@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ...io_struct import TensorSpec
 from ...io_struct.base import MAX_FRAMES
-from ...io_struct.field_errors import shown
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES
 from ...transfer.safetensors import DTYPES
+from ..connection.options import must_be
 from ..exceptions import InvalidRequest
 
 _ALIGNMENT = 64
@@ -119,9 +119,7 @@ def buckets(named_tensors: NamedTensors, bucket_bytes: int = DEFAULT_BUCKET_BYTE
 def bucket_size(bucket_bytes: object) -> int:
     """Return ``bucket_bytes``, or raise ``invalid_request`` if it is no size."""
     if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
-        raise InvalidRequest(
-            f"bucket_bytes = {shown(bucket_bytes)} must be an integer of at least 1", field="bucket_bytes"
-        )
+        raise must_be("bucket_bytes", bucket_bytes, "an integer of at least 1")
     return bucket_bytes
 
 

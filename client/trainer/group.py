@@ -30,7 +30,7 @@ from ...io_struct import (
     UpdateWeightsFromDistributedReqInput,
     WeightUpdateReqOutput,
 )
-from ...io_struct.field_errors import one_of, shown
+from ...io_struct.field_errors import one_of
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ...transfer.process_group import (
     PREFIXES,
@@ -42,7 +42,7 @@ from ...transfer.process_group import (
     mark_present,
 )
 from ..connection.channel import at_once, finished, wait_for
-from ..connection.options import UpdateOptions, update_fields
+from ..connection.options import UpdateOptions, must_be, update_fields
 from ..exceptions import EngineError, GroupError, InvalidRequest, Unsupported, is_answer
 from .buckets import NamedTensors, bucket_size, manifest, pairs
 from .rendezvous import (
@@ -167,8 +167,7 @@ class WeightUpdateGroup:
 
         More than one bucket makes a session of its own, all or nothing, unless the options name one.
         """
-        if self._dead is not None:
-            raise self._error(self._dead)
+        self._require_alive()
         tensors = [(name, tensor.detach()) for name, tensor in pairs(named_tensors)]
         parts = list(whole(tensors, bucket_size(bucket_bytes), lambda named: named[1].nbytes))
         return await in_one_session(
@@ -232,8 +231,7 @@ class WeightUpdateGroup:
         """
         if self._dead is None:
             self._send(part, load_format, answered)
-        if self._dead is not None:
-            raise self._error(self._dead)
+        self._require_alive()
 
     async def _calls(
         self, sender: Sender, parts: list[list[Named]], options: dict[str, Any], load_format: LoadFormat
@@ -250,8 +248,7 @@ class WeightUpdateGroup:
             except BaseException as error:
                 self._die(f"a call failed: {error!r}")
                 raise
-            if self._dead is not None:
-                raise self._error(self._dead)
+            self._require_alive()
         return reply
 
     def _send(self, part: list[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> None:
@@ -308,11 +305,10 @@ class WeightUpdateGroup:
         # would abort.
         wait([beside(holder.clear)], _CLOSE_S)
 
-    def _error(self, reason: str) -> GroupError:
-        return GroupError(
-            f"weight update group {self.group_name!r} is dead ({reason}): close it and create it again",
-            group_name=self.group_name,
-        )
+    def _require_alive(self) -> None:
+        if self._dead is not None:
+            dead = f"weight update group {self.group_name!r} is dead ({self._dead})"
+            raise GroupError(f"{dead}: close it and create it again", group_name=self.group_name)
 
 
 def _backend(clients: "Sequence[ControlClient]", backend: Backend | None, timeout_s: float) -> Backend:
@@ -321,9 +317,7 @@ def _backend(clients: "Sequence[ControlClient]", backend: Backend | None, timeou
             f"clients must be a list of clients, not a {type(clients).__name__}", field="clients"
         )
     if backend is not None and backend not in PREFIXES:
-        raise InvalidRequest(
-            f"backend = {shown(backend)} must be {one_of(sorted(PREFIXES))}", field="backend"
-        )
+        raise must_be("backend", backend, one_of(sorted(PREFIXES)))
     backend = backend or common_backend(clients, timeout_s)
     if backend == "nccl" and not torch.cuda.is_available():
         raise Unsupported("the backend nccl needs a CUDA device")
