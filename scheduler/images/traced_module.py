@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.self_test import failure
-from ..tracing.passes import compiled, fold_constants, tidy
-from ..tracing.tracer import Tracer
+from ..tracing import Tracer, compiled, fold_constants, tidy
 from .family import Embeds, Family
 
 logger = logging.getLogger(__name__)

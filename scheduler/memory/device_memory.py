@@ -177,7 +177,7 @@ class DeviceCache:
         elsewhere: empties the caches of other ranks, given the place.
         note_failure: told of each emptying after a failure: what failed, and the bytes given back.
         """
-        self._module = device_module
+        self.module = device_module
         self._synchronize = synchronize
         self._elsewhere = elsewhere
         self._note_failure = note_failure
@@ -186,7 +186,7 @@ class DeviceCache:
 
     @property
     def reserved(self) -> int:
-        return self._module.memory_reserved()
+        return self.module.memory_reserved()
 
     def empty(self, place: EmptyCachePlace, *, reserved_before: int | None = None) -> EmptyCacheReport:
         """Return unused blocks to the system once the forward stream is idle.
@@ -196,7 +196,7 @@ class DeviceCache:
         """
         self._synchronize()
         before = self.reserved if reserved_before is None else reserved_before
-        empty_device_cache(self._module)
+        empty_device_cache(self.module)
         report = EmptyCacheReport(before, self.reserved, tuple(self._elsewhere(place)))
         self._counts[place] = self._counts.get(place, 0) + 1
         self._freed[place] = self._freed.get(place, 0) + report.freed

@@ -37,7 +37,7 @@ class OffloadUnit:
         self._storages = [storage for _, storage in pieces]
         self._make_copy = make_copy
         self._copy: HostCopy | None = None
-        self._coming = False
+        self.is_coming = False
 
     def bring(self) -> Iterator[None]:
         """Bring it to the device, unless it is there or on its way.
@@ -63,13 +63,13 @@ class OffloadUnit:
                 exhaust(storage.resume())
             if self._copy is not None:
                 self._copy.prefetch(self.tensors)
-        self.on_device = self._coming = True
+        self.on_device = self.is_coming = True
 
     def ready(self) -> None:
         """Have what the current stream is given next see the values. Raises as :meth:`bring`."""
-        if not self._coming:
+        if not self.is_coming:
             return
-        self._coming = False
+        self.is_coming = False
         with self._or_away():
             if self._copy is not None:
                 self._copy.wait()

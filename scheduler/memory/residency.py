@@ -103,7 +103,7 @@ class ComponentResidencyManager:
             if self._device.type == "cuda" and _saver_is_active(environ):
                 refuse_defeating_settings(environ)
                 make_component = SavedComponent
-        self._components: dict[str, Component] = {tag: make_component(tag) for tag in MEMORY_TAGS}
+        self.components: dict[str, Component] = {tag: make_component(tag) for tag in MEMORY_TAGS}
         self._backed_up = frozenset(backed_up)
         self._copies: dict[MemoryTag, HostCopy] = {}
         """Values of backed up tags, from :meth:`keep` until :meth:`give_up`."""
@@ -127,10 +127,10 @@ class ComponentResidencyManager:
             memory_intensive: empty the device cache when it has left, whatever its size.
         """
         assert name not in self.registered, name
-        assert name not in self._components, name
+        assert name not in self.components, name
         # Scratch memory is not written whole, as weights are.
         tag: MemoryTag | None = "weights" if strategy.preserve else None
-        component = OffloadableComponent(name, strategy, lambda: self._make_storage(tag), self._make_copy)
+        component = OffloadableComponent(name, strategy, lambda: self._make_storage(tag), self.make_copy)
         component.memory_intensive = memory_intensive
         self.registered[name] = component
         return component
@@ -138,17 +138,17 @@ class ComponentResidencyManager:
     @contextmanager
     def component(self, name: str) -> Iterator[None]:
         """Let what :func:`allocate` makes inside belong to ``name``, a tag or registered."""
-        token = _ambient.set(self.registered.get(name) or self._components[name])
+        token = _ambient.set(self.registered.get(name) or self.components[name])
         try:
             yield
         finally:
             _ambient.reset(token)
 
     def nbytes(self, name: str) -> int:
-        return (self.registered.get(name) or self._components[name]).nbytes
+        return (self.registered.get(name) or self.components[name]).nbytes
 
     def occupied_bytes(self, tag: MemoryTag) -> int:
-        return self._components[tag].occupied_bytes()
+        return self.components[tag].occupied_bytes()
 
     @property
     def registered_bytes(self) -> int:
@@ -186,7 +186,7 @@ class ComponentResidencyManager:
 
     def moves(self, tags: Collection[MemoryTag]) -> bool:
         """Return True if a release of ``tags`` may change addresses."""
-        return any(self._components[tag].moves for tag in tags if self._components[tag].nbytes)
+        return any(self.components[tag].moves for tag in tags if self.components[tag].nbytes)
 
     def bring(self, names: Iterable[str]) -> Iterator[None]:
         """Bring what the next stage needs.
@@ -245,8 +245,8 @@ class ComponentResidencyManager:
         """
         for tag in self._backed_up.intersection(tags):
             try:
-                copy = self._make_copy()
-                yield from self._moving("keep", tag, copy.save(self._components[tag].tensors))
+                copy = self.make_copy()
+                yield from self._moving("keep", tag, copy.save(self.components[tag].tensors))
             except (OSError, RuntimeError) as error:
                 needed = self.nbytes(tag)
                 raise CaesuraError(
@@ -267,7 +267,7 @@ class ComponentResidencyManager:
             for component in self.registered.values() if tag == "weights" else ():
                 away = (step for unit in component.units for step in unit.drop())
                 yield from self._moving("leave", component, away)
-            storage = self._components[tag]
+            storage = self.components[tag]
             assert tag not in self._backed_up or tag in self._copies or not storage.tensors, "not kept"
             yield from self._moving("release", tag, storage.release())
 
@@ -298,7 +298,7 @@ class ComponentResidencyManager:
         self.give_up(tags)
 
     def _resume(self, tag: MemoryTag) -> Iterator[None]:
-        storage = self._components[tag]
+        storage = self.components[tag]
         yield from storage.resume()
         if tag in self._copies:
             yield from self._copies[tag].load(storage.tensors)
@@ -325,7 +325,7 @@ class ComponentResidencyManager:
         known = free_and_total(self.module)
         return math.inf if known is None else LARGE_SHARE * known[1]
 
-    def _make_copy(self) -> HostCopy:
+    def make_copy(self) -> HostCopy:
         streams = streams_of(self.module)
         if self._device.type == "cpu" and streams is None:
             if self._executor is None:
@@ -348,7 +348,7 @@ class ComponentResidencyManager:
             if more:
                 yield
         if not isinstance(component, OffloadableComponent):
-            _log(event, f"{component} resident", self._components[component].nbytes, busy)
+            _log(event, f"{component} resident", self.components[component].nbytes, busy)
         elif moved := abs(component.device_bytes - before):
             _log(event, f"{component.name} {component.strategy.kind}", moved, busy)
 

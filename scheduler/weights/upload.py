@@ -47,11 +47,11 @@ class WriteStream:
         self.on_stream = on_stream
         self.device = torch.device(device)
         self._streams = streams
-        self._side = streams.Stream()
+        self.side = streams.Stream()
 
     def beside(self) -> AbstractContextManager[Any]:
         """Make the side stream current; in any thread."""
-        return self._streams.stream(self._side)
+        return self._streams.stream(self.side)
 
     def mark(self) -> torch.Event:
         """Return an event after everything written so far."""
@@ -71,7 +71,7 @@ class WriteStream:
 
     def synchronize(self) -> None:
         """Wait until all bytes have arrived that were sent."""
-        self._side.synchronize()
+        self.side.synchronize()
 
     def upload(self, source: WeightSource, bucket_bytes: int, skip: Skip) -> Pieces:
         """Yield the pieces of ``source`` on the device, valid for the writing stream."""

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+from support.clock import clock_of
 from support.scripted import EngineDriver
 
 from caesura.io_struct import CaesuraError
@@ -44,7 +45,7 @@ def driver(tiny_model):
 @pytest.fixture
 def allocator(driver):
     allocator = Allocator(driver)
-    driver.engine.device_cache._module = allocator
+    driver.engine.device_cache.module = allocator
     return allocator
 
 
@@ -108,43 +109,41 @@ def test_a_failed_step_empties_once(driver, allocator):
 
 
 def test_idle_sleep_empties_once_per_idle_period(driver, allocator, monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.runtime.loop.monotonic", lambda: now[0])
+    clock = clock_of(monkeypatch, ["runtime.loop"])
     idle = driver.config.idle_empty_s
     driver.generate([5, 6, 7], 4)
     driver.run_until_idle()
-    now[0] += idle - 0.1
+    clock.now += idle - 0.1
     driver.tick(3)
     assert allocator.emptied_while == [], "not before its time"
-    now[0] += 0.2
+    clock.now += 0.2
     driver.tick(3)
     assert len(allocator.emptied_while) == 1
-    now[0] += 10 * idle
+    clock.now += 10 * idle
     driver.tick(3)
     assert len(allocator.emptied_while) == 1, "once is enough: nothing has run since"
     driver.generate([5, 6, 7], 4)
     driver.run_until_idle()
-    now[0] += idle + 0.1
+    clock.now += idle + 0.1
     driver.tick(3)
     assert len(allocator.emptied_while) == 2
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_a_pause_is_never_emptied_however_long_it_lasts(driver, allocator, monkeypatch, mode):
-    now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.runtime.loop.monotonic", lambda: now[0])
+    clock = clock_of(monkeypatch, ["runtime.loop"])
     idle = driver.config.idle_empty_s
     driver.tick(2)
     driver.call(Pause(mode=mode))
-    now[0] += 10 * idle
+    clock.now += 10 * idle
     driver.tick(3)
     assert allocator.emptied_while == []
     driver.call(Continue(torch_empty_cache=False))
     driver.tick(3)
-    now[0] += idle - 0.1
+    clock.now += idle - 0.1
     driver.tick(3)
     assert allocator.emptied_while == [], "time counts from the continue"
-    now[0] += 0.2
+    clock.now += 0.2
     driver.tick(3)
     assert allocator.emptied_while == ["running"]
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from support.scripted import EngineDriver, assert_error
+from support.clock import clock_of
+from support.scripted import EngineDriver, assert_error, one_piece_per_slice
 
 from caesura.client.trainer import SharedTensors, as_frames, buckets, manifest
 from caesura.io_struct import (
@@ -25,10 +26,7 @@ from caesura.scheduler.weights.transports.ipc import KEPT
 
 @pytest.fixture
 def driver(tiny_model, monkeypatch):
-    monkeypatch.setattr(
-        "caesura.scheduler.messaging.command_queue.SLICE_S", 0.0
-    )  # one piece per tick, as for a large model
-    monkeypatch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
+    one_piece_per_slice(monkeypatch, writes=True)
     with EngineDriver(str(tiny_model)) as driver:
         yield driver
 
@@ -109,8 +107,7 @@ def test_refused_updates_do_not_gather_mappings(driver, other_model):
 
 
 def test_a_command_that_waits_is_a_sign_of_life(driver, monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.control.engine_state.monotonic", lambda: now[0])
+    clock = clock_of(monkeypatch, ["control.engine_state"])
     driver.call(PauseGenerationReqInput(mode="in_place", owner="trainer", lease_s=5.0))
     driver.send(
         InitWeightsUpdateGroupReqInput(
@@ -119,7 +116,7 @@ def test_a_command_that_waits_is_a_sign_of_life(driver, monkeypatch):
     )
     driver.tick(2)
     assert driver.engine.commands.is_busy
-    now[0] += 6.0
+    clock.now += 6.0
     assert driver.sleep_s() > 0
     driver.tick(3)
     assert driver.status().generation == "paused"

@@ -136,8 +136,7 @@ def test_expiry_with_an_open_session_aborts_it_first(driver, clock, other_model)
 
 
 def test_a_long_command_of_the_owner_keeps_the_lease(driver, clock, other_model, monkeypatch):
-    one_piece_per_slice(monkeypatch)
-    monkeypatch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
+    one_piece_per_slice(monkeypatch, writes=True)
     pause(driver, "continue", mode="abort")
     update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model), owner="trainer"))
     driver.tick(2)

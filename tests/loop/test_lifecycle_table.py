@@ -26,8 +26,7 @@ CELLS = list(product(TABLE, STATES))
     [*((*cell, 0) for cell in CELLS), *every([(*cell, 1) for cell in CELLS], 3)],
 )
 def test_cell(tiny_model, other_model, broken_model, command, state, depth, monkeypatch):
-    one_piece_per_slice(monkeypatch)  # one bucket per tick: "updating" can be met
-    monkeypatch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
+    one_piece_per_slice(monkeypatch, writes=True)  # one bucket per tick: "updating" can be met
     reference = {"reference_model_path": str(other_model)} if command == "score" else {}
     with EngineDriver(str(tiny_model), pipeline_depth=depth, **reference) as driver:
         recipes = Recipes(driver, other_model, broken_model)

@@ -197,7 +197,7 @@ def test_the_allocator_is_emptied_once_the_memory_has_gone(driver, monkeypatch, 
         def empty_cache(self) -> None:
             emptied.append(set(physics.gone))
 
-    monkeypatch.setattr(driver.engine.device_cache, "_module", Allocator())
+    monkeypatch.setattr(driver.engine.device_cache, "module", Allocator())
     ok(driver.call(Release(tags=[])))
     assert not emptied
     with caplog.at_level(logging.INFO, logger="caesura"):
@@ -246,7 +246,7 @@ def test_the_gate_closes_before_the_memory_goes_and_opens_after_it_is_back(drive
     assert_error(driver.call(Release(tags=["kv_cache"])), "busy")
     while message_id not in driver.replies:
         driver.tick()
-    for component in driver.engine.residency._components.values():  # whose mappings resume at once
+    for component in driver.engine.residency.components.values():  # whose mappings resume at once
         component.resume = lambda: iter([None] * 5)
     message_id = driver.send(Resume())
     driver.tick(3)
@@ -590,8 +590,7 @@ def test_any_order_one_command_at_a_time(tiny_model, other_model, commands, dept
 )
 def test_any_order_without_waiting_for_answers(tiny_model, other_model, commands, depth, backup):
     with pytest.MonkeyPatch.context() as patch, a_driver(tiny_model, depth, backup) as driver:
-        one_piece_per_slice(patch)
-        patch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
+        one_piece_per_slice(patch, writes=True)
         trial = Trial(driver, other_model)
         trial.commit_watch("update")
         sent: dict[str, Message] = {}

@@ -289,8 +289,7 @@ def broken_model(tmp_path_factory):
 def test_every_command_in_every_state(shared, tiny_model, other_model, broken_model, monkeypatch, share):
     if shared.config.pipeline_depth == 0:
         pytest.skip("once is enough for what takes so long")
-    one_piece_per_slice(monkeypatch)
-    monkeypatch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
+    one_piece_per_slice(monkeypatch, writes=True)
     wrong = []
     for row, command in enumerate(sorted(TABLE.keys() - {"score"})):
         for state in [state for column, state in enumerate(STATES) if (row + column) % SHARES == share]:

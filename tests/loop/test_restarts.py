@@ -2,13 +2,16 @@
 
 import json
 import os
+import resource
 import shutil
 import stat
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from support.full_disk import full_disk, small_disk
 from support.scripted import EngineDriver, assert_error, tokens_of
 
 from caesura.client.trainer import as_frames, buckets
@@ -453,3 +456,29 @@ def test_the_file_is_private_small_and_says_what_it_should(start, folder, tmp_pa
     assert (record["weights_epoch"], record["weight_version"]) == (1, "step-17")
     assert record["source"] == str(folder)
     assert len(record["digest"]) == 64
+
+
+@contextmanager
+def full_disk(limit: int = 64) -> Iterator[None]:
+    """No file of this process can be written beyond its first ``limit`` bytes; needs no privileges."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of two pages at ``folder``; the test is skipped where it cannot be mounted."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8k,mode=0700", "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("mounting a file system needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True, capture_output=True)

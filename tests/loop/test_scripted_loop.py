@@ -470,8 +470,7 @@ def test_an_idle_loop_sleeps_while_a_checkpoint_is_looked_at(driver, other_model
 
 
 def test_status_and_abort_are_answered_between_two_buckets_of_an_update(driver, other_model, monkeypatch):
-    one_piece_per_slice(monkeypatch)
-    monkeypatch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
+    one_piece_per_slice(monkeypatch, writes=True)
     rid = driver.generate(prompt_of(4), 50)
     driver.tick(4)
     driver.call(PauseGenerationReqInput(mode="in_place"))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from support.clock import clock_of
 from support.scripted import EngineDriver, assert_error
 
 from caesura.client.trainer import as_frames, buckets, manifest
@@ -19,8 +20,6 @@ from caesura.io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
 )
-
-ROW_BYTES = 4096
 
 
 @pytest.fixture
@@ -247,12 +246,11 @@ def test_sender_and_pause_owner_settle(driver, other_model, command):
 
 
 def test_a_lease_serves_nothing_that_a_foreign_flush_would_have_committed(driver, other_model, monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.control.engine_state.monotonic", lambda: now[0])
+    clock = clock_of(monkeypatch, ["control.engine_state"])
     driver.call(PauseGenerationReqInput(owner="trainer", lease_s=10.0))
     Pieces(driver, other_model, owner="trainer").send(0)
     assert_error(driver.call(FlushCacheReqInput(), "other"), "session_open")
-    now[0] += 11.0
+    clock.now += 11.0
     driver.tick(2)
     status = driver.status()
     assert (status.generation, status.weights, status.weights_epoch) == ("paused", "poisoned", 0)
@@ -311,8 +309,7 @@ def test_a_message_that_names_the_session_keeps_it(tiny_model, other_model):
 
 @pytest.mark.parametrize("parked", ["flush", "join"])
 def test_a_parked_command_of_somebody_else_is_no_sign_of_life(driver, monkeypatch, parked):
-    now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.control.engine_state.monotonic", lambda: now[0])
+    clock = clock_of(monkeypatch, ["control.engine_state"])
     driver.generate([5, 6, 7], 200)
     driver.tick(3)
     driver.call(PauseGenerationReqInput(mode="in_place", owner="trainer", lease_s=5.0))
@@ -321,20 +318,19 @@ def test_a_parked_command_of_somebody_else_is_no_sign_of_life(driver, monkeypatc
     )
     driver.send(FlushCacheReqInput(timeout_s=3600.0) if parked == "flush" else join, "other")
     driver.tick(2)
-    now[0] += 6.0
+    clock.now += 6.0
     driver.tick(2)
     assert driver.status().generation == "running"
 
 
 def test_a_pause_that_nobody_owns_is_not_adopted(driver, monkeypatch):
     """Else the lease of one trainer continues the pause of another."""
-    now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.control.engine_state.monotonic", lambda: now[0])
+    clock = clock_of(monkeypatch, ["control.engine_state"])
     driver.call(PauseGenerationReqInput())
     driver.call(PauseGenerationReqInput(owner="late", lease_s=5.0), "other")
     status = driver.status()
     assert (status.pause_owner, status.lease_left_s) == (None, None)
-    now[0] += 6.0
+    clock.now += 6.0
     driver.tick(2)
     assert driver.status().generation == "paused"
     driver.call(PauseGenerationReqInput(owner="first", lease_s=5.0))  # its own socket's
@@ -342,13 +338,12 @@ def test_a_pause_that_nobody_owns_is_not_adopted(driver, monkeypatch):
 
 
 def test_the_lease_of_one_does_not_end_the_session_of_another(driver, other_model, monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.control.engine_state.monotonic", lambda: now[0])
+    clock = clock_of(monkeypatch, ["control.engine_state"])
     driver.call(PauseGenerationReqInput(owner="trainer", lease_s=5.0))
     opened = driver.call(BeginWeightUpdateReqInput(), "other")
     pieces = Pieces(driver, other_model, client="other", session_id=opened.session_id)
     pieces.send(0)
-    now[0] += 6.0
+    clock.now += 6.0
     driver.tick(2)
     status = driver.status()
     assert (status.generation, status.weights, status.pause_owner) == ("paused", "updating", None)

@@ -141,8 +141,7 @@ def test_shared_memory_is_kept_by_who_has_mapped_some(driver):
 
 
 def test_status_shows_an_update_that_runs(driver, other_model, monkeypatch, clock):
-    one_piece_per_slice(monkeypatch)
-    monkeypatch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
+    one_piece_per_slice(monkeypatch, writes=True)
     _, nbytes = size_of(other_model)
     assert driver.status().update is None
     message_id = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model)))

@@ -169,7 +169,7 @@ def test_a_resume_that_fails_half_way_keeps_the_copy(driver, monkeypatch, where)
         if where == "weights":
             patch.setattr(host_copy.os, "preadv", fail)
         else:
-            patch.setattr(manager._components["kv_cache"], "resume", refuse)
+            patch.setattr(manager.components["kv_cache"], "resume", refuse)
         tags = ["weights", "kv_cache"]
         assert_error(driver.call(Resume(tags=tags)), "out_of_memory")
         status = driver.status()

@@ -331,8 +331,10 @@ def open_checkpoints_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("caesura.scheduler.runtime.background.in_thread", lambda run: run())
 
 
-def one_piece_per_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations let the loop turn after every piece of their work."""
+def one_piece_per_slice(monkeypatch: pytest.MonkeyPatch, *, writes: bool = False) -> None:
+    """Operations let the loop turn after every piece of their work, and after every write of weights."""
+    if writes:
+        monkeypatch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
     monkeypatch.setattr("caesura.scheduler.messaging.command_queue.SLICE_S", 0.0)
     monkeypatch.setattr("caesura.scheduler.control.memory_occupation.SLICE_S", 0.0)
 

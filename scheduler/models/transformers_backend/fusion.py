@@ -26,8 +26,19 @@ from ...kernels import Elementwise
 from ...kernels.attention_form import AttentionForm, Bend, HeadNorms
 from ...kernels.elementwise import gate_mul, rope_store
 from ...runtime.config import PAGE_SIZE
-from ...tracing.passes import by_position, compiled, drop_unused, makers_of, replace, slice_of, takers_of
-from ...tracing.tracer import Affine, Call, Trace, Value
+from ...tracing import (
+    Affine,
+    Call,
+    Trace,
+    Value,
+    by_position,
+    compiled,
+    drop_unused,
+    makers_of,
+    replace,
+    slice_of,
+    takers_of,
+)
 from .interfaces import attend_fused
 from .probe import FOREIGN_FAILURES
 

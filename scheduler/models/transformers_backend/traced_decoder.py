@@ -23,8 +23,17 @@ from ...kernels import elementwise_for
 from ...kernels.attention_form import AttentionForm
 from ...kernels.decoder import DecoderKernel
 from ...kernels.decoder_layers import LayerKind, LayerShape, LayerTensors
-from ...tracing.passes import compiled, makers_of, slice_of, tidy, write_in_place
-from ...tracing.tracer import Call, NotTraceableError, Trace, Value
+from ...tracing import (
+    Call,
+    NotTraceableError,
+    Trace,
+    Value,
+    compiled,
+    makers_of,
+    slice_of,
+    tidy,
+    write_in_place,
+)
 from .fusion import FusedAttention, Norm, RopeTable, Sizes, fuse_attention, fuse_gates, proven_norms
 from .probe import Probe
 from .products import Given, Head

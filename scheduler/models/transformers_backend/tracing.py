@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.attention_form import AttentionForm
-from ...tracing.tracer import NotTraceableError, Trace, Tracer, merge
+from ...tracing import NotTraceableError, Trace, Tracer, merge
 from .fusion import Norm
 from .interfaces import Computed, attend, attending
 from .probe import FOREIGN_FAILURES, Probe

@@ -9,6 +9,7 @@ from time import monotonic
 
 import msgspec
 import pytest
+from support.clock import clock_of
 from support.scripted import EngineDriver
 
 from caesura.client import SamplingParams, launch_scheduler
@@ -155,12 +156,11 @@ def test_a_failed_step(driver):
 
 
 def test_idleness_is_noted_once(driver, monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.runtime.loop.monotonic", lambda: now[0])
+    clock = clock_of(monkeypatch, ["runtime.loop"])
     driver.generate([5, 6, 7], 4)
     driver.run_until_idle()
     for _ in range(3):
-        now[0] += driver.config.idle_empty_s + 1
+        clock.now += driver.config.idle_empty_s + 1
         driver.tick(3)
     assert [event.cause for event in history(driver)].count("idle") == 1
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_config, make_checkpoint
 from support.raw_client import RawClient
-from support.scripted import EngineDriver, assert_error
+from support.scripted import EngineDriver, assert_error, one_piece_per_slice
 from support.waiting import PATIENCE_S as PATIENCE
 from support.waiting import eventually
 
@@ -48,7 +48,6 @@ from caesura.io_struct import (
     UpdateWeightsFromCheckpointEngineReqInput,
     WeightUpdateReqOutput,
 )
-from caesura.scheduler.messaging import command_queue
 from caesura.scheduler.runtime.config import EngineConfig
 from caesura.scheduler.runtime.engine import Engine
 
@@ -396,8 +395,7 @@ def test_a_conflict_does_not_disturb_what_runs(driver, second):
 
 
 def test_a_retried_update_attaches_and_commits_once(driver, second, other_model, monkeypatch):
-    monkeypatch.setattr(command_queue, "SLICE_S", 0.0)  # one piece per tick
-    monkeypatch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
+    one_piece_per_slice(monkeypatch, writes=True)
     update = UpdateWeightFromDiskReqInput(id="u", model_path=str(other_model), weight_version="v1")
     driver.send(update)
     eventually(lambda: driver.tick() or driver.status().update)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import FAMILIES, make_checkpoint
-from support.scripted import EngineDriver, assert_error, tokens_of
+from support.scripted import EngineDriver, assert_error, one_piece_per_slice, tokens_of
 from support.waiting import eventually
 
 from caesura.io_struct import (
@@ -145,10 +145,7 @@ class TestPoisoned:
 
     @pytest.fixture
     def driver(self, checkpoint, monkeypatch):
-        monkeypatch.setattr(
-            "caesura.scheduler.messaging.command_queue.SLICE_S", 0.0
-        )  # a piece per tick, and a read for each
-        monkeypatch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
+        one_piece_per_slice(monkeypatch, writes=True)
         with engine(checkpoint("qwen3", 1), load_bucket_bytes=1000) as driver:
             yield driver
 

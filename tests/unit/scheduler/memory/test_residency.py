@@ -206,7 +206,7 @@ def test_an_allocator_that_refuses_half_way_leaves_nothing_taken():
     for tag in ("weights", "kv_cache"):
         with manager.component(tag):
             tensors += [allocate((1000,), torch.float32, CPU) for _ in range(3)]
-    refusing = manager._components["kv_cache"]
+    refusing = manager.components["kv_cache"]
     exhaust(manager.release(MEMORY_TAGS))
     with pytest.raises(CaesuraError) as caught:
         exhaust(manager.resume(MEMORY_TAGS))
@@ -247,11 +247,11 @@ PRELOADED = {"LD_PRELOAD": "/lib/torch_memory_saver_hook_mode_preload.abi3.so"}
 
 
 def test_the_saver_is_used_where_it_is_active(saver):
-    chosen = ComponentResidencyManager("cuda", environ=PRELOADED)._components["weights"]
+    chosen = ComponentResidencyManager("cuda", environ=PRELOADED).components["weights"]
     assert isinstance(chosen, SavedComponent)
     for device, environ in (("cuda", {}), ("cpu", PRELOADED), ("xpu", PRELOADED)):
         assert not isinstance(
-            ComponentResidencyManager(device, environ=environ)._components["weights"], SavedComponent
+            ComponentResidencyManager(device, environ=environ).components["weights"], SavedComponent
         )
     with pytest.raises(CaesuraError, match="PYTORCH_CUDA_ALLOC_CONF sets expandable_segments"):
         ComponentResidencyManager(

@@ -83,10 +83,10 @@ def test_only_a_release_of_the_weights_takes_registered_components():
 
 def test_an_accelerator_without_streams_keeps_its_copies_in_memory():
     module = CountingHost()
-    assert isinstance(ComponentResidencyManager("mps", device_module=module)._make_copy(), PinnedCopy)
-    assert isinstance(ComponentResidencyManager("cpu", device_module=Device())._make_copy(), PinnedCopy)
+    assert isinstance(ComponentResidencyManager("mps", device_module=module).make_copy(), PinnedCopy)
+    assert isinstance(ComponentResidencyManager("cpu", device_module=Device()).make_copy(), PinnedCopy)
     manager = ComponentResidencyManager("cpu", device_module=module)
-    assert isinstance(manager._make_copy(), FileCopy)
+    assert isinstance(manager.make_copy(), FileCopy)
     manager.close()
 
 
@@ -276,7 +276,7 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def what_is_away_takes_no_memory(self):
         for unit in self.model.component.units:
-            if unit.on_device and not unit._coming:
+            if unit.on_device and not unit.is_coming:
                 assert all(bool(tensor.any()) for tensor in unit.tensors)
             if not unit.on_device:
                 assert not any(t.untyped_storage().nbytes() and bool(t.any()) for t in unit.tensors)

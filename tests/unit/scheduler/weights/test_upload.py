@@ -146,10 +146,10 @@ def test_one_bucket_is_on_its_way_while_another_is_written(
     stream = WriteStream(device, device.on_stream)
     pieces = stream.upload(open_checkpoint(folder), 4096, never)
     next(pieces)
-    copies = [work for work in stream._side.pending if getattr(work, "__name__", "") == "<lambda>"]
+    copies = [work for work in stream.side.pending if getattr(work, "__name__", "") == "<lambda>"]
     assert len(copies) == 2
     pieces.close()
-    assert not stream._side.pending, "a load that is given up leaves nothing that copies into its memory"
+    assert not stream.side.pending, "a load that is given up leaves nothing that copies into its memory"
 
 
 def test_files_are_read_ahead_as_far_as_there_are_buckets(folder: Path) -> None:

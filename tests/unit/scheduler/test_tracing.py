@@ -6,8 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from caesura.scheduler.tracing.passes import compiled, fold_constants, tidy, write_in_place
-from caesura.scheduler.tracing.tracer import Affine, NotTraceableError, Trace, Tracer, merge
+from caesura.scheduler.tracing import (
+    Affine,
+    NotTraceableError,
+    Trace,
+    Tracer,
+    compiled,
+    fold_constants,
+    merge,
+    tidy,
+    write_in_place,
+)
 
 SIZES = (7, 11, 1)
 
