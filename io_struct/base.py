@@ -15,32 +15,23 @@ import msgspec
 WIRE_VERSION = (1, 0)
 """(major, minor) of this wire. Equal majors understand each other: a newer minor only adds (wire.md,
 "Versions")."""
-
 MAX_HEADER_BYTES = 64 << 20
 """Headers beyond this are refused before they are decoded: 64 MiB holds a 16-million-token prompt."""
-
 MAX_FRAMES = 16_384
 """Maximum frames of one message, including the header."""
-
 MAX_FRAME_BYTES = 1 << 30
 """Maximum size of a frame. ZeroMQ drops the connection of a peer that sends a longer one."""
-
 MAX_MESSAGE_BYTES = 4 << 30
 """Maximum size of all frames of one message together."""
-
 MAX_ID_LENGTH = 128
 """Longest message id or request id, in characters."""
-
 MAX_LABEL_LENGTH = 1024
 """Longest label, owner token or cache salt, in characters: they are kept, repeated in answers and logged."""
-
 MAX_PATH_LENGTH = 65_536
 """Longest path, in characters: far beyond the kernel's own limit, which is an error of the checkpoint."""
-
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_LENGTH)]
 FolderPath = Annotated[str, msgspec.Meta(max_length=MAX_PATH_LENGTH)]
 SessionId = Annotated[str, msgspec.Meta(max_length=MAX_ID_LENGTH)]
-
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
 
 

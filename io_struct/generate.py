@@ -14,29 +14,21 @@ from .field_errors import NamedFields
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
 MAX_INT32 = 2**31 - 1
 """Largest token count or position in a request."""
-
 MIN_REPETITION_PENALTY = 1e-6
 """Smallest ``repetition_penalty``: logits divided by it and the smallest temperature stay finite in float32.
 """
-
 MAX_SAMPLES = 1024
 """Maximum of ``n``, the number of samples of one request."""
-
 MAX_LOGIT_BIAS = 1024
 """Maximum number of tokens in ``logit_bias``."""
-
 MAX_TOP_LOGPROBS = 128
 """Maximum of ``top_logprobs_num``."""
-
 MAX_SAMPLING_MASK = 4096
 """Most tokens in the sampling mask of a position."""
-
 MAX_TOKEN_IDS_LOGPROB = 1024
 """Maximum number of ids in ``token_ids_logprob``."""
-
 GREEDY_BELOW = 1e-6
 """Temperatures below this mean greedy decoding, as in SGLang."""
 

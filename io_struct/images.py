@@ -13,14 +13,11 @@ from .generate import MAX_SAMPLES, FinishReason, Seed, TokenId, WeightVersionSpa
 
 MAX_STEPS = 1000
 """Maximum of ``num_inference_steps``."""
-
 MAX_IMAGE_SIDE = 8192
 """Maximum width and height, in pixels."""
-
 MAX_PROMPT_CHARACTERS = 1 << 14
 """Longest prompt, in characters: each encoder tokenizes it in tens of milliseconds, while nobody is answered.
 """
-
 SdeType = Literal["ode", "sde", "cps", "dance"]
 Prompt = Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_CHARACTERS)]
 StepIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEPS)]

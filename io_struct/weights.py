@@ -9,18 +9,14 @@ from .control import ControlRequest, PositiveDuration
 
 DEFAULT_GROUP_NAME = "weight_update_group"
 """SGLang's default."""
-
 GroupName = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 BroadcastSizes = Annotated[list[Annotated[int, msgspec.Meta(ge=1)]], msgspec.Meta(min_length=1)]
-
 DEFAULT_BROADCAST_TIMEOUT_S = 300.0
 """Longest time between two broadcasts of an update: a trainer may gather a tensor from its ranks meanwhile.
 """
-
 PRESENT = "caesura/present/"
 """Key under which a rank of an NCCL group says in the store that it is there; its number follows. If rank 0
 says it, each engine waits for all ranks before it replies to the init."""
-
 DEFAULT_BUCKET_BYTES = 64 << 20
 """Default size of the bucket that one call of the tensor and ipc transports carries."""
 

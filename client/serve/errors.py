@@ -41,7 +41,10 @@ _PERMANENT = frozenset(code for code, status in _STATUS.items() if status == 503
 """Conditions that the same request would meet again."""
 _NATIVE_V1 = ("/v1/loads", "/v1/tokenize", "/v1/detokenize")
 
-_ADAPTERS = "there are no LoRA adapters: merge the adapter and send all weights"
+_ADAPTERS = (
+    "/load_lora_adapter /load_lora_adapter_from_tensors /unload_lora_adapter /v1/load_lora_adapter "
+    "/v1/unload_lora_adapter"
+)
 _SESSION = (
     "weights arrive through SGLang's routes (/update_weights_from_disk, /update_weights_from_tensor, …)"
 )
@@ -50,11 +53,7 @@ _PEERS = (
     "clone_weights of caesura.client.trainer"
 )
 _NOT_OFFERED = {
-    "/load_lora_adapter": _ADAPTERS,
-    "/load_lora_adapter_from_tensors": _ADAPTERS,
-    "/unload_lora_adapter": _ADAPTERS,
-    "/v1/load_lora_adapter": _ADAPTERS,
-    "/v1/unload_lora_adapter": _ADAPTERS,
+    **dict.fromkeys(_ADAPTERS.split(), "there are no LoRA adapters: merge the adapter and send all weights"),
     "/pull_weights": "the engine writes no checkpoints and applies no deltas: write a complete checkpoint "
     "under --weights-root and call /update_weights_from_disk (slime: --update-weight-mode full, without "
     "--update-weight-local-checkpoint-dir)",

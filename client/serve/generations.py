@@ -1,20 +1,96 @@
-"""The generations of one HTTP call, complete or streamed.
+"""The generations of one HTTP call, complete or as server-sent events, and clients that disconnect.
 
 Invariants: every prompt is counted when it begins and once when it ends; one chunk is queued for a slow
-reader, as the tokenizer manager joins what is new; closing a stream ends the generations that were not read.
+reader, as the tokenizer manager joins what is new; closing a stream, or the client's connection, ends the
+generations that were not read.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+from litestar import Response
+from litestar.response import Stream
 
 from ...io_struct import CaesuraError
 from ..text.tokenizer_manager import Chunk, GenerationRequest, Sample
+from .bodies import HTTPRequest
 from .context import FrontEnd, in_slices
 from .pages.metrics import Metrics
 
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
 _Queue = asyncio.Queue[tuple[int, Chunk | CaesuraError | None]]
+
+
+class ClientLeft(Exception):  # noqa: N818  nothing went wrong here
+    """The client closed its connection before it was answered."""
+
+
+async def unless_left(request: HTTPRequest, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of ``work``; if the client disconnects, cancel it and raise ClientLeft."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_departure(request))
+    watcher.add_done_callback(lambda _: task.cancel())
+    try:
+        return await task
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if watcher.done() and not watcher.cancelled() and not (current and current.cancelling()):
+            raise ClientLeft from None
+        raise
+    finally:
+        watcher.cancel()
+
+
+async def _departure(request: HTTPRequest) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def client_left() -> Response[bytes]:
+    """Return the answer that only the log sees."""
+    return Response(b"", status_code=499, media_type="text/plain")
+
+
+def frame(encoded: bytes) -> bytes:
+    """Return a server-sent event."""
+    return b"data: %b\n\n" % encoded
+
+
+async def streamed(
+    request: HTTPRequest,
+    front: FrontEnd,
+    frames: AsyncGenerator[bytes, None],
+    refusal: Callable[[CaesuraError], Any],
+) -> Stream:
+    """Answer with events, the last of which is ``[DONE]``; a client that leaves closes ``frames``.
+
+    The first frame is made before the answer begins: an immediate refusal is an answer of its own, a later
+    failure the event ``refusal``.
+    """
+    try:
+        first = await unless_left(request, anext(frames))
+    except BaseException:
+        await frames.aclose()
+        raise
+
+    async def guarded() -> AsyncGenerator[bytes, None]:
+        async with aclosing(frames):
+            yield first
+            try:
+                async for each in frames:
+                    yield each
+            except CaesuraError as error:
+                front.metrics.error(error.code)
+                yield frame(msgspec.json.encode(refusal(error)))
+            yield DONE
+
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return Stream(guarded(), media_type="text/event-stream", headers=headers, status_code=200)
 
 
 async def whole(front: FrontEnd, requests: Sequence[GenerationRequest]) -> list[list[Sample]]:

@@ -137,9 +137,9 @@ class Scoring:
         module = device_module_for(loaded.device)
         if hasattr(module, "synchronize"):  # loading used another stream than steps do
             module.synchronize()
-        self._allocator = PageAllocator(num_pages)
+        self.allocator = PageAllocator(num_pages)
         self._chunks = ChunkSizer(chunk_tokens, SLICE_S)
-        self._workspace = Workspace()
+        self.workspace = Workspace()
         self._queue: deque[_Sequence] = deque()
         self._messages: dict[str, _Message] = {}
         self._work: Generator[None, None, None] | None = None
@@ -183,7 +183,7 @@ class Scoring:
             raise _invalid("temperature", repr(message.temperature), "must be finite and in [0, 10000]")
         if len(message.start) != len(message.input_ids):
             raise _invalid("start", len(message.start), f"one for each of {len(message.input_ids)} sequences")
-        vocab_size, pool_pages = self.model.config.vocab_size, self._allocator.total
+        vocab_size, pool_pages = self.model.config.vocab_size, self.allocator.total
         for number, (ids, start) in enumerate(zip(message.input_ids, message.start, strict=True)):
             if not ids or max(ids) >= vocab_size:
                 requirement = f"ids below {vocab_size}, at least one"
@@ -277,7 +277,7 @@ class Scoring:
             if budget == 0 or len(chunk) == self.max_rows:
                 break
             if not len(sequence.pages):
-                pages = self._allocator.allocate(pages_for(sequence.inputs))
+                pages = self.allocator.allocate(pages_for(sequence.inputs))
                 if pages is None:
                     break
                 sequence.pages = pages
@@ -321,7 +321,7 @@ class Scoring:
             rows_slice = slice(begin, begin + rows)
             logits = model.logits(hidden[rows_slice])
             assert logits is not None, "nothing is scored in a dummy run"
-            scaled = self._workspace.take("scaled", (len(logits), vocab_size), torch.float32, device)
+            scaled = self.workspace.take("scaled", (len(logits), vocab_size), torch.float32, device)
             torch.div(logits, scales[rows_slice, None], out=scaled)
             best = scaled.amax(1, keepdim=True)
             scaled -= best
@@ -380,7 +380,7 @@ class Scoring:
         self._fail(set(self._messages), error)
 
     def _release_pages(self, sequence: _Sequence) -> None:
-        self._allocator.free(sequence.pages)
+        self.allocator.free(sequence.pages)
         sequence.pages = sequence.pages[:0]
 
 

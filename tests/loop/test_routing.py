@@ -311,9 +311,9 @@ def test_the_account_tells_epochs_positions_and_tokens_apart():
 
 
 def test_expert_numbers_beyond_a_byte_are_16_bit(driver, monkeypatch):
-    original = driver.engine.outputs._batcher.routed_experts
+    original = driver.engine.batcher.routed_experts
     monkeypatch.setattr(
-        driver.engine.outputs._batcher,
+        driver.engine.batcher,
         "routed_experts",
         lambda request: original(request).astype(np.uint16) + 300,
     )
@@ -328,9 +328,9 @@ def test_expert_numbers_beyond_a_byte_are_16_bit(driver, monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, -1])
 def test_routed_experts_of_other_positions_than_the_tokens_are_an_error(driver, monkeypatch, rows):
-    original = driver.engine.outputs._batcher.routed_experts
+    original = driver.engine.batcher.routed_experts
     monkeypatch.setattr(
-        driver.engine.outputs._batcher,
+        driver.engine.batcher,
         "routed_experts",
         lambda request: np.resize(
             original(request), (len(original(request)) + rows if original(request).size else 0, LAYERS, TOP_K)

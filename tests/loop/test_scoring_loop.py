@@ -102,7 +102,7 @@ def test_exact_against_transformers(tiny_model, reference, judge, residency):
         assert (state.residency, state.pending_sequences) == (residency, 0)
         assert state.scored_tokens == 3 * (6 + 50 + 1 + 85 + 47)
         assert state.device_bytes == (state.weights if residency == "resident" else 0)
-        allocator = driver.engine.scoring._allocator
+        allocator = driver.engine.scoring.allocator
         assert allocator.num_free == allocator.total
 
 
@@ -145,7 +145,7 @@ def test_no_way_of_cutting_changes_the_scores(engine, judge, shapes, budgets, ro
             break
     for message in messages:
         assert_scores(engine.replies.pop(message.id), message, judge)
-    assert scores._allocator.num_free == scores._allocator.total
+    assert scores.allocator.num_free == scores.allocator.total
     assert not scores._messages
 
 
@@ -166,7 +166,7 @@ def test_logits_exist_for_a_few_rows_only(tiny_model, reference, monkeypatch):
         driver.call(ScoreReqInput(input_ids=sequences(101), start=[1]))
         assert sum(rows) == 100
         assert max(rows) == 32
-        workspace = driver.engine.scoring._workspace.take("scaled", (0, 1), torch.float32, "cpu")
+        workspace = driver.engine.scoring.workspace.take("scaled", (0, 1), torch.float32, "cpu")
         assert workspace.untyped_storage().nbytes() == 32 * VOCAB * 4
 
 
@@ -287,7 +287,7 @@ def test_a_release_of_the_weights_ends_scores_and_keeps_the_reference(
             driver.call(ResumeMemoryOccupationReqInput())
             again = ScoreReqInput(**message)
             assert_scores(driver.call(again, max_ticks=5000), again, judge)
-        allocator = driver.engine.scoring._allocator
+        allocator = driver.engine.scoring.allocator
         assert allocator.num_free == allocator.total
 
 
@@ -385,7 +385,7 @@ def test_a_chunk_that_fails_ends_its_messages_and_no_other(
         for message in messages[:2]:
             assert_error(driver.replies.pop(message.id), code)
         assert_scores(driver.replies.pop(messages[2].id), messages[2], judge)
-        allocator = driver.engine.scoring._allocator
+        allocator = driver.engine.scoring.allocator
         assert allocator.num_free == allocator.total
         assert "scoring failed" in caplog.text
 

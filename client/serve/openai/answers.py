@@ -17,8 +17,7 @@ from litestar import Response
 from ...text.tokenizer_manager import ENCODE_INLINE, Chunk, GenerationRequest, Sample
 from ..bodies import HTTPRequest
 from ..context import FrontEnd, in_slices
-from ..generations import label_for, merged, whole
-from ..responses import frame, streamed, unless_left
+from ..generations import frame, label_for, merged, streamed, unless_left, whole
 from ..sglang.generate import experts_of, meta_info
 from .common import CommonRequest, error_body
 

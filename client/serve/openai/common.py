@@ -24,7 +24,7 @@ from ...exceptions import RETRYABLE, InvalidRequest
 from ..bodies import INLINE, UNREADABLE, HTTPRequest, nullable_fields, present, unreadable
 from ..context import FrontEnd
 from ..errors import json_response, openai_error, status_of
-from ..responses import ClientLeft, client_left
+from ..generations import ClientLeft, client_left
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 TopCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -35,16 +35,12 @@ DEFAULT_MODEL = "default"
 MAX_STOP_STRINGS = 32
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
+_CONSTRAINTS = (
+    "json_schema regex ebnf structural_tag structured_outputs guided_json guided_regex guided_choice "
+    "guided_grammar"
+)
 REFUSED = {
-    "json_schema": "constrained decoding is not supported",
-    "regex": "constrained decoding is not supported",
-    "ebnf": "constrained decoding is not supported",
-    "structural_tag": "constrained decoding is not supported",
-    "structured_outputs": "constrained decoding is not supported",
-    "guided_json": "constrained decoding is not supported",
-    "guided_regex": "constrained decoding is not supported",
-    "guided_choice": "constrained decoding is not supported",
-    "guided_grammar": "constrained decoding is not supported",
+    **dict.fromkeys(_CONSTRAINTS.split(), "constrained decoding is not supported"),
     "prompt_logprobs": "echo with logprobs has those of the prompt",
     "truncate_prompt_tokens": "a prompt that is too long is refused",
     "allowed_token_ids": "logit_bias raises and lowers tokens",

@@ -22,9 +22,9 @@ from ...exceptions import InvalidRequest
 from ..bodies import HTTPRequest, present
 from ..commands import timed
 from ..context import Front
+from ..generations import unless_left
 from ..middleware import generating, makes_images
 from ..pages.document import png_of
-from ..responses import unless_left
 from .common import EXCEPTION_HANDLERS, NOTHING, AnySeed, decode_request, read_request
 
 MAX_IMAGES = 256

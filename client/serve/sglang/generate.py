@@ -54,9 +54,18 @@ from ..bodies import (
 from ..commands import timed
 from ..context import SLICE, Front, FrontEnd, in_slices
 from ..errors import engine_error, json_bytes, native_error, status_of
-from ..generations import asking_label, label_for, merged, whole
+from ..generations import (
+    ClientLeft,
+    asking_label,
+    client_left,
+    frame,
+    label_for,
+    merged,
+    streamed,
+    unless_left,
+    whole,
+)
 from ..middleware import makes_tokens, routing_key
-from ..responses import ClientLeft, client_left, frame, streamed, unless_left
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS_IN_ALL = 32 * MAX_STOP_CHARACTERS

@@ -22,8 +22,8 @@ from ...exceptions import InvalidRequest, Unsupported
 from ..bodies import HTTPRequest, Strict, present, read_control
 from ..commands import timed
 from ..context import Front, FrontEnd
+from ..generations import ClientLeft, client_left, unless_left
 from ..middleware import generating, makes_images
-from ..responses import ClientLeft, client_left, unless_left
 from .generate import refused
 
 MAX_OUTPUTS = 256
@@ -88,7 +88,7 @@ async def rollout_generate(request: HTTPRequest, front: Front) -> Response[bytes
     try:
         await front.admission.check()
         seeds, outputs = await unless_left(
-            request, timed(front, "rollout_generate", _outputs(front, body, rid))
+            request, timed(front, "rollout_generate", outputs_of(front, body, rid))
         )
     except ClientLeft:
         return client_left()
@@ -99,7 +99,7 @@ async def rollout_generate(request: HTTPRequest, front: Front) -> Response[bytes
     return Response(encoded, media_type="application/msgpack")
 
 
-async def _outputs(front: FrontEnd, body: RolloutBody, rid: str) -> tuple[list[int], list[ImageOutput]]:
+async def outputs_of(front: FrontEnd, body: RolloutBody, rid: str) -> tuple[list[int], list[ImageOutput]]:
     if body.image_path or (body.num_frames or 1) != 1:
         raise Unsupported("images as input and videos are not supported", field="image_path")
     options = _options(body)

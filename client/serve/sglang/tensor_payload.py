@@ -300,22 +300,17 @@ def _read_shared(name: bytes, nbytes: int) -> bytes:
         fd = os.open(b"/dev/shm" + name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise InvalidRequest(f"shared memory {name.decode()} cannot be opened: {error.strerror}") from error
-    try:
+    with open(fd, "rb") as file:
         found = os.fstat(fd)
         if found.st_uid != os.geteuid() or found.st_size < _SHARED_HEADER + nbytes:
             raise InvalidRequest(
                 f"shared memory {name.decode()} is another user's, or smaller than its tensors"
             )
-        data = bytearray()
-        while len(data) < nbytes and (
-            piece := os.pread(fd, min(nbytes - len(data), 1 << 30), _SHARED_HEADER + len(data))
-        ):
-            data += piece
-    finally:
-        os.close(fd)
+        file.seek(_SHARED_HEADER)
+        data = file.read(nbytes)
     if len(data) != nbytes:
         raise InvalidRequest(f"shared memory {name.decode()} has become smaller")
-    return bytes(data)
+    return data
 
 
 def _refuse(problem: str) -> NoReturn:

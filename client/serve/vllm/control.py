@@ -15,7 +15,7 @@ from ..bodies import HTTPRequest, Strict, read_control
 from ..commands import Form, answered, command
 from ..context import Front, FrontEnd
 from ..errors import json_response
-from ..responses import ClientLeft, client_left, unless_left
+from ..generations import ClientLeft, client_left, unless_left
 from ..sglang.updates import DiskBody, from_disk, uncommitted
 
 

@@ -20,7 +20,7 @@ from ...text.tokenizer_manager import GenerationRequest, Sample
 from ..bodies import INLINE, UNREADABLE, HTTPRequest, decode_large, present, unreadable
 from ..context import Front, FrontEnd
 from ..errors import json_response
-from ..generations import whole
+from ..generations import unless_left, whole
 from ..middleware import generating
 from ..openai.answers import usage_of
 from ..openai.common import (
@@ -44,7 +44,6 @@ from ..openai.logprobs import (
     input_positions,
     output_positions,
 )
-from ..responses import unless_left
 
 PATH = "/inference/v1/generate"
 REFUSED = {

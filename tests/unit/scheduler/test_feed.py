@@ -77,7 +77,7 @@ def test_take_never_waits():
 
 def test_an_error_comes_after_the_items_before_it():
     feed, _ = start(Source(5, fails_at=2), ahead=5)
-    eventually(lambda: feed._ended)
+    eventually(lambda: not feed.is_running)
     assert [feed.take(), feed.take()] == [0, 1]
     with pytest.raises(OSError, match="line is down"):
         feed.take()
@@ -91,7 +91,7 @@ def test_cancelled_transfers_hand_over_nothing():
     eventually(lambda: source.asked == 1)
     feed.cancel()
     source.unblock.set()
-    eventually(lambda: feed._ended)
+    eventually(lambda: not feed.is_running)
     assert feed.take() is None
     assert source.asked == 1
 
@@ -101,7 +101,7 @@ def test_a_thread_that_waits_for_room_ends_when_cancelled():
     feed, _ = start(source)
     eventually(lambda: source.asked == 1)
     feed.cancel()
-    eventually(lambda: feed._ended)
+    eventually(lambda: not feed.is_running)
     assert source.asked == 1
 
 

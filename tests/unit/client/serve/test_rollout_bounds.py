@@ -55,7 +55,7 @@ def run(engine: Engine, latent_bytes_per_pixel: float = 1.0, **fields: Any) -> A
     body = rollout.RolloutBody(
         prompt="a", seed=0, width=SIDE, height=SIDE, num_inference_steps=STEPS, **fields
     )
-    return asyncio.run(rollout._outputs(front, body, "r"))
+    return asyncio.run(rollout.outputs_of(front, body, "r"))
 
 
 @pytest.mark.parametrize("per_pixel", [0.25, 1.0, 4.0])

@@ -507,22 +507,6 @@ def test_misuse_is_refused_and_changes_nothing():
 # -- the check itself: every kind of damage is seen and named -----------------------------------------------------
 
 
-def damaged():
-    manager = make(num_pages=9)
-    manager.close(begin(manager, [1, 2, 3, 4]), array([1, 2, 3, 4]))
-    kv = begin(manager, [1, 2, 3, 4, 5, 6])
-    manager.check()
-    return manager, kv
-
-
-def test_check_names_a_leaked_page():
-    manager, _ = damaged()
-    leaked = manager._allocator.allocate(1)
-    assert leaked is not None
-    with pytest.raises(LedgerError, match=rf"no owner: \[{leaked[0]}\]"):
-        manager.check()
-
-
 @pytest.mark.parametrize("count,more", [(16, ""), (17, r" … \(17 in all\)")])
 def test_check_names_at_most_sixteen_leaked_pages(count, more):
     manager = make()
@@ -533,38 +517,31 @@ def test_check_names_at_most_sixteen_leaked_pages(count, more):
         manager.check()
 
 
-def test_check_names_a_page_with_two_owners():
-    manager, kv = damaged()
-    kv.pages[2] = kv.pages[0]
-    with pytest.raises(LedgerError, match=rf"several owners: \[{kv.pages[0]}\]"):
-        manager.check()
-
-
-@pytest.mark.parametrize("page", [0, 9])
-def test_check_names_a_page_that_cannot_be_owned(page):
-    manager, kv = damaged()
-    kv.pages[2] = page
-    with pytest.raises(LedgerError, match=rf"unknown pages with an owner: \[{page}\]"):
-        manager.check()
-
-
-def test_check_sees_a_held_counter_that_drifted():
-    manager, _ = damaged()
-    manager._num_owned += 1
-    with pytest.raises(LedgerError, match=r"held=4.*held=3"):
-        manager.check()
-
-
-def test_check_sees_a_row_that_left_its_shared_pages():
-    manager, kv = damaged()
+def swap_shared(manager, kv):
     kv.pages[[0, 1]] = kv.pages[[1, 0]]
-    with pytest.raises(LedgerError, match="row shares"):
-        manager.check()
 
 
-def test_check_sees_a_lock_that_nobody_holds():
-    manager, kv = damaged()
-    assert kv.node is not None
-    manager._tree.lock(kv.node)
-    with pytest.raises(LedgerError, match="locked 2 times, used 1 times"):
+def drift(manager, kv):
+    manager._num_owned += 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda manager, kv: manager._allocator.allocate(1), r"no owner: \[4\]"),
+        (lambda manager, kv: kv.pages.put(2, kv.pages[0]), r"several owners: \[1\]"),
+        (lambda manager, kv: kv.pages.put(2, 0), r"unknown pages with an owner: \[0\]"),
+        (lambda manager, kv: kv.pages.put(2, 9), r"unknown pages with an owner: \[9\]"),
+        (drift, r"held=4.*held=3"),
+        (swap_shared, "row shares"),
+        (lambda manager, kv: manager._tree.lock(kv.node), "locked 2 times, used 1 times"),
+    ],
+)
+def test_check_names_every_kind_of_damage(damage, named):
+    manager = make(num_pages=9)
+    manager.close(begin(manager, [1, 2, 3, 4]), array([1, 2, 3, 4]))
+    kv = begin(manager, [1, 2, 3, 4, 5, 6])
+    manager.check()
+    damage(manager, kv)
+    with pytest.raises(LedgerError, match=named):
         manager.check()

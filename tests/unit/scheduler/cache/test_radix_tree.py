@@ -175,16 +175,19 @@ TreeAgainstPrefixes.TestCase.settings = settings(max_examples=examples(80), stat
 TestTreeAgainstPrefixes = TreeAgainstPrefixes.TestCase
 
 
-def test_salts_and_epochs_do_not_mix():
-    tree = RadixTree(PAGE)
+@pytest.fixture
+def tree():
+    return RadixTree(PAGE)
+
+
+def test_salts_and_epochs_do_not_mix(tree):
     tree.insert(3, "a", array([1, 2]), array([7]))
     assert tree.match(3, "a", array([1, 2]))[0].tolist() == [7]
     assert tree.match(3, "b", array([1, 2]))[1] is None
     assert tree.match(4, "a", array([1, 2]))[1] is None
 
 
-def test_inserted_arrays_are_copied():
-    tree = RadixTree(PAGE)
+def test_inserted_arrays_are_copied(tree):
     tokens, pages = array([1, 2, 3, 4]), array([7, 8])
     tree.insert(0, "", tokens, pages)
     tokens[:] = 0
@@ -192,16 +195,14 @@ def test_inserted_arrays_are_copied():
     assert tree.match(0, "", array([1, 2, 3, 4]))[0].tolist() == [7, 8]
 
 
-def test_any_integer_dtype_matches():
-    tree = RadixTree(PAGE)
+def test_any_integer_dtype_matches(tree):
     tree.insert(0, "", np.array([1, 2, 3, 4], dtype=np.int64), np.array([7, 8], dtype=np.int64))
     pages, _ = tree.match(0, "", np.arange(1, 10, dtype=np.int64)[::1])
     assert pages.tolist() == [7, 8]
     assert pages.dtype == np.int32
 
 
-def test_a_lock_survives_a_split_above_its_end():
-    tree = RadixTree(PAGE)
+def test_a_lock_survives_a_split_above_its_end(tree):
     node = tree.insert(0, "", array([1, 1, 2, 2, 3, 3]), array([1, 2, 3])).node
     tree.lock(node)
     tree.insert(0, "", array([1, 1, 2, 2, 9, 9]), array([4, 5, 6]))  # splits below the second page
@@ -211,8 +212,7 @@ def test_a_lock_survives_a_split_above_its_end():
     assert sorted(tree.evict(10).tolist()) == [1, 2, 3]
 
 
-def test_unlock_without_lock_and_lock_of_an_ended_epoch_are_refused():
-    tree = RadixTree(PAGE)
+def test_unlock_without_lock_and_lock_of_an_ended_epoch_are_refused(tree):
     node = tree.insert(0, "", array([1, 1]), array([1])).node
     with pytest.raises(LedgerError, match="not locked"):
         tree.unlock(node)
@@ -221,8 +221,7 @@ def test_unlock_without_lock_and_lock_of_an_ended_epoch_are_refused():
         tree.lock(node)
 
 
-def test_an_ended_epoch_is_not_matched_while_its_nodes_are_locked():
-    tree = RadixTree(PAGE)
+def test_an_ended_epoch_is_not_matched_while_its_nodes_are_locked(tree):
     node = tree.insert(0, "", array([1, 1]), array([1])).node
     tree.lock(node)
     assert tree.drop_epochs_before(1).tolist() == []
@@ -232,8 +231,7 @@ def test_an_ended_epoch_is_not_matched_while_its_nodes_are_locked():
     assert tree.unlock(node).tolist() == [1]
 
 
-def test_a_split_under_several_locks_locks_the_upper_part_once():
-    tree = RadixTree(PAGE)
+def test_a_split_under_several_locks_locks_the_upper_part_once(tree):
     node = tree.insert(0, "", array([1, 1, 2, 2]), array([1, 2])).node
     tree.lock(node)
     tree.lock(node)
@@ -245,8 +243,7 @@ def test_a_split_under_several_locks_locks_the_upper_part_once():
     assert tree.num_evictable_pages == 2
 
 
-def test_eviction_order_is_last_use():
-    tree = RadixTree(PAGE)
+def test_eviction_order_is_last_use(tree):
     tree.insert(0, "", array([1, 1, 2, 2]), array([1, 2]))
     tree.insert(0, "", array([5, 5]), array([5]))
     tree.insert(0, "", array([6, 6]), array([6]))
@@ -255,8 +252,7 @@ def test_eviction_order_is_last_use():
     assert [tree.evict(1).tolist() for _ in range(5)] == [[2], [6], [1], [5], []]
 
 
-def test_a_continuation_keeps_what_is_above_it_young():
-    tree = RadixTree(PAGE)
+def test_a_continuation_keeps_what_is_above_it_young(tree):
     node = tree.insert(0, "", array([1, 1]), array([1])).node
     tree.lock(node)
     below = tree.insert(0, "", array([2, 2]), array([2]), after=node).node
@@ -271,8 +267,7 @@ def test_a_continuation_keeps_what_is_above_it_young():
     assert [tree.evict(1).tolist() for _ in range(2)] == [[5], [1]]
 
 
-def test_empty_roots_and_used_heap_entries_do_not_pile_up():
-    tree = RadixTree(PAGE)
+def test_empty_roots_and_used_heap_entries_do_not_pile_up(tree):
     for salt in range(100):
         node = tree.insert(0, str(salt), array([1, 1]), array([1])).node
         for _ in range(5):
@@ -285,8 +280,7 @@ def test_empty_roots_and_used_heap_entries_do_not_pile_up():
     assert len(tree._heap) == 0
 
 
-def test_lengths_must_agree():
-    tree = RadixTree(PAGE)
+def test_lengths_must_agree(tree):
     for tokens, pages in (([1, 2, 3], [1]), ([1, 2], [1, 2]), ([], [])):
         with pytest.raises(ValueError, match="do not fill"):
             tree.insert(0, "", array(tokens), array(pages))
