@@ -192,7 +192,6 @@ def _panel(axes: Axes, panel: Panel) -> None:
 
 
 def _versions(results: Sequence[dict[str, Any]]) -> str:
-    """Return every engine's own packages, each once."""
     runs = [run for result in results for shape in result["shapes"] for run in shape["runs"]]
     found: dict[str, str] = {}
     for run in runs:

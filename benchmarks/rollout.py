@@ -21,9 +21,9 @@ import torch
 from architectures import ARCHITECTURES
 from checkpoints import write_checkpoint
 from harness import engines as participants
+from harness.bare import plain_read_and_copy
 from harness.engines import Engine
 from harness.limits import least_seconds, measure_ceilings
-from harness.reference import plain_read_and_copy
 from harness.report import footnotes, summarise, table
 from harness.script import begin, parser, write_json
 from harness.workload import WORKLOADS, Workload

@@ -29,9 +29,8 @@ from typing import Any
 import torch
 from architectures import ARCHITECTURES
 from checkpoints import SHAPES, CheckpointShape, Shape
-from harness.bare import BareGloo, BareZeroMQ, copy_seconds
+from harness.bare import BareGloo, BareZeroMQ, copy_seconds, plain_read_and_copy
 from harness.process_memory import MB, read_memory, reset_peak
-from harness.reference import plain_read_and_copy
 from harness.script import begin, parser, table, two_checkpoints, write_json
 from harness.transports import TRANSPORTS, Trainer, Transport
 from rich.console import Console

@@ -307,8 +307,8 @@ def memory(
     last: int,
 ) -> None:
     """Show the engine's memory history: device memory over time, with pauses and updates."""
-    from .memory_view import fetch, watch
-    from .memory_view.live import events
+    from .memory_view.live import events, watch
+    from .memory_view.record import fetch
     from .serve.pages.document import write_page
 
     as_json = click.get_current_context().params["as_json"]

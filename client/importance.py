@@ -1,7 +1,7 @@
 """Importance weights per token of a sample, and its age in epochs.
 
 Invariant: a token's weight compares the learner with the weights that sampled this token, which its span
-names; the version of the other tokens of the sample does not matter.
+names.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,6 @@
-"""``caesura keygen``: key pairs of an engine and its clients, as files.
+"""``caesura keygen``: key pairs of an engine and its clients, as files readable by their owner alone.
 
-Invariants: no file is ever overwritten, and when one is there already none is written; all are readable by
-their owner alone; public keys of clients lie in a folder of their own, which is what the engine is given.
+Invariant: no file is ever overwritten, and when one is there already none is written.
 """
 
 import os

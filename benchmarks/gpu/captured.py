@@ -1,6 +1,4 @@
-"""Sections in this process: captured steps against eager ones, the profiler, and memory that is released and
-comes back.
-"""
+"""Sections in this process: captured steps against eager ones, the profiler."""
 
 from typing import Any
 
@@ -30,11 +28,7 @@ Output = tuple[list[int], list[float]]
 
 
 def graphs(run: Run) -> dict[str, Any]:
-    """Compare tokens and logprobs of captured and eager steps, with other allocations between the steps.
-
-    ``equal``: bit for bit. Else up to where the first token differs, and the largest difference of a logprob
-    up to there.
-    """
+    """Compare tokens and logprobs of captured and eager steps, with other allocations between the steps."""
     eager = _outputs(run, cuda_graphs=False)
     captured = _outputs(run, cuda_graphs=True)
     found: dict[str, Any] = {"is_captured": captured["is_captured"], "graphs_bytes": captured["graphs_bytes"]}

@@ -1,6 +1,4 @@
-"""What the GPU benchmark measures with: models of random weights, and sizes for a card and for a trial on the
-CPU.
-"""
+"""What the GPU benchmark measures with."""
 
 import hashlib
 from dataclasses import dataclass

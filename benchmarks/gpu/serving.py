@@ -1,6 +1,4 @@
-"""Sections through a scheduler process and its client: decode and prefill as shares of what the card can do,
-pauses, updates.
-"""
+"""Sections through a scheduler process and its client."""
 
 import asyncio
 import statistics

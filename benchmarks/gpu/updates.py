@@ -1,6 +1,4 @@
-"""Sections about weight updates: each transport as a share of the link that its bytes must cross, NCCL, and
-growth over many.
-"""
+"""Sections about weight updates: each transport as a share of the link that its bytes must cross, NCCL."""
 
 import time
 from datetime import timedelta
@@ -10,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpu.run import Run
-from harness.reference import plain_read_and_copy
+from harness.bare import plain_read_and_copy
 from harness.soak import SETTLED
 from harness.transports import Trainer, Transport
 from safetensors.torch import load_file

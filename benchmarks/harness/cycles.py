@@ -122,13 +122,7 @@ def summarise(cycles: Sequence[Cycle]) -> dict[str, dict[str, float]]:
 def verdicts(
     mode: PauseMode, summary: dict[str, dict[str, float]], step: dict[str, float]
 ) -> dict[str, dict[str, Any]]:
-    """Judge a pause and a plain continue to the first token: each may take one step and 2 ms.
-
-    The slowest hundredth is held against the slowest hundredth of ``step`` (``met``), for the step that a
-    pause waits for may be any, and against its median (``met_by_median_step``). After ``abort`` and
-    ``retract`` the first step computes prompts; the step that counts there is as long as the engine lets such
-    a one become.
-    """
+    """Judge a pause and a plain continue to the first token: each may take one step and 2 ms."""
     first = step if mode == "in_place" else dict.fromkeys(step, 1e3 * TARGET_STEP_S)
     found = {}
     for part, one_step in (("pause", step), ("first_token, plain", first)):

@@ -43,10 +43,7 @@ class FanOut:
         return (self.buckets + self.engines - 1) * self.bucket_s
 
     def tree(self) -> float:
-        """Return the seconds with two engines behind each, over one link, which every bucket takes twice.
-
-        The trainer sends to one engine; at the depth d there are up to 2^(d-1).
-        """
+        """Return the seconds with two engines behind each, over one link, which every bucket takes twice."""
         depth = math.ceil(math.log2(self.engines + 1))
         return (2 * self.buckets + 2 * (depth - 1) - 1) * self.bucket_s if depth > 1 else self.chain()
 
@@ -75,10 +72,7 @@ ROADS = ("one by one", "binomial", "tree", "chain")
 
 
 def best_bucket(weights: float, engines: int, link: float, hop_s: float) -> float:
-    """Return the bytes of a chain's best bucket: the root of ``weights * link * hop_s / (engines - 1)``.
-
-    From the derivative of ``(weights / b + engines - 1) * (b / link + hop_s)`` by the bucket ``b``.
-    """
+    """Return the bytes of a chain's best bucket: the root of ``weights * link * hop_s / (engines - 1)``."""
     if engines < 2 or hop_s <= 0:
         return weights
     return min(weights, math.sqrt(weights * link * hop_s / (engines - 1)))

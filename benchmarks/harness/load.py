@@ -45,11 +45,7 @@ Arrival = tuple[int, float]
 
 @dataclass(frozen=True)
 class Steady:
-    """Answered with None once all sampling requests have sampled and ``steps`` more steps have arrived.
-
-    One that was aborted hands its place to its successor; the successor of one that came to its end is new,
-    and may wait.
-    """
+    """Answered with None once all sampling requests have sampled and ``steps`` more steps have arrived."""
 
     steps: int
 
@@ -220,7 +216,6 @@ class Feeder:
 
 
 def _main(pipe: Connection, endpoint: str, workload: Workload, seed: int) -> None:
-    """Run until the other end of ``pipe`` closes."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.linger, socket.sndhwm, socket.rcvhwm = 0, 0, 0

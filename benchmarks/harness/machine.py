@@ -22,11 +22,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def busy_share(window_s: float = 0.5) -> float:
-    """Return the share of all cores in use, 0 to 1; call it while nothing of one's own runs.
-
-    With as many threads as cores, one other busy process makes every parallel region wait for the thread it
-    displaced: OpenMP's barriers spin, and a small model's step can take twenty times as long.
-    """
+    """Return the share of all cores in use, 0 to 1; call it while nothing of one's own runs."""
     busy, total = _cpu_times()
     time.sleep(window_s)
     busy_after, total_after = _cpu_times()

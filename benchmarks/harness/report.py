@@ -104,10 +104,7 @@ def summarise(runs: Sequence[Run], engines: Sequence[str]) -> list[dict[str, Any
 
 
 def table(workload: Workload, runs: Sequence[Run], engines: Sequence[str], least_s: float) -> Table:
-    """Return the table of one shape; in brackets the number of measurements behind a figure.
-
-    ``least_s`` is what a rollout must take on this machine (``limits.py``).
-    """
+    """Return the table of one shape; in brackets the number of measurements behind a figure."""
     grid = Table(title=f"{workload.shape}: {workload.describe()}", title_justify="left")
     grid.add_column("", no_wrap=True)
     others = [name for name in engines if name != OURS]

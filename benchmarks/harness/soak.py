@@ -210,11 +210,7 @@ def measure_cost(workload: Workload, folder: Path, turns: Iterable[int], cell: C
 def _cost_cycle(
     client: SchedulerClient, load: Load, weight: torch.Tensor, empty: bool
 ) -> tuple[list[float], int | None]:
-    """Return the seconds of the first steps after a continue, and the bytes it gave back.
-
-    The first counts from the sending of the continue, and so has the emptying in it: by the time the answer
-    is read here, the load may have that step's tokens already.
-    """
+    """Return the seconds of the first steps after a continue, and the bytes it gave back."""
     load.steady(1)
     paused = client.pause("in_place")
     with client.weight_update():

@@ -1,6 +1,4 @@
-"""The engine's memory over many weight updates in place, by every transport, with requests in flight all the
-time.
-"""
+"""The engine's memory over many weight updates in place, by every transport."""
 
 import argparse
 import dataclasses

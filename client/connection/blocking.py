@@ -51,9 +51,7 @@ def blocking(
 class ControlClient:
     """A connection to one engine for trainers' commands, for any number of threads.
 
-    Methods, arguments and errors are those of :class:`AsyncControlClient`, without ``await``. ``owner`` is
-    the owner token of commands that are not given another; these commands renew the lease of its pause. The
-    other keywords are those of :class:`~caesura.client.connection.options.ConnectionOptions`.
+    Constructor, methods and errors are those of :class:`AsyncControlClient`, without ``await``.
     """
 
     def __init__(

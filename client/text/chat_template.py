@@ -91,8 +91,7 @@ class ChatTemplate:
         """Return the prompt of a conversation; ``variables`` are further ones (``enable_thinking``).
 
         Raises:
-            InvalidRequest: no messages, or the template refuses them, fails on them or takes too much.
-            CheckpointError: the template is not valid Jinja.
+            InvalidRequest, CheckpointError: the template refuses the messages, or is not valid Jinja.
         """
         if not messages:
             raise InvalidRequest("messages must not be empty", field="messages")

@@ -67,8 +67,7 @@ class TextTokenizer:
         """Read ``tokenizer.json``, ``tokenizer_config.json`` (optional) and chat templates from ``path``.
 
         Raises:
-            TokenizerMissing: there is no ``tokenizer.json``.
-            CheckpointError: a file cannot be read.
+            CheckpointError: a file cannot be read; TokenizerMissing if there is no ``tokenizer.json``.
         """
         folder = Path(path)
         file = folder / "tokenizer.json"

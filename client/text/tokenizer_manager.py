@@ -356,7 +356,6 @@ class TokenizerManager:
         """Return all samples of one prompt, in order. If cancelled, the generation is aborted.
 
         Raises:
-            InvalidRequest: neither text nor ids, or text or a stop string without a tokenizer.
             EngineError: refused or failed; ``.output`` and ``.outputs`` have what had been generated.
         """
         work = await self._prepare(request, stream=False)

@@ -111,8 +111,7 @@ class WeightUpdateChain:
         """Update all engines with all tensors of the checkpoint, and return their replies in the order of the
         chain.
 
-        Other arguments are those of ``ControlClient.update_weights_from_distributed``. The engines commit
-        when each of them has everything.
+        Other arguments are those of ``ControlClient.update_weights_from_distributed``.
 
         Raises:
             CaesuraError: an engine refused; nothing was written then.

@@ -26,11 +26,7 @@ _MIXTRAL, _MIXTRAL_PROJECTIONS = "mixtral", ("w1", "w3", "w2")
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the checkpoint names and tensors of a transformers model, gathered in this process.
-
-    Raises:
-        CaesuraError: ``unsupported`` if the model fuses experts in a way that is not known here.
-    """
+    """Yield names and tensors of a transformers model; ``unsupported`` if its fused experts are unknown."""
     family = getattr(getattr(model, "config", None), "model_type", None)
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     for name, tensor in model.state_dict().items():

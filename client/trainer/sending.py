@@ -81,10 +81,7 @@ async def send_tensors(
     bucket_bytes: int,
     shared: SharedBuckets,
 ) -> WeightUpdateReqOutput:
-    """Send one update over the socket; ``options`` are fields of ``WeightUpdateOptions``.
-
-    A single message is sent from a copy, because it may be committed after its sender has stopped waiting.
-    """
+    """Send one update over the socket; ``options`` are fields of ``WeightUpdateOptions``."""
     tensors = list(pairs(named_tensors))
     bucket_bytes = min(bucket_size(bucket_bytes), MAX_FRAME_BYTES)
     size, total = bucket_bytes, total_bytes(tensors)
@@ -106,10 +103,7 @@ async def share_tensors(
     bucket_bytes: int,
     shared: SharedBuckets,
 ) -> WeightUpdateReqOutput:
-    """Send one update through shared memory of at most ``bucket_bytes``, in two or three slots.
-
-    :class:`SharedTensors` are in shared memory already: one message passes all of them.
-    """
+    """Send one update through shared memory of at most ``bucket_bytes``, or one message for SharedTensors."""
     if isinstance(named_tensors, SharedTensors):
         return await _handed_over(sender, named_tensors, options)
     tensors = list(pairs(named_tensors))

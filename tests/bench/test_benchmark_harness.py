@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from harness.bare import plain_read_and_copy
 from harness.peer_process import PeerError, PeerProcess
-from harness.reference import plain_read_and_copy
 from harness.report import footnotes, summarise
 from harness.workload import WORKLOADS
 from peers.measure import measure_pauses, measure_updates

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from support.fake_scheduler import memory_event, status_reply
 
-from caesura.client.memory_view import MemoryRecord
+from caesura.client.memory_view.record import MemoryRecord
 from caesura.io_struct import GetStatusReqInput, MemoryByTag, MemoryEvent, MemoryStretch
 
 MIB = 1 << 20

@@ -21,7 +21,7 @@ from support.http_server import listening
 from support.waiting import eventually
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
-from caesura.client.memory_view import fetch
+from caesura.client.memory_view.record import fetch
 
 KEY = "a key for users"
 HOSTILE = "<img src=x onerror=alert(1)>"

@@ -13,7 +13,7 @@ from support.clock import clock_of
 from support.scripted import EngineDriver
 
 from caesura.client import SamplingParams, launch_scheduler
-from caesura.client.memory_view import fetch
+from caesura.client.memory_view.record import fetch
 from caesura.client.serve.pages.document import PageData
 from caesura.io_struct import (
     ContinueGenerationReqInput,

@@ -15,8 +15,8 @@ from support.fake_scheduler import FakeScheduler, VanishError, answer, memory_ev
 from support.memory_records import cycles, record_of
 
 from caesura.client import SchedulerClient, cli
-from caesura.client.memory_view import fetch, live
-from caesura.client.memory_view.record import MINUS, size, span
+from caesura.client.memory_view import live
+from caesura.client.memory_view.record import MINUS, fetch, size, span
 from caesura.client.serve.pages.document import PageData, write_page
 from caesura.io_struct import (
     GetMemoryHistoryReqInput,
