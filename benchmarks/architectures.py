@@ -272,7 +272,6 @@ def is_quantised(name: str) -> bool:
 
 
 def gated(prefix: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
-    """Return the three projections of a gated block."""
     return {
         f"{prefix}.gate_proj.weight": (intermediate, hidden),
         f"{prefix}.up_proj.weight": (intermediate, hidden),
@@ -281,7 +280,6 @@ def gated(prefix: str, hidden: int, intermediate: int) -> dict[str, tuple[int, .
 
 
 def experts(prefix: str, count: int, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
-    """Return the projections of every expert."""
     shapes: dict[str, tuple[int, ...]] = {}
     for number in range(count):
         shapes |= gated(f"{prefix}.experts.{number}", hidden, intermediate)

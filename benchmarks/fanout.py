@@ -138,7 +138,6 @@ class Trainer:
 
 @contextmanager
 def engines_of(folder: Path, number: int) -> Iterator[list[ControlClient]]:
-    """Start ``number`` engines of one thread each."""
     with ExitStack() as stack:
         yield [
             stack.enter_context(launch_scheduler(str(folder), num_threads=1, kv_pool_tokens=1024))

@@ -37,7 +37,6 @@ Run = Callable[[int], float]
 
 
 def write(folder: Path, shape: Shape, architecture: str) -> None:
-    """Write a random checkpoint in bfloat16."""
     if architecture == OWN:
         write_checkpoint(folder, shape)
         return
@@ -51,7 +50,6 @@ def write(folder: Path, shape: Shape, architecture: str) -> None:
 
 
 def prompts_of(shape: str, seed: int) -> list[list[int]]:
-    """Return other tokens for every row and seed."""
     requests, prompt, _ = REQUESTS[shape]
     return [[3 + (31 * row + 7 * i + seed) % 4000 for i in range(prompt)] for row in range(requests)]
 
@@ -96,7 +94,6 @@ def start_vllm(stack: ExitStack, folder: str, options: argparse.Namespace, cache
 
 
 def start_all(stack: ExitStack, folder: str, options: argparse.Namespace, cache: Path) -> dict[str, Run]:
-    """Return every engine that takes part, by name."""
     backends: list[Literal["native", "transformers"]] = ["transformers"]
     if options.architecture == OWN:
         backends.insert(0, "native")

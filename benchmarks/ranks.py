@@ -104,7 +104,6 @@ def engine(kind: Kind, folder: Path, workload: Workload) -> Iterator[LaunchedSch
 
 
 def rollout(launched: LaunchedScheduler, workload: Workload, seed: int) -> float:
-    """Return the tokens per second of one batch."""
     params = SamplingParams(
         max_new_tokens=workload.new_tokens, temperature=1.0, seed=seed, ignore_eos=True, n=workload.samples
     )

@@ -98,7 +98,6 @@ class Bench:
         self._context.term()
 
     def submit(self, count: int, prompt_tokens: int, new_tokens: int, *, stream: bool = False) -> None:
-        """Send ``count`` requests and take them in."""
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, temperature=1.0)
         for _ in range(count):
             prompt = self._rng.integers(3, 1000, prompt_tokens).tolist()

@@ -76,7 +76,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure and return everything."""
     options = parse(argv)
     plan = SMOKE if options.smoke else FULL
     work = options.work_dir or _work_dir(plan)

@@ -133,7 +133,6 @@ class Run:
             torch.cuda.empty_cache()
 
     def folder(self, name: str, shape: CheckpointShape, seed: int = 0, shards: int = 1) -> Path:
-        """Return a checkpoint, written at its first use."""
         path = self.work / f"{name}-{seed}"
         if (name, seed) not in self._folders and (
             path / "config.json"
@@ -147,15 +146,12 @@ class Run:
         return self._folders[name, seed]
 
     def large(self, seed: int = 0) -> Path:
-        """Return a checkpoint of the large model."""
         return self.folder("large", self.plan.shape, seed, shards=8 if self.on_card else 1)
 
     def small(self, seed: int = 0) -> Path:
-        """Return a checkpoint of the small model."""
         return self.folder("small", self.plan.small, seed)
 
     def launch(self, folder: Path, **options: Any) -> LaunchedScheduler:
-        """Launch a scheduler on ``folder``."""
         sizes: dict[str, Any] = {
             "context_len": self.plan.context_len,
             "kv_pool_tokens": self.plan.kv_tokens,
@@ -178,7 +174,6 @@ class Run:
     def prompts(
         self, count: int, length: int, seed: int, shape: CheckpointShape | None = None
     ) -> list[list[int]]:
-        """Return uniform random ids."""
         rng = random.Random(seed)
         size = (shape or self.plan.shape).tensor_shapes()["model.embed_tokens.weight"][0]
         return [[rng.randrange(size) for _ in range(length)] for _ in range(count)]

@@ -31,7 +31,6 @@ def serving(run: Run) -> dict[str, Any]:
 
 
 def experts(run: Run) -> dict[str, Any]:
-    """Measure decode steps of a mixture of experts."""
     return asyncio.run(_decode_only(run, "experts", run.plan.experts))
 
 

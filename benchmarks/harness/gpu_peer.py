@@ -20,7 +20,6 @@ WARM_TOKENS = 4
 
 
 def prompts_of(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Return uniform random ids."""
     rng = random.Random(seed)
     return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
@@ -118,7 +117,6 @@ Generate = Callable[[list[list[int]]], int]
 
 
 def vllm(options: dict[str, Any]) -> Generate:
-    """Run ``LLM.generate`` over token ids."""
     package = import_module("vllm")
     engine = package.LLM(
         options["model"], skip_tokenizer_init=True, max_model_len=options["context_len"], dtype="bfloat16"
@@ -135,7 +133,6 @@ def vllm(options: dict[str, Any]) -> Generate:
 
 
 def sglang(options: dict[str, Any]) -> Generate:
-    """Run ``Engine.generate`` over token ids."""
     package = import_module("sglang")
     engine = package.Engine(
         model_path=options["model"],
@@ -154,7 +151,6 @@ def sglang(options: dict[str, Any]) -> Generate:
 
 
 def measure_rollout(options: dict[str, Any]) -> dict[str, Any]:
-    """Measure the second of two rollouts."""
     generate, seconds, tokens = SERVERS[options["kind"]](options), 0.0, 0
     for seed in (1, 2):
         prompts = prompts_of(options["requests"], options["prompt_tokens"], options["vocab_size"], seed)

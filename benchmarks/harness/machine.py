@@ -39,7 +39,6 @@ def _cpu_times() -> tuple[int, int]:
 
 
 def describe(facts: dict[str, Any]) -> str:
-    """Return a line for people."""
     return (
         f"{facts['cpu']} ({facts['isa']}), {facts['cores']} cores, {facts['memory_gb']} GB, "
         f"torch {facts['torch']}, Python {facts['python']}"

@@ -57,7 +57,6 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], *, words: i
 
 
 def write_json(path: Path | None, document: Any) -> None:
-    """Write ``document`` to ``path``, if there is one."""
     if path is not None:
         path.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
 

@@ -70,7 +70,6 @@ class AsyncPeer:
 
 
 def serve_engine(open_engine: OpenEngine) -> None:
-    """Run a peer process to its end."""
     channel = claim_stdout()
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)  # front ends create their tasks on the current loop

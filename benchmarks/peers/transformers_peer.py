@@ -30,7 +30,6 @@ class TransformersPeer:
         return {"versions": {name: version(name) for name in ("transformers", "torch")}}
 
     def rollout(self, prompts: Sequence[Prompt], max_new_tokens: int, samples: int) -> dict[str, Any]:
-        """Return ``seconds`` and ``tokens`` of one batch."""
         start = time.perf_counter()
         tokens = self._generate(prompts, max_new_tokens, samples)
         return {"seconds": time.perf_counter() - start, "tokens": tokens}
