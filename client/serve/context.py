@@ -23,7 +23,6 @@ OWNER = "http"
 THREADS = 4
 MAX_WAITING = 256
 SLICE = 32
-"""Pieces of a batch between two chances for other tasks."""
 T = TypeVar("T")
 
 

@@ -26,7 +26,6 @@ class _DataQuery(msgspec.Struct, kw_only=True):
     after: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)] = 0
     """Number of the last memory event that the page has; bounded as numbers in scripts."""
     since: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
-    """Time of the page's last tick."""
     image: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
 
 
