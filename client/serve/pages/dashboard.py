@@ -16,8 +16,7 @@ from ...connection.async_control_client import AsyncControlClient
 from ...exceptions import EngineError
 from ...memory_view.record import model_label
 from ..bodies import HTTPRequest, query_of
-from ..context import Front
-from ..health import NOBODY
+from ..context import NOBODY, Front
 from .document import PageData, served
 from .engine_watch import ANSWER_S
 

@@ -16,7 +16,7 @@ from ....io_struct import GetStatusReqOutput
 from ....io_struct.distribution import SECONDS, Histogram
 from ...connection.async_control_client import AsyncControlClient
 from ...exceptions import EngineError
-from ..health import NOBODY
+from ..context import NOBODY
 from .document import Percentiles, ReplicaView, Tick, UpdateTimes
 
 if TYPE_CHECKING:
