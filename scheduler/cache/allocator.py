@@ -18,9 +18,7 @@ class Usage(NamedTuple):
 
     free: int
     cached: int
-    """Those of prefixes that nobody locks: given up when somebody needs them."""
     held: int
-    """Those of live requests: their own, and the tree's that they lock."""
     total: int
 
 

@@ -43,8 +43,6 @@ _OVERWRITTEN = -1
 
 
 class _Behind:
-    """What is behind pages, taken from an allocator or, if that is empty, from the longest idle page."""
-
     def __init__(self, num_pages: int, num_behind: int) -> None:
         self.behind = np.full(num_pages, NONE, np.int32)
         self._allocator = PageAllocator(num_behind)
@@ -129,7 +127,6 @@ class WindowPages(_Behind):
                 self._drop(page)
 
     def replace(self, own: np.ndarray, tree: np.ndarray) -> None:
-        """Let the tree's pages take the place of a request's own, of the same contents, in its range."""
         for mine, its in zip(own.tolist(), tree.tolist(), strict=True):
             if mine == its:
                 continue
@@ -260,13 +257,11 @@ class StateRows(_Behind):
         self._leave_source(state)
 
     def completed(self, state: RequestState) -> None:
-        """Note that the oldest step under way has been computed: nobody goes back behind it."""
         row = state.before.popleft()
         if row not in (NO_ROW, _OVERWRITTEN):
             self._give_back(row)
 
     def rolled_back(self, state: RequestState) -> None:
-        """Go back to the state before the newest step under way, or set :attr:`~RequestState.lost`."""
         row = state.before.pop()
         state.lost = row == _OVERWRITTEN
         if row not in (NO_ROW, _OVERWRITTEN):

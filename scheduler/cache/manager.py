@@ -104,7 +104,6 @@ class CacheManager:
         return self.states is None or self.states.available > 0
 
     def _match(self, salt: str, tokens: np.ndarray) -> tuple[np.ndarray, Node | None, int]:
-        """Return the longest cached prefix to go on from, and how many of its pages are cached."""
         pages, node = self._tree.match(self.epoch, salt, tokens)
         cached = shareable = len(pages)
         for rooms in (self.windows, self.states):
@@ -119,7 +118,6 @@ class CacheManager:
         self._enter(kv, -(-num_tokens // self.page_size))
 
     def passed(self, kv: RequestKV, num_tokens: int) -> None:
-        """Take pages that no later token sees out of the range of ``kv``, computed up to ``num_tokens``."""
         self._require_open(kv)
         if self.windows is not None:
             self._leave(kv, self.windows.first_seen(num_tokens - self.page_size))
@@ -237,7 +235,6 @@ class CacheManager:
         return self._free(self._tree.drop_epochs_before(epoch))
 
     def flush(self) -> int:
-        """Empty the prefix cache; return the number of pages freed. No request may be open."""
         if self._open:
             raise LedgerError(f"flush while {len(self._open)} requests hold KV")
         return self._free(self._tree.clear())

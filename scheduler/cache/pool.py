@@ -50,7 +50,6 @@ class _PagedPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of address space over all layers, scratch page included."""
         return sum(math.prod(tensor.shape) * tensor.element_size() for tensor in self._tensors)
 
     def touch(self, nbytes: int) -> None:
@@ -173,7 +172,6 @@ class StateShape:
 
     @property
     def recurrent(self) -> tuple[int, int, int]:
-        """Shape of a row's recurrent state: what each value head has stored under each element of a key."""
         return self.value_heads, self.key_size, self.value_size
 
     @property
@@ -212,11 +210,6 @@ class StatePool:
         ]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the storage of ``layer``, counted among those that have a state.
-
-        The convolution's past [rows, kernel - 1, channels], and the states [rows, value heads, key size,
-        value size].
-        """
         return self._layers[layer]
 
     @property
@@ -225,8 +218,6 @@ class StatePool:
 
 
 class RoutingPool:
-    """Rows [layers, top_k] of expert ids, one per KV slot, in the dtype of the model's record."""
-
     def __init__(
         self,
         *,

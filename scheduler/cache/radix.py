@@ -37,7 +37,6 @@ class Node:
     serial: int
     """Creation order, which decides between leaves of equal age: eviction is reproducible."""
     children: "dict[bytes, Node]" = field(default_factory=dict)
-    """By the bytes of their first page of tokens."""
     lock_ref: int = 0
     last_access: int = 0
     in_heap: bool = False
@@ -45,11 +44,9 @@ class Node:
 
 class Inserted(NamedTuple):
     node: Node
-    """Node that ends where the inserted run ends."""
     num_existing: int
     """Leading pages that the tree already had; the caller keeps its duplicates."""
     existing: np.ndarray
-    """int32 [num_existing]: the tree's own pages at those positions."""
 
 
 class RadixTree:
@@ -64,7 +61,6 @@ class RadixTree:
         self.first_epoch = 0
         self.num_evictable_pages = 0
         self.num_locked_pages = 0
-        """Pages of locked nodes, those of older epochs included."""
         self._roots: dict[tuple[int, str], Node] = {}
         self._clock = 0
         self._serial = 0

@@ -68,7 +68,6 @@ class Exchange:
     answers: list[Frames] = field(default_factory=list)
     nbytes: int = 0
     is_lost: bool = False
-    """True if the answers so far took too much memory and were dropped."""
     rid: str = ""
     generation: bytes = b""
     """Digest of the generate request without its message id."""
@@ -91,7 +90,6 @@ class Answers:
         self._limit_bytes = limit_bytes
         self._exchanges: dict[str, tuple[bytes, Exchange]] = {}
         self._begun: dict[Exchange, None] = {}
-        """Exchanges with answers, oldest first."""
         self._begun_bytes = 0
         self._rings = _Ring(STORED_ANSWERS * COMMAND_ANSWER_BYTES), _Ring(limit_bytes)
         self._ids = PlaceTable(REMEMBERED_IDS)
@@ -232,7 +230,6 @@ class Replies:
         self.samples = SampleTotals()
 
     def answer(self, message_id: str, *answers: Message) -> None:
-        """Send the last answers to a message, to every client that waits for it, and store them."""
         engine = self._engine
         engine.outbox.deliver(engine.state.step)
         exchange = engine.answers.get(message_id)

@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 HIGH_WATER_MARK = 1000
 RECEIVE_HIGH_WATER_MARK = 8192
-"""Messages of one client that ZeroMQ receives ahead of the loop."""
 LINGER_S = 1.0
 MESSAGES_PER_DRAIN = 512
 """Messages taken per tick, so that a flood cannot stop generation."""
@@ -132,7 +131,6 @@ class Router:
         return frames
 
     def _refuse_without_memory(self, client: bytes, error: MemoryError) -> "_Incoming":
-        """Answer with ``out_of_memory``; return a refused message, whose remaining frames are dropped."""
         logger.error("no memory for a message of client %s", client.hex(), exc_info=error)
         if client:
             self.send(client, CaesuraError(ErrorCode.OUT_OF_MEMORY, "no memory for a message").to_reply(""))

@@ -45,8 +45,6 @@ _RESULT_BYTES = 1536  # of a result's fields beside its arrays
 
 @dataclass(slots=True)
 class Load:
-    """Amount of waiting messages: replies and terminal results, bytes, tokens of deltas."""
-
     messages: int = 0
     nbytes: int = 0
     tokens: int = 0
@@ -241,7 +239,6 @@ def _merge_further(
 
 
 def _merge_details(deltas: Sequence[StreamDelta], places: np.ndarray) -> DeltaDetails | None:
-    """Return details of the tokens ``places`` among those of all ``deltas``."""
     if not any(delta.details for delta in deltas):
         return None
     numbers: dict[DeltaWeights, int] = {}

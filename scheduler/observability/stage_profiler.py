@@ -85,7 +85,6 @@ class StageProfiler:
         self._on_end = logged if call is not None else self._log_end if self._log else None
 
     def begin(self, name: str) -> None:
-        """Log the start of a stage; :meth:`record` follows at its end."""
         if self._log:
             logger.info("stage %s begins", name)
         if self._parent is not None:

@@ -16,8 +16,6 @@ Item = TypeVar("Item")
 
 
 class Wakeup:
-    """Descriptor that threads make readable to wake the loop."""
-
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
@@ -47,7 +45,6 @@ class Worker:
         threading.Thread(target=self._run, name="caesura-worker", daemon=True).start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run ``work``, which must not raise, after everything submitted before."""
         self._queue.put(work)
 
     def close(self) -> None:

@@ -35,7 +35,6 @@ class Shutdown:
     ) -> None:  # fmt: skip
         """``signal_fd`` yields one byte per signal, its number; ``lifeline_fd`` the launcher's death."""
         self.requested = False
-        """True if the loop must end, after draining if that was requested."""
         self.reason = ""
         self.fds = tuple(fd for fd in (signal_fd, lifeline_fd) if fd is not None)
         self._drain = drain

@@ -48,7 +48,6 @@ class ScheduledBatch:
     completed: list[Request]
     num_tokens: int
     inputs: list[InputSpan]
-    """Prompt positions behind ``forward.inputs``, in its order."""
 
     @property
     def kind(self) -> str:
@@ -82,7 +81,6 @@ class Batcher:
         self._active: list[Request] = []  # in start order: the last one is preempted first
         self._prefilling: list[Request] = []
         self._prefixes_in_progress: Counter[int] = Counter()
-        """Running requests, by prompt key, that compute a prefix which others wait to share."""
         self._starting: Request | None = None
         """The request that :meth:`_start` works on; it stays set if that raises."""
         self._decode_slots: np.ndarray | None = None  # until requests join or leave the decoding rows

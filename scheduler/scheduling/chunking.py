@@ -56,7 +56,6 @@ class ChunkSizer:
         self._cost_s = cost if self._cost_s is None else self._cost_s + _WEIGHT * (cost - self._cost_s)
 
     def halve(self, tokens: int) -> None:
-        """Record that a step of ``tokens`` tokens ran out of memory: limit the next ones to half of that."""
         if self.limit is None:
             self._too_large, self._patience = tokens, PATIENCE
         elif self._has_grown:

@@ -114,7 +114,6 @@ class AdmissionLimits:
         return prompt_len + new_tokens
 
     def _check_further_logprobs(self, message: GenerateReqInput, limit: int) -> None:
-        """Refuse values out of range, and extra logprobs that make a result too large for one message."""
         top, token_ids = message.top_logprobs_num, message.token_ids_logprob or []
         start, prompt_len, num_ids = message.logprob_start_len, len(message.input_ids), len(token_ids)
         most = min(MAX_TOP_LOGPROBS, self.vocab_size)
