@@ -26,11 +26,7 @@ _STRETCH = 1 << 20
 
 
 class HostDevice:
-    """Readings of this process and machine; all sizes in bytes.
-
-    ``proc`` is the procfs mount; the memory controller's files lie below ``cgroup`` (v2, or v1's
-    ``memory/``).
-    """
+    """Readings of this process and machine in bytes, from procfs and the cgroups' files."""
 
     def __init__(self, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc = proc
@@ -172,10 +168,7 @@ def _read_kb_fields(path: Path) -> dict[str, int]:
 
 
 def _cgroup_limit(folder: Path, limit: str, usage: str, reclaimable: str) -> tuple[int, int] | None:
-    """Return (limit, usage) of one cgroup, or None without a limit.
-
-    Inactive page cache counts as free, as the kernel reclaims it before it refuses an allocation.
-    """
+    """Return (limit, usage without inactive page cache) of one cgroup, or None without a limit."""
     limit_text, usage_text = _read_text(folder / limit).strip(), _read_text(folder / usage).strip()
     if not limit_text.isdigit() or not usage_text.isdigit():  # "max": no limit
         return None

@@ -40,11 +40,7 @@ class OffloadUnit:
         self.is_coming = False
 
     def bring(self) -> Iterator[None]:
-        """Bring it to the device, unless it is there or on its way.
-
-        Raises RuntimeError if the allocator refused, OSError if the copy cannot be read. It is not on the
-        device then.
-        """
+        """Bring it to the device. After a RuntimeError or OSError it is not there."""
         if self.on_device:
             return
         with self._or_away():
@@ -96,10 +92,7 @@ class OffloadUnit:
         return self.tensors[number]
 
     def write(self, number: int, start: int, rows: Tensor) -> None:
-        """Overwrite elements from ``start`` on of one tensor: on the device, if it is there, and in the copy.
-
-        Raises OSError or RuntimeError if the copy cannot be written.
-        """
+        """Overwrite elements from ``start`` on, on the device and in the copy; may raise OSError."""
         self.ready()
         tensor = self.tensors[number]
         if self.on_device:

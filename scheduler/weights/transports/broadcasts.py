@@ -51,11 +51,7 @@ Batch = list[TensorSpec]
 
 
 def batches_of(request: UpdateWeightsFromDistributedReqInput | SendWeightsReqInput) -> list[Batch]:
-    """Return the broadcasts of ``request``.
-
-    Raises CaesuraError ``invalid_request`` if a spec is not a whole tensor of a known dtype, or the
-    broadcasts do not add up.
-    """
+    """Return the broadcasts of ``request``; raises ``invalid_request`` if they do not add up."""
     specs = [_whole(spec) for spec in request.specs]
     if sum(spec.nbytes for spec in specs) > _MAX_BYTES:
         raise CaesuraError(ErrorCode.INVALID_REQUEST, "the tensors are larger than any memory", field="specs")
@@ -201,10 +197,7 @@ class Transmission:
         self._extend()
 
     def room(self) -> Tensor | None:
-        """Return the buffer to fill next, or None while what was sent from it is on its way.
-
-        Raises ``group_error`` if a broadcast failed or did not end in time; the group is dead then.
-        """
+        """Return the buffer to fill next, or None while it is on its way; raises ``group_error``."""
         return self.buffers[self._slot] if self._is_free(self._slot) else None
 
     def send(self, nbytes: int) -> None:
