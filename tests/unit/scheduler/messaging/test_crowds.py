@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -68,8 +69,12 @@ def connection(endpoint: str) -> socket.socket:
         asking = cleanup.enter_context(socket.socket(family))
         # Not Python's own time limit: with that, a unix socket does not wait for room in the backlog.
         asking.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 300_000))
+        # After a signal Python waits without that limit: the alarms of tests are kept away.
+        alarms = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        cleanup.callback(signal.pthread_sigmask, signal.SIG_SETMASK, alarms)
         asking.connect(address)
         cleanup.pop_all()
+    signal.pthread_sigmask(signal.SIG_SETMASK, alarms)
     return asking
 
 
