@@ -122,7 +122,6 @@ class RolloutWorker:
             self._alive_at = time.monotonic()
 
     async def _until_stopped(self, generation: Any) -> Any:
-        """Return the result, or None where the worker shall end first."""
         task = asyncio.ensure_future(generation)
         while not task.done():
             if self._stop.is_set():

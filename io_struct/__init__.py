@@ -8,5 +8,4 @@ from .errors import *
 from .generate import *
 from .images import *
 from .memory import *
-from .score import *
 from .weights import *

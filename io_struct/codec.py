@@ -5,7 +5,7 @@ from typing import Any, TypeVar, Union
 
 import msgspec
 
-from . import control, images, memory, score, weights  # noqa: F401 (their messages)
+from . import control, images, memory, weights  # noqa: F401 (their messages)
 from .base import MAX_HEADER_BYTES, Message, Reply, Request
 from .errors import CaesuraError, ErrorCode
 from .field_errors import field_error, nearest
@@ -13,7 +13,6 @@ from .generate import BatchTokenOutput, GenerateReqOutput, Keepalive
 
 
 def _messages(base: type[Message]) -> Iterator[type[Message]]:
-    """Yield the subclasses of ``base`` that no other builds on."""
     for kind in base.__subclasses__():
         yield from _messages(kind) if kind.__subclasses__() else (kind,)
 
@@ -28,7 +27,6 @@ Answer = Reply | BatchTokenOutput | images.GenerateImagesReqOutput | Keepalive
 T = TypeVar("T")
 
 _MAX_QUOTED = 500
-"""Characters of a decoder's complaint that are repeated."""
 _MAX_EXPLAINED = 64 << 10
 """Bytes of the longest refused header that is decoded once more, to say what it gave."""
 
@@ -123,7 +121,6 @@ def _malformed(frame: bytes | memoryview, error: Exception) -> CaesuraError:
 
 
 def _shortened(error: Exception) -> str:
-    """Its text, which may quote a name as long as the message."""
     text = str(error)
     return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}… ({len(text)} characters)"
 

@@ -43,7 +43,6 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """Number of values."""
         return sum(self._counts)
 
     def observe(self, value: float, times: int = 1) -> None:
@@ -52,7 +51,6 @@ class Histogram:
         self._sum += value * times
 
     def distribution(self) -> Distribution:
-        """Return a copy of the counts."""
         return Distribution(counts=list(self._counts), sum=self._sum)
 
     def cumulative(self) -> tuple[list[tuple[str, float]], float]:

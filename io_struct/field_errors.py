@@ -14,7 +14,6 @@ import msgspec
 from msgspec import UNSET, inspect
 
 _MAX_SHOWN = 60
-"""Characters of a value that are repeated."""
 _MAX_NAME = 200
 """Characters of a field's name that are repeated: where a field is unknown, its sender chose it."""
 _PLACE = re.compile(r"(?P<key>`key` in )?`\$(?P<path>[\w.\[\]-]*)`")
@@ -91,8 +90,6 @@ _WORDS: dict[type[inspect.Type], str] = {
 
 
 class FieldError(NamedTuple):
-    """What is wrong with one field."""
-
     field: str
     """Its path, ``sampling_params.n``; empty where the whole value is meant."""
     sentence: str
@@ -203,7 +200,6 @@ def shown(value: Any) -> str:
 
 
 def one_of(choices: Sequence[str]) -> str:
-    """Return ``a, b or c``."""
     *others, last = choices
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -271,7 +267,6 @@ def _below(kind: inspect.Type, step: str | int | None) -> list[inspect.Type]:
 
 
 def _wanted(types: Sequence[inspect.Type]) -> str:
-    """Return what is valid, in words; empty if they would say nothing."""
     words = list(dict.fromkeys(word for each in types for word in _in_words(each)))
     words.sort(key=lambda word: word == "null")  # it stands last
     return one_of(words) if words else ""

@@ -1,4 +1,4 @@
-"""Generation: the request, the per-step stream message and the terminal result.
+"""Generation and scoring: the requests, the per-step stream message and the terminal results.
 
 Token and logprob arrays cross the wire as little-endian bytes (int32, float32): one object per token would
 cost more than everything else a step does (docs/explanation/performance.md).
@@ -31,6 +31,8 @@ MAX_TOKEN_IDS_LOGPROB = 1024
 """Maximum number of ids in ``token_ids_logprob``."""
 GREEDY_BELOW = 1e-6
 """Temperatures below this mean greedy decoding, as in SGLang."""
+MAX_SEQUENCES = 65536
+"""Maximum number of sequences in one message."""
 
 
 class SamplingParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
@@ -438,3 +440,22 @@ class FetchResultReqOutput(Reply, kw_only=True):
     """In the order of the sample index; empty if nothing is stored for this rid."""
     live: int
     """Samples of this rid that have not finished."""
+
+
+class ScoreReqInput(Request, kw_only=True):
+    """Compute logprobs under the reference model; ``unsupported`` by an engine without one."""
+
+    input_ids: Annotated[list[list[TokenId]], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)]
+    """The sequences, each with prompt and output."""
+    start: list[Annotated[int, msgspec.Meta(ge=1)]]
+    """For each sequence: first token to score, usually the prompt's length. Position 0 has no logprob."""
+    temperature: float = 1.0
+    """Logits are divided by it; below 1e-6 they are used as they are, as in greedy decoding."""
+
+
+class ScoreReqOutput(Reply, kw_only=True):
+    """Logprobs of all sequences, in the order of the request."""
+
+    logprobs: list[bytes]
+    """Little-endian float32 for each token from ``start`` on: log-softmax over the vocabulary after
+    temperature."""

@@ -95,7 +95,6 @@ def _entries(path: AnyPath, name: str) -> list[tuple[str, bytes]]:
 
 @contextlib.contextmanager
 def _refusals(path: AnyPath, name: str) -> Iterator[None]:
-    """Turn system errors into refusals of the option."""
     try:
         yield
     except (OSError, ValueError) as error:

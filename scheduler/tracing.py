@@ -421,8 +421,6 @@ def by_position(trace: Trace, positions: Value) -> set[Value]:
 
 
 class _Source:
-    """Expressions for arguments, and the objects that they name."""
-
     def __init__(self, constants: Mapping[int, Any]) -> None:
         self.objects: dict[str, Any] = {}
         self._names: dict[int, str] = {}

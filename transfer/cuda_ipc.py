@@ -3,10 +3,8 @@
 Invariants:
 - Before the driver or torch sees a handle, it is checked: it is of our device, of a kind that torch opens
   with one driver call, its sizes fit the device, and torch's counter and event are within their bounds.
-- One export is opened once, however many messages name it, and closed when the session ends. References that
-  are left behind are collected first, so that nothing of the exporting process stays mapped.
-- The exporter's reference of torch is released at once: torch would otherwise keep the memory of a closed
-  export until every other process has opened and closed it.
+- One export is opened once, and closed when the session ends, references that are left behind included. The
+  exporter's reference of torch is released at once: it would keep the memory of a closed export.
 - The exporting process has synchronised before it sends, and the reader before it answers.
 """
 

@@ -1,13 +1,11 @@
 """Process groups of torch.distributed for weights: how ranks meet, how a backend is made, and how it ends.
 
 Invariants:
-- A backend is used bare, without torch's registry of process groups: it needs no default group and leaves no
-  global state.
+- A backend is used bare, without torch's registry of process groups: it needs no default group.
 - What fails raises in the thread that waits for it. In an engine nothing here may end the process: NCCL's
   watchdog and heartbeat monitor in torch would, so neither is started.
 - Joining has one deadline, and each broadcast a timeout of its own, which joining does not shorten.
-- A backend ends by :func:`release`, whatever state it is in. NCCL's is aborted: its kernels wait on the
-  device for a rank that is gone, and nothing else ends them.
+- A backend ends by :func:`release`. NCCL's is aborted: its kernels wait for a rank that is gone otherwise.
 - The store listens at the address that the ranks are given, and only there if it is an address of this host.
 
 The ranks meet as those of any group over a ``tcp://`` rendezvous: in a TCPStore at rank 0, below it a

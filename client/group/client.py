@@ -46,8 +46,6 @@ def _command(method: MethodT) -> MethodT:
 
 
 def _on_all(method: str, count: int | None = None) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Return a command that calls ``method`` of the serving replicas, or of the first ``count``."""
-
     async def run(self: "GroupClient", *args: Any, **options: Any) -> Any:
         return await self._group.call(self._group.asked[:count], method, *args, **options)
 

@@ -542,7 +542,6 @@ class Fleet:
             return True
 
     async def _look_after(self) -> None:
-        """Notice members that have ended without a request, and bring back those that can be."""
         while True:
             await asyncio.sleep(self._look_interval_s)
             for member in self.dispatcher.serving:

@@ -49,8 +49,6 @@ class _Sample:
 
 
 class _Attempt:
-    """Some samples of a flow on one member; the sink of what the member sends."""
-
     def __init__(
         self, flow: "Flow", member: Member, request: wire.GenerateReqInput, samples: list[_Sample]
     ) -> None:

@@ -165,7 +165,6 @@ def ranks_of(arguments: Sequence[str]) -> int:
 def _assigned(
     device: str | None, replicas: int, ranks: int, environment: Mapping[str, str]
 ) -> list[str] | None:
-    """Return CUDA devices as ``CUDA_VISIBLE_DEVICES`` names them, or None if there are none to assign."""
     if device not in (None, "auto", "cuda"):
         return None
     devices = cuda_devices(environment)

@@ -2,11 +2,9 @@
 
 Invariants:
 - Ray carries addresses, keys and lifetimes; tokens, commands and weights go to the engines directly.
-- A replica serves only with the fleet's weights: at the start, after a restart, and after a scale-up.
 - Actors and placement groups end with :meth:`RolloutFleet.close`; without a name, also with the Ray job. With
   one they are detached, and a fleet of that name in another process can adopt them.
-- Engine and actor end together: an engine that ends takes the actor's process with it, so that Ray restarts
-  both, and an actor that is killed takes the engine (its lifeline, ``launch/launcher.py``).
+- Engine and actor end together: either takes the other with it, and Ray restarts both.
 - Beyond its own host an engine listens with CURVE keys only. Its secret key is made and stays with its actor.
 """
 
@@ -314,7 +312,6 @@ class RolloutFleet(Fleet):
         return EngineAddress(replica.endpoint, name=slot.name, **keys)
 
     def _place(self, count: int) -> list[_Slot]:
-        """Start actors of ``count`` more replicas, in a placement group of their own."""
         placement = self._placement
         files = self._listen == "auto" and self._name is None  # who adopts them may be on another node
         lifetime = None if self._name is None else "detached"
@@ -354,7 +351,6 @@ class RolloutFleet(Fleet):
         return slots
 
     def _left_behind(self) -> list[str]:
-        """Return the names of the cluster's replicas of a fleet of this name, the oldest first."""
         if self._name is None:
             return []
         of_fleet = f"{self._name}/"
@@ -407,7 +403,6 @@ class RolloutFleet(Fleet):
             slot.coming_back = asyncio.ensure_future(self._come_back(slot, member))
 
     async def _come_back(self, slot: _Slot, lost: Member) -> None:
-        """Admit the new engine of the actor, which Ray restarts, in the place of the lost one."""
         before = slot.replica
         while self._slots.get(slot.name) is slot:
             await asyncio.sleep(RESTART_LOOK_S)

@@ -143,7 +143,6 @@ async def catch_up(fleet: "Fleet", member: Member) -> GetStatusReqOutput:
 
 
 async def _equal(member: Member, donor: Member | None) -> bool:
-    """Return True if ``member`` has the bytes of ``donor``, as one that has restored them at its restart."""
     if donor is None:
         return False
     with suppress(EngineError):

@@ -1,12 +1,10 @@
 """``ReplicaFleet``: the engines of ``caesura serve --replicas N``, which HTTP takes for one engine.
 
 Invariants:
-- A replica that dies is out at once; its supervisor restarts it at the same endpoint, and it serves again
-  only with the group's weights.
+- A replica that dies is out at once, as is, from the next look on, one that somebody has updated or paused on
+  its own socket. It serves again only with the group's weights.
 - A pause with a lease ends with it whatever becomes of the engines, unless only an update can make the
   weights valid again.
-- A replica that somebody has updated or paused on its own socket is out from the next look on, and brought
-  back like one that has lost its weights.
 - No replica is brought back while a weight session is open, while memory is released, or while the weights
   were lost on purpose: the trainer's next update gives them to all.
 
@@ -255,7 +253,6 @@ class ReplicaFleet(Fleet):
         return found
 
     async def _end_lease(self) -> None:
-        """Carry out the action of a lease that is over, unless a replica that serves counts one itself."""
         if self.lease is None or self.lease.left_s > 0:
             return
         async with self.lock:
@@ -291,7 +288,6 @@ class ReplicaFleet(Fleet):
         await self._copies.copy(donor, target, self.owner)
 
     def _on_state(self, name: str, state: ProcessState) -> None:
-        """Take out a replica whose process has ended, or bring back one that is there again."""
         member = self.dispatcher.members.get(name)
         if member is None:
             return

@@ -1,14 +1,13 @@
 """The two-phase weight session of a group: every member loads and verifies, then all commit, or none does.
 
 Invariants:
-- No member is told to commit before every member that takes part has loaded and agrees with the rest.
+- No member is told to commit before every member that takes part has loaded and agrees with the rest; none
+  generates between the first commit and the last. A session that has failed is open until it is aborted.
 - A refusal or failure of a serving member fails the session for all. A member that has ended, is late, or was
   not serving and fails, is out: the rest go on without it.
 - The session has one name on all members: the message id of its ``begin`` (docs/reference/lifecycle.md).
-- No member generates between the first commit and the last: the caller has paused all of them.
-- Sending commits nothing, and a session that has failed is open until its caller aborts it.
-- Over ``distributed`` an error of one member is an error of all, since a broadcast that one rank does not
-  take reaches nobody.
+- Over ``distributed`` an error of one is an error of all: a broadcast that one rank does not take reaches
+  nobody.
 """
 
 import asyncio

@@ -45,8 +45,6 @@ _LEAVE_OPEN = {wire.ErrorCode.WEIGHT_MISMATCH, wire.ErrorCode.NOT_IDLE}
 
 
 class _Open(Session):
-    """The session that is open, as its client sees it."""
-
     def __init__(
         self,
         verify: Verify,
@@ -228,7 +226,6 @@ class Updates:
         )
 
     async def _opened(self, request: wire.WeightUpdateOptions) -> _Open:
-        """Open a session for a call that names none, on all replicas that are there, paused."""
         fleet = self._fleet
         if not fleet.present:
             raise errors.EngineRestarting("no replica is there now")
@@ -307,7 +304,6 @@ class Updates:
         return answers.replies
 
     async def _require_all(self, opened: _Open) -> None:
-        """Refuse a broadcast that some replica would not take: a group has every replica."""
         began = opened.incarnations
         there = {each for each in opened.members if each.client.incarnation == began.get(each)}
         absent = [member.name for member in self._fleet.members if member not in there]
@@ -347,7 +343,6 @@ class Updates:
         return await self._failed(opened, error)
 
     async def _failed(self, opened: _Open, error: FleetUpdateFailed) -> errors.EngineError:
-        """Abort the session on all, and return the error for its caller."""
         await opened.abort()
         await self._over(opened)
         error.still_serve(self._fleet.dispatcher.serving)
@@ -388,7 +383,6 @@ class Updates:
         self._open = None
 
     async def _aborted_elsewhere(self, message_id: str) -> wire.WeightUpdateReqOutput:
-        """Abort sessions that somebody has opened on engines directly."""
         answers = await everywhere(
             self._fleet.present,
             lambda member: member.client.end_weight_update(commit=False, force=True, message_id=message_id),

@@ -1,13 +1,11 @@
 """Start a scheduler process, wait until it serves, and always clean up.
 
 Invariants:
-- The child never outlives its parent: it polls a pipe whose write end only the parent holds, so even a parent
-  that was killed ends it. Forked children of the parent do not hold it, and end nothing when they end.
+- The child never outlives its parent: it polls a pipe whose write end only the parent holds, not its forks.
 - A start either yields a client whose engine is ready, or raises the engine's own typed error and leaves
   nothing behind (no process, no socket directory).
-- ``close`` ends the process whatever its state, in bounded time: shutdown message, as long as the engine says
-  that it drains, then SIGTERM, then SIGKILL. An engine that ends unasked is logged.
-- In a log file each run begins with a line of its own (time, version, process id, endpoint).
+- ``close`` ends the process in bounded time: shutdown message, as long as the engine says that it drains,
+  then SIGTERM, then SIGKILL. An engine that ends unasked is logged.
 
 Ready handshake: the child writes one JSON line to the ``--ready-fd`` pipe, ``{"ready": true, "endpoint": …}``
 or ``{"ready": false, "code": …, "message": …, "detail": {…}}``; the end of the pipe means that it died.
@@ -405,7 +403,6 @@ def _command_line(model: str | os.PathLike[str], endpoint: str, options: dict[st
 
 
 def _tail_of(path: str | os.PathLike[str]) -> str:
-    """Return the last bytes of a log; none if it was removed meanwhile or is no regular file."""
     if not os.path.isfile(path):
         return ""
     with contextlib.suppress(OSError), open(path, "rb") as log:

@@ -2,19 +2,16 @@
 
 Invariants:
 - A scheduler that ends with status 0 was shut down and is not restarted, nor is one whose configuration is
-  refused.
-- One that cannot write its state file is started again until it can; these starts do not count as restarts.
-- The delay between restarts grows. After ``max_restarts`` within ``window_s`` seconds the supervisor gives
-  up, with the last reason. Each restart is logged in one line, with its reason, before it begins.
-- A scheduler that has not answered a status request for ``hang_timeout_s`` is killed. So is one that was told
+  refused. One that cannot write its state file is started until it can, which counts as no restart.
+- Delays grow; after ``max_restarts`` within ``window_s`` seconds the supervisor gives up, with the last
+  reason.
+- A scheduler that has not answered a status request for ``hang_timeout_s`` is killed; so is one that was told
   to end, and neither ends nor answers, after ``stop_silence_s``.
 - The child outlives neither this process (the lifeline of ``launcher.py``) nor :meth:`Supervisor.close`.
 
-States: *starting* → *serving* → *down* (waiting to start again) → *starting* …, and *ended* for good from any
-of them. One thread starts and watches the process; the methods only signal this thread.
-
-Exit status of the command: 0 when it was told to end, 1 when a start was refused, 2 for a wrong command line,
-3 when it gave up.
+States: *starting* → *serving* → *down* → *starting* …, and *ended* for good from any of them. One thread
+starts and watches the process; the methods only signal it. Exit status of the command: 0 when it was told to
+end, 1 when a start was refused, 2 for a wrong command line, 3 when it gave up.
 """
 
 import contextlib
@@ -243,7 +240,6 @@ class Supervisor:
             self._tell(Ended(None if self._stopping.is_set() else error))
 
     def _supervise(self) -> EngineError | None:
-        """Run schedulers until the last one; return the error to end with, if any."""
         policy, restarts = self._policy, self._restarts
         while not self._stopping.is_set():
             try:
@@ -282,7 +278,6 @@ class Supervisor:
         return None
 
     def _run_once(self) -> None:
-        """Run one scheduler until it ends in order, or raise _Failure."""
         policy = self._policy
         try:
             child = Child([*self._command, "--endpoint", self.endpoint], environment=self._environment)
@@ -364,7 +359,6 @@ class Supervisor:
 
 
 def _exit_of(child: Child) -> str:
-    """Return how a process ended, with the last line of its log."""
     how = how_it_ended(child.process.returncode)
     last = child.last_line()[:_LAST_LINE]
     return f"{how}, last line: {last}" if last else how
@@ -515,7 +509,6 @@ def supervise(
 
 
 def _until_ended(supervisor: Supervisor) -> EngineError | None:
-    """Run until the end; return its error, after saying it."""
     events: queue.SimpleQueue[State | int] = queue.SimpleQueue()
     before = {
         number: signal.signal(number, lambda number, _: events.put(number))

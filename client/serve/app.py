@@ -61,7 +61,6 @@ DRAIN_S = 5.0
 
 
 def routes_of(*modules: ModuleType) -> list[HTTPRouteHandler]:
-    """Return the routes that the modules define."""
     return [
         value for module in modules for value in vars(module).values() if isinstance(value, HTTPRouteHandler)
     ]
@@ -141,7 +140,6 @@ async def serve(
 async def front_end(
     options: ServeOptions, client: AsyncSchedulerClient, fleet: ReplicaFleet | None = None
 ) -> FrontEnd:
-    """Make the handlers' state from the engine's first answer."""
     status = await client.status(owner="", timeout=options.startup_timeout)
     model = options.model or status.model_path
     folder = options.tokenizer or model
@@ -289,7 +287,6 @@ class Watch:
         self._server.should_exit = True
 
     def _hear(self, state: EngineState) -> None:
-        """Take a state of a supervised engine, in the supervisor's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended before the engine
             self._loop.call_soon_threadsafe(self._on_state, state)
 

@@ -28,13 +28,10 @@ logger = logging.getLogger(__name__)
 INLINE = 32 << 10
 """Bytes of the largest body that is decoded on the event loop."""
 MAX_OPTIONS_BYTES = 4 << 20
-"""Maximum bytes of a body beside its prompts."""
 MAX_OPTION_VALUES = 1 << 17
-"""Maximum lists and objects of a body beside its prompts."""
 MAX_PROMPT_TOKENS = 1 << 21
 """Maximum ids of one prompt, whatever the context length is."""
 MAX_VALUES = 1 << 18
-"""Maximum lists and objects of a command."""
 MAX_KEYS = 64
 
 MAX_LABEL = 1024
@@ -56,7 +53,6 @@ class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def present(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``given`` without nulls."""
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -95,7 +91,6 @@ async def read_control(
 
 
 def query_of(request: HTTPRequest, kind: type[StructT]) -> StructT:
-    """Read the query string as ``kind``, like a control body."""
     given = dict(request.query_params)
     try:
         return msgspec.convert(given, kind, strict=False)

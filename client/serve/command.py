@@ -91,7 +91,6 @@ def serve(context: click.Context, /, **given: Any) -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the soft limit, usually 1,024, as far as allowed: each connection needs a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -29,8 +29,6 @@ class InSession(Strict, kw_only=True):
 
 
 class Form(NamedTuple):
-    """Form of a command's answers."""
-
     answer: Callable[[Any, Any], Any]
     """Makes JSON or a response from the body and the engine's reply."""
     refusal: Callable[[CaesuraError], Response[bytes]] = native_error
@@ -47,7 +45,6 @@ def success(message: str | Callable[[Any, Any], str], **fields: Any) -> Form:
 
 
 def acknowledgement(message: str) -> Form:
-    """Return SGLang's form of a pause's answer, with the engine's reply beside it."""
     return Form(lambda _, reply: {**reply_fields(reply), "message": message, "status": "ok"})
 
 
@@ -57,7 +54,6 @@ def reply_fields(reply: object) -> dict[str, Any]:
 
 
 def failure(error: CaesuraError) -> Response[bytes]:
-    """Answer that an update was refused or has failed."""
     body = {"success": False, "message": error.message, "code": error.code, "detail": error.detail}
     if error.code in RETRYABLE:
         body["error"] = error_fields(error.message, error.code)
@@ -105,7 +101,6 @@ def in_session(request: HTTPRequest, body: BodyT) -> BodyT:
 async def answered(
     front: FrontEnd, name: str, form: Form, body: object, work: Awaitable[Any]
 ) -> Response[bytes]:
-    """Return the answer to a command."""
     try:
         found = form.answer(body, await timed(front, name, work))
     except CaesuraError as error:
@@ -114,7 +109,6 @@ async def answered(
 
 
 async def timed(front: FrontEnd, name: str, work: Awaitable[T]) -> T:
-    """Return the result of a command to the engine, timed and counted under ``name``."""
     began = time.monotonic()
     ok = False
     try:

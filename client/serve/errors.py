@@ -38,7 +38,6 @@ _STATUS: dict[str, int] = {
     ErrorCode.INTERNAL: 500,
 }
 _PERMANENT = frozenset(code for code, status in _STATUS.items() if status == 503) - RETRYABLE
-"""Conditions that the same request would meet again."""
 _NATIVE_V1 = ("/v1/loads", "/v1/tokenize", "/v1/detokenize")
 
 _ADAPTERS = (
@@ -116,7 +115,6 @@ def native_error(error: CaesuraError) -> Response[bytes]:
 
 
 def engine_error(error: CaesuraError, status: int) -> Response[bytes]:
-    """Return SGLang's ``ErrorResponse`` of a failed engine, with the typed error beside it."""
     body = {
         **error_object(error.message, status, error.code),
         "error": error_fields(error.message, error.code),
@@ -151,7 +149,6 @@ async def send_error(scope: Scope, send: Send, status: int, message: str) -> Non
 
 
 def _plain_error(scope: Scope, message: str, status: int) -> dict[str, Any]:
-    """Return the error body of a path, which need not be a route."""
     path = scope["path"]
     if path.startswith("/v1/") and path.rstrip("/") not in _NATIVE_V1:
         return openai_error(message, status, code="invalid_api_key" if status == 401 else None)

@@ -52,12 +52,10 @@ async def _departure(request: HTTPRequest) -> None:
 
 
 def client_left() -> Response[bytes]:
-    """Return the answer that only the log sees."""
     return Response(b"", status_code=499, media_type="text/plain")
 
 
 def frame(encoded: bytes) -> bytes:
-    """Return a server-sent event."""
     return b"data: %b\n\n" % encoded
 
 
@@ -192,8 +190,6 @@ async def _counted(front: FrontEnd, request: GenerationRequest) -> AsyncGenerato
 
 
 class _Count:
-    """One generation in the metrics, from now to its end."""
-
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._began = time.monotonic()

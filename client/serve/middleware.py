@@ -70,7 +70,6 @@ class AuthMiddleware(ASGIMiddleware):
         return None
 
     def _is_named(self, host: bytes | None) -> bool:
-        """Return True if ``Host`` names this machine or the address listened on; every browser sends one."""
         if host is None or self._host is None:
             return True
         name = _hostname("//" + host.decode("latin-1"))
@@ -140,7 +139,6 @@ class BodyLimit(ASGIMiddleware):
 
 
 def is_binary(content_type: str) -> bool:
-    """Return True if a body of this type is a safetensors file rather than JSON."""
     return content_type.partition(";")[0].strip().lower() in _BINARY_TYPES
 
 
@@ -160,7 +158,6 @@ def routing_key(given: object) -> str | None:
 
 
 def makes_tokens(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
-    """Guard a route that needs a language model, before the body is read."""
     if _front(connection).options.makes_images:
         raise Unsupported(
             f"{min(handler.paths)} needs a language model, and this engine makes images: "
@@ -170,7 +167,6 @@ def makes_tokens(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRo
 
 
 def makes_images(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
-    """Guard a route that needs a diffusion pipeline, before the body is read."""
     if not _front(connection).options.makes_images:
         raise Unsupported(
             f"{min(handler.paths)} needs a diffusion pipeline to make an image, and this engine serves a "

@@ -32,13 +32,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from .errors import RETRY_AFTER_S
 
 SHUTDOWN_S = 10
-"""Seconds that answers in flight may take once the server ends."""
 HANDSHAKE_S = 10.0
 """Seconds for a TLS handshake, before it counts as a connection."""
 OTHER_DESCRIPTORS = 256
-"""Descriptors that are not for connections."""
 _SWEEP_TICKS = 5
-"""Ticks of uvicorn, of 0.1 s, between two sweeps."""
 MAX_HEAD_BYTES = 64 << 10
 """Maximum bytes of a request's line and headers, or trailers; one more read is still held."""
 MAX_PIPELINED = 16
@@ -263,7 +260,6 @@ class BoundedProtocol(HttpToolsProtocol):
         return min(self._until, self._since + allowed)
 
     def _stalls(self, now: float) -> bool:
-        """Return True if the peer has read none of the waiting bytes for too long."""
         unread, closing = self.transport.get_write_buffer_size(), self.transport.is_closing()
         if unread != self._unread or (unread == 0 and not closing):
             self._unread, self._unread_since = unread, now

@@ -18,9 +18,7 @@ class Usage(NamedTuple):
 
     free: int
     cached: int
-    """Those of prefixes that nobody locks: given up when somebody needs them."""
     held: int
-    """Those of live requests: their own, and the tree's that they lock."""
     total: int
 
 
@@ -54,10 +52,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: np.ndarray) -> None:
-        """Take back ``pages`` (int32 [n]).
-
-        Raises LedgerError, and frees none, if a page does not exist, is free already, or is named twice.
-        """
+        """Take back int32 [n]; raise LedgerError, and free none, for pages unknown, free or named twice."""
         n = len(pages)
         if n == 0:
             return

@@ -50,7 +50,6 @@ class _PagedPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of address space over all layers, scratch page included."""
         return sum(math.prod(tensor.shape) * tensor.element_size() for tensor in self._tensors)
 
     def touch(self, nbytes: int) -> None:
@@ -77,11 +76,7 @@ class MHAPool(_PagedPool):
         window_layers: frozenset[int] = frozenset(),
         window_pages: int | None = None,
     ) -> None:
-        """``num_pages`` counts the scratch page 0, where padding rows may write; ``value_size`` is
-        ``head_size`` by default.
-
-        ``window_layers`` have ``window_pages`` instead, with a page table of their own.
-        """
+        """``num_pages`` counts scratch page 0; ``window_layers`` have ``window_pages`` with an own table."""
         self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
         self.window_pages = window_pages if window_layers else None
         pages = [
@@ -124,12 +119,7 @@ class MHAPool(_PagedPool):
 
 
 class MLAPool(_PagedPool):
-    """Latents of multi-head latent attention: what all heads' keys and values follow from, and the shared
-    rotated key.
-
-    DeepSeek-AI, 2024 (arXiv:2405.04434), section 2.1: (kv_lora_rank + qk_rope_head_dim) elements a token and
-    layer.
-    """
+    """Latents that keys and values follow from, and the shared rotated key (arXiv:2405.04434, 2.1)."""
 
     def __init__(
         self,
@@ -173,7 +163,6 @@ class StateShape:
 
     @property
     def recurrent(self) -> tuple[int, int, int]:
-        """Shape of a row's recurrent state: what each value head has stored under each element of a key."""
         return self.value_heads, self.key_size, self.value_size
 
     @property
@@ -212,11 +201,6 @@ class StatePool:
         ]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the storage of ``layer``, counted among those that have a state.
-
-        The convolution's past [rows, kernel - 1, channels], and the states [rows, value heads, key size,
-        value size].
-        """
         return self._layers[layer]
 
     @property
@@ -225,8 +209,6 @@ class StatePool:
 
 
 class RoutingPool:
-    """Rows [layers, top_k] of expert ids, one per KV slot, in the dtype of the model's record."""
-
     def __init__(
         self,
         *,
@@ -264,11 +246,7 @@ class RoutingPool:
         self._by_slot.index_copy_(0, kv_slots, rows)
 
     def read(self, pages: np.ndarray, start: int, end: int) -> np.ndarray:
-        """Return the rows of positions [start, end) of a request whose KV lies in ``pages`` (from position
-        0).
-
-        [end - start, layers, top_k] of uint8 or int16, on the host.
-        """
+        """Return rows [end - start, layers, top_k] of a request whose KV lies in ``pages``, on the host."""
         size = self._page_size
         first, last = start // size, -(-end // size)
         rows = np.empty(((last - first) * size, self.num_layers, self.top_k), self.numpy_dtype)

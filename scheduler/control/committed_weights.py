@@ -174,11 +174,7 @@ class WeightsFile:
         self._sync_soon()
 
     def supersede(self) -> None:
-        """Mark the record as out of date, just before a commit.
-
-        Raises ``state_file_error`` if it cannot be marked: after a restart the weights before this commit
-        would be served under its epoch.
-        """
+        """Mark the record as out of date, just before a commit; raises ``state_file_error`` if that fails."""
         if self._path is None:
             return
         try:
@@ -193,10 +189,7 @@ class WeightsFile:
             raise _unusable(self._path, str(error)) from error
 
     def committed(self, stamp: WeightStamp, session: Session) -> None:
-        """Write the record of a committed session, before its reply is sent.
-
-        An error is only logged, because the commit cannot be undone.
-        """
+        """Write the record of a committed session, before its reply is sent. An error is only logged."""
         if self._record is None:
             return
         source, digest, lost = self._record.source, self._record.digest, self._record.lost
@@ -303,11 +296,7 @@ class WeightsFile:
 
 
 def read_record(path: str) -> WeightsRecord | None:
-    """Return the record in ``path``; None if there is no such file.
-
-    Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError if it is no record, and OSError if it
-    cannot be read or is no regular file.
-    """
+    """Return the record in ``path``, or None. Raises OSError, or an error of decoding if it is no record."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:

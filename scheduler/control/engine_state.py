@@ -99,11 +99,7 @@ class EngineState:
     """Generation, weights and memory, with totals since start. Only its methods write its attributes."""
 
     def __init__(self, engine: "Engine", stamp: WeightStamp, lost: str | None) -> None:
-        """Begin in the state running, valid, resident.
-
-        ``lost`` says which committed weights could not be restored at this start. Then the weights are
-        invalid, unless the configuration serves the initial ones.
-        """
+        """``lost`` says which committed weights could not be restored at this start."""
         self._engine = engine
         self.generation: GenerationState = "running"
         self.pause_mode: PauseMode | None = None

@@ -165,12 +165,7 @@ class Sessions:
             raise CaesuraError(ErrorCode.DEADLINE_EXCEEDED, "the session expired during the update")
 
     def find(self, request: WeightUpdateOptions, sender: Sender, route: Route) -> Session | None:
-        """Return the open session that a call belongs to; None if none is open, so that the call may open
-        one.
-
-        Raises ``no_session`` if the call names another session, ``session_open`` if it does not belong to the
-        open one.
-        """
+        """Return the open session that a call belongs to; raises ``no_session`` or ``session_open``."""
         if request.session_id is not None:
             return self._named(request.session_id)
         session, reason = self.current, ""
@@ -216,11 +211,7 @@ class Sessions:
         return found
 
     def to_end(self, request: EndWeightUpdateReqInput, sender: Sender) -> Session:
-        """Return the session that ``request`` may end.
-
-        Raises ``invalid_request`` for a commit with force; ``no_session``; ``session_open`` if the request
-        does not name the session, or if the session is another sender's.
-        """
+        """Return the session that ``request`` may end; raises ``no_session`` or ``session_open``."""
         if request.force and request.commit:
             raise CaesuraError(
                 ErrorCode.INVALID_REQUEST, "force aborts: it needs commit=false", field="force", value=True
@@ -239,11 +230,7 @@ class Sessions:
         return session
 
     def to_commit(self, sender: Sender, *, may_commit: bool) -> Session | None:
-        """Return the implicit session that a ``continue`` or ``flush_cache`` of ``sender`` commits, or None.
-
-        With ``may_commit`` (the sender owns the pause or uses force) it may be another sender's, else
-        ``session_open`` is raised for that.
-        """
+        """Return the implicit session that ``sender`` commits, another's only with ``may_commit``."""
         session = self.current
         if session is None or session.kind != "implicit":
             return None

@@ -210,10 +210,8 @@ class WeightUpdates:
     def check(
         self, open_source: Callable[[], WeightSource], session: Session | None, component: str | None
     ) -> tuple[WeightSource, set[str]]:
-        """Open a source and check it; return it with the names of the model's tensors in it.
-
-        A refusal poisons the weights only if ``session``, the open one that the call belongs to, has written
-        before.
+        """Open and check a source; return it with the model's tensors in it. A refusal poisons if ``session``
+        has written before.
         """
         engine = self._engine
         try:
@@ -229,11 +227,7 @@ class WeightUpdates:
     def join(
         self, found: Session | None, request: WeightUpdateOptions, sender: Sender, route: Route
     ) -> Session:
-        """Return the session ``found``, or open one if it is None; the call's options are added to it.
-
-        Raises ``memory_released`` if the weights are released, ``not_idle`` if the call's flush is
-        impossible.
-        """
+        """Return the session ``found``, or open one if it is None; the call's options are added to it."""
         engine = self._engine
         engine.state.require_resident("weights")
         self._require_flushable(request.flush_cache and not request.abort_all_requests)
@@ -372,10 +366,7 @@ class WeightUpdates:
         return self._reply(request.id, session.counts, stages, started, committed=True, flushed=session.flush)
 
     def commit_implicit_session(self, session: Session) -> Generator[Wait, None, None]:
-        """Commit an implicit session before a ``continue`` or an explicit ``flush_cache``.
-
-        Raises ``weight_mismatch`` as :meth:`_require_complete`.
-        """
+        """Commit an implicit session before a ``continue`` or ``flush_cache``; raises ``weight_mismatch``."""
         self._require_complete(session)
         yield from self._commit(session, session.stages)
 
@@ -431,11 +422,7 @@ class WeightUpdates:
         yield from self._while_open(waiting(derived.settle(own)), session)
 
     def _require_complete(self, session: Session) -> None:
-        """Raise if the session lacks rows of a tensor, or a tensor of its manifest.
-
-        Unless the weights are serviceable, every parameter must have been written since they became POISONED
-        or INVALID.
-        """
+        """Raise if rows or tensors of the manifest are missing, or any tensor where weights do not serve."""
         engine = self._engine
         engine.loader.require_whole()
         written = engine.loader.written

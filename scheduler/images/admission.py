@@ -158,11 +158,7 @@ class ImageAdmission:
         return Conditioning(Prompt(ids, embeds), Prompt(against, negative), longest)
 
     def _measure(self, conditioning: Conditioning) -> None:
-        """Say how large its embeddings are, those to come included.
-
-        Raises:
-            CaesuraError: ``queue_full``, those that were sent do not fit beside those of other requests.
-        """
+        """Say how large its embeddings are; ``queue_full`` if those sent do not fit beside others."""
         sent = [each for prompt in conditioning.prompts for each in (prompt.embeds or {}).values()]
         conditioning.sent_bytes = sum(each.nbytes for each in sent)
         self._limit.check_sent(self._live, conditioning.sent_bytes)
@@ -193,7 +189,6 @@ class ImageAdmission:
     def _embeds(
         self, specs: Sequence[TensorSpec], buffers: list[memoryview]
     ) -> tuple[Embeds | None, Embeds | None]:
-        """Return embeddings that came with the message, and those of guidance, or None."""
         family, found = self._family, {}
         if len(buffers) != len({spec.buffer for spec in specs}):
             raise invalid("tensors", len(specs), f"describe not all of {len(buffers)} frames, or more")
@@ -275,7 +270,6 @@ def _kept_steps(
 
 
 def _places(kept: frozenset[int]) -> int:
-    """Return the number of latents before and after each of these steps."""
     return len({place for step in kept for place in (step, step + 1)})
 
 

@@ -221,7 +221,6 @@ def _without_values() -> Iterator[None]:
 
 
 def _replace(module: nn.Module, old: Tensor, data: Tensor) -> None:
-    """Put ``data`` in every place of ``old``, which may be shared."""
     for owner in module.modules():
         for key, each in owner._parameters.items():
             if each is old:

@@ -139,7 +139,6 @@ def _copy(latent: Tensor) -> np.ndarray:
 
 
 def _tensors(sample: ImageRequest, reason: FinishReason) -> dict[str, Tensor]:
-    """Return what a result carries, on the host: all that was made and asked for."""
     steps, places = sorted(sample.log_probs), sorted(sample.latents)
     tensors: dict[str, np.ndarray | Tensor] = {
         "timesteps": sample.sigmas[:-1] * np.float32(TRAIN_TIMESTEPS),

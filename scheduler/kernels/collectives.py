@@ -60,8 +60,6 @@ class RankLostError(CaesuraError):
 
 
 class _Struct(ctypes.Structure):
-    """``Collective`` of ``cpu/operations.h``."""
-
     _fields_ = [
         ("memory", POINTER),
         *((name, SIZE) for name in ("rank", "size", "bytes", "timeout_ns")),

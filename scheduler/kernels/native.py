@@ -89,7 +89,6 @@ LAYER_POINTERS = 36
 
 @cache
 def _library() -> ctypes.CDLL | str:
-    """Load the library; return it, or the reason why there is none."""
     limit = os.environ.get(VARIABLE) or ISAS[-1]
     if limit not in ISAS:
         raise ValueError(f"{VARIABLE}={limit}: expected one of {', '.join(ISAS)}")

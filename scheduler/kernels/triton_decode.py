@@ -34,7 +34,6 @@ def _store(
     k, v, k_pool, v_pool, table, kv_lens, k_row, k_head, v_row, v_head, table_stride, kv_heads,
     size: tl.constexpr, width: tl.constexpr, page_size: tl.constexpr,
 ):  # fmt: skip
-    """Store one head of one row's new token in its page."""
     row, head = tl.program_id(0), tl.program_id(1)
     last = tl.load(kv_lens + row) - 1
     page = tl.load(table + row * table_stride + last // page_size).to(tl.int64)

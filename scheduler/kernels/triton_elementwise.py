@@ -48,7 +48,6 @@ def _norm_kernel(
     x, residual, weight, out, x_row, residual_row, out_row, eps,
     size: tl.constexpr, width: tl.constexpr, added: tl.constexpr, from_one: tl.constexpr,
 ):  # fmt: skip
-    """Normalise one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, width)
     inside = column < size
@@ -315,7 +314,6 @@ def _latents_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def _angles_kernel(positions, frequencies, cos, sin, factor, half: tl.constexpr, width: tl.constexpr):
-    """Write one token's angles."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, width)
     known = column < half

@@ -79,7 +79,6 @@ def _key(value):
 
 @triton.jit
 def _value(key):
-    """Return the float of a :func:`_key`."""
     bits = key.to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
@@ -278,7 +277,6 @@ def _draw_filtered(
     top_k, top_p, min_p, uniform, listed, values, indices,
     capacity: tl.constexpr, group: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Draw a token of one filtered row, as :func:`_solve`."""
     needed = top_p.to(tl.float64) * total.to(tl.float64)
     too_near = tl.zeros([], tl.float32)
     distance = _FIRST_DISTANCE + too_near

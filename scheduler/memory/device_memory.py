@@ -84,11 +84,7 @@ def empty_device_cache(device_module: DeviceModule) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error says that an allocation on a device or the host has failed.
-
-    Accelerators have an exception of their own; torch's CPU allocator and the libraries below it only have
-    words.
-    """
+    """Return True if an error says, in whichever library's words, that an allocation has failed."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, CaesuraError):
@@ -189,11 +185,7 @@ class DeviceCache:
         return self.module.memory_reserved()
 
     def empty(self, place: EmptyCachePlace, *, reserved_before: int | None = None) -> EmptyCacheReport:
-        """Return unused blocks to the system once the forward stream is idle.
-
-        ``reserved_before`` is an earlier reading, to count what has been given back since; by default that of
-        now.
-        """
+        """Return unused blocks once the forward stream is idle; ``reserved_before`` is an earlier reading."""
         self._synchronize()
         before = self.reserved if reserved_before is None else reserved_before
         empty_device_cache(self.module)
@@ -206,10 +198,7 @@ class DeviceCache:
         return report
 
     def after_failure(self, what: str) -> None:
-        """Give back what a failed operation has left unused; never raise, as the device may be in any state.
-
-        ``what`` names the failure, for the memory history.
-        """
+        """Give back what a failed operation, ``what``, has left unused; never raises."""
         try:
             freed = self.empty("failure").freed
         except RuntimeError as error:

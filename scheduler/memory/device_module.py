@@ -81,10 +81,7 @@ def device_module_for(device: torch.device | str) -> DeviceModule:
 
 
 def nvidia_generation(device: torch.device) -> int | None:
-    """Return the major compute capability of an NVIDIA device, 9 for Hopper, or None for others.
-
-    ROCm calls its devices cuda, and an MI300's capability is 9.4.
-    """
+    """Return the major compute capability of an NVIDIA device, or None: ROCm calls its devices cuda, too."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return torch.cuda.get_device_capability(device)[0]

@@ -1,12 +1,8 @@
 """The CPU's allocator behind the interface of a torch device module (``torch.cuda`` and the like).
 
-- ``empty_cache`` exists only where it does something: with glibc's own malloc. On musl, macOS, or with
-  jemalloc or tcmalloc preloaded, :data:`HOST` has no such method.
-- A figure that the platform does not give is 0, never a guess and never an exception.
-
-"Reserved" is what the process holds of anonymous memory (RssAnon). "Allocated" is what malloc has handed out
-and not got back: ``uordblks + hblkhd`` of mallinfo2(3), glibc 2.33 and later. Field meanings:
-proc_pid_status(5), proc_meminfo(5), the kernel's Documentation/admin-guide/cgroup-v2.rst and
+``empty_cache`` exists only where it does something: with glibc's own malloc. A figure that the platform does
+not give is 0. "Reserved" is resident anonymous memory (RssAnon); "allocated" is ``uordblks + hblkhd`` of
+mallinfo2(3). Fields are those of proc_pid_status(5), proc_meminfo(5), and the kernel's cgroup-v2.rst and
 cgroup-v1/memory.rst.
 """
 
@@ -26,11 +22,7 @@ _STRETCH = 1 << 20
 
 
 class HostDevice:
-    """Readings of this process and machine; all sizes in bytes.
-
-    ``proc`` is the procfs mount; the memory controller's files lie below ``cgroup`` (v2, or v1's
-    ``memory/``).
-    """
+    """Readings of this process and machine in bytes, from procfs and the cgroups' files."""
 
     def __init__(self, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc = proc
@@ -172,10 +164,7 @@ def _read_kb_fields(path: Path) -> dict[str, int]:
 
 
 def _cgroup_limit(folder: Path, limit: str, usage: str, reclaimable: str) -> tuple[int, int] | None:
-    """Return (limit, usage) of one cgroup, or None without a limit.
-
-    Inactive page cache counts as free, as the kernel reclaims it before it refuses an allocation.
-    """
+    """Return (limit, usage without inactive page cache) of one cgroup, or None without a limit."""
     limit_text, usage_text = _read_text(folder / limit).strip(), _read_text(folder / usage).strip()
     if not limit_text.isdigit() or not usage_text.isdigit():  # "max": no limit
         return None

@@ -1,11 +1,8 @@
-"""Large components that come and go: how their memory is divided, where the values are meanwhile, and when
-they move.
+"""Large components that come and go: how their memory is divided, where the values are, and when they move.
 
-- Values are saved once, when a unit first leaves the device; afterwards leaving only drops what the device
-  holds. Who changes them later writes the copy, too. Scratch memory (``preserve=False``) is never saved and
-  comes back as zeros.
-- A unit is on the device as a whole, or not at all: when its way there or back is interrupted, it is not.
-- Tensors keep their identity, and every view made of them keeps working.
+- Values are saved once, when a unit first leaves the device; who changes them later writes the copy, too.
+  Scratch memory (``preserve=False``) is never saved and comes back as zeros.
+- A unit is on the device as a whole, or not at all. Every view made of a tensor keeps working.
 - Memory is taken, used and dropped on the stream that is current in :meth:`OffloadUnit.ready`, so that the
   allocator may reuse it in the stream's order.
 """
@@ -40,11 +37,7 @@ class OffloadUnit:
         self.is_coming = False
 
     def bring(self) -> Iterator[None]:
-        """Bring it to the device, unless it is there or on its way.
-
-        Raises RuntimeError if the allocator refused, OSError if the copy cannot be read. It is not on the
-        device then.
-        """
+        """Bring it to the device. After a RuntimeError or OSError it is not there."""
         if self.on_device:
             return
         with self._or_away():
@@ -96,10 +89,7 @@ class OffloadUnit:
         return self.tensors[number]
 
     def write(self, number: int, start: int, rows: Tensor) -> None:
-        """Overwrite elements from ``start`` on of one tensor: on the device, if it is there, and in the copy.
-
-        Raises OSError or RuntimeError if the copy cannot be written.
-        """
+        """Overwrite elements from ``start`` on, on the device and in the copy; may raise OSError."""
         self.ready()
         tensor = self.tensors[number]
         if self.on_device:

@@ -49,10 +49,7 @@ _ambient: ContextVar[Component | OffloadableComponent | None] = ContextVar("_amb
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Return zeros of the component being built, or of none outside one.
-
-    On Linux's CPU these are untouched pages, which cost nothing yet.
-    """
+    """Return zeros of the component being built, if any. Pages that are not touched cost nothing."""
     device = torch.device(device)
     component = _ambient.get()
     if component is None:
@@ -189,10 +186,7 @@ class ComponentResidencyManager:
         return any(self.components[tag].moves for tag in tags if self.components[tag].nbytes)
 
     def bring(self, names: Iterable[str]) -> Iterator[None]:
-        """Bring what the next stage needs.
-
-        Raises ``out_of_memory`` with ``needed_bytes`` and ``free_bytes``; what did not fit is not there.
-        """
+        """Bring what the next stage needs; raises ``out_of_memory``, and what did not fit is not there."""
         for name in names:
             component = self.registered[name]
             self._require_room(component)

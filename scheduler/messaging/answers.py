@@ -68,7 +68,6 @@ class Exchange:
     answers: list[Frames] = field(default_factory=list)
     nbytes: int = 0
     is_lost: bool = False
-    """True if the answers so far took too much memory and were dropped."""
     rid: str = ""
     generation: bytes = b""
     """Digest of the generate request without its message id."""
@@ -91,7 +90,6 @@ class Answers:
         self._limit_bytes = limit_bytes
         self._exchanges: dict[str, tuple[bytes, Exchange]] = {}
         self._begun: dict[Exchange, None] = {}
-        """Exchanges with answers, oldest first."""
         self._begun_bytes = 0
         self._rings = _Ring(STORED_ANSWERS * COMMAND_ANSWER_BYTES), _Ring(limit_bytes)
         self._ids = PlaceTable(REMEMBERED_IDS)
@@ -103,11 +101,7 @@ class Answers:
     def attach(
         self, client: bytes, message_id: str, frame: bytes, buffers: Sequence[memoryview] = ()
     ) -> list[Message] | None:
-        """Register a message, or attach a retry of it: return the answers so far, or None if the id is new.
-
-        Raises:
-            CaesuraError: ``id_conflict`` if the id was used with other frames; ``answer_forgotten``.
-        """
+        """Register a message (None), or attach a retry: return the answers so far, or refuse it."""
         digest = hashlib.blake2b(frame, digest_size=16)
         for buffer in buffers:
             digest.update(buffer)
@@ -232,7 +226,6 @@ class Replies:
         self.samples = SampleTotals()
 
     def answer(self, message_id: str, *answers: Message) -> None:
-        """Send the last answers to a message, to every client that waits for it, and store them."""
         engine = self._engine
         engine.outbox.deliver(engine.state.step)
         exchange = engine.answers.get(message_id)
@@ -281,10 +274,7 @@ class Replies:
 
 
 class _Ring:
-    """Records one behind the other, the latest over the oldest, in memory that is written at start.
-
-    A record's address is the number of bytes written before it, so no address comes again, and none is 0.
-    """
+    """Records in memory written at start, the latest over the oldest; no address comes again or is 0."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

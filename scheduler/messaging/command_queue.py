@@ -61,7 +61,6 @@ class CommandQueue:
 
     @property
     def wants_tick(self) -> bool:
-        """True if the command at the head can go on at once: it waits for no background thread."""
         return bool(self._queue) and not self._waits_for_thread
 
     @property

@@ -83,7 +83,6 @@ class Dispatcher:
         return self._engine.commands.has_stepped_aside or (scoring is not None and scoring.waits)
 
     def handle(self, client: bytes, header: bytes, buffers: list[memoryview]) -> None:
-        """Handle one message from ``client``; never raises, whatever a client sends."""
         engine, send = self._engine, self._engine.replies.send_answer
         try:
             message = _decode(header, buffers)
@@ -215,7 +214,6 @@ def _generate(engine: "Engine", client: bytes, message: Generate, buffers: list[
 
 
 def _join(engine: "Engine", client: bytes, message: Generate, rid: str, body: bytes) -> bool:
-    """Answer a retry of a live or kept generation under a new message id; return False if it is no retry."""
     live = engine.live.samples(rid)
     exchange = engine.answers.get(live[0].message_id) if live else None
     if exchange is not None:

@@ -251,7 +251,6 @@ class Access:
         self._thread.start()
 
     def close(self) -> None:
-        """Close ``router``; its last event ends the thread. Idempotent."""
         # Disable_monitor would wait with the GIL for an I/O thread that waits for this thread
         self._router.close()
         self._thread.join()
@@ -300,7 +299,6 @@ class _DescriptorGuard:
             )
 
     def note_accepted(self, accepted: int) -> None:
-        """Count accepted connections, and check the free descriptors if they may have run short."""
         self._accepted_since += accepted
         if not self.is_shut and 4 * self._accepted_since < self._free_descriptors:
             return

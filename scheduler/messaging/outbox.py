@@ -199,7 +199,6 @@ def _delta_logprobs(rows: list[LogprobRows | None]) -> DeltaLogprobs | None:
 
 
 def _error_result(result: Result, error: Exception) -> Result:
-    """Return a terminal result with ``error`` and no content, in place of ``result``."""
     code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL
     message = f"its result cannot be sent: {type(error).__name__}: {error}"
     reason = FinishReason(type="error", message=message, code=code)

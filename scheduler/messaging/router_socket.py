@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 HIGH_WATER_MARK = 1000
 RECEIVE_HIGH_WATER_MARK = 8192
-"""Messages of one client that ZeroMQ receives ahead of the loop."""
 LINGER_S = 1.0
 MESSAGES_PER_DRAIN = 512
 """Messages taken per tick, so that a flood cannot stop generation."""
@@ -77,10 +76,7 @@ class Router:
         return bool(self.backlogs)
 
     def receive(self) -> Iterator[tuple[bytes, bytes, list[memoryview]]]:
-        """Yield ``(client, header, buffers)`` of received messages, a bounded number per call; never block.
-
-        Buffers are views of libzmq's own memory, valid while they are referenced.
-        """
+        """Yield ``(client, header, buffers)``, a bounded number; buffers are views of libzmq's memory."""
         socket, frames = self.socket, FRAMES_PER_DRAIN
         for _ in range(MESSAGES_PER_DRAIN):
             message = self._incoming
@@ -132,7 +128,6 @@ class Router:
         return frames
 
     def _refuse_without_memory(self, client: bytes, error: MemoryError) -> "_Incoming":
-        """Answer with ``out_of_memory``; return a refused message, whose remaining frames are dropped."""
         logger.error("no memory for a message of client %s", client.hex(), exc_info=error)
         if client:
             self.send(client, CaesuraError(ErrorCode.OUT_OF_MEMORY, "no memory for a message").to_reply(""))

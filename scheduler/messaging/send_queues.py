@@ -45,8 +45,6 @@ _RESULT_BYTES = 1536  # of a result's fields beside its arrays
 
 @dataclass(slots=True)
 class Load:
-    """Amount of waiting messages: replies and terminal results, bytes, tokens of deltas."""
-
     messages: int = 0
     nbytes: int = 0
     tokens: int = 0
@@ -172,10 +170,7 @@ def _array_bytes(value: object) -> int:
 
 
 def merge(deltas: list[StreamDelta], ended: set[tuple[str, int]]) -> StreamDelta | None:
-    """Merge deltas into one, with a row for each contiguous run of a sample's tokens; None if no row is left.
-
-    Samples in ``ended`` are left out, because their terminal result follows.
-    """
+    """Merge deltas, with a row for each run of a sample that is not in ``ended``; None without rows."""
     numbers: dict[tuple[str, int], int] = {}
     indices, starts, counts, tokens = (
         np.concatenate([np.frombuffer(getattr(delta, name), "<i4") for delta in deltas])
@@ -241,7 +236,6 @@ def _merge_further(
 
 
 def _merge_details(deltas: Sequence[StreamDelta], places: np.ndarray) -> DeltaDetails | None:
-    """Return details of the tokens ``places`` among those of all ``deltas``."""
     if not any(delta.details for delta in deltas):
         return None
     numbers: dict[DeltaWeights, int] = {}

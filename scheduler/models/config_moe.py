@@ -125,7 +125,6 @@ def _stepped(reader: ConfigReader, num_layers: int) -> tuple[bool, ...]:
 
 
 def _num_experts(reader: ConfigReader, absent: int) -> int:
-    """Return ``num_experts`` (transformers 4) or ``num_local_experts`` (transformers 5)."""
     names = ("num_experts", "num_local_experts")
     counts = {name: reader.count(name) for name in names if reader.config.get(name) is not None}
     if len(set(counts.values())) > 1:

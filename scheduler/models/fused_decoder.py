@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class _OtherLayerError(Exception):
-    """The kernel has no such layer, or it is stored otherwise."""
+    pass
 
 
 class FusedDecoder:

@@ -29,7 +29,6 @@ STRETCHES = 256
 SAMPLE_S = 5.0
 STEADY_BYTES = 1 << 20
 DETAIL_BYTES = 96
-"""Most bytes of a detail in UTF-8; longer ones are cut."""
 
 _TAGS = MemoryByTag.__struct_fields__
 _CAUSES: tuple[MemoryCause, ...] = get_args(MemoryCause)
@@ -136,7 +135,6 @@ class MemoryHistory:
         self._epoch = time() - monotonic()
 
     def note(self, cause: MemoryCause, detail: str = "", *, returned: int | None = None) -> None:
-        """Record an event; ``returned`` are the bytes from emptying the cache, if it was emptied."""
         now = monotonic()
         thorough = cause not in _AWAITED or returned is not None
         read = self._read(thorough)
@@ -218,8 +216,6 @@ class MemoryHistory:
 
 
 class _Stretches:
-    """Summarised events; when the table is full, neighbours are merged."""
-
     def __init__(self, count: int) -> None:
         self._table = np.zeros(count, _STRETCH)
         self._used = 0

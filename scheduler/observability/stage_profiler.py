@@ -58,11 +58,7 @@ class StageProfiler:
         log: bool = False,
         describe_memory: Callable[[], str] | None = None,
     ) -> None:
-        """``parent`` also counts every run, as ``prefix`` + name; ``log`` logs the start and end of each
-        stage.
-
-        ``describe_memory``, without side effects, is appended to the second line at DEBUG.
-        """
+        """``parent`` counts runs as ``prefix`` + name; ``describe_memory`` is logged at DEBUG."""
         self._totals: dict[str, StageTotal] = {}
         self._parent = parent
         self._prefix = prefix
@@ -85,7 +81,6 @@ class StageProfiler:
         self._on_end = logged if call is not None else self._log_end if self._log else None
 
     def begin(self, name: str) -> None:
-        """Log the start of a stage; :meth:`record` follows at its end."""
         if self._log:
             logger.info("stage %s begins", name)
         if self._parent is not None:

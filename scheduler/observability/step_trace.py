@@ -24,7 +24,6 @@ from .stage_profiler import StageProfiler
 logger = logging.getLogger(__name__)
 
 IMPORTED_BY_START = "torch._inductor"
-"""torch's profiler looks whether it is there, which imports it."""
 STEPS = ("prefill", "decode", "encode", "denoise")
 
 
@@ -42,7 +41,6 @@ class StepTrace:
         self._writing: Task[None] | None = None
         self.path: Path | None = None
         self.steps = 0
-        """Number of its steps so far."""
         self._limit = 0
         self._started = 0
 
@@ -54,7 +52,6 @@ class StepTrace:
 
     @property
     def is_written(self) -> bool:
-        """True if the file of the last trace is complete; raises ``internal`` if it could not be written."""
         if self._recording is not None or self._writing is None or not self._writing.done:
             return False
         try:
@@ -64,11 +61,7 @@ class StepTrace:
         return True
 
     def start(self, request: StartProfileReqInput, step: int) -> int:
-        """Record the steps after ``step``; return how many at most.
-
-        Raises:
-            CaesuraError: ``busy``, another trace is recorded or written; ``invalid_request``.
-        """
+        """Record the steps after ``step``; return how many at most. Raises ``busy``, ``invalid_request``."""
         if self._recording is not None or (self._writing is not None and not self._writing.done):
             raise CaesuraError(ErrorCode.BUSY, f"the trace {self.path} is still being recorded or written")
         wanted = request.activities or ["CPU", "GPU"]

@@ -25,12 +25,10 @@ class Counters(NamedTuple):
     prefilled_tokens: int
     prompt_tokens: int
     cached_tokens: int
-    """Those of ``prompt_tokens`` that came from the prefix cache."""
     paused_s: float
     running: int
     waiting: int
     kv_held: float
-    """Fraction of the pages."""
     images: bool
     """Samples are images: their denoise steps are what ``generated_tokens`` counts."""
     state: str
@@ -121,7 +119,6 @@ class SampleTotals:
         self._staleness = Histogram(EPOCHS)
 
     def count(self, result: GenerateReqOutput | GenerateImagesReqOutput) -> None:
-        """Count a finished sample. One without a token has no staleness."""
         self._queue.observe(result.queue_time)
         self._latency.observe(result.e2e_latency)
         if spans := result.weight_versions:

@@ -16,8 +16,6 @@ Item = TypeVar("Item")
 
 
 class Wakeup:
-    """Descriptor that threads make readable to wake the loop."""
-
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
@@ -47,7 +45,6 @@ class Worker:
         threading.Thread(target=self._run, name="caesura-worker", daemon=True).start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run ``work``, which must not raise, after everything submitted before."""
         self._queue.put(work)
 
     def close(self) -> None:
@@ -96,11 +93,7 @@ class Task(Generic[Item]):
 
 
 class Feed(Generic[Item]):
-    """Iterator that runs in a thread, at most ``ahead`` items ahead of the loop, which takes them without
-    waiting.
-
-    It goes on when the loop has *released* an earlier item, whose buffers may then be reused.
-    """
+    """Iterator in a thread, at most ``ahead`` items ahead; the buffers of a *released* item may be reused."""
 
     def __init__(
         self,

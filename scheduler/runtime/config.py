@@ -49,8 +49,6 @@ chunk pays for its launches; a small card also needs memory for the logits of a 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(EngineOptions):
-    """A model and the options of its engine, whose paths are text."""
-
     model_path: str
     """Hugging Face model folder with config.json and *.safetensors."""
     curve_secret_key_file: str | None = None
@@ -90,7 +88,6 @@ class EngineConfig(EngineOptions):
         return Sizes(rows or usual.rows, chunk or usual.chunk_tokens, fraction or usual.kv_fraction)
 
     def resolve(self) -> "EngineConfig":
-        """Return a copy in which everything is decided; create the endpoint's directory."""
         device = self.device
         if device == "auto":
             accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -35,7 +35,6 @@ def require_folder(path: str | Path) -> None:
 
 
 def _hub_id(path: str) -> str | None:
-    """Return the Hugging Face hub id in a path, as it is or behind a working directory, or None."""
     organisation, name = os.path.split(os.path.normpath(path))
     place, organisation = os.path.split(organisation)
     is_behind_nothing = not os.path.lexists(os.path.join(place, organisation)) and os.path.isdir(place or ".")

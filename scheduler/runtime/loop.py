@@ -55,7 +55,6 @@ class Scheduler:
             self._poller.register(fd, zmq.POLLIN)
 
     def run(self) -> None:
-        """Run until the shutdown is requested and drained, then answer every live request and command."""
         in_flight: Step | None = None
         try:
             while not self._engine.shutdown.requested or self._must_drain(in_flight):
@@ -75,7 +74,6 @@ class Scheduler:
         self._answer_everything(ending, failed=False)
 
     def _answer_everything(self, error: CaesuraError, *, failed: bool) -> None:
-        """Answer every live request and pending command; no error skips what follows."""
         engine = self._engine
         run = engine.guard.run
         finish = engine.outputs.fail if failed else engine.outputs.abort
@@ -194,7 +192,6 @@ class Scheduler:
         return None
 
     def _recover(self, step: Step, failure: Failure, later: Step | None) -> None:
-        """Recover from a step whose results are lost; ``later``, launched after it, is rolled back too."""
         if later is not None and not isinstance(later.output, Failure):
             with suppress(Exception):  # its results are dropped; it must only have left the device
                 later.output.fetch()

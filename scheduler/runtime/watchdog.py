@@ -38,7 +38,6 @@ _CLOCK_MONOTONIC = 1
 class Heartbeat:
     def __init__(self) -> None:
         self.ticked = False
-        """True after a tick; cleared by every check."""
         self.asleep = False
         self.long: str | None = None
         self.on_change: Callable[[], None] = lambda: None

@@ -18,11 +18,7 @@ PATIENCE, MOST_PATIENCE = 16, 128
 
 
 class ChunkSizer:
-    """Turns measured steps into the next step's budget of prompt tokens.
-
-    ``prompt_tokens`` are those of all measured steps. ``limit`` is the most tokens of a step after one ran
-    out of memory, else None.
-    """
+    """Turns measured steps into the next budget; ``limit`` is set after a step ran out of memory."""
 
     def __init__(self, largest: int, target_s: float) -> None:
         """``target_s`` is the step time to aim at; if it is infinite, the budget is always ``largest``."""
@@ -56,7 +52,6 @@ class ChunkSizer:
         self._cost_s = cost if self._cost_s is None else self._cost_s + _WEIGHT * (cost - self._cost_s)
 
     def halve(self, tokens: int) -> None:
-        """Record that a step of ``tokens`` tokens ran out of memory: limit the next ones to half of that."""
         if self.limit is None:
             self._too_large, self._patience = tokens, PATIENCE
         elif self._has_grown:

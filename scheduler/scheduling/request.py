@@ -85,13 +85,11 @@ class Request:
     prompt_key: int
     """Hash of salt and prompt, equal for all samples of one generation."""
     routed_from: int | None = None
-    """First position whose routed experts are returned, or None."""
     early_stops: tuple[int, ...] = ()
     """Stop token ids that must not be sampled before ``min_new_tokens``."""
     continued: int = 0
     """The last tokens of ``prompt`` that penalties count as output."""
     details: bool = False
-    """Its stream carries the weights of each token, and all of its log-probabilities."""
 
     # Written by batcher.py and waiting_queue.py.
     phase: Phase = Phase.WAITING
@@ -101,9 +99,7 @@ class Request:
     cached_tokens: int = 0
     num_retractions: int = 0
     computes_shared_prefix: bool = False
-    """It is computing prompt pages that waiting requests with the same prompt will share."""
     routed: np.ndarray | None = None
-    """Routed experts from ``routed_from`` on, saved at the last retraction."""
     restarted: bool = False
     """It decoded, has lost its states with a failed step, and does not decode again yet."""
 
@@ -148,7 +144,6 @@ def make_requests(
     eos_token_ids: tuple[int, ...],
     arrival: float,
 ) -> list[Request]:
-    """Return one request per sample; sample ``i`` has the noise stream ``(seed, i)``."""
     params = message.sampling_params
     prompt = np.asarray(message.input_ids, np.int32)
     stop_ids = tuple(params.stop_token_ids) + (() if params.ignore_eos else eos_token_ids)

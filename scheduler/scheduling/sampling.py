@@ -34,14 +34,11 @@ MAX_MASK_BYTES = 16 << 20
 
 
 class LogprobRecord:
-    """The extra log-probabilities of one sample, kept as long as its request."""
-
     def __init__(self, message: GenerateReqInput) -> None:
         self.top = message.top_logprobs_num
         self.token_ids = np.asarray(message.token_ids_logprob or (), np.int32)
         prompt_len, start = len(message.input_ids), message.logprob_start_len
         self.start: int | None = start if 0 <= start < prompt_len else None
-        """Prompt position after which log-probabilities are wanted, or None."""
         self.num_inputs = 0 if self.start is None else prompt_len - 1 - self.start
         self.known_inputs = 0
         self._outputs = _Rows(self.top, len(self.token_ids))
@@ -106,8 +103,6 @@ class LogprobRecord:
 
 
 class _Rows:
-    """Growing arrays of log-probabilities by position: of the ``top`` likeliest and the requested tokens."""
-
     def __init__(self, top: int, num_token_ids: int) -> None:
         self._known = 0
         self._top_ids = np.empty((0, top), np.int32)
@@ -179,8 +174,6 @@ def joined_masks(positions: "Sequence[np.ndarray | None]") -> SamplingMask | Non
 
 
 class SamplingColumns:
-    """Sampling parameters by slot."""
-
     def __init__(self, slots: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.temperature = np.ones(slots, np.float32)
@@ -194,7 +187,6 @@ class SamplingColumns:
         self.want_raw = np.zeros(slots, np.bool_)
         self.want_sampled = np.zeros(slots, np.bool_)
         self.special = np.zeros(slots, np.bool_)
-        """True for slots that use anything below."""
         self.repetition = np.ones(slots, np.float32)
         self.frequency = np.zeros(slots, np.float32)
         self.presence = np.zeros(slots, np.float32)
@@ -202,7 +194,6 @@ class SamplingColumns:
         self.counter = np.zeros(slots, np.int64)
         self.counted = np.zeros(slots, np.int64)
         self.may_stop_at = np.zeros(slots, np.int64)
-        """Absolute position from which tokens in ``stops`` may be sampled."""
         self.output_start = np.zeros(slots, np.int64)
         """Position of the first token that penalties count as output."""
         self.stops = _Ids(slots)
@@ -212,7 +203,6 @@ class SamplingColumns:
         self.masked = np.zeros(slots, np.bool_)
         """True for slots that want the tokens that the filters keep."""
         self.num_counters = 0
-        """Most counters that were ever in use at once."""
         self._free_counters: list[int] = []  # a heap
 
     def bind(self, slot: int, request: "Request") -> None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_BUILDS = 3
-"""Attempts to build a step before the requests fail that may cause it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,6 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception, step: int) -> "Failure":
-        """Return the failure of a step; log it, with its traceback unless memory ran out."""
         failure = cls(f"{type(error).__name__}: {error}", is_out_of_memory(error))
         if failure.out_of_memory:
             logger.warning("step %d ran out of memory: %s", step, failure.message)

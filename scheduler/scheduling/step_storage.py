@@ -119,7 +119,6 @@ class LinearStateSteps:
         ]
 
     def _promise(self, states: StateRows, kv: RequestKV, pages: int) -> int | None:
-        """Return the row for the state behind ``pages``; None if nobody could find it or there is no room."""
         if not self._cache.prefix_cache or kv.stale or pages == 0:
             return None
         return states.promise(_state(kv), pages - 1)

@@ -48,12 +48,7 @@ class AdmissionLimits:
     def admit(
         self, message: GenerateReqInput, _buffers: list[memoryview], client: bytes, waiting: int
     ) -> list[Request]:
-        """Check a generate message and make its requests, one per sample; changes no state.
-
-        Raises:
-            CaesuraError: ``invalid_request``, ``unsupported``, ``prompt_too_long``, ``exceeds_kv_pool``,
-                ``queue_full``.
-        """
+        """Check a generate message and make its requests, one per sample; changes no state."""
         params, prompt_len = message.sampling_params, len(message.input_ids)
         for field, value, requirement in params.problems():
             field = f"sampling_params.{field}"
@@ -114,7 +109,6 @@ class AdmissionLimits:
         return prompt_len + new_tokens
 
     def _check_further_logprobs(self, message: GenerateReqInput, limit: int) -> None:
-        """Refuse values out of range, and extra logprobs that make a result too large for one message."""
         top, token_ids = message.top_logprobs_num, message.token_ids_logprob or []
         start, prompt_len, num_ids = message.logprob_start_len, len(message.input_ids), len(token_ids)
         most = min(MAX_TOP_LOGPROBS, self.vocab_size)

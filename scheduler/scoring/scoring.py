@@ -72,7 +72,6 @@ _STRATEGIES: dict[Residency, tuple[Strategy, Strategy]] = {
     "offload": (ComponentOffloadStrategy(), ComponentOffloadStrategy(preserve=False)),
     "layerwise": (LayerwiseOffloadStrategy(), ComponentOffloadStrategy(preserve=False)),
 }
-"""Strategies of the weights and of the KV pages, whose contents need not be preserved between requests."""
 
 
 @dataclass(slots=True)
@@ -80,7 +79,6 @@ class _Message:
     id: str
     temperature: float
     logprobs: list[npt.NDArray[np.float32]]
-    """One array per sequence, for its tokens from ``start`` on; filled in as they are computed."""
     unfinished: int = 0
 
 
@@ -129,7 +127,6 @@ class Scoring:
             max_rows=config.sizes.rows, chunk_tokens=chunk_tokens, context_len=self._context_len
         )
         self.max_rows = limits.rows
-        """Sequences in one forward."""
         self._backend = build_backend(config, loaded, pool, limits)
         for name in (WEIGHTS, PAGES):
             residency.use(name)
@@ -153,12 +150,7 @@ class Scoring:
         return bool(self._work is not None or self._queue or self._answers)
 
     def accept(self, message: ScoreReqInput) -> None:
-        """Queue all sequences of a message, or none.
-
-        Raises:
-            CaesuraError: ``invalid_request``, ``prompt_too_long``, ``exceeds_kv_pool``, ``queue_full``,
-                ``memory_released``.
-        """
+        """Queue all sequences of a message, or none."""
         self._engine.state.require_resident("weights")
         pending, limit = len(self._queue), self._engine.config.max_waiting_requests
         if pending and pending + len(message.input_ids) > limit:
@@ -331,7 +323,6 @@ class Scoring:
         return out
 
     def _wait_for_device(self) -> Generator[None, None, None]:
-        """Wait, without blocking, until the device has finished the work queued so far."""
         if (streams := streams_of(self._engine.device_module)) is not None:
             done = streams.current_stream().record_event()
             while not done.query():
@@ -386,8 +377,6 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The tokens ``[begin, end)`` of a sequence, which one chunk computes."""
-
     sequence: _Sequence
     begin: int
     end: int
@@ -456,7 +445,6 @@ def _batch(chunk: Sequence[_Span], device: torch.device) -> tuple[ForwardBatch, 
 
 
 def _scales(chunk: Sequence[_Span], device: torch.device) -> Tensor:
-    """Return the divisor of each scored token's logits, float32 [S]."""
     temperatures = [span.sequence.message.temperature for span in chunk]
     scales = np.asarray([1.0 if t < GREEDY_BELOW else t for t in temperatures], np.float32)
     counts = [end - begin for begin, end in (span.scored for span in chunk)]

@@ -43,10 +43,8 @@ class Coverage:
     def walk(
         self, tensor: TensorSlot | Stack, start_row: int, count: int, dtype: torch.dtype
     ) -> Iterator[tuple[TensorSlot, int]]:
-        """Record rows ``[start_row, start_row + count)`` of ``tensor``, which come in ``dtype``.
-
-        Yields each slot and how many of its rows were there before. The caller writes the slot before it goes
-        on.
+        """Record rows of ``tensor``; yield each slot, which the caller writes then, and how many of its rows
+        were there before.
         """
         end = start_row + count
         if not isinstance(tensor, Stack):

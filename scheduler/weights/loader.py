@@ -120,11 +120,7 @@ class WeightLoader:
         return seen
 
     def write(self, piece: WeightPiece) -> None:
-        """Write one piece in place, unless the same bytes are there already.
-
-        A tensor's pieces come in row order, not interleaved with another's. Raises WEIGHT_MISMATCH before a
-        byte of the piece is written.
-        """
+        """Write one piece in place. A tensor's pieces come in row order; a refused one writes nothing."""
         name, tensor = self._mapper.find(piece.name)
         if tensor is None:
             if self._is_skipped(name):
@@ -263,11 +259,7 @@ def write_some(
     pieces: Iterator[WeightPiece | None],
     stages: StageProfiler,
 ) -> Any:
-    """Write ``piece`` and those that follow at once, for :data:`WRITE_S`.
-
-    Returns a piece, END, or None if nothing has come yet. Records ``copy`` and ``receive`` times in
-    ``stages``.
-    """
+    """Write ``piece`` and those that follow at once, for :data:`WRITE_S`; return what comes then, or END."""
     coming: Any = piece
     copy = receive = 0.0
     started = now = perf_counter()

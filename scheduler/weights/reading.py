@@ -38,10 +38,7 @@ _FP8_MAGNITUDE = 0x7F
 def read_into(
     buffer: Tensor, specs: Sequence[TensorSpec], slots: Mapping[str, WeightSlot], on_stream: OnStream
 ) -> Iterator[None]:
-    """Copy each tensor of ``specs``, whole, to its ``offset`` in ``buffer``, uint8; yields between slices.
-
-    ``on_stream`` makes the stream current on which weights are written.
-    """
+    """Copy each tensor of ``specs``, whole, to its ``offset`` in ``buffer``, uint8; yields between slices."""
     began = perf_counter()
     for spec in specs:
         slot, end = slots[spec.name], spec.offset
@@ -137,10 +134,7 @@ class NonFinite:
 
 
 def find_non_finite(model: Weights, names: Collection[str]) -> Generator[None, None, list[NonFinite]]:
-    """Return the tensors among ``names``, and the derived ones, with values that are not finite.
-
-    Stored values count: one that overflowed in a cast is found. Yields between slices.
-    """
+    """Return the stored tensors among ``names``, and the derived ones, with values that are not finite."""
     found = []
     for name, total, slices in _stored(model, names):
         count = 0

@@ -71,10 +71,7 @@ class WeightSource(Protocol):
 
 
 def chosen(known: tuple[str, ...], named: str | None) -> str | None:
-    """Return the component that a call writes if it names ``named``; None for a model without components.
-
-    Raises CaesuraError ``invalid_request`` if there is no such component.
-    """
+    """Return the component that a call writes if it names ``named``, or None; raises ``invalid_request``."""
     if named is None:
         return known[0] if known else None
     if named not in known:
@@ -137,13 +134,7 @@ class BufferSource:
         buffers: Sequence[memoryview | Tensor],
         memory: SharedMemory | None = None,
     ) -> None:
-        """Raise ``invalid_request`` if a spec does not fit its buffer.
-
-        Args:
-            buffers: bytes, on the host or as uint8 [n] on a device.
-            memory: location of the one buffer for other ranks of the engine; None if only this process has
-                it.
-        """
+        """Raise ``invalid_request`` if a spec does not fit. Other ranks map ``memory``."""
         self.name = name
         self.specs = specs
         self.total_bytes = sum(spec.nbytes for spec in specs)
@@ -174,11 +165,7 @@ class BufferSource:
 
 
 def cut(spec: TensorSpec, data: Tensor, bucket_bytes: int) -> Iterator[WeightPiece]:
-    """Yield the rows of ``spec`` in pieces of about ``bucket_bytes``.
-
-    ``data`` is uint8 [spec.nbytes], a whole number of rows. A piece that its dtype cannot view in place is a
-    copy.
-    """
+    """Yield the rows of ``spec`` in pieces of about ``bucket_bytes``; ``data`` is uint8, whole rows."""
     dtype, shape = DTYPES[spec.dtype], tuple(spec.shape)
     row_bytes = prod(shape[1:]) * dtype.itemsize
     if not data.numel():

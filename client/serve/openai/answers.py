@@ -131,7 +131,6 @@ class Form(Protocol):
 
 
 async def answer(request: HTTPRequest, front: FrontEnd, job: Job, form: Form) -> Response[Any]:
-    """Generate, and answer in full or as a stream."""
     if job.request.stream:
         return await streamed(request, front, _frames(front, job, form), error_body)
     return await unless_left(request, _whole(front, job, form))

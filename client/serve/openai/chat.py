@@ -52,13 +52,10 @@ class ChatRequest(CommonRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopCount | None = None
     tools: list[dict[str, Any]] | None = None
-    """For the template; the answer stays text."""
     tool_choice: str | dict[str, Any] | None = None
     """``auto`` or ``none``, with the same result: no calls are parsed."""
     reasoning_effort: str | None = None
-    """A variable of the template."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables of the template."""
     add_generation_prompt: bool | None = None
     """True by default: the prompt ends where the assistant's answer begins."""
 

@@ -57,7 +57,6 @@ REFUSED = {
     "bootstrap_host": "prefill and decode run in one engine",
     "bootstrap_room": "prefill and decode run in one engine",
 }
-"""Fields that are refused, with the reason."""
 
 IGNORED = {
     "user": "a label",
@@ -91,7 +90,6 @@ else:
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
-    """One more chunk with the usage, without choices."""
 
 
 class CommonRequest(_OtherFields, kw_only=True):
@@ -198,7 +196,6 @@ def common_fields(request: CommonRequest) -> dict[str, Any]:
 
 
 def check_batch(front: FrontEnd, request: CommonRequest, prompts: int) -> None:
-    """Refuse more than ``max_batch`` samples."""
     samples = prompts * (request.n or 1)
     if samples > front.options.max_batch:
         raise InvalidRequest(
@@ -209,7 +206,6 @@ def check_batch(front: FrontEnd, request: CommonRequest, prompts: int) -> None:
 
 
 def rids_for(request: CommonRequest, prompts: int, prefix: str) -> list[str]:
-    """Return a name for each prompt: the caller's, or new ones."""
     rid = f"{prefix}-{new_id()}" if request.rid is None else request.rid
     if isinstance(rid, str):
         return [rid] if prompts == 1 else [f"{rid}_{i}" for i in range(prompts)]

@@ -80,7 +80,6 @@ class ImageRequestBody(_OtherFields, kw_only=True):
     seed: AnySeed | None = None
     max_sequence_length: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
     rid: Identifier | None = None
-    """Name of the images, for an abort, and id of the answer."""
     min_weights_epoch: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
 
 
@@ -125,7 +124,6 @@ def options_of(asked: ImageRequestBody) -> dict[str, Any]:
 
 
 def size_of(size: str | None) -> tuple[int | None, int | None]:
-    """Return width and height in pixels; None means the engine's default."""
     if size is None or size in ("", "auto"):
         return None, None
     found = _SIZE.match(size)

@@ -25,7 +25,6 @@ class Logprobs(msgspec.Struct, kw_only=True):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    """Characters of the choice's text before each token."""
 
 
 ChatLogprobs = dict[str, list[dict[str, Any]]]

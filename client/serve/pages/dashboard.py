@@ -16,8 +16,7 @@ from ...connection.async_control_client import AsyncControlClient
 from ...exceptions import EngineError
 from ...memory_view.record import model_label
 from ..bodies import HTTPRequest, query_of
-from ..context import Front
-from ..health import NOBODY
+from ..context import NOBODY, Front
 from .document import PageData, served
 from .engine_watch import ANSWER_S
 
@@ -26,7 +25,6 @@ class _DataQuery(msgspec.Struct, kw_only=True):
     after: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)] = 0
     """Number of the last memory event that the page has; bounded as numbers in scripts."""
     since: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
-    """Time of the page's last tick."""
     image: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
 
 

@@ -16,18 +16,15 @@ from ....io_struct import GetStatusReqOutput
 from ....io_struct.distribution import SECONDS, Histogram
 from ...connection.async_control_client import AsyncControlClient
 from ...exceptions import EngineError
-from ..health import NOBODY
+from ..context import NOBODY
 from .document import Percentiles, ReplicaView, Tick, UpdateTimes
 
 if TYPE_CHECKING:
     from ...group.replicas import ReplicaFleet
 
 FRESH_S = 0.2
-"""Age below which a status is reused."""
 ANSWER_S = 2.0
-"""Timeout of a status request."""
 RATE_S = 1.0
-"""Window of the throughput."""
 TICKS = 1200
 """Maximum number of recent ticks, and of earlier ones."""
 TICK_S = 1.0
@@ -41,11 +38,9 @@ class Look:
     status: GetStatusReqOutput | None
     """None until the first answer."""
     answered: bool
-    """The engine answered the last request."""
     age_s: float
     """Age of the status; 0.0 without one."""
     throughput: float
-    """Tokens per second within the last :data:`RATE_S`."""
 
 
 class EngineWatch:
@@ -61,7 +56,6 @@ class EngineWatch:
         self._before_update: GetStatusReqOutput | None = None
 
     async def sample(self, client: AsyncControlClient) -> None:
-        """Look every :data:`TICK_S` until cancelled."""
         while True:
             await self.look(client)
             await asyncio.sleep(TICK_S)

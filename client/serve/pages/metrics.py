@@ -122,11 +122,9 @@ class Families(Collector):
         self._add(GaugeMetricFamily(PREFIX + name, text, labels=("model_name", *labels)), values)
 
     def counter(self, name: str, text: str, values: Values, labels: Sequence[str] = ()) -> None:
-        """Add values that only rise; their series' name ends in ``_total``."""
         self._add(CounterMetricFamily(PREFIX + name, text, labels=("model_name", *labels)), values)
 
     def states(self, name: str, text: str, label: str, states: Sequence[str], now: str | None) -> None:
-        """Add a gauge for each state: 1 for ``now``, else 0."""
         self.gauge(name, text, {state: float(state == now) for state in states}, (label,))
 
     def histogram(self, name: str, text: str, histogram: Histogram) -> None:
@@ -136,7 +134,6 @@ class Families(Collector):
         self._found.append(family)
 
     def info(self, name: str, text: str, values: dict[str, str]) -> None:
-        """Add text values, as labels of a series with value 1."""
         family = InfoMetricFamily(PREFIX + name, text, labels=("model_name",))
         family.add_metric((self._model_name,), values)
         self._found.append(family)

@@ -69,7 +69,6 @@ from ..middleware import makes_tokens, routing_key
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS_IN_ALL = 32 * MAX_STOP_CHARACTERS
-"""Maximum characters of the different stop strings of one call."""
 
 Samples = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
 Name = Annotated[str, msgspec.Meta(max_length=MAX_ID_LENGTH, pattern=VISIBLE)]
@@ -84,13 +83,11 @@ REFUSED = (
     "lora_path", "lora_id", "custom_logit_processor", "session_params", "return_hidden_states",
     "return_entropy", "return_indexer_topk", "require_reasoning",
 )  # fmt: skip
-"""Fields of the top level that are refused unless they are null, false or empty."""
 IGNORED = (
     "log_metrics", "no_logs", "custom_labels", "priority", "bootstrap_host",
     "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "model", "background", "conversation_id",
     "modalities", "validation_time", "return_bytes",
 )  # fmt: skip
-"""Fields of the top level that are accepted and ignored."""
 REFUSED_SAMPLING = (
     "stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "beam_width", "watermark",
 )  # fmt: skip
@@ -278,7 +275,6 @@ def _prompts(body: GenerateBody) -> tuple[list[Any], bool]:
 
 
 def _columns(body: GenerateBody, count: int, single: bool) -> dict[str, list[Any]]:
-    """Return the values of fields, one for each prompt."""
     columns = {
         "rid": _rids(body.rid, count, single),
         "return_logprob": _each("return_logprob", body.return_logprob, count, False),
@@ -361,7 +357,6 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
 
 
 def _filters(params: SamplingParams) -> bool:
-    """Return True if not every token can be sampled."""
     limited = params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
     return limited or params.temperature < GREEDY_BELOW
 
@@ -475,13 +470,11 @@ def token_texts(manager: TokenizerManager, wanted: bool) -> Texts | None:
 
 
 def triples(logprobs: list[float] | list[float | None], ids: list[int], texts: Texts | None) -> list[Any]:
-    """Return ``[logprob, token id, text]`` for each token."""
     words = itertools.repeat(None) if texts is None else map(texts, ids)
     return list(zip(logprobs, ids, words, strict=False))
 
 
 def rows(values: TokenLogprobs, texts: Texts | None) -> Iterator[list[Any]]:
-    """Yield the triples of each position."""
     for position in range(len(values)):
         pairs = values.at(position)
         yield triples([value for value, _ in pairs], [token for _, token in pairs], texts)

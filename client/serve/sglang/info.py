@@ -24,7 +24,6 @@ _PUBLIC = (
     "host", "port", "model_path", "tokenizer_path", "enable_memory_saver", "allow_pickled_tensors",
     "max_body_bytes", "max_update_bytes", "max_batch", "incremental_streaming",
 )  # fmt: skip
-"""Options that ``/server_info`` shows."""
 _PARALLEL = {
     "pp_size": 1,
     "dp_size": 1,
@@ -158,7 +157,6 @@ async def server_info(front: Front) -> Response[bytes]:
 
 
 def _sizes(front: FrontEnd, status: GetStatusReqOutput) -> dict[str, Any]:
-    """Return numbers of ranks, and the replicas, if any."""
     if front.fleet is None:
         count = 1 + len(status.ranks)
         return {"tp_size": count, "num_gpus": count}

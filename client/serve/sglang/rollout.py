@@ -132,7 +132,6 @@ async def outputs_of(front: FrontEnd, body: RolloutBody, rid: str) -> tuple[list
 
 
 def _require_small(body: RolloutBody, options: dict[str, Any], latent_bytes_per_pixel: float) -> None:
-    """Refuse images and latents that would fill the server's memory."""
     steps = options.get("num_inference_steps", _DEFAULTS.num_inference_steps)
     if "sigmas" in options:
         steps = len(options["sigmas"])

@@ -45,8 +45,6 @@ class Frames:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTensors:
-    """Tensors in one CUDA allocation of another process."""
-
     handle: CudaIPCHandle
     specs: list[TensorSpec]
 
@@ -293,7 +291,6 @@ def _natural(value: object) -> int:
 
 
 def _read_shared(name: bytes, nbytes: int) -> bytes:
-    """Return the data of one of torch's shared memory files."""
     if nbytes == 0:
         return b""
     try:

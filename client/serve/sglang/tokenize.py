@@ -22,7 +22,6 @@ class TokenizeBody(Strict, kw_only=True):
 
 @generating(["/tokenize", "/v1/tokenize"], body="text")
 async def tokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Turn a text, texts or a conversation into token ids."""
     body = await read_control(request, TokenizeBody, text=True)
     if (body.prompt is None) == (body.messages is None):
         raise ClientException("exactly one of prompt and messages is needed")
@@ -61,7 +60,6 @@ class DetokenizeBody(Strict, kw_only=True):
 
 @generating(["/detokenize", "/v1/detokenize"], body="text")
 async def detokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Turn token ids into a text, or lists of them into texts."""
     body = await read_control(request, DetokenizeBody)
     kinds = {type(each) for each in body.tokens}
     if len(kinds) > 1:

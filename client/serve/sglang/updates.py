@@ -175,7 +175,6 @@ def _lies_under(path: str, root: str) -> bool:
 
 
 def _checkpoint_files(folder: str) -> list[str]:
-    """Return the names of the files that are read of a checkpoint."""
     try:
         with os.scandir(folder) as entries:
             return [e.name for e in entries if e.name in _CHECKPOINT_FILES or e.name.endswith(".safetensors")]

@@ -67,9 +67,7 @@ class TokensBody(_RefusedFields, kw_only=True):
     model: str | None = None
     cache_salt: str | None = None
     request_id: str | None = None
-    """Name of the generation, for an abort."""
     priority: Any = None
-    """Ignored: requests run in order."""
     return_token_ids: Any = None
     """Ignored: they are always returned."""
     output_mode: Literal["tokens"] = "tokens"

@@ -216,7 +216,6 @@ class Assembled:
                 self._set(path, Product(product, self._place))
 
     def _linear(self, path: str) -> nn.Linear | None:
-        """Return the linear layer at ``path`` if the engine's stands in for it, else None."""
         module = self._paths[path]
         if type(module) is not nn.Linear or f"{path}.weight" in self._done or not module.weight.is_meta:
             return None

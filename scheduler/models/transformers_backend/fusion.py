@@ -113,7 +113,6 @@ def _candidate(module: nn.Module, dtype: torch.dtype) -> tuple[int, float] | Non
 def _from_one(
     module: nn.Module, size: int, eps: float, dtype: torch.dtype, device: torch.device, kernels: Elementwise
 ) -> bool | None:
-    """Return the kernel's ``from_one`` that has the module's results, or None for neither."""
     generator = torch.Generator().manual_seed(size)
 
     def random(*shape: int) -> Tensor:
@@ -212,7 +211,6 @@ def fuse_gates(trace: Trace, dtype: torch.dtype) -> None:
 
 
 def _bend(region: Sequence[Call], source: Value, rows: Value, dtype: torch.dtype) -> Bend | None:
-    """Return the kernel's name of what makes ``rows`` of ``source``, or None."""
     width = rows.shape[-1]
     if not isinstance(width, int) or source.dtype != dtype:
         return None
@@ -327,7 +325,6 @@ class _AttentionMatcher:
         return None
 
     def _shared(self, table: RopeTable) -> RopeTable:
-        """Return the table of the same values that another layer takes, or this one with its inputs."""
         for known in self.tables:
             if (known.values, known.half) == (table.values, table.half):
                 return known

@@ -65,10 +65,7 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend: query [1, H, T, D], key and value [1, KV, T, D or V] to [1, T, H, V].
-
-    Scale, window and the rest are those of the layer's form: no call differs from the one that was probed.
-    """
+    """Attend: query [1, H, T, D], key and value [1, KV, T, D or V] to [1, T, H, V]; the form was probed."""
     (by, backend, forms, size), layer = _step.get(), module.layer_idx
     return by(backend, query, key, value, layer, forms[layer], size), None
 

@@ -83,7 +83,6 @@ def check(model: "TransformersForCausalLM") -> None:
 
 
 def _plain(model: "TransformersForCausalLM", tokens: Tensor) -> Tensor:
-    """Return [T, hidden] by transformers' eager attention."""
     config = model.module.config
     before = config._attn_implementation
     config._attn_implementation = "eager"
@@ -141,7 +140,6 @@ def _batch(
     first_pages: Sequence[int],
     device: torch.device,
 ) -> ForwardBatch:
-    """Return a step of rows that begin on ``first_pages`` each; those of one token decode."""
     positions = [torch.arange(start, end) for start, end in spans]
     ends = [end for _, end in spans]
     width = max(-(-end // PAGE_SIZE) for end in ends)

@@ -194,8 +194,6 @@ def _require(holds: bool) -> None:
 
 
 class _Program:
-    """One trace as functions, compiled when they are first called."""
-
     def __init__(self, trace: Trace, tables: Sequence[RopeTable]) -> None:
         self.trace, self._tables = trace, tables
 

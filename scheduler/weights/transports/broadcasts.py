@@ -1,14 +1,10 @@
 """The broadcasts of a process group of torch.distributed: which tensors each has, and how they are received,
-relayed and sent.
+relayed and sent. Sender and receiver read a call alike, and whatever is wrong with it is found before a
+broadcast is entered.
 
-- Sender and receiver read a call alike. A tensor is whole, and lies in one broadcast, without padding.
-  Everything that is wrong with a call is found before a broadcast is entered.
-- A thread receives into two buffers, and the loop writes from one while the other fills. A buffer is received
-  into again after what was written from it: on the host when the loop has released it, on a device after the
-  event that the loop then gives. The loop never waits for either.
-- A buffer that is sent is filled again after its broadcast has ended on every rank that it reaches directly.
-- Small tensors share a buffer on a device: their broadcasts are entered one behind the other and waited for
-  together.
+- A thread receives into two buffers, and the loop writes from one while the other fills, waiting for neither:
+  events order them on a device. A buffer that is sent is filled again after its broadcast has ended.
+- Small tensors share a buffer on a device: their broadcasts are waited for together.
 - A relay that fails is over, and says so; it never fails the reception that it serves.
 """
 
@@ -51,11 +47,7 @@ Batch = list[TensorSpec]
 
 
 def batches_of(request: UpdateWeightsFromDistributedReqInput | SendWeightsReqInput) -> list[Batch]:
-    """Return the broadcasts of ``request``.
-
-    Raises CaesuraError ``invalid_request`` if a spec is not a whole tensor of a known dtype, or the
-    broadcasts do not add up.
-    """
+    """Return the broadcasts of ``request``; raises ``invalid_request`` if they do not add up."""
     specs = [_whole(spec) for spec in request.specs]
     if sum(spec.nbytes for spec in specs) > _MAX_BYTES:
         raise CaesuraError(ErrorCode.INVALID_REQUEST, "the tensors are larger than any memory", field="specs")
@@ -201,10 +193,7 @@ class Transmission:
         self._extend()
 
     def room(self) -> Tensor | None:
-        """Return the buffer to fill next, or None while what was sent from it is on its way.
-
-        Raises ``group_error`` if a broadcast failed or did not end in time; the group is dead then.
-        """
+        """Return the buffer to fill next, or None while it is on its way; raises ``group_error``."""
         return self.buffers[self._slot] if self._is_free(self._slot) else None
 
     def send(self, nbytes: int) -> None:

@@ -1,12 +1,10 @@
 """Checkpoints on disk: safetensors files, read with ``pread`` into one reusable bucket.
 
-- Every header is parsed and checked against its file, and the files against the index, before a tensor is
-  read.
+- Every header is checked against its file, and the files against the index, before a tensor is read. Each
+  piece is checked to have arrived whole, from the very file whose header was read.
 - Nothing is memory-mapped: a mapped file that someone truncates is SIGBUS, and its pages count as resident.
-  Nothing is unpickled.
-- Each piece is checked to have arrived whole, from the very file whose header was read.
-
-The safetensors library offers no read at an offset, hence a parser of our own (``transfer/safetensors.py``).
+  The safetensors library offers no read at an offset, hence a parser of our own
+  (``transfer/safetensors.py``).
 """
 
 import hashlib
@@ -89,11 +87,7 @@ class Checkpoint:
 
     @property
     def digest(self) -> str:
-        """Hexadecimal digest of names, sizes, times and headers of the files as they were opened.
-
-        It reveals a file that was written anew without reading it. It ignores the folder's own name and
-        place.
-        """
+        """Hexadecimal digest of names, sizes, times and headers of the files, wherever the folder is."""
         found = hashlib.sha256()
         for file in self._files:
             _, _, size, modified = file.identity
@@ -144,10 +138,7 @@ class Checkpoint:
 
 
 def open_fitting(path: str, config: ModelConfig) -> Checkpoint:
-    """Return the checkpoint of an update, if its config asks for the same forward.
-
-    Raises CHECKPOINT_ERROR, or WEIGHT_MISMATCH with what differs in its config.
-    """
+    """Return the checkpoint of an update; raises WEIGHT_MISMATCH if its config asks for another forward."""
     checkpoint = open_checkpoint(path)
     backend: ModelBackend = "native" if config.transformers_config is None else "transformers"
     differing = config_difference(config, load_model_config(path, backend))
@@ -161,10 +152,8 @@ def open_fitting(path: str, config: ModelConfig) -> Checkpoint:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Find and check the safetensors files of a folder; raises CHECKPOINT_ERROR with ``path`` and ``reason``.
-
-    ``model.safetensors`` is preferred to ``model.safetensors.index.json``, as in transformers, and both to
-    any other ``*.safetensors``.
+    """Find and check the safetensors files of a folder, ``model.safetensors`` first, then an index, then any;
+    raises CHECKPOINT_ERROR.
     """
     folder = Path(path)
     try:

@@ -96,10 +96,7 @@ class Group:
         self.has_joined = False
 
     def joined(self) -> bool:
-        """Return True once every rank is there.
-
-        Raises CaesuraError ``group_error`` if they were not in time, or the group is dead.
-        """
+        """Return True once every rank is there; raises ``group_error`` if they are late, or it is dead."""
         if not self.has_joined and self._failure is None:
             try:
                 self._backend = self._joining.take()
@@ -416,10 +413,8 @@ class WeightsUpdateGroups:
         self._groups: dict[str, Group] = {}
 
     def join(self, request: InitWeightsUpdateGroupReqInput) -> Group:
-        """Return the group of ``request``, which starts to join unless it is there already.
-
-        Raises CaesuraError ``unsupported``, ``invalid_request``; ``group_error`` if the name is another
-        group's, or it is dead; ``queue_full`` if too many groups are being joined, or are there.
+        """Return the group of ``request``, which starts to join unless it is there already; raises
+        ``unsupported``, ``invalid_request``, ``group_error``, ``queue_full``.
         """
         member = Membership(
             request.group_name,
@@ -456,11 +451,7 @@ class WeightsUpdateGroups:
             self.leave(name)
 
     def open(self, request: UpdateWeightsFromDistributedReqInput) -> DistributedSource:
-        """Return the announced broadcasts; no broadcast is entered yet.
-
-        Raises CaesuraError ``group_error`` if a group is unknown, not joined yet, dead, or has this engine in
-        another role; ``invalid_request`` as :func:`batches_of`.
-        """
+        """Return the broadcasts, none entered yet; raises ``group_error`` or ``invalid_request``."""
         group = self.find(request.group_name)
         group.require_receiver()
         behind = None if request.relay_to is None else self.find(request.relay_to)

@@ -386,7 +386,7 @@ def test_a_client_that_does_not_read_costs_others_nothing(driver, monkeypatch):
             assert len(tokens_of(driver.result(rid))) == 5
             quick += 1
             largest = max(
-                [largest, *(len(queue._frames) for _, queue in driver.engine.router.backlogs.items())]
+                [largest, *(len(queue.frames) for _, queue in driver.engine.router.backlogs.items())]
             )
         assert driver.engine.router.has_backlog, "the slow client was meant to be full"
         assert quick >= 20
