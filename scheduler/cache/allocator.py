@@ -52,10 +52,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: np.ndarray) -> None:
-        """Take back ``pages`` (int32 [n]).
-
-        Raises LedgerError, and frees none, if a page does not exist, is free already, or is named twice.
-        """
+        """Take back int32 [n]; raise LedgerError, and free none, for pages unknown, free or named twice."""
         n = len(pages)
         if n == 0:
             return

@@ -62,10 +62,7 @@ class _Behind:
 
 
 def storage_pages(window: int, page_size: int, *, rows: int, step_tokens: int) -> int:
-    """Return the most pages that the ranges of ``rows`` requests need, without the scratch page.
-
-    ``step_tokens`` are the prompt tokens that a step computes, of all rows; two steps may be under way.
-    """
+    """Return the most pages that the ranges of ``rows`` requests need, with two steps under way."""
     # Both ends in the midst of a page, the page kept below, one that is given back late, and the step under
     # way.
     row = -(-window // page_size) + 5
@@ -183,9 +180,7 @@ class RequestState:
 
 
 class StateRows(_Behind):
-    """Rows of states: live ones of requests, and those that are kept at the ends of pages; pinned ones are
-    not idle.
-    """
+    """Rows of states: live ones, and those kept at the ends of pages; pinned ones are not idle."""
 
     def __init__(self, num_pages: int, num_rows: int) -> None:
         super().__init__(num_pages, num_rows)
@@ -233,11 +228,7 @@ class StateRows(_Behind):
         return RequestState(row, source, branch)
 
     def reserve(self, state: RequestState, *, take_kept: bool) -> None:
-        """Have a spare row for the next step, if there is one to be had beside one for another request.
-
-        There is none while the request begins from another's kept state: that outlives the step anyway. With
-        ``take_kept`` a kept state is given up for it.
-        """
+        """Have a spare row for the next step, if that leaves one for another request."""
         room = self.available if take_kept else self._allocator.num_free
         if state.source == NO_PAGE and state.spare == NO_ROW and room > 1:
             state.spare = self._take_row() or NO_ROW
@@ -278,11 +269,7 @@ class StateRows(_Behind):
         return state.promised[page]
 
     def keep(self, state: RequestState, pages: np.ndarray, num_full: int, num_shared: int) -> None:
-        """Keep what was promised for the first ``num_full`` of the request's ``pages``, which are filled.
-
-        Beside the states of the ``num_shared`` pages that are the tree's, a request keeps the last one, and
-        that of its branch.
-        """
+        """Keep what was promised for ``num_full`` pages; a request keeps its last one and its branch."""
         for position in sorted(page for page in state.promised if page < num_full):
             row, page = state.promised.pop(position), int(pages[position])
             if self.behind[page] != NO_ROW:

@@ -56,10 +56,7 @@ class CacheManager:
         windows: WindowPages | None = None,
         states: StateRows | None = None,
     ) -> None:
-        """``num_pages`` counts the scratch page; without ``prefix_cache`` nothing is matched or stored.
-
-        ``windows`` and ``states`` are the storage of layers that have these.
-        """
+        """``num_pages`` counts the scratch page; without ``prefix_cache`` nothing is matched or stored."""
         self.windows = windows
         self.states = states
         self.epoch = epoch
@@ -71,12 +68,9 @@ class CacheManager:
         self._num_owned = 0  # sum of num_pages - num_shared over the open requests
 
     def open(self, tokens: np.ndarray, salt: str, pages_row: np.ndarray) -> RequestKV:
-        """Start a request with prompt ``tokens`` (integers [n]), sharing the longest cached prefix of whole
-        pages.
+        """Start a request, sharing the longest cached prefix of at most ``(n - 1) // page_size`` pages.
 
-        At most ``(n - 1) // page_size`` pages are shared, so at least one token is left to compute.
-        ``pages_row`` (int32 [longest request in pages]) is kept and written in place until :meth:`close`.
-        :attr:`can_open` must be true.
+        ``pages_row`` (int32) is kept and written in place until :meth:`close`. :attr:`can_open` must be true.
         """
         if not self.can_open:
             raise LedgerError("no row of states is left")
@@ -139,12 +133,7 @@ class CacheManager:
             kv.first_in_range = first
 
     def extend(self, kv: RequestKV, num_tokens: int) -> bool:
-        """Give ``kv`` pages for ``num_tokens`` in total, evicting cached pages when the free ones do not
-        suffice.
-
-        Return False, with nothing changed, if there are not enough even so. Raises LedgerError if the row is
-        too short.
-        """
+        """Give ``kv`` pages for ``num_tokens`` in total, evicting cached ones; False changes nothing."""
         self._require_open(kv)
         wanted = -(-num_tokens // self.page_size)
         need = wanted - kv.num_pages
@@ -165,12 +154,10 @@ class CacheManager:
         return True
 
     def donate(self, kv: RequestKV, tokens: np.ndarray) -> None:
-        """Share the full pages of ``tokens`` (integers [n], the request's from its start, all computed) while
-        it lives.
+        """Share the full pages of ``tokens`` (the request's from its start, all computed) while it lives.
 
-        They stay locked for it. Where the tree has equal pages already, the request's duplicates are freed
-        and its row points to the tree's. Does nothing when ``kv`` is stale or the prefix cache is off. Raises
-        LedgerError if ``kv`` has no pages for that many tokens.
+        Where the tree has equal pages, the request's duplicates are freed and its row points to the tree's.
+        Does nothing when ``kv`` is stale or the prefix cache is off.
         """
         self._require_open(kv)
         full = len(tokens) // self.page_size
@@ -200,10 +187,7 @@ class CacheManager:
         self._free(duplicates)
 
     def close(self, kv: RequestKV, tokens: np.ndarray | None) -> None:
-        """End a request: donate the full pages of ``tokens`` (None: nothing), free the rest.
-
-        If donating raises, ``kv`` is still open.
-        """
+        """End a request, donating ``tokens`` unless None; if that raises, ``kv`` is still open."""
         self._require_open(kv)
         if tokens is not None:
             self.donate(kv, tokens)
@@ -220,10 +204,7 @@ class CacheManager:
         self._free(unlocked)
 
     def commit_epoch(self, epoch: int) -> int:
-        """Free every older cached page that nobody locks, after new weights are in place; return how many.
-
-        Open requests that have pages become stale; the others go on under the new epoch, which must be newer.
-        """
+        """Free older cached pages that nobody locks; return how many. Requests with pages become stale."""
         if epoch <= self.epoch:
             raise ValueError(f"epoch {epoch} does not follow {self.epoch}")
         self.epoch = epoch

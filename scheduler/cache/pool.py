@@ -76,11 +76,7 @@ class MHAPool(_PagedPool):
         window_layers: frozenset[int] = frozenset(),
         window_pages: int | None = None,
     ) -> None:
-        """``num_pages`` counts the scratch page 0, where padding rows may write; ``value_size`` is
-        ``head_size`` by default.
-
-        ``window_layers`` have ``window_pages`` instead, with a page table of their own.
-        """
+        """``num_pages`` counts scratch page 0; ``window_layers`` have ``window_pages`` with an own table."""
         self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
         self.window_pages = window_pages if window_layers else None
         pages = [
@@ -123,12 +119,7 @@ class MHAPool(_PagedPool):
 
 
 class MLAPool(_PagedPool):
-    """Latents of multi-head latent attention: what all heads' keys and values follow from, and the shared
-    rotated key.
-
-    DeepSeek-AI, 2024 (arXiv:2405.04434), section 2.1: (kv_lora_rank + qk_rope_head_dim) elements a token and
-    layer.
-    """
+    """Latents that keys and values follow from, and the shared rotated key (arXiv:2405.04434, 2.1)."""
 
     def __init__(
         self,
@@ -255,11 +246,7 @@ class RoutingPool:
         self._by_slot.index_copy_(0, kv_slots, rows)
 
     def read(self, pages: np.ndarray, start: int, end: int) -> np.ndarray:
-        """Return the rows of positions [start, end) of a request whose KV lies in ``pages`` (from position
-        0).
-
-        [end - start, layers, top_k] of uint8 or int16, on the host.
-        """
+        """Return rows [end - start, layers, top_k] of a request whose KV lies in ``pages``, on the host."""
         size = self._page_size
         first, last = start // size, -(-end // size)
         rows = np.empty(((last - first) * size, self.num_layers, self.top_k), self.numpy_dtype)

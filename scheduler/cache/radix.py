@@ -70,11 +70,7 @@ class RadixTree:
         self._heap: list[tuple[int, int, Node]] = []
 
     def match(self, epoch: int, salt: str, tokens: np.ndarray) -> tuple[np.ndarray, Node | None]:
-        """Return the longest stored page-aligned prefix of ``tokens``: its pages (int32) and its last node.
-
-        May split a node, so that the match ends at a node's end. Lock the node before anything else may
-        evict.
-        """
+        """Return the longest stored prefix of ``tokens``: pages (int32) and node, which may be split."""
         root = self._roots.get((epoch, salt)) if epoch >= self.first_epoch else None
         if root is None:
             return NO_PAGES, None
@@ -84,14 +80,10 @@ class RadixTree:
     def insert(
         self, epoch: int, salt: str, tokens: np.ndarray, pages: np.ndarray, after: Node | None = None
     ) -> Inserted:
-        """Store ``pages`` (int32 [n], n ≥ 1) for ``tokens`` (``n * page_size``, a whole prefix).
+        """Store ``pages`` (int32 [n], n ≥ 1) for ``tokens`` (``n * page_size``), unlocked; may split nodes.
 
-        With ``after``, a locked node, the run continues that node's path, at the cost of what is new. New
-        nodes are unlocked. May split nodes.
-
-        Raises:
-            LedgerError: the epoch is over; its KV is of no use to anybody.
-            ValueError: lengths do not agree.
+        With ``after``, a locked node, the run continues that node's path, at the cost of what is new. Raises
+        LedgerError if the epoch is over, ValueError if lengths do not agree.
         """
         if len(pages) == 0 or len(tokens) != len(pages) * self.page_size:
             raise ValueError(f"{len(tokens)} tokens do not fill {len(pages)} pages of {self.page_size}")
@@ -199,11 +191,7 @@ class RadixTree:
         return np.concatenate(gone) if gone else NO_PAGES
 
     def evict(self, num_pages: int) -> np.ndarray:
-        """Drop ``num_pages`` unlocked pages, or all there are if fewer; return them (int32).
-
-        Least recently used leaves go first, each from its end, so that what is left of a leaf is still a
-        prefix.
-        """
+        """Drop unlocked pages, least recently used leaves first, each from its end; return them (int32)."""
         gone: list[np.ndarray] = []
         missing = num_pages
         while missing > 0 and self._heap:
@@ -235,10 +223,7 @@ class RadixTree:
         return pages
 
     def drop_epochs_before(self, epoch: int) -> np.ndarray:
-        """End all epochs before ``epoch``; return the pages (int32) of their unlocked nodes, which are gone.
-
-        Locked ones stay, unreachable for :meth:`match`, until their last unlock returns their pages.
-        """
+        """End all epochs before ``epoch``; return their unlocked pages. Locked ones stay until unlocked."""
         self.first_epoch = max(self.first_epoch, epoch)
         gone: list[np.ndarray] = []
         for root in [root for root in self._roots.values() if root.epoch < self.first_epoch]:
@@ -303,10 +288,6 @@ def _int32(tokens: np.ndarray) -> np.ndarray:
 
 
 def _owned(part: np.ndarray) -> np.ndarray:
-    """Return ``part``, copied when it is at most half of the memory that it would keep alive.
-
-    So a token is copied at most log2(run) times however often its run is cut: always copying would be
-    quadratic.
-    """
+    """Return ``part``, copied if at most half of the memory it keeps alive: log2(run) copies of a token."""
     base = part.base
     return part.copy() if isinstance(base, np.ndarray) and 2 * part.size <= base.size else part

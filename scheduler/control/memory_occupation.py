@@ -1,14 +1,12 @@
 """Commands that release and resume memory occupation: device memory, by tag.
 
-- No step is launched while any tag is released: the gate closes before memory is released and opens after it
-  has been resumed. Weights become INVALID before their release, unless they are backed up: then they are
-  copied to the host behind the closed gate, and a copy that fails opens it again, with nothing released.
-- A release also drops what depends on the memory: with the KV the prefix cache, with the weights the record
-  of what an uncommitted update has written, with either the encoded prompts that are kept.
-- A resume that fails changes nothing. Both commands ignore tags that are as they ask.
-- Captured graphs are dropped with the tag ``cuda_graph``, and with every tag whose memory they read and that
-  moves on release. The resume that makes everything resident captures them again before the next step.
-  Without captured graphs the tag stands for nothing, and is never called released.
+- No step is launched while any tag is released. Weights become INVALID before their release, unless they are
+  backed up: then they are copied to the host behind the closed gate, and a copy that fails opens it again.
+- A release also drops what depends on the memory: the prefix cache, the record of an uncommitted update,
+  encoded prompts, captured graphs. The resume that makes everything resident captures those again before the
+  next step.
+- A resume that fails changes nothing. Both commands ignore tags that are as they ask, and ``cuda_graph``
+  where no graphs are captured.
 """
 
 import logging

@@ -2,10 +2,9 @@
 replies.
 
 - One exchange is one weight session. It commits after the server's second None, and the server gets its last
-  reply after the commit. Tensors that the server did not send keep their values; poisoned or invalid weights
-  still need every parameter.
-- Generation goes on until the first bucket has arrived. While the server is silent the loop sleeps or
-  generates; commands that change the engine wait until the update ends, as with any update.
+  reply after the commit. Tensors that were not sent keep their values, unless weights are poisoned or
+  invalid.
+- Generation goes on until the first bucket has arrived; other commands wait, as with any update.
 - The server's buffer is mapped from its first message until its first None, or until a failure.
 """
 

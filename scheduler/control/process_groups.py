@@ -1,12 +1,10 @@
 """Commands on the process groups over which weights are broadcast: join, leave, and send committed weights.
 
 - Each rank of the engine is in a group that it receives from. Where the engine is rank 0, it sends, and is
-  there by its own rank 0 alone, which asks the other ranks for their parts and sends whole tensors.
-- Joining waits for other processes, so the command steps aside and other work goes on, until its deadline at
-  the latest. A process group that could not be joined is removed.
+  there by its own rank 0 alone, which asks the other ranks for their parts.
+- Joining waits for other processes while other work goes on. A group that could not be joined is removed.
 - All bytes of a send are of one commit: while it is under way, commands that write or release weights keep
-  their place in the queue (:meth:`WeightSending.holds_back`), and everything else runs, pauses and steps
-  included. The loop reads the weights, a few milliseconds at a time, into buffers that a thread broadcasts.
+  their place in the queue (:meth:`WeightSending.holds_back`), and everything else runs.
 - A send that fails ends its group, so that no receiver waits for what does not come.
 """
 

@@ -1,12 +1,8 @@
 """The CPU's allocator behind the interface of a torch device module (``torch.cuda`` and the like).
 
-- ``empty_cache`` exists only where it does something: with glibc's own malloc. On musl, macOS, or with
-  jemalloc or tcmalloc preloaded, :data:`HOST` has no such method.
-- A figure that the platform does not give is 0, never a guess and never an exception.
-
-"Reserved" is what the process holds of anonymous memory (RssAnon). "Allocated" is what malloc has handed out
-and not got back: ``uordblks + hblkhd`` of mallinfo2(3), glibc 2.33 and later. Field meanings:
-proc_pid_status(5), proc_meminfo(5), the kernel's Documentation/admin-guide/cgroup-v2.rst and
+``empty_cache`` exists only where it does something: with glibc's own malloc. A figure that the platform does
+not give is 0. "Reserved" is resident anonymous memory (RssAnon); "allocated" is ``uordblks + hblkhd`` of
+mallinfo2(3). Fields are those of proc_pid_status(5), proc_meminfo(5), and the kernel's cgroup-v2.rst and
 cgroup-v1/memory.rst.
 """
 

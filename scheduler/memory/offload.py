@@ -1,11 +1,8 @@
-"""Large components that come and go: how their memory is divided, where the values are meanwhile, and when
-they move.
+"""Large components that come and go: how their memory is divided, where the values are, and when they move.
 
-- Values are saved once, when a unit first leaves the device; afterwards leaving only drops what the device
-  holds. Who changes them later writes the copy, too. Scratch memory (``preserve=False``) is never saved and
-  comes back as zeros.
-- A unit is on the device as a whole, or not at all: when its way there or back is interrupted, it is not.
-- Tensors keep their identity, and every view made of them keeps working.
+- Values are saved once, when a unit first leaves the device; who changes them later writes the copy, too.
+  Scratch memory (``preserve=False``) is never saved and comes back as zeros.
+- A unit is on the device as a whole, or not at all. Every view made of a tensor keeps working.
 - Memory is taken, used and dropped on the stream that is current in :meth:`OffloadUnit.ready`, so that the
   allocator may reuse it in the stream's order.
 """

@@ -101,11 +101,7 @@ class Answers:
     def attach(
         self, client: bytes, message_id: str, frame: bytes, buffers: Sequence[memoryview] = ()
     ) -> list[Message] | None:
-        """Register a message, or attach a retry of it: return the answers so far, or None if the id is new.
-
-        Raises:
-            CaesuraError: ``id_conflict`` if the id was used with other frames; ``answer_forgotten``.
-        """
+        """Register a message (None), or attach a retry: return the answers so far, or refuse it."""
         digest = hashlib.blake2b(frame, digest_size=16)
         for buffer in buffers:
             digest.update(buffer)
@@ -278,10 +274,7 @@ class Replies:
 
 
 class _Ring:
-    """Records one behind the other, the latest over the oldest, in memory that is written at start.
-
-    A record's address is the number of bytes written before it, so no address comes again, and none is 0.
-    """
+    """Records in memory written at start, the latest over the oldest; no address comes again or is 0."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

@@ -76,10 +76,7 @@ class Router:
         return bool(self.backlogs)
 
     def receive(self) -> Iterator[tuple[bytes, bytes, list[memoryview]]]:
-        """Yield ``(client, header, buffers)`` of received messages, a bounded number per call; never block.
-
-        Buffers are views of libzmq's own memory, valid while they are referenced.
-        """
+        """Yield ``(client, header, buffers)``, a bounded number; buffers are views of libzmq's memory."""
         socket, frames = self.socket, FRAMES_PER_DRAIN
         for _ in range(MESSAGES_PER_DRAIN):
             message = self._incoming

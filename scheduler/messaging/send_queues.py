@@ -170,10 +170,7 @@ def _array_bytes(value: object) -> int:
 
 
 def merge(deltas: list[StreamDelta], ended: set[tuple[str, int]]) -> StreamDelta | None:
-    """Merge deltas into one, with a row for each contiguous run of a sample's tokens; None if no row is left.
-
-    Samples in ``ended`` are left out, because their terminal result follows.
-    """
+    """Merge deltas, with a row for each run of a sample that is not in ``ended``; None without rows."""
     numbers: dict[tuple[str, int], int] = {}
     indices, starts, counts, tokens = (
         np.concatenate([np.frombuffer(getattr(delta, name), "<i4") for delta in deltas])

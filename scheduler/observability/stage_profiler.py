@@ -58,11 +58,7 @@ class StageProfiler:
         log: bool = False,
         describe_memory: Callable[[], str] | None = None,
     ) -> None:
-        """``parent`` also counts every run, as ``prefix`` + name; ``log`` logs the start and end of each
-        stage.
-
-        ``describe_memory``, without side effects, is appended to the second line at DEBUG.
-        """
+        """``parent`` counts runs as ``prefix`` + name; ``describe_memory`` is logged at DEBUG."""
         self._totals: dict[str, StageTotal] = {}
         self._parent = parent
         self._prefix = prefix

@@ -61,11 +61,7 @@ class StepTrace:
         return True
 
     def start(self, request: StartProfileReqInput, step: int) -> int:
-        """Record the steps after ``step``; return how many at most.
-
-        Raises:
-            CaesuraError: ``busy``, another trace is recorded or written; ``invalid_request``.
-        """
+        """Record the steps after ``step``; return how many at most. Raises ``busy``, ``invalid_request``."""
         if self._recording is not None or (self._writing is not None and not self._writing.done):
             raise CaesuraError(ErrorCode.BUSY, f"the trace {self.path} is still being recorded or written")
         wanted = request.activities or ["CPU", "GPU"]

@@ -93,11 +93,7 @@ class Task(Generic[Item]):
 
 
 class Feed(Generic[Item]):
-    """Iterator that runs in a thread, at most ``ahead`` items ahead of the loop, which takes them without
-    waiting.
-
-    It goes on when the loop has *released* an earlier item, whose buffers may then be reused.
-    """
+    """Iterator in a thread, at most ``ahead`` items ahead; the buffers of a *released* item may be reused."""
 
     def __init__(
         self,

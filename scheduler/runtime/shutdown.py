@@ -93,10 +93,7 @@ def end_on_stop_signals() -> None:
 
 
 def name_fatal_signals(say: Callable[[str], None]) -> None:
-    """Call ``say`` before one of :data:`FATAL_SIGNALS` ends the process as it would have done anyway.
-
-    A signal that is ignored or has a handler is left alone, and process 1 is not ended by any of them.
-    """
+    """Call ``say`` before a fatal signal ends the process, unless it is ignored, handled, or pid is 1."""
     if os.getpid() == 1:
         return
 
@@ -120,10 +117,7 @@ class StopSignals:
     """Turns stop signals into bytes on a descriptor, or into an exception until the engine serves."""
 
     def __init__(self, limit_end: Callable[[], None]) -> None:
-        """Install the handlers; ``limit_end`` ends the process some time later, whatever happens.
-
-        The exception of a signal waits for the end of a call into a library, and is lost in a finalizer.
-        """
+        """Install the handlers; ``limit_end`` ends the process later, even if the exception is lost."""
         self._limit_end = limit_end
         reader, writer = socket.socketpair()
         for end in (reader, writer):
@@ -140,11 +134,7 @@ class StopSignals:
         threading.Thread(target=self._watch, args=[peek], name="start-signals", daemon=True).start()
 
     def _watch(self, peek: socket.socket) -> None:
-        """Repeat a signal that had no effect until the engine serves or its start is interrupted.
-
-        The interpreter can begin to wait for a lock just after it has looked for signals; only another one
-        interrupts it.
-        """
+        """Repeat a signal without effect: it came as the interpreter began to wait for a lock."""
         main, limited = threading.main_thread().ident or 0, False
         with peek:
             while not self._serving:

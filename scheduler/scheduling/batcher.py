@@ -166,11 +166,7 @@ class Batcher:
         return self._chunk_sizer.limit
 
     def halve(self, batch: ScheduledBatch) -> bool:
-        """Limit steps to half the tokens of ``batch``, which ran out of memory and was rolled back.
-
-        Return False, with no other limit, if ``batch`` is a single token and an earlier step failed at the
-        same one.
-        """
+        """Limit steps to half of ``batch``; return False if it is a single token that failed before."""
         requests = self.requests_of(batch)
         if batch.num_tokens == 1 and requests:
             (request,) = requests
@@ -198,11 +194,7 @@ class Batcher:
             self.retract_all()
 
     def schedule_failure_candidates(self) -> list[Request]:
-        """Return the requests to fail when :meth:`schedule` raises again and again.
-
-        This is the request that was being started; else all requests with KV; else the first one in the
-        queue.
-        """
+        """Return the request that was being started; else all with KV; else the first waiting one."""
         starting = self._starting
         if starting is not None and starting.phase is Phase.WAITING:
             return [starting]
@@ -228,11 +220,7 @@ class Batcher:
         return len(requests)
 
     def restart_prefills(self) -> int:
-        """Requeue all requests in prefill after a weight commit: their KV comes from the new weights.
-
-        Prompt log-probabilities must come from the weights that sample the first token, so waiting requests
-        without output drop the ones they have.
-        """
+        """Requeue all in prefill: KV and prompt logprobs must come from the weights that sample."""
         unfinished = list(self._prefilling)
         for request in reversed(unfinished):
             self._requeue(request, keep_prefix=False, count=False)
@@ -273,10 +261,7 @@ class Batcher:
         return slots_array if needs_token.all() else slots_array[needs_token]
 
     def _extend_decode_pages(self, decode: np.ndarray) -> bool:
-        """Allocate KV for the next token of each row, preempting the youngest requests when pages run out.
-
-        Return False if a preemption is needed and a step in flight must be completed first.
-        """
+        """Allocate KV, preempting the youngest; return False if a step in flight must end first."""
         table = self.table
         for slot in decode[table.scheduled[decode] % PAGE_SIZE == 0]:
             request = table.by_slot[slot]
@@ -330,10 +315,7 @@ class Batcher:
         request.kv = None
 
     def _restarted_chunks(self) -> list[tuple[Request, int]]:
-        """Return the chunks of requests that decoded until they lost their states, while memory is short.
-
-        Decoding rows wait for them, since they would take all of a step for as long as they decode.
-        """
+        """Return chunks of requests that lost their states; decoding rows wait while memory is short."""
         chunks: list[tuple[Request, int]] = []
         budget = 0 if self._chunk_sizer.limit is None else self._chunk_sizer.budget()
         for request in self._prefilling:
@@ -376,11 +358,7 @@ class Batcher:
         return (len(request.prompt) - 1 if first is None else first) // PAGE_SIZE
 
     def _start(self, request: Request, num_skipped: int) -> bool:
-        """Bind ``request`` to a slot, with KV pages for all of its known tokens, if there are enough free
-        ones.
-
-        Pages are left free for ``num_skipped`` earlier requests that wait for a shared prefix.
-        """
+        """Bind ``request`` to a slot with pages, leaving some free for ``num_skipped`` earlier requests."""
         self._starting = request
         started = self._bind(request, num_skipped)
         self._starting = None

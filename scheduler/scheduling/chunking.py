@@ -18,11 +18,7 @@ PATIENCE, MOST_PATIENCE = 16, 128
 
 
 class ChunkSizer:
-    """Turns measured steps into the next step's budget of prompt tokens.
-
-    ``prompt_tokens`` are those of all measured steps. ``limit`` is the most tokens of a step after one ran
-    out of memory, else None.
-    """
+    """Turns measured steps into the next budget; ``limit`` is set after a step ran out of memory."""
 
     def __init__(self, largest: int, target_s: float) -> None:
         """``target_s`` is the step time to aim at; if it is infinite, the budget is always ``largest``."""

@@ -63,10 +63,7 @@ class Outputs(ABC, Generic[SampleT]):
         self._stamp = stamp
 
     def finish(self, sample: SampleT, reason: FinishReason, *, keep_prefix: bool = True) -> None:
-        """Finish a sample: build its result, then release what it holds.
-
-        With ``keep_prefix`` what it has computed of its prompt may serve others.
-        """
+        """Build the result, then release; with ``keep_prefix`` what was computed may serve others."""
         assert sample.phase is not Phase.FINISHED, "a sample ends once"
         try:
             result = self._result(sample, reason)

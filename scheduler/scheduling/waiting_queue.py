@@ -48,12 +48,7 @@ class AdmissionLimits:
     def admit(
         self, message: GenerateReqInput, _buffers: list[memoryview], client: bytes, waiting: int
     ) -> list[Request]:
-        """Check a generate message and make its requests, one per sample; changes no state.
-
-        Raises:
-            CaesuraError: ``invalid_request``, ``unsupported``, ``prompt_too_long``, ``exceeds_kv_pool``,
-                ``queue_full``.
-        """
+        """Check a generate message and make its requests, one per sample; changes no state."""
         params, prompt_len = message.sampling_params, len(message.input_ids)
         for field, value, requirement in params.problems():
             field = f"sampling_params.{field}"

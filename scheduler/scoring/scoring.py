@@ -150,12 +150,7 @@ class Scoring:
         return bool(self._work is not None or self._queue or self._answers)
 
     def accept(self, message: ScoreReqInput) -> None:
-        """Queue all sequences of a message, or none.
-
-        Raises:
-            CaesuraError: ``invalid_request``, ``prompt_too_long``, ``exceeds_kv_pool``, ``queue_full``,
-                ``memory_released``.
-        """
+        """Queue all sequences of a message, or none."""
         self._engine.state.require_resident("weights")
         pending, limit = len(self._queue), self._engine.config.max_waiting_requests
         if pending and pending + len(message.input_ids) > limit:

@@ -1,14 +1,10 @@
 """The broadcasts of a process group of torch.distributed: which tensors each has, and how they are received,
-relayed and sent.
+relayed and sent. Sender and receiver read a call alike, and whatever is wrong with it is found before a
+broadcast is entered.
 
-- Sender and receiver read a call alike. A tensor is whole, and lies in one broadcast, without padding.
-  Everything that is wrong with a call is found before a broadcast is entered.
-- A thread receives into two buffers, and the loop writes from one while the other fills. A buffer is received
-  into again after what was written from it: on the host when the loop has released it, on a device after the
-  event that the loop then gives. The loop never waits for either.
-- A buffer that is sent is filled again after its broadcast has ended on every rank that it reaches directly.
-- Small tensors share a buffer on a device: their broadcasts are entered one behind the other and waited for
-  together.
+- A thread receives into two buffers, and the loop writes from one while the other fills, waiting for neither:
+  events order them on a device. A buffer that is sent is filled again after its broadcast has ended.
+- Small tensors share a buffer on a device: their broadcasts are waited for together.
 - A relay that fails is over, and says so; it never fails the reception that it serves.
 """
 

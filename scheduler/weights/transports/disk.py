@@ -1,12 +1,10 @@
 """Checkpoints on disk: safetensors files, read with ``pread`` into one reusable bucket.
 
-- Every header is parsed and checked against its file, and the files against the index, before a tensor is
-  read.
+- Every header is checked against its file, and the files against the index, before a tensor is read. Each
+  piece is checked to have arrived whole, from the very file whose header was read.
 - Nothing is memory-mapped: a mapped file that someone truncates is SIGBUS, and its pages count as resident.
-  Nothing is unpickled.
-- Each piece is checked to have arrived whole, from the very file whose header was read.
-
-The safetensors library offers no read at an offset, hence a parser of our own (``transfer/safetensors.py``).
+  The safetensors library offers no read at an offset, hence a parser of our own
+  (``transfer/safetensors.py``).
 """
 
 import hashlib
