@@ -356,10 +356,10 @@ def state_shape(config: ModelConfig) -> StateShape:
     )
 
 
-def hybrid_attention(
-    config: ModelConfig, shape: AttentionShape, place: Placement, *, by_key_head: bool
-) -> list[AttentionBlock]:
+def hybrid_attention(config: ModelConfig, place: Placement, *, by_key_head: bool) -> list[AttentionBlock]:
     """Return the block of every layer; those with KV and those with a state are counted apart."""
+    bias = config.attention_bias
+    shape = attention_shape(config, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_from_one=True, gated=True)
     assert config.delta is not None
     delta = DeltaShape(
         hidden_size=config.hidden_size,

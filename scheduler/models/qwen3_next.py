@@ -5,15 +5,7 @@ from dataclasses import replace
 from ..layers.parameters import Placement
 from .config import ModelConfig
 from .config_moe import MoeFields
-from .decoder import (
-    AttentionBlock,
-    HybridForCausalLM,
-    SparseNames,
-    attention_shape,
-    dense_mlp,
-    hybrid_attention,
-    sparse_mlp,
-)
+from .decoder import HybridForCausalLM, SparseNames, dense_mlp, hybrid_attention, sparse_mlp
 from .family import Family
 
 _HYBRID = Family(num_kv_heads=2, head_dim=256, partial_rotary=0.25, delta=True)
@@ -27,18 +19,12 @@ FAMILIES = {
 _EXPERTS = SparseNames(shared="shared_expert")
 
 
-def _attention(config: ModelConfig, place: Placement, *, by_key_head: bool) -> list[AttentionBlock]:
-    bias = config.attention_bias
-    shape = attention_shape(config, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_from_one=True, gated=True)
-    return hybrid_attention(config, shape, place, by_key_head=by_key_head)
-
-
 class Qwen3NextForCausalLM(HybridForCausalLM):
     """Qwen2-MoE's experts; projections of linear attention lie together per key head."""
 
     def __init__(self, config: ModelConfig, *, place: Placement) -> None:
         mlp, routing = sparse_mlp(config, place, names=_EXPERTS)
-        attention = _attention(config, place, by_key_head=True)
+        attention = hybrid_attention(config, place, by_key_head=True)
         super().__init__(config, attention, mlp, place=place, routing=routing)
 
 
@@ -46,7 +32,7 @@ class Qwen3_5ForCausalLM(HybridForCausalLM):  # noqa: N801  the architecture's n
     """Dense; projections of linear attention are modules of their own."""
 
     def __init__(self, config: ModelConfig, *, place: Placement) -> None:
-        attention = _attention(config, place, by_key_head=False)
+        attention = hybrid_attention(config, place, by_key_head=False)
         super().__init__(config, attention, dense_mlp(config, place), place=place)
 
 
@@ -55,5 +41,5 @@ class Qwen3_5MoeForCausalLM(HybridForCausalLM):  # noqa: N801  the architecture'
 
     def __init__(self, config: ModelConfig, *, place: Placement) -> None:
         mlp, routing = sparse_mlp(config, place, names=_EXPERTS)
-        attention = _attention(config, place, by_key_head=False)
+        attention = hybrid_attention(config, place, by_key_head=False)
         super().__init__(config, attention, mlp, place=place, routing=routing)

@@ -60,7 +60,7 @@ def submit(driver: EngineDriver, params: SamplingParams) -> list[str]:
 
 def fresh_outputs(driver: EngineDriver, params: SamplingParams) -> list[tuple[list[int], list[float]]]:
     driver.call(FlushCacheReqInput(torch_empty_cache=False))
-    return driver.outputs(submit(driver, params))
+    return driver.finish(submit(driver, params))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.15)])
@@ -102,7 +102,7 @@ def test_pause_is_a_barrier_and_leaves_no_trace(models, mode, ticks):
         assert driver.status().step == step
         report = driver.call(ContinueGenerationReqInput())
         assert report.freed == max(0, report.reserved_before - report.reserved_after)
-        found = driver.outputs(rids)
+        found = driver.finish(rids)
         assert driver.status().kv.held == 0
     for (ids, logprobs), (expected_ids, expected_logprobs) in zip(found, expected, strict=True):
         count = len(ids) if mode == "abort" else 20

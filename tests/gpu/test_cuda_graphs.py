@@ -68,7 +68,7 @@ def generate(driver: EngineDriver) -> list[tuple[list[int], list[float]]]:
     for prompt in PROMPTS:
         message = GenerateReqInput(input_ids=prompt, sampling_params=params, return_logprob=True)
         rids.append(driver.submit(message))
-    return driver.outputs(rids)
+    return driver.finish(rids)
 
 
 def assert_close(found, expected) -> None:
@@ -129,7 +129,7 @@ def sampled(driver: EngineDriver) -> list[tuple[list[int], list[float]]]:
                 return_raw_logprob=number % 2 == 0,
             )
             rids.append(driver.submit(message))
-        results += driver.outputs(rids)
+        results += driver.finish(rids)
     return results
 
 

@@ -35,7 +35,7 @@ def outputs(driver: EngineDriver) -> list[tuple[list[int], list[float]]]:
     for prompt in PROMPTS:
         message = GenerateReqInput(input_ids=prompt, sampling_params=params, return_logprob=True)
         rids.append(driver.submit(message))
-    found = driver.outputs(rids)
+    found = driver.finish(rids)
     assert {driver.result(rid).finish_reason.type for rid in rids} == {"length"}
     assert driver.status().kv.held == 0
     return found

@@ -86,14 +86,14 @@ def expected(paths):
     found = []
     for path in paths:
         with driver_of(path) as driver:
-            found.append(driver.outputs(submit(driver)))
+            found.append(driver.finish(submit(driver)))
     return found
 
 
 def test_generation_pause_and_update_are_those_of_an_eager_engine(paths, expected, device):
     with driver_of(paths[0], pipeline_depth=1) as driver:
         assert device.captures == GRAPHS
-        assert_same(driver.outputs(submit(driver)), expected[0])
+        assert_same(driver.finish(submit(driver)), expected[0])
         assert device.replays > 30
         driver.call(FlushCacheReqInput())
         rids = submit(driver)
@@ -106,9 +106,9 @@ def test_generation_pause_and_update_are_those_of_an_eager_engine(paths, expecte
         driver.tick(3)
         assert device.replays == replays, "a paused engine launches nothing"
         driver.call(ContinueGenerationReqInput())
-        driver.outputs(rids)
+        driver.finish(rids)
         driver.call(FlushCacheReqInput())
-        assert_same(driver.outputs(submit(driver)), expected[1])
+        assert_same(driver.finish(submit(driver)), expected[1])
         assert device.captures == GRAPHS, "an update in place needs no new capture"
 
 
@@ -117,7 +117,7 @@ def test_graphs_are_captured_again_once_everything_is_back(paths, expected, devi
     if moves:
         monkeypatch.setattr(residency, "_plain", lambda device: residency.StorageComponent)
     with driver_of(paths[0], pipeline_depth=1) as driver:
-        driver.outputs(submit(driver))
+        driver.finish(submit(driver))
         driver.call(PauseGenerationReqInput(mode="abort"))
         driver.call(ReleaseMemoryOccupationReqInput(tags=["weights", "kv_cache"]))
         graphs = driver.engine.runner.graphs
@@ -130,7 +130,7 @@ def test_graphs_are_captured_again_once_everything_is_back(paths, expected, devi
         driver.call(UpdateWeightFromDiskReqInput(model_path=paths[1]), max_ticks=10_000)
         driver.call(ContinueGenerationReqInput())
         replays = device.replays
-        assert_same(driver.outputs(submit(driver)), expected[1])
+        assert_same(driver.finish(submit(driver)), expected[1])
         assert device.replays > replays + 30
 
 
@@ -146,7 +146,7 @@ def test_the_tag_of_graphs_releases_and_resumes_them(paths, expected, device):
         assert reply.resumed_bytes == {"cuda_graph": 1000 * GRAPHS}
         assert graphs.are_captured
         driver.call(ContinueGenerationReqInput())
-        assert_same(driver.outputs(submit(driver)), expected[0])
+        assert_same(driver.finish(submit(driver)), expected[0])
 
 
 def test_an_engine_starts_where_kernels_cannot_be_compiled(paths, expected, device, monkeypatch, caplog):
@@ -158,7 +158,7 @@ def test_an_engine_starts_where_kernels_cannot_be_compiled(paths, expected, devi
     with driver_of(paths[0], pipeline_depth=1) as driver:
         assert "flashinfer: a step with it fails: RuntimeError: Could not find nvcc" in caplog.text
         assert driver.status().kernels["attention"] == "torch"
-        assert_same(driver.outputs(submit(driver)), expected[0])
+        assert_same(driver.finish(submit(driver)), expected[0])
     backends.failure_of.cache_clear()
 
 
@@ -171,7 +171,7 @@ def test_latent_attention_is_captured_too(tmp_path, device, monkeypatch):
     for wanted in ("sdpa", "auto"):
         fake_flashinfer.CALLS.clear()
         with driver_of(str(tmp_path), pipeline_depth=1, attention_backend=wanted) as driver:
-            found[wanted] = driver.outputs(submit(driver))
+            found[wanted] = driver.finish(submit(driver))
             assert driver.status().kernels["attention"] == ("flashinfer" if wanted == "auto" else "torch")
         planned = {call.rpartition(" for a graph")[1] or call.split()[2] for call in fake_flashinfer.CALLS}
         assert planned == ({" for a graph", "decode", "prefill"} if wanted == "auto" else set())
@@ -181,7 +181,7 @@ def test_latent_attention_is_captured_too(tmp_path, device, monkeypatch):
 
 def test_graphs_can_be_declined(paths, expected, device):
     with driver_of(paths[0], pipeline_depth=1, cuda_graphs=False) as driver:
-        assert_same(driver.outputs(submit(driver)), expected[0])
+        assert_same(driver.finish(submit(driver)), expected[0])
     assert (device.captures, device.replays) == (0, 0)
 
 
@@ -230,7 +230,7 @@ def test_edits_and_further_logprobs_are_those_of_an_eager_engine(paths, device, 
         found = run(driver)
         assert device.replays > 10
         monkeypatch.setattr(driver.engine.runner._special, "sample", None)
-        driver.outputs(submit(driver))  # which would fail, were anything special in these
+        driver.finish(submit(driver))  # which would fail, were anything special in these
     for mine, theirs in zip(found, expected, strict=True):
         assert tokens_of(mine) == tokens_of(theirs)
         for name in ("output_logprobs", "raw_logprobs", "input_logprobs"):
@@ -256,5 +256,5 @@ def test_a_kernel_that_stores_reads_its_slots_where_each_step_has_them(paths, ex
         assert len(fake_elementwise.CALLS) == layers * (2 * SIZES + 2), (
             "before and in each graph, warm-up, largest step"
         )
-        assert_same(driver.outputs(submit(driver)), expected[0])
+        assert_same(driver.finish(submit(driver)), expected[0])
         assert device.replays > 15

@@ -555,7 +555,7 @@ class EngineDriver:
         assert len(found) == 1, f"{rid}/{index} has {len(found)} terminal results"
         return found[0]
 
-    def outputs(self, rids: Iterable[str]) -> list[tuple[list[int], list[float]]]:
+    def finish(self, rids: Iterable[str]) -> list[tuple[list[int], list[float]]]:
         """Run until idle; return the tokens of each request and their logprobs."""
         self.run_until_idle()
         results = [self.result(rid) for rid in rids]
