@@ -61,8 +61,7 @@ class ErrorCode(StrEnum):
     WEIGHT_MISMATCH = "weight_mismatch"
     """Tensors or config do not match the model. ``detail``: missing, unexpected, mismatched, config."""
     WEIGHTS_NOT_FINITE = "weights_not_finite"
-    """``check_finite`` found NaN or infinity in an update, which was not committed. ``detail``: tensors
-    (their number), non_finite (the first three: name, count, total)."""
+    """``check_finite`` found NaN or infinity. ``detail``: tensors (how many), non_finite (first three)."""
     UNSUPPORTED_MODEL = "unsupported_model"
     """The model config requires something that this engine does not implement. ``detail``: fields."""
     OUT_OF_MEMORY = "out_of_memory"

@@ -136,13 +136,12 @@ class GenerateReqInput(Request, kw_only=True):
     top_logprobs_num: int = 0
     """With ``return_logprob``: at each of these positions, also this many most likely tokens; at most 128."""
     token_ids_logprob: list[TokenId] | None = None
-    """With ``return_logprob``: at most 1,024 ids whose logprobs are returned at each position."""
+    """With ``return_logprob``: at most 1,024 ids whose logprobs come at each position. None means none."""
     return_sampling_mask: bool = False
     """Return the tokens that top-k, top-p and min-p kept (:class:`SamplingMask`), for a trainer to
     renormalise. Samples from at most 4,096 tokens: a larger ``top_k``, or none, counts as 4,096."""
     return_routed_experts: bool = False
-    """Return the experts of each position, prompt included (:class:`RoutedExperts`); needs a model with some.
-    """
+    """Return each position's experts, prompt included (:class:`RoutedExperts`), if the model has some."""
     routed_experts_start_len: Annotated[int, msgspec.Meta(ge=0)] = 0
     """First position whose experts are returned; at most the prompt's length."""
     stream: bool = False

@@ -24,8 +24,7 @@ class BeginWeightUpdateReqInput(ControlRequest, kw_only=True):
     """Open an explicit weight update session; ``end`` commits all its calls together."""
 
     manifest: list[TensorSpec] | None = None
-    """All tensors of the checkpoint: checked at once, must be complete, and ``end`` requires all of it. None
-    means that each call is checked on its own, and some tensors are enough."""
+    """All tensors of the checkpoint, checked now, required by ``end``. None: each call is checked alone."""
     component: Label | None = None
     deadline_s: PositiveDuration | None = None
     """Seconds after which the session is aborted. None means the engine's ``session_deadline_s``."""
@@ -243,7 +242,7 @@ class UpdateWeightsFromDistributedReqInput(WeightUpdateOptions, kw_only=True):
     tensors_per_broadcast: BroadcastSizes | None = None
     """With ``flattened_bucket``: number of tensors in each broadcast, in order. None means all in one."""
     relay_to: GroupName | None = None
-    """Group with this engine as rank 0 to relay to (``relay_error``); a failure of this call ends it."""
+    """Group with this engine as rank 0 to relay to (``relay_error``); ends if this call fails. None: none."""
 
 
 class GetWeightsManifestReqInput(ControlRequest, kw_only=True):
