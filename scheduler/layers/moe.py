@@ -42,7 +42,7 @@ class Router:
         bias: bool = False,
         place: Placement,
     ) -> None:
-        """Name the checkpoint's ``module``: ``weight`` [experts, hidden], and ``bias`` [experts] if asked for.
+        """Name the checkpoint's ``module``: ``weight`` [experts, hidden], ``bias`` [experts] if asked for.
 
         Among groups it is ``e_score_correction_bias`` (float32). ``normalize``: weights are divided by their
         sum.
