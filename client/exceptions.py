@@ -247,7 +247,7 @@ class TimedOut(EngineError, TimeoutError, code=ErrorCode.TIMED_OUT):
     """No reply within the caller's timeout. The command may still complete.
 
     Attributes:
-        message_id: pass it as ``message_id=`` with the same arguments to attach to the command or its answer.
+        message_id: pass it with the same arguments to attach to the command or its answer.
     """
 
     @property

@@ -108,10 +108,9 @@ def _refused(path: AnyPath, name: str, reason: str) -> CaesuraError:
 
 
 class Handshakes:
-    """Makes a socket that is not bound yet accept only clients with authorized keys (RFC 27, ZAP).
+    """Makes a socket not bound yet accept only the keys in ``authorized``, read each time (RFC 27, ZAP).
 
     Invariants: ZeroMQ accepts nobody while :meth:`answer` is not called; every error is a refusal.
-    ``authorized`` is read for each handshake.
     """
 
     def __init__(

@@ -49,10 +49,7 @@ def blocking(
 
 
 class ControlClient:
-    """A connection to one engine for trainers' commands, for any number of threads.
-
-    Constructor, methods and errors are those of :class:`AsyncControlClient`, without ``await``.
-    """
+    """:class:`AsyncControlClient` without ``await``, for any number of threads."""
 
     def __init__(
         self, endpoint: str, *, owner: str | None = None, **connection: Unpack[ConnectionOptions]

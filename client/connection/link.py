@@ -44,8 +44,7 @@ EXIT_GRACE_S = 1.0
 RETRY_S = 0.1
 
 RECONNECT_S = 1.0
-"""Seconds after a loss in which requests wait for a successor; later ones fail with the first try that fails.
-"""
+"""Seconds after a loss in which requests wait for a successor; later ones fail with the first failed try."""
 
 ATTEMPT_S = 1.0
 
@@ -86,9 +85,8 @@ def monitored(report: bytes) -> tuple[int, int]:
 class Link:
     """One DEALER socket and its monitor.
 
-    ``pending`` returns True if anything is unanswered, ``receive`` gets every message but the answer to the
-    hello, ``lost`` the error, and True if no reconnect can help; ``watch`` and ``unwatch`` keep the owner's
-    poller right.
+    ``pending`` tells if anything is unanswered, ``receive`` gets messages, ``lost`` the error and True if it
+    is final; ``watch`` and ``unwatch`` keep the owner's poller right.
     """
 
     def __init__(

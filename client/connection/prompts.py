@@ -56,12 +56,7 @@ class Plan(Generic[RequestT]):
     buffers: Sequence[bytes] = ()
 
     def collect(self, waiters: Sequence[Finished], timeout: float | None) -> Any:
-        """Return what has ended by now: one output, or a flat prompt-major list.
-
-        Raises:
-            EngineError: of the first prompt that failed, with its position as a note.
-            TimedOut: none failed, and not all have ended.
-        """
+        """Return one output or a flat prompt-major list, or raise the first prompt's error, else TimedOut."""
         for position, waiter in enumerate(waiters):
             error = waiter.exception() if waiter.done() else None
             if error is not None:
@@ -86,9 +81,7 @@ def plan(
     rid: str | Sequence[str] | None,
     message_id: str | None,
 ) -> Plan[GenerateReqInput]:
-    """Return the requests of one ``generate`` call; InvalidRequest for prompts and parameters that there are
-    not.
-    """
+    """Return the requests of one ``generate`` call; InvalidRequest for wrong prompts or parameters."""
     fields = _fields(options)
     prompts, single = sequences(input_ids)
     params = per_prompt_sampling(sampling_params, len(prompts))
@@ -141,10 +134,7 @@ def sampling(given: Any) -> SamplingParams:
 
 
 def struct_of(field: str, given: Any, kind: type[StructT], beside: Sequence[str] = ()) -> StructT:
-    """Return ``given`` as a ``kind``, whose fields a mapping has, or InvalidRequest. None means the defaults.
-
-    ``beside`` are names that belong next to the mapping.
-    """
+    """Return ``given`` as a ``kind``, None as its defaults, or InvalidRequest; ``beside`` belongs there."""
     if isinstance(given, kind):
         return given
     if given is None:

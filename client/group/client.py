@@ -184,7 +184,6 @@ class GroupClient(GenerationClient):
         return msgspec.structs.replace(own, aborted=max(own.aborted, by_engines))
 
     def _begun(self, work: Coroutine[Any, Any, Any], owner: str | None) -> Result:
-        """Start ``work`` as a task; one of the owner's renews the lease of the pause."""
         lease = self._group.lease
         of_owner = owner is None or owner == self._group.owner
         task = asyncio.ensure_future(work if lease is None or not of_owner else lease.renewed_by(work))

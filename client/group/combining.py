@@ -65,9 +65,7 @@ _RULES: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def added(values: Iterable[Any]) -> Any:
-    """Return the sum of numbers, of tables by key, of records by field and of lists of records by their first
-    field. Unknown values (None) do not count, and of other types the first value stays.
-    """
+    """Return sums of numbers, tables by key, records by field, lists by first field; else the first value."""
     known = [value for value in values if value is not None]
     match known[0] if known else None:
         case bool() | str():

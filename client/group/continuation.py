@@ -130,10 +130,7 @@ def continuation(
 def joined(
     request: wire.GenerateReqInput, part: Part, last: GenerateOutput, epoch_of: EpochOf, *, rid: str
 ) -> GenerateOutput:
-    """Return one output of ``part`` and an engine's answer to its :func:`continuation`.
-
-    Log-probabilities of the prompt and routed experts are the last engine's, or None if it ended too early.
-    """
+    """Return ``part`` and its :func:`continuation` as one; prompt logprobs and experts are the latter's."""
     prompt_len, done = len(request.input_ids), len(part)
     spans = [
         msgspec.structs.replace(

@@ -190,8 +190,8 @@ class ReplicaFleet(Fleet):
     async def combined(self, owner: str | None) -> GetStatusReqOutput:
         """Return one status of all replicas; ``owner`` is the token of the request.
 
-        Once one replica has answered, the others have :attr:`status_s` in all: their requests, tokens and
-        bytes count as they were, their state does not count.
+        After the first answer others have :attr:`status_s` in all; late ones count as they were, but not
+        their state.
         """
         members = self.present
         if not members:
@@ -240,7 +240,6 @@ class ReplicaFleet(Fleet):
         return (await self.status(timeout=PARTS_S)).members
 
     def _changed_by_others(self) -> dict[Member, str]:
-        """Return the serving replicas that a stranger has updated or paused, with the reason."""
         found = {}
         for member in self.dispatcher.serving:
             status = member.status

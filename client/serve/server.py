@@ -267,7 +267,6 @@ class BoundedProtocol(HttpToolsProtocol):
         return now > self._unread_since + (self._limits.stalled if unread else self._limits.linger)
 
     def _answer(self, status: int, message: str) -> None:
-        """Answer from below the application, and close the connection."""
         body = json.dumps({"object": "error", "message": message, "code": status, "retryable": True}).encode()
         phrase = {408: "Request Timeout", 503: "Service Unavailable"}[status]
         retry = f"retry-after: {RETRY_AFTER_S}\r\n" if status == 503 else ""

@@ -37,10 +37,7 @@ def invite(
     ranks: Sequence[int],
     first_rank: int = 1,
 ) -> list[Future[Any]]:
-    """Ask every engine to join with its ``ranks``; ``first_rank`` is 0 without this process.
-
-    ``limits`` are seconds for joining, and for each broadcast.
-    """
+    """Ask every engine to join with its ``ranks``; ``limits`` are seconds for joining and a broadcast."""
     return [
         started(
             client,

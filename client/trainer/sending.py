@@ -138,10 +138,8 @@ async def in_one_session(
     num_calls: int,
     exchanges: Callable[[dict[str, Any]], Awaitable[WeightUpdateReqOutput]],
 ) -> WeightUpdateReqOutput:
-    """Make ``num_calls`` calls in a session of their own, all or nothing; a single one needs no session.
-
-    ``exchanges`` makes the calls, given their options, which name the session. If ``options`` have a
-    ``session_id``, everything belongs to that session instead.
+    """Make ``num_calls`` calls by ``exchanges`` in one session, all or nothing: that of ``options``, or a new
+    one if several.
     """
     if not num_calls:
         raise InvalidRequest(
@@ -174,9 +172,7 @@ async def in_one_session(
 async def _handed_over(
     sender: Sender, tensors: SharedTensors, options: dict[str, Any]
 ) -> WeightUpdateReqOutput:
-    """Send one message, in a session of its own unless the options name one, since the engine may read the
-    memory when this has long timed out and its owner has changed it.
-    """
+    """Send one message in a session: after a timeout the engine may read memory changed since."""
     begin = BeginWeightUpdateReqInput()
     named = options if options.get("session_id") is not None else {**options, "session_id": begin.id}
     request = UpdateWeightsFromIPCReqInput(handle=tensors.memory.handle, specs=tensors.specs, **named)
@@ -272,10 +268,7 @@ async def _some_at_a_time(
     under_way: int,
     kept: object = None,
 ) -> WeightUpdateReqOutput:
-    """Send messages 0 to ``count - 1``, at most ``under_way`` unanswered; return the last reply.
-
-    ``kept`` is the memory that the messages refer to: it lives until all of them are answered.
-    """
+    """Send messages, at most ``under_way`` unanswered; ``kept`` memory lives until the last answer."""
     pending: list[tuple[Ticket, ControlRequest]] = []
     reply: WeightUpdateReqOutput | None = None
     try:

@@ -76,9 +76,7 @@ def finish_fields(sample: Sample) -> dict[str, Any]:
 def token_fields(
     request: CommonRequest, prompt_ids: Sequence[int] | None, token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the wanted token ids of a choice or chunk; ``prompt_ids`` None means that an earlier one had
-    them.
-    """
+    """Return the wanted token ids of a choice or chunk; ``prompt_ids`` None: an earlier one had them."""
     fields: dict[str, Any] = {}
     if request.return_token_ids:
         fields["token_ids"] = token_ids
@@ -100,9 +98,7 @@ def usage_of(samples: Iterable[Sample], *, scored: bool = False) -> dict[str, An
 
 
 def finished_fields(samples: Sequence[Sample], label: str, request: CommonRequest) -> dict[str, Any]:
-    """Return ``metadata`` and ``sglext`` of finished choices; ``label`` is the version of samples without a
-    token.
-    """
+    """Return ``metadata`` and ``sglext`` of finished choices; ``label`` is for those without a token."""
     spans = [sample.output.weight_versions for sample in samples]
     last = max((each[-1] for each in spans if each), key=lambda span: span.epoch, default=None)
     version = label if last is None else last.version

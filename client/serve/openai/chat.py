@@ -1,5 +1,5 @@
-"""``/v1/chat/completions``: the model's own template makes the prompt, and only its special tokens are added;
-the answer is one text, tool calls and reasoning included.
+"""``/v1/chat/completions``: the model's template makes the prompt; the answer is one text, tool calls
+included.
 """
 
 from collections.abc import Mapping, Sequence

@@ -142,10 +142,7 @@ async def from_disk(front: FrontEnd, body: DiskBody) -> WeightUpdateReqOutput:
 
 
 def allowed_path(path: str, options: ServeOptions) -> str:
-    """Return ``path`` with its links resolved, which must be under the weights root, as must its files.
-
-    The scheduler opens the files later, so a link that is put there in between is followed.
-    """
+    """Return ``path``, resolved, with its files under the weights root; links made later are followed."""
     root = options.update_root
     if not root:
         raise InvalidRequest(
