@@ -152,7 +152,7 @@ class AsyncSchedulerClient(AsyncControlClient):
             return_raw_logprob: the same under the unmodified logits, at temperature 1.
             return_sampled_logprob: the same under the sampling distribution, after top-k, top-p and min-p.
             logprob_start_len: with ``return_logprob``, also for the prompt from this position on; -1: none.
-            top_logprobs_num: with ``return_logprob``, also this many most likely tokens per position, up to 128.
+            top_logprobs_num: with ``return_logprob``, also this many likeliest tokens a position, up to 128.
             token_ids_logprob: with ``return_logprob``, also for these token ids per position, up to 1,024.
             return_sampling_mask: the tokens that top-k, top-p and min-p kept at each output token.
             return_routed_experts: the experts that computed each position, [rows, layers, experts per token].

@@ -165,8 +165,9 @@ class AsyncControlClient:
         force: bool = False,
         **call: Unpack[CallOptions],
     ) -> wire.FlushCacheReqOutput:
-        """Flush the prefix cache, up to ``timeout_s`` seconds after idle; ``force`` commits any implicit
-        session.
+        """Flush the prefix cache; the engine waits up to ``timeout_s`` seconds to become idle.
+
+        ``force`` also commits an implicit weight session of another sender.
         """
         request = wire.FlushCacheReqInput(
             torch_empty_cache=torch_empty_cache, timeout_s=timeout_s, force=force

@@ -76,8 +76,8 @@ class GenerateOutput:
     output_token_ids_logprobs: TokenLogprobs | None = None
     """The tokens of ``token_ids_logprob``; None unless given."""
     input_logprobs: list[float | None] | None = None
-    """Logprobs of the prompt from ``logprob_start_len`` on, without temperature and edits; the first is None.
-    """
+    """Logprobs of the prompt from ``logprob_start_len`` on, without temperature and logit edits; the first is
+    None. None unless requested, and if the sample ended before its prefill."""
     input_top_logprobs: TokenLogprobs | None = None
     """The most likely tokens at each position of ``input_logprobs`` but the first."""
     input_token_ids_logprobs: TokenLogprobs | None = None
@@ -85,8 +85,8 @@ class GenerateOutput:
     sampling_mask: SamplingMask | None = None
     """Tokens that top-k, top-p and min-p kept for each output token; None unless ``return_sampling_mask``."""
     routed_experts: RoutedExperts | None
-    """Experts of each position but the last, [rows, layers, top_k] by ``numpy.asarray`` without a copy, if
-    requested."""
+    """Experts of each position but the last: ``numpy.asarray`` gives [rows, layers, top_k] without a copy.
+    None unless ``return_routed_experts``, and if an error ended the sample."""
     finish_reason: FinishReason
     """Why the sample ended: ``stop``, ``length``, ``abort`` or ``error``."""
     weight_versions: list[WeightVersionSpan]

@@ -124,9 +124,7 @@ class _Failure(Exception):  # noqa: N818  (a failure of the scheduler, not of th
 
 
 class Supervisor:
-    """Runs ``command`` with endpoint, ready and lifeline options, again and again; removes ``directory`` at
-    the end.
-    """
+    """Runs ``command``, with endpoint and descriptors appended, again and again; removes ``directory``."""
 
     def __init__(
         self,

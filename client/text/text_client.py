@@ -111,9 +111,7 @@ class AsyncTextClient:
         rid: str | None = None,
         **options: Unpack[TextOptions],
     ) -> AsyncGenerator[Chunk, None]:
-        """Yield the text of one prompt as it comes; a sample's last chunk has its :class:`Sample`. Closing
-        early aborts.
-        """
+        """Yield the text of one prompt as it comes, at last each :class:`Sample`; closing early aborts."""
         return self._manager.stream(_request(prompt, sampling_params, stop, rid, options))
 
     async def close(self) -> None:

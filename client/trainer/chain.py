@@ -72,9 +72,7 @@ class WeightUpdateChain:
         timeout_s: float = 60.0,
         broadcast_timeout_s: float = DEFAULT_BROADCAST_TIMEOUT_S,
     ) -> Self:
-        """Join this process with the first engine, and each with the next, as
-        :meth:`WeightUpdateGroup.create`.
-        """
+        """Join this process and the engines in a chain; arguments are :meth:`WeightUpdateGroup.create`'s."""
         require_clients(clients)
         links = [group_name, *(f"{group_name}/{number}" for number in range(1, len(clients)))]
         with_all = backend or common_backend(clients, timeout_s)

@@ -138,9 +138,7 @@ async def in_one_session(
     num_calls: int,
     exchanges: Callable[[dict[str, Any]], Awaitable[WeightUpdateReqOutput]],
 ) -> WeightUpdateReqOutput:
-    """Make ``num_calls`` calls by ``exchanges`` in one session, all or nothing: that of ``options``, or a new
-    one if several.
-    """
+    """Make ``num_calls`` calls by ``exchanges`` in the session of ``options``, else in one if several."""
     if not num_calls:
         raise InvalidRequest(
             "there are no tensors to send: named_tensors is empty, or a generator that was used up before",
