@@ -1,10 +1,8 @@
 """CURVE keys: the files that ``caesura keygen`` writes, and a server's answers to handshakes.
 
-Invariants: files have the format of ZeroMQ's certificates; a secret key is taken only from a file that only
-its owner can read; no error and no ``repr`` shows a secret.
-
-zmq.auth is not used: its loader checks no permissions and waits for whoever holds a FIFO, and its
-authenticator leaves a handshake unanswered when its callback raises.
+Invariants: files are ZeroMQ certificates, a secret one readable by its owner only; no error and no ``repr``
+shows a secret. zmq.auth is not used: its loader checks no permissions and waits for whoever holds a FIFO, and
+its authenticator leaves a handshake unanswered when its callback raises.
 """
 
 import contextlib

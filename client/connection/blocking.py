@@ -1,7 +1,6 @@
 """``SchedulerClient`` and ``ControlClient``: the asyncio clients, for any number of threads.
 
-Invariant: methods are the asyncio client's coroutines, carried out by one step: they never suspend, since
-everything that they wait for blocks its thread. Only what iterates is written again.
+Invariant: methods are the asyncio client's coroutines, which block their thread and so never suspend.
 """
 
 import contextlib

@@ -1,10 +1,8 @@
 """Protocol state of a client between requests and replies; no sockets, threads or clocks.
 
 Invariants:
-- Every waiter registered here is resolved exactly once: by its reply, by an error, or by
-  :meth:`Connection.fail_all`.
-- A pending message id is never registered twice: a retry with the same body shares the first waiter, one with
-  another body is refused.
+- Every waiter is resolved exactly once: by its reply, by an error, or by :meth:`Connection.fail_all`.
+- A pending message id is registered once: a retry shares its waiter, another body is refused.
 - Each token of a streaming sample is delivered once and in order. Deltas after a gap are held back: the
   terminal result carries every token, so its tail closes the gap.
 

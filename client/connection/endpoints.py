@@ -1,7 +1,6 @@
 """Addresses of engines, the CURVE keys with which a client connects, and why nobody answers.
 
-Invariant: a client with keys connects only to the engine with that public key, encrypted; it never falls back
-to plain text.
+Invariant: a client with keys connects encrypted, to the engine with that public key only.
 """
 
 import os

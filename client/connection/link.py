@@ -1,10 +1,9 @@
 """The socket to one scheduler, without blocking and without a thread of its own.
 
 Invariants:
-- A connection belongs to one incarnation of an engine. Until its hello is answered, other messages wait here.
-  Each socket is connected once, so messages for an engine that has ended cannot reach the next one.
-- When a connection is lost, everything passed to :meth:`Link.send` before has failed, even if that is noticed
-  later.
+- A connection belongs to one incarnation of an engine: other messages wait for its hello to be answered. Each
+  socket is connected once, so messages for an engine that has ended cannot reach the next one.
+- When a connection is lost, all that :meth:`Link.send` got before has failed, even if noticed later.
 - Everything that the engine sent before its end is delivered before the loss is reported.
 - The owner calls :meth:`Link.pump` whenever a socket may be readable, after every send, and at
   :attr:`Link.deadline`. While nothing is pending there is no deadline.

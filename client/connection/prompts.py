@@ -1,9 +1,8 @@
 """From the arguments of ``generate`` and ``score`` to the requests on the wire.
 
-Invariants: one request per prompt, in order; ids of a list are derived from the caller's (``name-0``,
-``name-1``, …), so that repeating the call with the same ``message_id`` repeats the same messages. The engine
-checks values; here only what the wire cannot carry, and what decides between one prompt and many. Arrays and
-tensors are whatever has a ``tolist``.
+Invariants: one request per prompt, in order, with ids derived from the caller's (``name-0``, …), so repeating
+the call with its ``message_id`` repeats the messages. The engine checks values; here only what the wire
+cannot carry, and what decides between one prompt and many. Arrays and tensors are whatever has a ``tolist``.
 """
 
 import operator

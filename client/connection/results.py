@@ -1,8 +1,7 @@
 """Typed results of a generation, decoded once from the wire's byte arrays.
 
-Invariant: tokens, logprobs, weight-version spans and routed experts of one output have matching lengths. A
-message that breaks this is refused with :class:`InternalError`, since a trainer would pair tokens with the
-wrong values.
+Invariant: tokens, logprobs, weight-version spans and routed experts of an output have matching lengths, or it
+is refused with :class:`InternalError`: a trainer would pair tokens with the wrong values.
 """
 
 import array

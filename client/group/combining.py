@@ -4,9 +4,8 @@ Invariants:
 - Counts and bytes are added; times are the longest, since engines work at the same time. A mode, label or
   type is the first engine's. An error names its replicas, unless all have the same one.
 - Ranks are numbered through: rank ``r`` of replica ``i`` is ``i * tp + r``.
-- Counters of a status include every engine that has run: they do not go back at a restart. Gauges are those
-  of the engines that are there. State, label and epoch are those of the engines that serve and have answered,
-  or of all if none does.
+- Counters include every engine that has run, so no restart sets them back; gauges those that are there;
+  state, label and epoch those that serve and have answered, or all if none does.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,8 +1,7 @@
 """Parts of one sample that different engines have sampled, and the request that continues it.
 
 Invariants:
-- The last token of a part did not end the sample: an engine sends the token that does in the terminal result
-  only.
+- The last token of a part did not end the sample: the one that does comes in the terminal result only.
 - Every list about tokens has one entry per token; spans of a joined output cover all tokens without a gap.
 - The continuation samples token ``t`` of sample ``i`` with the noise of (seed, ``i``, absolute position), as
   the first engine would have: the position counts prompt and output.

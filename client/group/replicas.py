@@ -1,14 +1,12 @@
 """``ReplicaFleet``: the engines of ``caesura serve --replicas N``, which HTTP takes for one engine.
 
 Invariants:
-- A replica that dies is out at once, as is, from the next look on, one that somebody has updated or paused on
-  its own socket. It serves again only with the group's weights.
-- A pause with a lease ends with it whatever becomes of the engines, unless only an update can make the
-  weights valid again.
+- A dead replica is out at once, one updated or paused on its own socket from the next look on. It serves
+  again only with the group's weights.
+- A pause with a lease ends with it, unless only an update can make the weights valid again.
 - No replica is brought back while a weight session is open, while memory is released, or while the weights
   were lost on purpose: the trainer's next update gives them to all.
-
-Runs on one event loop; supervisors report from their threads.
+- Everything runs on one event loop; supervisors report from their threads.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""Routes that are commands to the engine: the body is read, the client called, and the reply answered.
-
-Invariant: every command is timed and counted in one place, :func:`timed`.
-"""
+"""Routes that are commands to the engine; :func:`timed` times and counts every one."""
 
 import time
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,4 @@
-"""The meeting of the ranks of a weight update group: in a store of this process, of which engines are told.
-
-Invariant: nothing here waits without a limit, nor keeps the process alive.
-"""
+"""The meeting of a weight update group's ranks in a store of this process; every wait has a limit."""
 
 import contextlib
 import threading

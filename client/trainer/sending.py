@@ -1,13 +1,12 @@
 """The messages of one update, whichever client sends them.
 
 Invariants:
-- Two or three messages are in flight, together at most one bucket in size: while the engine copies one, the
-  next is prepared. Memory is not reused before the reply to its message has arrived; if no caller waits for
-  the reply any more, the memory is left to those messages.
+- Two or three messages, together at most one bucket, are in flight: one is prepared while the engine copies
+  another. Memory is reused after the reply only; if no caller waits for it any more, it is left to them.
 - An update that fails, is interrupted or cancelled aborts its own session and no other: it names the session
   by the id of its ``begin``, which is known before the reply.
-- Tensors must not change until the update has returned or raised. What the engine reads later is a copy, or
-  belongs to an aborted session.
+- Tensors must not change until the update has returned or raised; later the engine reads only copies or
+  aborts.
 """
 
 import contextlib

@@ -1,9 +1,8 @@
 """Common part of the answers of completions and chats: choices, usage, and server-sent events.
 
-Invariants: the id of an answer is the ``rid`` of its generation, for ``/abort_request``. A stream's first
-event is made before its answer begins: an immediate refusal has its HTTP status, a later failure is an event
-with OpenAI's error object. Either way the stream ends with ``[DONE]``. A client that leaves ends its
-generations.
+Invariants: an answer's id is the ``rid`` for ``/abort_request``. A stream's first event precedes its answer,
+so an immediate refusal has its HTTP status; a later one is an event with OpenAI's error. Either way the
+stream ends with ``[DONE]``. A client that leaves ends its generations.
 """
 
 import time
