@@ -44,7 +44,6 @@ def cli() -> None:
 
 
 def _endpoint(_: click.Context, __: click.Parameter, value: str | None) -> str:
-    """Require an endpoint."""
     if value is None:
         raise click.UsageError(
             f"which scheduler? Give --endpoint, or set {ENDPOINT_VARIABLE}, to its address: "
@@ -54,10 +53,7 @@ def _endpoint(_: click.Context, __: click.Parameter, value: str | None) -> str:
 
 
 def _verb(default_timeout: float | None, name: str | None = None) -> Callable[[Verb], Command]:
-    """Register a function as a verb that speaks to a running engine.
-
-    It gets a client, ``timeout`` and its own options, and returns the reply, if need be with rows of a table.
-    """
+    """Register a verb, which gets a client, ``timeout`` and its options, and returns reply or rows."""
 
     def register(verb: Verb) -> Command:
         @wraps(verb)

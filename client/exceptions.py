@@ -1,8 +1,7 @@
 """One exception class per error code, so that callers catch what they can act on.
 
-Invariants: every code of :class:`~caesura.io_struct.ErrorCode` has exactly one class here; an unknown code
-from a newer engine becomes :class:`InternalError`, whose ``code`` is then that text. ``detail`` has the
-engine's numbers, listed in ``io_struct/errors.py``.
+Invariants: each :class:`~caesura.io_struct.ErrorCode` has one class; a newer engine's code becomes the
+``code`` of an :class:`InternalError`. ``detail`` has the engine's numbers (``io_struct/errors.py``).
 """
 # ruff: noqa: N818  (the names say what happened, as the codes do; the common base carries the suffix)
 
@@ -247,7 +246,7 @@ class TimedOut(EngineError, TimeoutError, code=ErrorCode.TIMED_OUT):
     """No reply within the caller's timeout. The command may still complete.
 
     Attributes:
-        message_id: pass it as ``message_id=`` with the same arguments to attach to the command or its answer.
+        message_id: pass it with the same arguments to attach to the command or its answer.
     """
 
     @property

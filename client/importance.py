@@ -1,7 +1,6 @@
 """Importance weights per token of a sample, and its age in epochs.
 
-Invariant: a token's weight compares the learner with the weights that sampled this token, which its span
-names.
+Invariant: a token's weight compares the learner with the weights that its span names.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,24 +23,20 @@ def importance_weights(
     mask_stale_kv: bool = False,
     clip_max: float = 2.0,
 ) -> list[float]:
-    """Return per token the learner's probability over that of the policy that sampled it, at most
-    ``clip_max``.
+    """Return per token the learner's probability over that of the sampling policy, at most ``clip_max``.
 
-    Each sampling log-probability was recorded under the weights that its span names, so the weights correct
-    for every difference (truncated importance sampling: Espeholt et al., 2018, arXiv:1802.01561).
+    A sampling log-probability was recorded under its span's weights, so every difference is corrected
+    (truncated importance sampling: Espeholt et al., 2018, arXiv:1802.01561). ValueError if arguments do not
+    fit.
 
     Args:
         learner_logprobs: [tokens], at the sampling temperature.
         sampling_logprobs: [tokens], the ``output_logprobs`` of the sample.
         spans: the ``weight_versions`` of the sample, for ``max_staleness`` and ``mask_stale_kv``.
         epoch: the learner's weights epoch.
-        max_staleness: tokens whose weights are more epochs behind ``epoch`` get weight 0; None means no
-            limit.
+        max_staleness: tokens more epochs behind ``epoch`` get weight 0; None means no limit.
         mask_stale_kv: give weight 0 to tokens sampled with KV cache of older weights.
         clip_max: the largest weight.
-
-    Raises:
-        ValueError: lengths differ, a span ends too late, or ``max_staleness`` comes without ``epoch``.
     """
     if len(learner_logprobs) != len(sampling_logprobs):
         raise ValueError(f"{len(learner_logprobs)} learner logprobs, {len(sampling_logprobs)} of the sampler")

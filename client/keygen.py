@@ -1,7 +1,4 @@
-"""``caesura keygen``: key pairs of an engine and its clients, as files readable by their owner alone.
-
-Invariant: no file is ever overwritten, and when one is there already none is written.
-"""
+"""``caesura keygen``: key pairs as files readable by their owner alone; none is written if one is there."""
 
 import os
 from pathlib import Path

@@ -1,3 +1,1 @@
-"""Adapters between trainers and the clients; each needs its trainer's package, and none is imported by
-anything else.
-"""
+"""Adapters between trainers and clients; each needs its trainer's package, and nothing else imports it."""

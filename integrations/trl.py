@@ -6,8 +6,7 @@
 Invariants:
 - The log-probabilities that leave here are those of the distribution that TRL's loss recomputes: logits
   divided by the temperature, softmax over the full vocabulary, before top-k, top-p and min-p.
-- Weights are labelled ``step-N`` with the trainer's step, so spans, status and logs name them as the trainer
-  does.
+- Weights are labelled ``step-N`` with the trainer's step, in spans, status and logs.
 - A pause has an owner and a lease: an engine does not stay paused for a trainer that has died.
 """
 
@@ -58,8 +57,7 @@ class Rollouts:
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         """Return one completion per prompt: the trainer's sampler repeats each ``num_generations`` times.
 
-        The lists ``prompt_ids``, ``completion_ids`` and ``logprobs`` are read by TRL; reward functions get
-        ``weight_versions``, a list of spans for each, as a keyword.
+        TRL reads the lists; reward functions get ``weight_versions``, a list of spans for each, as a keyword.
         """
         if self._sync_weights:
             self._send_weights(trainer)
@@ -92,14 +90,11 @@ class WeightTransfer:
     """``AsyncGRPOTrainer(..., weight_transfer=WeightTransfer(client))``: TRL's protocol over pause and
     update.
 
-    Requests in flight keep their KV (``in_place``) and go on under the new weights; their spans say which
-    token came from which. Tensors go through the process's own connection, in buckets.
+    Requests in flight keep their KV (``in_place``) and go on under the new weights, as their spans tell.
     """
 
     def __init__(self, client: SchedulerClient, *, lease_s: float = LEASE_S) -> None:
-        """``lease_s``: seconds without the trainer until the engine continues by itself. Makes an owner if
-        needed.
-        """
+        """Make an owner if needed; after ``lease_s`` seconds without the trainer the engine continues."""
         if client.owner is None:
             client.owner = f"trl-{os.getpid()}-{secrets.token_hex(4)}"
         self._client = client

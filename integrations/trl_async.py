@@ -83,9 +83,7 @@ class RolloutWorker:
             self._versions_ahead = model_version - client.status().weights_epoch
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise RuntimeError where the worker has failed, or has finished nothing for ``stale_after_s``
-        seconds.
-        """
+        """Raise RuntimeError if the worker has failed, or finished nothing for ``stale_after_s`` seconds."""
         if self._failure is not None:
             raise RuntimeError("the rollout worker has failed") from self._failure
         age = time.monotonic() - self._alive_at

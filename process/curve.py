@@ -1,10 +1,8 @@
 """CURVE keys: the files that ``caesura keygen`` writes, and a server's answers to handshakes.
 
-Invariants: files have the format of ZeroMQ's certificates; a secret key is taken only from a file that only
-its owner can read; no error and no ``repr`` shows a secret.
-
-zmq.auth is not used: its loader checks no permissions and waits for whoever holds a FIFO, and its
-authenticator leaves a handshake unanswered when its callback raises.
+Invariants: files are ZeroMQ certificates, a secret one readable by its owner only; no error and no ``repr``
+shows a secret. zmq.auth is not used: its loader checks no permissions and waits for whoever holds a FIFO, and
+its authenticator leaves a handshake unanswered when its callback raises.
 """
 
 import contextlib
@@ -108,10 +106,9 @@ def _refused(path: AnyPath, name: str, reason: str) -> CaesuraError:
 
 
 class Handshakes:
-    """Makes a socket that is not bound yet accept only clients with authorized keys (RFC 27, ZAP).
+    """Makes a socket not bound yet accept only the keys in ``authorized``, read each time (RFC 27, ZAP).
 
     Invariants: ZeroMQ accepts nobody while :meth:`answer` is not called; every error is a refusal.
-    ``authorized`` is read for each handshake.
     """
 
     def __init__(

@@ -22,8 +22,7 @@ from ..io_struct import CaesuraError, CudaIPCHandle, ErrorCode
 _DRIVER_HANDLE_BYTES = 64
 _COUNTER_NAME = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
 _COUNTERS_PER_FILE = 10_000
-"""torch's CUDA_IPC_REF_COUNTER_FILE_SIZE; it writes to the counter at ``ref_counter_offset`` without looking.
-"""
+"""torch's CUDA_IPC_REF_COUNTER_FILE_SIZE; it writes to a counter at ``ref_counter_offset`` unchecked."""
 
 
 def uuid_of(device: torch.device) -> str:

@@ -53,8 +53,8 @@ class Membership:
 def serve_store(address: str, port: int, size: int, timeout: timedelta) -> tuple[Any, bool]:
     """Return the store of a new group, and True if ``address`` is one of this host.
 
-    By itself torch listens on all addresses of the host, so it is given a socket that listens already. For an
-    address of another host (that of a NAT, for example), the store does listen on all of them.
+    torch by itself listens everywhere, so it gets a socket that listens already, except for a foreign address
+    (NAT).
     """
     options: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
     family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -87,10 +87,7 @@ def make_backend(
     interface: str | None = None,
     hostname: str | None = None,
 ) -> Any:
-    """Return the backend of this rank.
-
-    The constructor of gloo returns when every rank is there, that of NCCL at once: its ranks meet at the
-    first operation.
+    """Return the backend of this rank; gloo's waits for every rank, NCCL's ranks meet at the first operation.
 
     Args:
         timeout: limits the joining of a gloo group, or each operation of an NCCL group.
@@ -129,10 +126,7 @@ def broadcast_options(timeout: timedelta | None) -> Any:
 
 
 def mark_present(store: Any, name: str, backend: Backend) -> None:
-    """Record in the store of group ``name`` that its engines wait for one another before they broadcast.
-
-    Engines that do not find the mark do not wait: another trainer may not answer before the first broadcast.
-    """
+    """Mark that the engines of ``name`` meet before a broadcast; other trainers may not answer before it."""
     if backend == "nccl":
         PrefixStore(name, store).set(f"{PRESENT}0", "")
 

@@ -1,9 +1,8 @@
-"""The header of a safetensors file, read and written, and the names of dtypes, which are the wire's, too.
+"""The header of a safetensors file (https://huggingface.co/docs/safetensors), and dtype names, also the
+wire's.
 
-Invariant: a header's length is compared with a limit and with what is there before anybody reads it, and its
-tensors cover the data behind it without gap or overlap, each as many bytes as its shape and dtype say.
-
-The format is described at https://huggingface.co/docs/safetensors.
+Invariant: a header's length is checked against a limit and what is there before it is read, and its tensors
+cover the data behind it without gap or overlap, each as many bytes as its shape and dtype say.
 """
 
 from collections.abc import Sequence

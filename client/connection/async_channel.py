@@ -3,8 +3,7 @@
 Invariants:
 - Everything runs on the loop of the first call; another loop is refused, and so is a forked child.
 - A lost connection is reported before a request is registered: the request is not lost with it.
-- libzmq's descriptor signals once, so every wake-up and every send (which may eat the signal) drains the
-  socket.
+- libzmq's descriptor signals once, so each wake-up and send (which may eat the signal) drains the socket.
 """
 
 import asyncio
@@ -91,7 +90,6 @@ class LoopChannel:
         return generation
 
     def _abort_unheard(self, generation: Generation[Result, Deltas]) -> None:
-        """Abort a generation whose sink has raised."""
         if generation.sink is None and self._connection.awaits(generation.message_id):
             with suppress(EngineError):
                 self.start_call(AbortReq(rid=generation.rid), AbortReqOutput)

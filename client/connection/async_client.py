@@ -63,11 +63,8 @@ class AsyncGenerationHandle:
         return outputs[0]
 
     async def results(self, timeout: float | None = None) -> list[GenerateOutput]:
-        """Return the outputs of all samples, in order; after ``timeout`` seconds TimedOut says what the
-        engine waits for.
-
-        Raises:
-            EngineError: it was refused or failed; ``.output`` and ``.outputs`` have what was generated.
+        """Return all samples' outputs, in order. EngineError has what was generated in ``.output`` and
+        ``.outputs``; TimedOut after ``timeout`` seconds says what the engine waits for.
         """
         self._process.require()
         timeout = seconds("timeout", timeout)
@@ -84,9 +81,7 @@ class AsyncGenerationHandle:
         return await self._client.abort(self.rid, timeout=timeout)
 
     async def deltas(self, timeout: float | None = None) -> AsyncIterator[TokenDelta]:
-        """Yield every token once, in order per sample, then raise like :meth:`results`; ``timeout`` limits
-        each wait.
-        """
+        """Yield each token once, in order per sample; raise like :meth:`results`; ``timeout`` is per wait."""
         self._process.require()
         timeout = seconds("timeout", timeout)
         if self._deltas is None:
@@ -153,16 +148,12 @@ class AsyncSchedulerClient(AsyncControlClient):
                 a prompt, two are several of equal length. The options below apply to each prompt.
             sampling_params: one value for all prompts, or one per prompt: a :class:`SamplingParams`, or a
                 dict of its fields. None means the defaults.
-            return_logprob: logprob of each output token: log-softmax over the full vocabulary after
-                temperature.
+            return_logprob: output tokens' log-softmax over the full vocabulary after temperature.
             return_raw_logprob: the same under the unmodified logits, at temperature 1.
             return_sampled_logprob: the same under the sampling distribution, after top-k, top-p and min-p.
-            logprob_start_len: with ``return_logprob``, also for the prompt from this position on; -1 means
-                none.
-            top_logprobs_num: with ``return_logprob``, also this many most likely tokens at each position; at
-                most 128.
-            token_ids_logprob: with ``return_logprob``, also for these token ids at each position; at most
-                1,024.
+            logprob_start_len: with ``return_logprob``, also for the prompt from this position on; -1: none.
+            top_logprobs_num: with ``return_logprob``, also this many likeliest tokens a position, up to 128.
+            token_ids_logprob: with ``return_logprob``, also for these token ids per position, up to 1,024.
             return_sampling_mask: the tokens that top-k, top-p and min-p kept at each output token.
             return_routed_experts: the experts that computed each position, [rows, layers, experts per token].
             routed_experts_start_len: first position whose experts are returned; at most the prompt's length.
@@ -172,8 +163,7 @@ class AsyncSchedulerClient(AsyncControlClient):
             min_weights_epoch: an engine with a lower weights epoch refuses with :class:`EpochBehind`.
             first_sample: index of the first of the ``n`` samples, in noise and results.
             continued_tokens: number of tokens at the prompt's end that penalties count as output.
-            stream_details: for :meth:`submit` with ``stream``: weights and all logprobs of each token in the
-                deltas.
+            stream_details: for :meth:`submit` with ``stream``: deltas have each token's weights and logprobs.
             message_id: id of an earlier call with the same arguments that timed out, to attach to it.
             timeout: seconds for the whole call. None means until the engine answers or dies.
 
@@ -196,16 +186,10 @@ class AsyncSchedulerClient(AsyncControlClient):
         message_id: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerationHandle:
-        """Start a generation and return at once; the handle raises errors. Arguments are those of
-        :meth:`generate`.
+        """Start a generation of one prompt and return at once; the handle raises its errors.
 
-        Args:
-            input_ids: [tokens], one prompt.
-            stream: the handle yields deltas after each step, not all at the end.
-            message_id: id of an earlier call with the same arguments, to attach to it.
-
-        Raises:
-            InvalidRequest: as :meth:`generate`, or more than one prompt.
+        Arguments are those of :meth:`generate`. With ``stream`` the handle yields deltas after each step, not
+        all at the end.
         """
         request = one_request(
             input_ids, sampling_params, options, rid=rid, message_id=message_id, stream=stream
@@ -235,15 +219,11 @@ class AsyncSchedulerClient(AsyncControlClient):
         temperature: float = 1.0,
         **call: Unpack[CallOptions],
     ) -> Any:
-        """Return logprobs of the tokens from ``start`` on (one value for all sequences, or one for each)
-        under the engine's reference model: log-softmax over the full vocabulary after ``temperature``.
+        """Return logprobs of the tokens from ``start`` on (one for all, or one for each sequence) under the
+        reference model: log-softmax over the full vocabulary after ``temperature``.
 
-        One sequence returns a list of floats, a list of sequences a list of lists, with [tokens - start]
-        values each.
-
-        Raises:
-            Unsupported: the engine has no reference model.
-            EngineError: the call was refused; the message names the sequence.
+        One sequence returns a list of floats, several a list of lists, with [tokens - start] values each.
+        Unsupported without a reference model; another EngineError names the sequence that was refused.
         """
         scores = Scores(input_ids, start, temperature)
         return scores.decode(await self._ask(scores.request, ScoreReqOutput, call))
@@ -259,23 +239,17 @@ class AsyncSchedulerClient(AsyncControlClient):
         **options: Unpack[ImageOptions],
     ) -> Any:
         """Make images with an engine that serves a diffusion pipeline. One prompt returns one
-        :class:`ImageOutput` (a list if n > 1); a list of prompts returns a list in their order, the ``n``
-        samples of each together.
+        :class:`ImageOutput` (a list if n > 1); a list of prompts a list in their order, the ``n`` samples of
+        each together.
 
         Args:
             prompt: text. None: ``prompt_ids`` or ``embeds`` say what to draw.
-            embeds: arrays by the names of the pipeline's arguments (``prompt_embeds``,
-                ``pooled_prompt_embeds``, the same with ``negative_`` for guidance), without a batch
-                dimension, or those of an :class:`ImageOutput`.
-            rid: request id; for a list of prompts it becomes ``rid-0``, ``rid-1``, … None means random.
-            message_id: id of an earlier call with the same arguments that timed out, to attach to it.
-            timeout: seconds for the whole call. None means until the engine answers or dies.
+            embeds: arrays by the pipeline's argument names (``prompt_embeds``, ``pooled_prompt_embeds``, for
+                guidance with ``negative_`` before), without a batch dimension, or those of an
+                :class:`ImageOutput`.
             options: the fields of :class:`~caesura.io_struct.GenerateImagesReqInput`.
 
-        Raises:
-            TimedOut: not all images came within ``timeout``; they continue.
-            InvalidRequest: the engine refuses the request, with the field.
-            EngineError: of the first image that was refused or failed; the others of this call are aborted.
+        ``rid``, ``message_id``, ``timeout`` and errors are as in :meth:`generate`.
         """
         work = plan_images(prompt, embeds, options, rid=rid, message_id=message_id)
         start = partial(self._channel.start_images, buffers=work.buffers)

@@ -2,8 +2,8 @@
 
 Invariants:
 - When the connection or the launched process ends, every pending call raises :class:`EngineDied`.
-- A timeout ends the wait, not the command. Repeating the call with the same ``message_id`` attaches to it
-  (docs/reference/wire.md, "Idempotence").
+- A timeout ends the wait, not the command: repeated with the same ``message_id`` it attaches (wire.md,
+  "Idempotence").
 - A call that times out or is interrupted changes nothing else, but aborts a weight session that it opened.
 - Every command carries the client's owner token, unless it is given another.
 """
@@ -62,9 +62,8 @@ _STILL_OPEN = (WeightMismatch, NotIdle, NotOwner)
 class AsyncControlClient:
     """A connection to one engine.
 
-    ``timeout`` (seconds) of each method limits that call; None waits until the engine answers or dies.
-    ``owner`` is the owner token of commands that are not given another; these commands renew the lease of its
-    pause. The other keywords are those of :class:`~caesura.client.connection.options.ConnectionOptions`.
+    ``timeout`` (seconds) limits one call; None waits until the engine answers or dies. ``owner`` is the owner
+    token of commands without another, which renew its pause's lease. The rest are :class:`ConnectionOptions`.
     """
 
     _wait_for = staticmethod(wait_for)
@@ -203,9 +202,8 @@ class AsyncControlClient:
     ) -> wire.WeightUpdateReqOutput:
         """Send weights over the socket. Needs torch.
 
-        ``named_tensors`` are checkpoint names and tensors, as pairs or a dict. More than ``bucket_bytes`` are
-        sent in several calls of one session: the open one of :meth:`weight_update`, else a new one.
-        ``timeout`` limits each call.
+        ``named_tensors`` (pairs or a dict) have checkpoint names. More than ``bucket_bytes`` take several
+        calls of one session: that of :meth:`weight_update`, else a new one. ``timeout`` limits each call.
         """
         from ..trainer.sending import send_tensors
 
@@ -225,9 +223,7 @@ class AsyncControlClient:
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> wire.WeightUpdateReqOutput:
-        """Pass weights in shared memory, as :meth:`update_weights_from_tensor`, to an engine of this host and
-        user.
-        """
+        """Pass weights as :meth:`update_weights_from_tensor`, in shared memory of the same host and user."""
         from ..trainer.sending import share_tensors
 
         return await share_tensors(
@@ -247,10 +243,7 @@ class AsyncControlClient:
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> wire.WeightUpdateReqOutput:
-        """Broadcast weights over ``group``, whose only other rank is this engine. Needs torch.
-
-        Other arguments are those of :meth:`update_weights_from_tensor`.
-        """
+        """Broadcast weights over ``group``, whose only other rank is this engine. Needs torch."""
         require_group(group)
         reply: wire.WeightUpdateReqOutput = await group.carry_out(
             self._sender(timeout), named_tensors, self._named(options), bucket_bytes=bucket_bytes
@@ -266,10 +259,7 @@ class AsyncControlClient:
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> wire.WeightUpdateReqOutput:
-        """Let a checkpoint-engine parameter server run an update, of an engine with ``allow_legacy_pickle``.
-
-        ``zmq_handles`` maps device UUID to its address. The server may be silent for ``timeout_s`` seconds.
-        """
+        """Let a checkpoint-engine server, silent for ``timeout_s`` at most, update a legacy-pickle engine."""
         request = wire.UpdateWeightsFromCheckpointEngineReqInput(
             id=id_of(message_id),
             zmq_handles=zmq_handles,
@@ -291,10 +281,7 @@ class AsyncControlClient:
         broadcast_timeout_s: float = DEFAULT_BROADCAST_TIMEOUT_S,
         **call: Unpack[CallOptions],
     ) -> wire.InitWeightsUpdateGroupReqOutput:
-        """Have the engine join a process group as rank ``rank_offset``; returns when every rank has joined.
-
-        Rank 0 is a trainer (``WeightUpdateGroup.create``), or an engine that :meth:`send_weights`.
-        """
+        """Have the engine join a group as rank ``rank_offset``; rank 0 is a trainer or a sending engine."""
         request = wire.InitWeightsUpdateGroupReqInput(
             master_address=master_address,
             master_port=master_port,
@@ -365,10 +352,7 @@ class AsyncControlClient:
         timeout: float | None = None,
         **session: Unpack[SessionOptions],
     ) -> wire.BeginWeightUpdateReqOutput:
-        """Open an explicit session, which :meth:`end_weight_update` commits as a whole.
-
-        Updates of this client belong to it until then; other clients pass the reply's ``session_id``.
-        """
+        """Open an explicit session of this client's updates; :meth:`end_weight_update` commits it whole."""
         require_known("session", session, SessionOptions)
         request = wire.BeginWeightUpdateReqInput(id=id_of(message_id), **session)
         return await self._begin(request, timeout)
@@ -405,9 +389,7 @@ class AsyncControlClient:
         timeout: float | None = None,
         **options: Unpack[SessionOptions],
     ) -> AsyncIterator[WeightUpdate]:
-        """Open a session for a ``with`` block: committed at its end (``.result`` is then the reply), aborted
-        if the block or the commit fails. ``timeout`` limits each of the two calls, not the block.
-        """
+        """Open a session for a ``with`` block: committed at its end (``.result``), aborted if it fails."""
         require_known("session", options, SessionOptions)
         begin = wire.BeginWeightUpdateReqInput(**options)
         session = None
@@ -435,10 +417,7 @@ class AsyncControlClient:
     async def status(
         self, *, owner: str | None = None, **call: Unpack[CallOptions]
     ) -> wire.GetStatusReqOutput:
-        """Return a consistent snapshot of the engine's state; answered in every state.
-
-        ``owner=""`` sends it without an owner token, so that it renews no lease.
-        """
+        """Return a consistent snapshot, in every state; ``owner=""`` sends no token and renews no lease."""
         request = wire.GetStatusReqInput(owner=owner)
         return await self._ask(request, wire.GetStatusReqOutput, call)
 
@@ -449,9 +428,7 @@ class AsyncControlClient:
     async def memory_history(
         self, *, after: int = 0, owner: str | None = None, **call: Unpack[CallOptions]
     ) -> wire.GetMemoryHistoryReqOutput:
-        """Return memory events with a ``seq`` above ``after``, oldest first; ``more`` says that there are
-        others.
-        """
+        """Return memory events with a ``seq`` above ``after``, oldest first; ``more`` if there are others."""
         request = wire.GetMemoryHistoryReqInput(after=after, owner=owner)
         return await self._ask(request, wire.GetMemoryHistoryReqOutput, call)
 
@@ -460,10 +437,8 @@ class AsyncControlClient:
     ) -> wire.ShutdownReqOutput:
         """Shut the engine down: it replies, ends every request and exits.
 
-        Args:
-            drain: True lets accepted requests finish within ``drain_s`` seconds, False ends them at once,
-                None means the engine's ``shutdown_mode``.
-            drain_s: None means the engine's ``drain_timeout_s``.
+        ``drain`` True lets accepted requests finish within ``drain_s`` seconds, False ends them at once; None
+        means the engine's ``shutdown_mode`` and ``drain_timeout_s``.
         """
         request = wire.ShutdownReqInput(drain=drain, timeout_s=drain_s, requested_by=this_process())
         return await self._ask(request, wire.ShutdownReqOutput, call)
@@ -488,7 +463,6 @@ class AsyncControlClient:
             request.owner = self.owner
 
     def _sender(self, timeout: float | None) -> "Sender":
-        """Return what sends an update; ``timeout`` limits each wait for a reply."""
         from ..trainer.sending import Sender
 
         self._process.require()
@@ -541,11 +515,9 @@ class AsyncControlClient:
         return self._shared
 
     def _named(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return fields of an update, with this client's session if the options name none."""
         return update_fields({"session_id": self._session_id, **options})
 
     def _failed(self, request: wire.Request, error: BaseException) -> None:
-        """Forget the session of ``request``, whose answer is ``error``, if it has ended."""
         if isinstance(error, EngineDied):
             self._session_id = None
         elif isinstance(request, wire.WeightUpdateOptions | wire.EndWeightUpdateReqInput):

@@ -1,7 +1,6 @@
 """``SchedulerClient`` and ``ControlClient``: the asyncio clients, for any number of threads.
 
-Invariant: methods are the asyncio client's coroutines, carried out by one step: they never suspend, since
-everything that they wait for blocks its thread. Only what iterates is written again.
+Invariant: methods are the asyncio client's coroutines, which block their thread and so never suspend.
 """
 
 import contextlib
@@ -49,10 +48,7 @@ def blocking(
 
 
 class ControlClient:
-    """A connection to one engine for trainers' commands, for any number of threads.
-
-    Constructor, methods and errors are those of :class:`AsyncControlClient`, without ``await``.
-    """
+    """:class:`AsyncControlClient` without ``await``, for any number of threads."""
 
     def __init__(
         self, endpoint: str, *, owner: str | None = None, **connection: Unpack[ConnectionOptions]

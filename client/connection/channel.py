@@ -1,12 +1,10 @@
 """The I/O thread of a blocking client, and how other threads wait.
 
 Invariants:
-- One thread owns the socket; any number of others may register a request, queue its frame and wait on a
-  future.
-- A request is registered and its frame queued under one lock. When a connection is lost, requests that were
-  handed to its socket fail, those still queued go to the next one.
-- Waiters are resolved under the lock, so nothing that runs then may call back; whatever ends the thread, all
-  are.
+- One thread owns the socket; any others may register a request, queue its frame and wait on a future.
+- Registering and queueing share one lock. A lost connection fails what its socket got; the queue goes to the
+  next.
+- Waiters are resolved under the lock, so nothing then may call back; whatever ends the thread, all are.
 - A forked child has neither thread nor socket, and is told so without taking the lock.
 """
 

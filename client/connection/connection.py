@@ -1,10 +1,8 @@
 """Protocol state of a client between requests and replies; no sockets, threads or clocks.
 
 Invariants:
-- Every waiter registered here is resolved exactly once: by its reply, by an error, or by
-  :meth:`Connection.fail_all`.
-- A pending message id is never registered twice: a retry with the same body shares the first waiter, one with
-  another body is refused.
+- Every waiter is resolved exactly once: by its reply, by an error, or by :meth:`Connection.fail_all`.
+- A pending message id is registered once: a retry shares its waiter, another body is refused.
 - Each token of a streaming sample is delivered once and in order. Deltas after a gap are held back: the
   terminal result carries every token, so its tail closes the gap.
 
@@ -67,9 +65,7 @@ class DeltaQueue(Protocol):
 
 
 class Sink(Protocol):
-    """Takes tokens of a generation as they come; it must return soon. An exception ends this generation
-    alone.
-    """
+    """Takes tokens of a generation as they come and returns soon; an exception ends only this one."""
 
     def on_tokens(self, delta: TokenDelta, /) -> None: ...
     def on_finished(self, output: GenerateOutput, /) -> None: ...  # after all its tokens
@@ -232,11 +228,7 @@ class Connection(Generic[WaiterT, QueueT]):
         return len(self._pending)
 
     def start_call(self, request: Request, expects: type[Message]) -> tuple[WaiterT, bytes]:
-        """Register a control message; returns its waiter and the frame to send.
-
-        Raises:
-            EngineError: the engine is gone, the id is pending with another body, or encoding failed.
-        """
+        """Register a control message; return its waiter and frame; EngineError if gone or taken."""
         known, frame = self._known(request)
         if known is None:
             known = self._pending[request.id] = _Call(request.id, frame, expects, self._new_waiter())

@@ -1,7 +1,6 @@
 """Addresses of engines, the CURVE keys with which a client connects, and why nobody answers.
 
-Invariant: a client with keys connects only to the engine with that public key, encrypted; it never falls back
-to plain text.
+Invariant: a client with keys connects encrypted, to the engine with that public key only.
 """
 
 import os
@@ -36,9 +35,7 @@ class ClientKeys:
 
     @classmethod
     def read(cls, curve_server_key: KeyOrFile | None, curve_client_key_file: KeyOrFile | None) -> Self | None:
-        """Read a client's two options, of which both are given or none; InvalidRequest if they cannot be
-        used.
-        """
+        """Read a client's two options, of which both or none are given; InvalidRequest if unusable."""
         if curve_server_key is None and curve_client_key_file is None:
             return None
         if curve_server_key is None or curve_client_key_file is None:

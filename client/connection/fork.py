@@ -1,9 +1,7 @@
 """Objects that must not be used after a fork: clients, and descriptors by which others see the parent alive.
 
-Invariants:
-- In a forked child every use of the parent's objects raises at once, before it takes a lock (a thread that
-  does not exist there may hold it); closing and forgetting them does nothing.
-- A forked child holds none of the parent's signs of life: they end with the parent itself.
+Invariants: in a forked child every use of them raises at once, before it takes a lock (whose thread may not
+exist there); closing and forgetting do nothing. A child holds none of the parent's signs of life.
 """
 
 import os

@@ -1,9 +1,8 @@
 """``generate_images``: arguments to requests and frames, results and their frames to typed outputs.
 
-Invariants:
-- A result has a log-probability for each of its steps and a latent for each of its places in the grid, and
-  its frames have the sizes that its header says; else it is refused with :class:`InternalError`.
-- No array library is imported: what comes is a view of the frame, with numpy's array interface.
+Invariants: a result has a log-probability for each step, a latent for each place in the grid, and frames of
+the sizes in its header, or is refused as :class:`InternalError`. Frames are viewed; no array library is
+imported.
 """
 
 import array

@@ -1,10 +1,9 @@
 """The socket to one scheduler, without blocking and without a thread of its own.
 
 Invariants:
-- A connection belongs to one incarnation of an engine. Until its hello is answered, other messages wait here.
-  Each socket is connected once, so messages for an engine that has ended cannot reach the next one.
-- When a connection is lost, everything passed to :meth:`Link.send` before has failed, even if that is noticed
-  later.
+- A connection belongs to one incarnation of an engine: other messages wait for its hello to be answered. Each
+  socket is connected once, so messages for an engine that has ended cannot reach the next one.
+- When a connection is lost, all that :meth:`Link.send` got before has failed, even if noticed later.
 - Everything that the engine sent before its end is delivered before the loss is reported.
 - The owner calls :meth:`Link.pump` whenever a socket may be readable, after every send, and at
   :attr:`Link.deadline`. While nothing is pending there is no deadline.
@@ -44,8 +43,7 @@ EXIT_GRACE_S = 1.0
 RETRY_S = 0.1
 
 RECONNECT_S = 1.0
-"""Seconds after a loss in which requests wait for a successor; later ones fail with the first try that fails.
-"""
+"""Seconds after a loss in which requests wait for a successor; later ones fail with the first failed try."""
 
 ATTEMPT_S = 1.0
 
@@ -86,9 +84,8 @@ def monitored(report: bytes) -> tuple[int, int]:
 class Link:
     """One DEALER socket and its monitor.
 
-    ``pending`` returns True if anything is unanswered, ``receive`` gets every message but the answer to the
-    hello, ``lost`` the error, and True if no reconnect can help; ``watch`` and ``unwatch`` keep the owner's
-    poller right.
+    ``pending`` tells if anything is unanswered, ``receive`` gets messages, ``lost`` the error and True if it
+    is final; ``watch`` and ``unwatch`` keep the owner's poller right.
     """
 
     def __init__(

@@ -30,13 +30,11 @@ class ConnectionOptions(TypedDict, total=False):
 
     connect_timeout: float | None
     """Seconds that a call waits for a scheduler to listen; None means no limit. After a first timeout, and a
-    second after an engine was lost, calls fail with the first attempt that fails. If left out, a call fails
-    at once if nobody listens, and after 10 s if connecting takes that long.
-    """
+    second after an engine was lost, calls fail with the first failed attempt. Left out: at once if nobody
+    listens, else after 10 s."""
     keepalive_timeout: float | None
-    """Seconds without a sign of the engine after which pending calls fail with :class:`EngineDied`: 120 by
-    default, None means never (docs/reference/lifecycle.md, "Clients and lost engines").
-    """
+    """Seconds of an engine's silence after which pending calls fail with :class:`EngineDied`: 120 by default,
+    None means never."""
     curve_server_key: KeyOrFile | None
     """CURVE public key of the engine, or a file with it; None, the default: an engine without keys."""
     curve_client_key_file: KeyOrFile | None
@@ -105,14 +103,11 @@ class UpdateOptions(TypedDict, total=False):
     weight_version: str | int | None
     """The new version label, set at commit; a number becomes text. None, the default, means unchanged."""
     flush_cache: bool
-    """True, the default: running requests are retracted and the prefix cache is flushed, else they are
-    frozen.
-    """
+    """True, the default: retract running requests and flush the prefix cache; else they are frozen."""
     torch_empty_cache: bool
     """Also empty the device allocator's cache; False by default."""
     component: str | None
-    """Component of a diffusion pipeline that is written, such as ``vae``. None, the default: its transformer.
-    """
+    """Written component of a diffusion pipeline, such as ``vae``. None, the default: its transformer."""
     abort_all_requests: bool
     """Abort all requests first; False by default."""
     session_id: str | None

@@ -1,9 +1,8 @@
 """From the arguments of ``generate`` and ``score`` to the requests on the wire.
 
-Invariants: one request per prompt, in order; ids of a list are derived from the caller's (``name-0``,
-``name-1``, …), so that repeating the call with the same ``message_id`` repeats the same messages. The engine
-checks values; here only what the wire cannot carry, and what decides between one prompt and many. Arrays and
-tensors are whatever has a ``tolist``.
+Invariants: one request per prompt, in order, with ids derived from the caller's (``name-0``, …), so repeating
+the call with its ``message_id`` repeats the messages. The engine checks values; here only what the wire
+cannot carry, and what decides between one prompt and many. Arrays and tensors are whatever has a ``tolist``.
 """
 
 import operator
@@ -56,12 +55,7 @@ class Plan(Generic[RequestT]):
     buffers: Sequence[bytes] = ()
 
     def collect(self, waiters: Sequence[Finished], timeout: float | None) -> Any:
-        """Return what has ended by now: one output, or a flat prompt-major list.
-
-        Raises:
-            EngineError: of the first prompt that failed, with its position as a note.
-            TimedOut: none failed, and not all have ended.
-        """
+        """Return one output or a flat prompt-major list, or raise the first prompt's error, else TimedOut."""
         for position, waiter in enumerate(waiters):
             error = waiter.exception() if waiter.done() else None
             if error is not None:
@@ -86,9 +80,7 @@ def plan(
     rid: str | Sequence[str] | None,
     message_id: str | None,
 ) -> Plan[GenerateReqInput]:
-    """Return the requests of one ``generate`` call; InvalidRequest for prompts and parameters that there are
-    not.
-    """
+    """Return the requests of one ``generate`` call; InvalidRequest for wrong prompts or parameters."""
     fields = _fields(options)
     prompts, single = sequences(input_ids)
     params = per_prompt_sampling(sampling_params, len(prompts))
@@ -141,10 +133,7 @@ def sampling(given: Any) -> SamplingParams:
 
 
 def struct_of(field: str, given: Any, kind: type[StructT], beside: Sequence[str] = ()) -> StructT:
-    """Return ``given`` as a ``kind``, whose fields a mapping has, or InvalidRequest. None means the defaults.
-
-    ``beside`` are names that belong next to the mapping.
-    """
+    """Return ``given`` as a ``kind``, None as its defaults, or InvalidRequest; ``beside`` belongs there."""
     if isinstance(given, kind):
         return given
     if given is None:

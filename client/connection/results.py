@@ -1,8 +1,7 @@
 """Typed results of a generation, decoded once from the wire's byte arrays.
 
-Invariant: tokens, logprobs, weight-version spans and routed experts of one output have matching lengths. A
-message that breaks this is refused with :class:`InternalError`, since a trainer would pair tokens with the
-wrong values.
+Invariant: tokens, logprobs, weight-version spans and routed experts of an output have matching lengths, or it
+is refused with :class:`InternalError`: a trainer would pair tokens with the wrong values.
 """
 
 import array
@@ -77,8 +76,7 @@ class GenerateOutput:
     """The tokens of ``token_ids_logprob``; None unless given."""
     input_logprobs: list[float | None] | None = None
     """Logprobs of the prompt from ``logprob_start_len`` on, without temperature and logit edits; the first is
-    None. None unless requested, and if the sample ended before its prefill.
-    """
+    None. None unless requested, and if the sample ended before its prefill."""
     input_top_logprobs: TokenLogprobs | None = None
     """The most likely tokens at each position of ``input_logprobs`` but the first."""
     input_token_ids_logprobs: TokenLogprobs | None = None
@@ -86,9 +84,8 @@ class GenerateOutput:
     sampling_mask: SamplingMask | None = None
     """Tokens that top-k, top-p and min-p kept for each output token; None unless ``return_sampling_mask``."""
     routed_experts: RoutedExperts | None
-    """Experts that computed each position but the last: ``numpy.asarray`` gives [rows, layers, top_k] without
-    a copy. None unless ``return_routed_experts``, and if an error ended the sample.
-    """
+    """Experts of each position but the last: ``numpy.asarray`` gives [rows, layers, top_k] without a copy.
+    None unless ``return_routed_experts``, and if an error ended the sample."""
     finish_reason: FinishReason
     """Why the sample ended: ``stop``, ``length``, ``abort`` or ``error``."""
     weight_versions: list[WeightVersionSpan]
@@ -327,9 +324,7 @@ def known_logprobs(values: list[float]) -> list[float] | None:
 
 
 def further_logprobs(wire: DeltaLogprobs | None, counts: list[int]) -> list[TokenLogprobs | None]:
-    """Return the logprobs of each row of a stream delta, or None where it did not ask; InternalError if
-    broken.
-    """
+    """Return the logprobs of each row of a stream delta, or None if not asked; InternalError if broken."""
     if wire is None:
         return [None] * len(counts)
     ks, ids, logprobs = read_ints(wire.ks), read_ints(wire.ids), read_floats(wire.logprobs)
@@ -344,9 +339,7 @@ def further_logprobs(wire: DeltaLogprobs | None, counts: list[int]) -> list[Toke
 
 
 def token_details(wire: DeltaDetails | None, counts: list[int]) -> list[TokenDetails | None]:
-    """Return the details of each row of a stream delta, or None where it did not ask; InternalError if
-    broken.
-    """
+    """Return the details of each row of a stream delta, or None if not asked; InternalError if broken."""
     if wire is None:
         return [None] * len(counts)
     sampled_by = read_ints(wire.sampled_by)

@@ -3,8 +3,7 @@
 Invariants:
 - What changes weights, pauses or membership holds the group's lock; status, aborts and waiting never need it.
   Only what moves weights or their memory waits for a replica that is being brought back.
-- A refusal by any replica is the answer, with the names of those that refused; what others have done stays
-  done. All such commands can be sent again.
+- A refusal by any replica, with its name, is the answer; what others did stays. Commands can be sent again.
 - A replica that has ended or does not answer is taken out of routing and not waited for.
 - A command runs to its end even if its caller leaves.
 """
@@ -184,7 +183,6 @@ class GroupClient(GenerationClient):
         return msgspec.structs.replace(own, aborted=max(own.aborted, by_engines))
 
     def _begun(self, work: Coroutine[Any, Any, Any], owner: str | None) -> Result:
-        """Start ``work`` as a task; one of the owner's renews the lease of the pause."""
         lease = self._group.lease
         of_owner = owner is None or owner == self._group.owner
         task = asyncio.ensure_future(work if lease is None or not of_owner else lease.renewed_by(work))

@@ -4,9 +4,8 @@ Invariants:
 - Counts and bytes are added; times are the longest, since engines work at the same time. A mode, label or
   type is the first engine's. An error names its replicas, unless all have the same one.
 - Ranks are numbered through: rank ``r`` of replica ``i`` is ``i * tp + r``.
-- Counters of a status include every engine that has run: they do not go back at a restart. Gauges are those
-  of the engines that are there. State, label and epoch are those of the engines that serve and have answered,
-  or of all if none does.
+- Counters include every engine that has run, so no restart sets them back; gauges those that are there;
+  state, label and epoch those that serve and have answered, or all if none does.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -65,9 +64,7 @@ _RULES: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def added(values: Iterable[Any]) -> Any:
-    """Return the sum of numbers, of tables by key, of records by field and of lists of records by their first
-    field. Unknown values (None) do not count, and of other types the first value stays.
-    """
+    """Return sums of numbers, tables by key, records by field, lists by first field; else the first value."""
     known = [value for value in values if value is not None]
     match known[0] if known else None:
         case bool() | str():

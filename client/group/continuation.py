@@ -1,8 +1,7 @@
 """Parts of one sample that different engines have sampled, and the request that continues it.
 
 Invariants:
-- The last token of a part did not end the sample: an engine sends the token that does in the terminal result
-  only.
+- The last token of a part did not end the sample: the one that does comes in the terminal result only.
 - Every list about tokens has one entry per token; spans of a joined output cover all tokens without a gap.
 - The continuation samples token ``t`` of sample ``i`` with the noise of (seed, ``i``, absolute position), as
   the first engine would have: the position counts prompt and output.
@@ -130,10 +129,7 @@ def continuation(
 def joined(
     request: wire.GenerateReqInput, part: Part, last: GenerateOutput, epoch_of: EpochOf, *, rid: str
 ) -> GenerateOutput:
-    """Return one output of ``part`` and an engine's answer to its :func:`continuation`.
-
-    Log-probabilities of the prompt and routed experts are the last engine's, or None if it ended too early.
-    """
+    """Return ``part`` and its :func:`continuation` as one; prompt logprobs and experts are the latter's."""
     prompt_len, done = len(request.input_ids), len(part)
     spans = [
         msgspec.structs.replace(

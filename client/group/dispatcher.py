@@ -1,13 +1,11 @@
 """Requests of a group: each goes to a member that serves, waits for one, and moves when its member is lost.
 
 Invariants:
-- A generation ends in its results, in an error of its own, or after ``patience_s`` without any member that
-  serves.
-- ``lost`` and ``fence`` are the only ways out of the state ``serving``; both move the member's generations,
-  unless the group is ending.
+- A generation ends in results, an error of its own, or after ``patience_s`` without a member that serves.
+- Only ``lost`` and ``fence`` end the state ``serving``; both move the generations, unless the group is
+  ending.
 - Images and scores go to the least loaded member and end with it.
-
-Runs on one event loop, that of the members' clients.
+- Everything runs on one event loop, that of the members' clients.
 """
 
 import asyncio

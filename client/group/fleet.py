@@ -2,11 +2,10 @@
 
 Invariants:
 - All members that serve have the same weights: an engine is admitted, also again, only with the group's.
-- Updates, pauses and admissions exclude one another: each holds :attr:`Fleet.lock`. What moves weights holds
-  :attr:`Fleet.weights_lock` around it: an update waits for a member that is being brought up to date, and a
-  pause does not.
-- A generation is not lost with its member (``flow.py``); an update is committed by all members that take
-  part, or by none (``session.py``).
+- Updates, pauses and admissions hold :attr:`Fleet.lock`; what moves weights, but no pause, holds
+  :attr:`Fleet.weights_lock` around it.
+- A generation is not lost with its member (``flow.py``). All members of an update commit, or none
+  (``session.py``).
 """
 
 import asyncio
@@ -185,12 +184,7 @@ class Fleet:
         return self.dispatcher.epoch
 
     async def open(self) -> Self:
-        """Connect to all members, and begin to look after them.
-
-        Raises:
-            EngineError: a member cannot be reached, or does not have the weights of the others.
-            WeightsInvalid: none of the engines to adopt has complete weights.
-        """
+        """Connect to all members and look after them; WeightsInvalid if no adopted engine is complete."""
         try:
             async with self.lock:
                 joining = [self._add(address) for address in self._addresses]
@@ -235,10 +229,9 @@ class Fleet:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Any:
-        """Generate on the members; arguments and results are those of :meth:`AsyncSchedulerClient.generate`.
+        """Generate as :meth:`AsyncSchedulerClient.generate`; ``min_weights_epoch`` is the fleet's.
 
-        Requests with one ``routing_key`` go to the same member as long as it serves. ``min_weights_epoch`` is
-        the fleet's.
+        Requests with one ``routing_key`` go to the same member as long as it serves.
         """
         with routed_by(routing_key):
             return await self.client.generate(
@@ -267,11 +260,7 @@ class Fleet:
         return (await self.client.abort(rid, abort_all=abort_all)).aborted
 
     async def pause(self, mode: PauseMode = "in_place", *, timeout: float | None = PAUSE_S) -> None:
-        """Pause all members. One that does not answer in time is fenced.
-
-        Raises:
-            EngineError: the first refusal of a member; the fleet is then in its former state.
-        """
+        """Pause all members; one that does not answer is fenced, one that refuses undoes the pause."""
         async with self.lock:
             answers = await self.pause_members(mode, self.dispatcher.serving, timeout)
             if answers.failed and self.paused_mode is None:
@@ -302,11 +291,7 @@ class Fleet:
             await self.continue_generation(torch_empty_cache=torch_empty_cache, timeout=timeout)
 
     async def flush_cache(self, *, torch_empty_cache: bool = True, timeout: float | None = PAUSE_S) -> None:
-        """Flush the prefix cache of every member, and by default empty its device cache.
-
-        Raises:
-            EngineError: the first refusal of a member.
-        """
+        """Flush every member's prefix cache and, by default, its device cache; raises the first refusal."""
         answers = await everywhere(
             self.dispatcher.serving,
             lambda each: each.client.flush_cache(torch_empty_cache=torch_empty_cache),
@@ -327,20 +312,18 @@ class Fleet:
         torch_empty_cache: bool = True,
         deadline_s: float = 600.0,
     ) -> FleetUpdate:
-        """Give all members the same new weights: all of them commit, or none does.
+        """Give all members the same new weights: all commit, or none does, and FleetUpdateFailed has
+        ``.reasons``.
 
         Generation is paused in ``pause_mode`` meanwhile, unless the fleet is paused already.
 
         Args:
             named_tensors: checkpoint names and tensors, for all transports but ``disk``.
-            model_path: a checkpoint folder that every engine can read, for the transport ``disk``.
+            model_path: a checkpoint folder that every engine can read, for ``disk``.
             transport: None means ``disk`` with a path, and with tensors ``tensor``.
             weight_version: the new label. None means unchanged.
             torch_empty_cache: empty the device caches before members continue that the update has paused.
-            deadline_s: seconds until the commit; a member that is later is fenced, and the others go on.
-
-        Raises:
-            FleetUpdateFailed: nothing was committed; ``.reasons`` has each member's error.
+            deadline_s: seconds until the commit; a later member is fenced, and the others go on.
         """
         transport, given = transport_of(named_tensors, model_path, transport)
         version, session = label(weight_version), Session(verify=self.verify)
@@ -418,11 +401,7 @@ class Fleet:
         )
 
     async def add(self, address: EngineAddress | str) -> Member:
-        """Add a member, which is brought to the fleet's weights and then serves.
-
-        Raises:
-            EngineError: it cannot be reached, or not be brought to the fleet's weights.
-        """
+        """Add a member; it serves with the fleet's weights, or raises why it cannot."""
         async with self.weights_lock:
             member = self._add(EngineAddress.of(address))
             try:

@@ -99,7 +99,6 @@ class _Attempt:
             self.flow.on_failed(self, left, error)
 
     def give_up(self) -> None:
-        """Ignore what the member still sends."""
         self.given_up = True
         if self.leave_all():
             self.abort()

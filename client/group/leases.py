@@ -1,9 +1,7 @@
 """Leases of pauses: a thread that renews a group's, and the count of one that engines may have forgotten.
 
-Invariants:
-- Renewals have a thread and connections of their own: the group's event loop may belong to a trainer that
-  computes for minutes. Nothing is connected before the first renewal is due.
-- A :class:`PauseLease` is not over before the engines' own, which the same commands renew.
+Invariants: renewals have their own thread and connections, made when first due, as the loop may be a busy
+trainer's. A :class:`PauseLease` is not over before the engines' own, which the same commands renew.
 """
 
 import threading

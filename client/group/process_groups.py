@@ -29,8 +29,7 @@ class ProcessGroups:
     def __init__(self, fleet: "ReplicaFleet") -> None:
         self._fleet = fleet
         self._joined: dict[str, dict[str, str | None] | None] = {}
-        """Processes in each group; None if it was ended here and its trainer does not know.
-        """
+        """Processes in each group; None if it was ended here and its trainer does not know."""
 
     async def join(
         self,

@@ -177,19 +177,17 @@ class RolloutFleet(Fleet):
         name: str | None = None,
         **options: Unpack[FleetOptions],
     ) -> None:
-        """
+        """Start ``replicas`` of ``model``, a Hugging Face folder that every node can read.
+
         Args:
-            model: a Hugging Face folder that every node can read.
             placement: a :class:`Placement`, or a dict of its fields.
             engine_options: keywords of :func:`launch_scheduler` for every engine.
             start_timeout: maximum seconds until all replicas are placed and ready.
-            listen: ``auto``: engines on this process's node listen on socket files, others on ``tcp://`` with
-                keys. ``tcp``: all do.
-            name: name of the fleet on the cluster; its engines then outlive this process, and listen on
-                ``tcp://``.
-
-        ``options`` are those of :class:`Fleet`; ``adopt`` takes over the engines that a fleet of that name
-        has left behind, and starts the missing ones.
+            listen: ``auto``: engines on this node listen on socket files, others on ``tcp://`` with keys.
+                ``tcp``: all do.
+            name: the fleet's on the cluster; its engines outlive this process and listen on ``tcp://``.
+            options: those of :class:`Fleet`; ``adopt`` takes over the engines of that name and starts missing
+                ones.
         """
         if replicas < 1:
             raise InvalidRequest(f"replicas = {replicas} must be at least 1", field="replicas")
@@ -217,11 +215,8 @@ class RolloutFleet(Fleet):
     async def open(self) -> Self:
         """Place and start all replicas, or find them, and connect to them.
 
-        Raises:
-            TimedOut: the cluster had no room for them in time.
-            EngineError: an engine does not start, or not in time.
-            InvalidRequest: another fleet has that name.
-            WeightsInvalid: as :meth:`Fleet.open`.
+        Raises TimedOut without room in the cluster, EngineError if an engine does not start, InvalidRequest
+        if the name is taken, and WeightsInvalid as :meth:`Fleet.open`.
         """
         if not ray.is_initialized():
             ray.init()
@@ -261,13 +256,10 @@ class RolloutFleet(Fleet):
             private_directory.remove(folder)
 
     async def scale(self, replicas: int) -> None:
-        """Change the number of replicas.
+        """Change the number of replicas; TimedOut if the cluster has no room, EngineError if one cannot
+        start.
 
         New ones serve only with the fleet's weights; requests of those that leave continue on others.
-
-        Raises:
-            TimedOut: the cluster has no room for them.
-            EngineError: a new one does not start, or cannot be admitted.
         """
         if replicas < 1:
             raise InvalidRequest(f"replicas = {replicas} must be at least 1", field="replicas")

@@ -60,10 +60,7 @@ async def agree(fleet: "Fleet", members: Sequence[Member]) -> None:
 
 
 async def take_over(fleet: "Fleet", members: Sequence[Member], adopt: Adopt) -> None:
-    """End what a former group has begun on ``members``, and admit those with the newest complete weights.
-
-    The others are fenced. Raises WeightsInvalid if none has complete weights and ``adopt`` is not ``any``.
-    """
+    """End what a former group began, admit the newest weights, fence the rest; else WeightsInvalid."""
 
     async def ended(member: Member) -> GetStatusReqOutput:
         if (await fleet.ask(member)).session is not None:

@@ -1,14 +1,12 @@
 """``ReplicaFleet``: the engines of ``caesura serve --replicas N``, which HTTP takes for one engine.
 
 Invariants:
-- A replica that dies is out at once, as is, from the next look on, one that somebody has updated or paused on
-  its own socket. It serves again only with the group's weights.
-- A pause with a lease ends with it whatever becomes of the engines, unless only an update can make the
-  weights valid again.
+- A dead replica is out at once, one updated or paused on its own socket from the next look on. It serves
+  again only with the group's weights.
+- A pause with a lease ends with it, unless only an update can make the weights valid again.
 - No replica is brought back while a weight session is open, while memory is released, or while the weights
   were lost on purpose: the trainer's next update gives them to all.
-
-Runs on one event loop; supervisors report from their threads.
+- Everything runs on one event loop; supervisors report from their threads.
 """
 
 import asyncio
@@ -190,8 +188,8 @@ class ReplicaFleet(Fleet):
     async def combined(self, owner: str | None) -> GetStatusReqOutput:
         """Return one status of all replicas; ``owner`` is the token of the request.
 
-        Once one replica has answered, the others have :attr:`status_s` in all: their requests, tokens and
-        bytes count as they were, their state does not count.
+        After the first answer others have :attr:`status_s` in all; late ones count as they were, but not
+        their state.
         """
         members = self.present
         if not members:
@@ -240,7 +238,6 @@ class ReplicaFleet(Fleet):
         return (await self.status(timeout=PARTS_S)).members
 
     def _changed_by_others(self) -> dict[Member, str]:
-        """Return the serving replicas that a stranger has updated or paused, with the reason."""
         found = {}
         for member in self.dispatcher.serving:
             status = member.status

@@ -50,9 +50,8 @@ SPARE_S = 60.0
 
 
 class FleetUpdateFailed(EngineError):  # noqa: N818  (as the errors of one engine)
-    """An update of a fleet was not committed anywhere: no member serves the new weights.
-
-    Members that had written a byte are poisoned and fenced; the others serve the weights that they had.
+    """An update that no member committed: those that had written are poisoned and fenced, the others serve
+    on.
 
     Attributes:
         reasons: the error of each member that had one, by name.

@@ -58,10 +58,7 @@ _LAUNCHED = ("curve_server_key", "curve_client_key_file", "startup_timeout", "lo
 
 
 class LaunchedScheduler:
-    """A scheduler process and a client of it. As a context manager it yields the client.
-
-    ``command`` gets ``--ready-fd N --lifeline-fd M`` appended. ``directory`` is removed at close, if given.
-    """
+    """A scheduler process and a client, which it yields as a context manager; close removes ``directory``."""
 
     def __init__(
         self,
@@ -99,10 +96,7 @@ class LaunchedScheduler:
     def close(self, *, drain: bool | None = None, drain_s: float | None = None) -> None:
         """Shut the engine down and close the client. Idempotent; has no effect in a forked child.
 
-        Args:
-            drain: True lets accepted requests finish within ``drain_s`` seconds, False ends them at once;
-                default the engine's ``shutdown_mode``.
-            drain_s: default the engine's ``drain_timeout_s``.
+        ``drain`` and ``drain_s`` are those of :meth:`AsyncControlClient.shutdown`.
         """
         if not self._child.launcher.is_here:
             return
@@ -277,7 +271,6 @@ class Child:
         return self._tail.decode(errors="replace")
 
     def _tee(self) -> None:
-        """Copy the child's stderr to ours, whatever ours is at that moment (a live display redirects it)."""
         pipe = self.process.stderr
         assert pipe is not None
         with pipe:
@@ -338,10 +331,7 @@ class LaunchOptions(EngineOptions):
 def _called_as(
     options: Callable[Arguments, object],
 ) -> Callable[[Callable[[dict[str, Any]], ResultT]], Callable[Arguments, ResultT]]:
-    """Give a function the parameters of ``options``, of which it gets those that are not None.
-
-    An unknown keyword is refused with the nearest one, by other engines' names too.
-    """
+    """Give a function the parameters of ``options`` that are not None; refuse others with the nearest."""
     signature = inspect.signature(options)
     names = list(signature.parameters)
 

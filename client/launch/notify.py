@@ -1,8 +1,4 @@
-"""Notifications to a service manager by systemd's protocol: datagrams to the socket in ``NOTIFY_SOCKET``.
-
-Invariant: without ``NOTIFY_SOCKET`` nothing happens; a manager that does not read delays a caller by one
-second at most.
-"""
+"""Notifications to a service manager: systemd's datagrams to ``NOTIFY_SOCKET``, if set; 1 s at most."""
 
 import os
 import socket

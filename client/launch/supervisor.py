@@ -124,10 +124,7 @@ class _Failure(Exception):  # noqa: N818  (a failure of the scheduler, not of th
 
 
 class Supervisor:
-    """Runs ``command`` with ``--endpoint``, ``--ready-fd`` and ``--lifeline-fd`` appended, again and again.
-
-    ``directory`` is removed at the end, if given. ``name`` names the scheduler in the log.
-    """
+    """Runs ``command``, with endpoint and descriptors appended, again and again; removes ``directory``."""
 
     def __init__(
         self,
@@ -319,8 +316,7 @@ class Supervisor:
     def _answers_until_it_ends(self, child: Child, patience: float) -> bool:
         """Return True when it has ended, or False once it has been silent for ``patience`` seconds, if not 0.
 
-        Two probes in a row must fail: where this process was stopped together with the scheduler, the first
-        one fails at once when both go on.
+        Two probes must fail: if both were stopped together, the first fails at once when they go on.
         """
         if patience <= 0:
             return child.wait(math.inf)
@@ -373,10 +369,7 @@ def supervised(
     environment: Mapping[str, str] | None = None,
     **keys: Unpack[ConnectionOptions],
 ) -> Supervisor:
-    """Return a supervisor of ``caesura scheduler ARGUMENTS``, not started.
-
-    Without ``endpoint``, or ``--state-file`` among the arguments, these are in a private directory.
-    """
+    """Return an unstarted supervisor; socket and state file default to a private directory."""
     check_keys(keys)
     asked = policy.hang_timeout_s > 0 and keys.get("curve_server_key") is None
     if asked and has_option(arguments, "--curve-secret-key-file"):

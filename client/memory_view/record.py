@@ -1,6 +1,4 @@
-"""An engine's record of its memory, its growth over the cycles of pause and continue, and its figures in
-words.
-"""
+"""An engine's record of its memory, its growth over cycles of pause, and its figures in words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

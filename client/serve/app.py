@@ -184,10 +184,7 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """Cancel the block at a stop signal: exit with 128 and the signal's number.
-
-    A second signal does not interrupt the cleanup; a third one has its default action.
-    """
+    """Cancel the block at a stop signal with status 128 + number; only a third signal acts by default."""
     received: list[int] = []
 
     def interrupt(number: int, _frame: object) -> None:
@@ -210,10 +207,7 @@ def interrupted_by_signals() -> Iterator[None]:
 
 
 async def unless_stopped(starting: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``starting``; a stop signal cancels it and is raised as KeyboardInterrupt(number).
-
-    The loop keeps its signal handlers.
-    """
+    """Return the result of ``starting``; a stop signal cancels it and raises KeyboardInterrupt(number)."""
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(starting)
     received: list[int] = []
 

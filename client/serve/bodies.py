@@ -65,14 +65,11 @@ def nullable_fields(kind: type[msgspec.Struct], *left_out: str) -> list[tuple[st
 async def read_control(
     request: HTTPRequest, kind: type[StructT], *, text: bool = False, query: bool = False
 ) -> StructT:
-    """Read the body as ``kind``; an empty body is ``{}``, and options in the body precede those of the query.
+    """Read the body as ``kind``, or refuse it with 400; an empty one is ``{}``, and options precede the
+    query's.
 
-    Args:
-        text: the body holds texts, which may have any number of brackets.
-        query: the query may have options, too.
-
-    Raises:
-        ClientException: 400.
+    ``text``: the body holds texts, which may have any number of brackets. ``query``: it may have options,
+    too.
     """
     if request.query_params and not query:
         names = ", ".join(printable(name) for name in request.query_params)
@@ -121,13 +118,10 @@ def unreadable(error: Exception, raw: bytes, kind: type[msgspec.Struct]) -> Fiel
 def decode_large(
     raw: bytes, decoder: "msgspec.json.Decoder[StructT]", prompts: dict[str, bytes], max_prompts: int
 ) -> StructT:
-    """Decode ``raw`` as ``decoder`` does, but prompt by prompt.
+    """Decode ``raw`` as ``decoder`` does, with its errors, but prompt by prompt; InvalidRequest beyond a
+    limit.
 
     ``prompts`` are the fields that hold prompts, with JSON that stands in for each meanwhile.
-
-    Raises:
-        InvalidRequest: a limit is exceeded, or a value has the wrong type.
-        msgspec.DecodeError, UnicodeDecodeError, RecursionError: as ``decoder``.
     """
     kind: Any = decoder.type
     cut = _envelope(kind).decode(raw)
@@ -198,10 +192,9 @@ def _ids(field: str, value: bytes) -> list[int]:
 
 
 class UnknownKeys:
-    """Log of unknown keys, which OpenAI's routes ignore; each is logged once, at most :data:`MAX_KEYS` in
-    all.
+    """Log of keys that OpenAI's routes ignore, once each, at most :data:`MAX_KEYS`; for any thread.
 
-    A body without unknown keys makes no objects that grow with it. Threads may share an object.
+    A body without unknown keys makes no objects that grow with it.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,4 @@
-"""``caesura serve``: a scheduler and its HTTP server in one command.
-
-Invariant: the server listens only when the engine is ready, and says where once it has answered.
-"""
+"""``caesura serve``: a scheduler and its HTTP server, which listens once the engine is ready."""
 
 import asyncio
 import contextlib

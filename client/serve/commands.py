@@ -1,7 +1,4 @@
-"""Routes that are commands to the engine: the body is read, the client called, and the reply answered.
-
-Invariant: every command is timed and counted in one place, :func:`timed`.
-"""
+"""Routes that are commands to the engine; :func:`timed` times and counts every one."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -67,10 +64,7 @@ def command(
     name: str | None = None,
     size: str = "",
 ) -> Callable[[Callable[[FrontEnd, BodyT], Awaitable[Any]]], HTTPRouteHandler]:
-    """Make a function of the front end and a body a route, by POST unless ``methods`` are given.
-
-    ``name`` is the command's in the metrics, ``size`` the class of its body's limit (``middleware.py``).
-    """
+    """Make a function and a body a route (POST by default); ``name`` is for metrics, ``size`` its limit."""
 
     def decorate(work: Callable[[FrontEnd, BodyT], Awaitable[Any]]) -> HTTPRouteHandler:
         kind: type[BodyT] = work.__annotations__["body"]

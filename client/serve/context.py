@@ -169,11 +169,8 @@ class Admission:
     async def refusing(self, *, drain: bool) -> AsyncGenerator[None, None]:
         """Refuse generations inside the block, which pauses the engine, and then until that pause ends.
 
-        With ``drain`` the block is entered when every request has ended.
-
-        Raises:
-            Busy: ``/resume`` or another pause came during the drain.
-            NotIdle: the engine is paused, so its requests would never end.
+        With ``drain`` it is entered when all requests have ended; Busy if a pause or ``/resume`` comes
+        meanwhile, NotIdle if the engine is paused, so that they would never end.
         """
         own = self._pausing = object()
         try:

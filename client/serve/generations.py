@@ -67,8 +67,7 @@ async def streamed(
 ) -> Stream:
     """Answer with events, the last of which is ``[DONE]``; a client that leaves closes ``frames``.
 
-    The first frame is made before the answer begins: an immediate refusal is an answer of its own, a later
-    failure the event ``refusal``.
+    A refusal of the first frame is an answer of its own, a later one the event ``refusal``.
     """
     try:
         first = await unless_left(request, anext(frames))

@@ -1,12 +1,9 @@
-"""uvicorn's server and its protocol, with limits for connections.
-
-uvicorn has no deadline for heads and bodies, no limit on heads, and cannot close an idle connection for a new
-one.
+"""uvicorn's server and its protocol, with the limits that it lacks: of heads, bodies and idle connections.
 
 Invariants:
 - Every connection ends, whatever its peer does: first byte, head, body, idle time and the reading of a
-  response have deadlines, the first two before keys are checked. Only a complete request that is being
-  answered has none.
+  response have deadlines, the first two before keys are checked; only a complete request being answered has
+  none.
 - The size of received data that no handler has taken yet is limited.
 - At the limit, a connection without a request is closed for a new one, first those that never had a request.
   If all have requests, some more are accepted for health, load and commands.
@@ -267,7 +264,6 @@ class BoundedProtocol(HttpToolsProtocol):
         return now > self._unread_since + (self._limits.stalled if unread else self._limits.linger)
 
     def _answer(self, status: int, message: str) -> None:
-        """Answer from below the application, and close the connection."""
         body = json.dumps({"object": "error", "message": message, "code": status, "retryable": True}).encode()
         phrase = {408: "Request Timeout", 503: "Service Unavailable"}[status]
         retry = f"retry-after: {RETRY_AFTER_S}\r\n" if status == 503 else ""

@@ -49,7 +49,6 @@ class _Process:
         return self._process.poll() is None
 
     def ask(self, request: bytes) -> dict[str, str]:
-        """Return the answer to a request; EOFError or OSError if there is none."""
         if self._start:
             start, self._start = self._start, b""
             self._connection.send_bytes(start)
@@ -60,7 +59,6 @@ class _Process:
         return answer
 
     def end(self) -> str:
-        """End the process; return why it ended."""
         self._connection.close()
         if self.runs:
             self._process.kill()
@@ -88,11 +86,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Return the prompt of a conversation; ``variables`` are further ones (``enable_thinking``).
-
-        Raises:
-            InvalidRequest, CheckpointError: the template refuses the messages, or is not valid Jinja.
-        """
+        """Return a conversation's prompt with further ``variables``; raises if it is refused or no Jinja."""
         if not messages:
             raise InvalidRequest("messages must not be empty", field="messages")
         names = ("tool_use", "default") if tools is not None else ("default",)

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from .tokenizer import TextTokenizer
 
 CONTEXT = 8
-"""Tokens that are kept when the window is cut. As a character has at most four bytes, the first three tokens
-may be decoded wrongly and the last three may still change; the others are decoded as in the whole text.
-"""
+"""Tokens kept when the window is cut: of a character's at most four bytes the first three tokens may be
+decoded wrongly and the last three may change."""
 
 WINDOW = 24
 """Maximum tokens that are kept. A larger window is cut less often; a smaller one has less to decode again."""

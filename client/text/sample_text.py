@@ -23,9 +23,7 @@ from .tokenizer import TextTokenizer
 class SampleText:
     """Text of one sample, as its tokens arrive.
 
-    Attributes:
-        length: number of tokens up to the one that completed a stop string, or None.
-        settled: number of tokens whose text is known; without stop strings, all.
+    ``length`` counts tokens up to a stop string's last, or is None; ``settled`` those whose text is known.
     """
 
     __slots__ = (
@@ -99,7 +97,6 @@ class SampleText:
         return shown[: len(shown) - len(tail)] + self._detokenizer.feed(last) + self._detokenizer.flush()
 
     def _note(self, ids: Sequence[int], text: str) -> None:
-        """Remember ids through which a later match could have to be traced back."""
         self._unsettled += ids
         self._text += text
         if self.stop is not None:

@@ -1,8 +1,7 @@
 """Finds stop strings in text as it arrives.
 
 Invariants:
-- The first complete match counts; of several that end at the same character, the longest. So the result does
-  not depend on how text is divided into tokens, or tokens into messages.
+- The first complete match counts; of several ending at one character, the longest, however text is divided.
 - Text that could begin a stop string is held back until it cannot any more, or until the text ends.
 - The time is linear in the text and does not depend on the number of stop strings (Aho and Corasick 1975).
 """

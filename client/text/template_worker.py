@@ -1,8 +1,7 @@
 """Render chat templates in a process of its own, which ``chat_template.py`` starts by this path and may kill.
 
-Invariants:
-- The kernel limits memory and CPU time. The process ends when its connection is closed.
-- Templates run in Jinja's immutable sandbox, with the globals, filters and extensions of transformers.
+Invariants: the kernel limits memory and CPU time; it ends with its connection. Templates run in Jinja's
+immutable sandbox, with transformers' globals, filters and extensions.
 """
 
 import json

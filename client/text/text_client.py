@@ -38,8 +38,8 @@ class TextOptions(OutputOptions, total=False):
 class AsyncTextClient:
     """Text over a connection to one engine, for coroutines of one event loop.
 
-    ``tokenizer`` is a model folder with a ``tokenizer.json``, or a :class:`TextTokenizer`. The other keywords
-    are those of :class:`~caesura.client.connection.options.ConnectionOptions`.
+    ``tokenizer`` is a folder with a ``tokenizer.json``, or a :class:`TextTokenizer`; the rest
+    :class:`ConnectionOptions`.
     """
 
     def __init__(
@@ -66,25 +66,23 @@ class AsyncTextClient:
     ) -> Any:
         """Generate and wait for the results.
 
-        One prompt returns one :class:`Sample` (a list if ``n`` > 1); a list of prompts returns a list of
-        samples in the order of the prompts, with the ``n`` samples of each prompt together.
+        One prompt returns one :class:`Sample` (a list if ``n`` > 1); a list of prompts returns their samples
+        in order, the ``n`` of each together. Other options are those of
+        :meth:`AsyncSchedulerClient.generate`.
 
         Args:
             prompt: text or token ids, or a list of such prompts.
-            sampling_params: one for all prompts, or one per prompt: :class:`SamplingParams`, or a dict of its
+            sampling_params: for all prompts, or one per prompt: :class:`SamplingParams`, or a dict of its
                 fields.
             stop: strings at which a sample ends; ``text`` and tokens are cut there.
             no_stop_trim: keep the stop string or token in the text.
             skip_special_tokens: leave special tokens out of the text; True by default.
-            add_special_tokens: let the tokenizer add its special tokens to text, such as BOS; True by
-                default. Give False for prompts that a chat template has written.
-            rid: request id; for a list of prompts it becomes ``rid-0``, ``rid-1``, … None means a random id.
-            timeout: seconds for the whole call. None means no limit.
-
-        The other options are those of :meth:`AsyncSchedulerClient.generate`.
+            add_special_tokens: let the tokenizer add its own to text, such as BOS; True by default. Give
+                False for prompts that a chat template has written.
+            rid: request id; for a list it becomes ``rid-0``, ``rid-1``, … None means random.
+            timeout: seconds for the whole call; generations that are late are aborted. None means no limit.
 
         Raises:
-            TimedOut: not all generations ended within ``timeout``; they are aborted.
             InvalidRequest: a prompt is neither text nor token ids, or a parameter is unknown.
             EngineError: of the first prompt that was refused or failed; the others of this call are aborted.
         """
@@ -113,10 +111,7 @@ class AsyncTextClient:
         rid: str | None = None,
         **options: Unpack[TextOptions],
     ) -> AsyncGenerator[Chunk, None]:
-        """Yield the text of one prompt as it comes; the last chunk of each sample has its :class:`Sample`.
-
-        Closing the generator early aborts the request. Arguments and errors are those of :meth:`generate`.
-        """
+        """Yield the text of one prompt as it comes, at last each :class:`Sample`; closing early aborts."""
         return self._manager.stream(_request(prompt, sampling_params, stop, rid, options))
 
     async def close(self) -> None:

@@ -1,9 +1,8 @@
 """``TextTokenizer``: the tokenizer of a Hugging Face model folder, from text to ids and back.
 
 Invariants:
-- The results equal those of ``transformers.AutoTokenizer`` for the same folder, without importing
-  transformers; no spaces are added between special tokens, and ``clean_up_tokenization_spaces`` is not
-  applied.
+- The results equal those of ``transformers.AutoTokenizer``, without importing transformers, without spaces
+  between special tokens and without ``clean_up_tokenization_spaces``.
 - A tokenizer is immutable after loading, so threads may share it.
 """
 
@@ -41,11 +40,10 @@ class TextTokenizer:
 
     Attributes:
         skipped: the ids that ``skip_special_tokens`` leaves out.
-        byte_ids: ids that stand for one byte each (SentencePiece's byte fallback); empty for byte-level
-            tokenizers.
+        byte_ids: ids of one byte each (SentencePiece's byte fallback); empty for byte-level tokenizers.
         size: first id that is unknown; it and all above decode to nothing.
-        longest: characters of the longest entry of the vocabulary: a text of ``n`` has at least ``n /
-            longest`` tokens, unless the tokenizer drops or joins characters.
+        longest: characters of the longest entry: a text of ``n`` has at least ``n / longest`` tokens, unless
+            the tokenizer drops or joins characters.
     """
 
     def __init__(
@@ -64,11 +62,7 @@ class TextTokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "TextTokenizer":
-        """Read ``tokenizer.json``, ``tokenizer_config.json`` (optional) and chat templates from ``path``.
-
-        Raises:
-            CheckpointError: a file cannot be read; TokenizerMissing if there is no ``tokenizer.json``.
-        """
+        """Read tokenizer, configuration and chat templates; CheckpointError if a file cannot be read."""
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -120,9 +114,7 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Return the prompt of a conversation, to be encoded without special tokens; InvalidRequest if
-        refused.
-        """
+        """Return a conversation's prompt, to be encoded without special tokens, or InvalidRequest."""
         if self._chat_template is None:
             raise InvalidRequest("the model has no chat template", field="messages")
         return self._chat_template.render(

@@ -129,8 +129,7 @@ class Sample:
     text: str
     """The text, without the stop string or token that ended it unless ``no_stop_trim``."""
     output: GenerateOutput
-    """Tokens, logprobs and spans, all cut at the token that completed a stop string (finish reason ``stop``).
-    """
+    """Tokens, logprobs and spans, all cut at the token that completed a stop string (reason ``stop``)."""
     matched: int | str | None
     """Stop string or token id that ended it. None unless the finish reason is ``stop``."""
 
@@ -353,11 +352,7 @@ class TokenizerManager:
         self._live: set[Generation[Result, Deltas]] = set()
 
     async def generate(self, request: GenerationRequest) -> list[Sample]:
-        """Return all samples of one prompt, in order. If cancelled, the generation is aborted.
-
-        Raises:
-            EngineError: refused or failed; ``.output`` and ``.outputs`` have what had been generated.
-        """
+        """Return all samples of one prompt, in order, or EngineError with what there was."""
         work = await self._prepare(request, stream=False)
         if work.stops is None:
             generation = self._started(self.client.channel.start_generation(work.wire))
@@ -513,7 +508,6 @@ def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
 
 
 def _joined_details(parts: Sequence[TokenDetails | None]) -> TokenDetails | None:
-    """Return None unless every part has details: those of the last tokens come with the terminal result."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None

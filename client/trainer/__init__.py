@@ -1,6 +1,4 @@
-"""The trainer's side of a weight update, and importance weights as tensors; the only part of the client that
-imports torch.
-"""
+"""The trainer's side of weight updates and importance weights; the client's only part that imports torch."""
 
 from .buckets import Bucket, NamedTensors, as_frames, buckets, manifest
 from .chain import WeightUpdateChain, clone_weights

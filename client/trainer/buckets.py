@@ -1,9 +1,7 @@
 """Packs named torch tensors into buckets of bounded size.
 
-Invariants:
-- A bucket holds at most ``bucket_bytes``, except for a single row that is larger, and fits into one message's
-  frames.
-- Tensors are viewed, not copied, where they are contiguous and on the CPU.
+Invariants: a bucket holds at most ``bucket_bytes`` (or one larger row) and fits into one message's frames;
+contiguous tensors on the CPU are viewed, not copied.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -3,10 +3,10 @@
     sender --link 0--> engine 0 --link 1--> engine 1 --link 2--> …
 
 Invariants:
-- A link is a process group whose rank 0 is the sender. It belongs to one chain, and is gone when an update
-  over it fails: close the chain then, and create one of the engines that live.
+- A link is a process group with its sender as rank 0. A failed update ends it: close the chain, create
+  another.
 - Engines load in two phases. One that fails costs itself and those behind it; those before it commit.
-- A bucket is passed on while the next one arrives: N engines take the time of one, and of N - 1 buckets more.
+- A bucket is passed on while the next arrives: N engines take the time of one, and of N - 1 buckets more.
 - An engine that sends its weights serves on. The rendezvous is this process's and carries no weights.
 """
 
@@ -46,9 +46,7 @@ if TYPE_CHECKING:
 CLONE_BROADCAST_TIMEOUT_S = 60.0
 """Seconds of one broadcast of a clone; shorter than a trainer's, since nothing is gathered meanwhile."""
 Head = Callable[[Callable[[], bool]], str | None]
-"""Broadcasts all tensors over link 0, and returns the label or None; the argument says when no more are
-taken.
-"""
+"""Broadcasts all tensors over link 0; returns the label or None. The argument tells if no more are taken."""
 
 
 class WeightUpdateChain:
@@ -74,10 +72,7 @@ class WeightUpdateChain:
         timeout_s: float = 60.0,
         broadcast_timeout_s: float = DEFAULT_BROADCAST_TIMEOUT_S,
     ) -> Self:
-        """Join this process with the first engine, and each engine with the next, by one connection each.
-
-        Arguments and errors are those of :meth:`WeightUpdateGroup.create`.
-        """
+        """Join this process and the engines in a chain; arguments are :meth:`WeightUpdateGroup.create`'s."""
         require_clients(clients)
         links = [group_name, *(f"{group_name}/{number}" for number in range(1, len(clients)))]
         with_all = backend or common_backend(clients, timeout_s)
@@ -108,10 +103,7 @@ class WeightUpdateChain:
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> list[WeightUpdateReqOutput]:
-        """Update all engines with all tensors of the checkpoint, and return their replies in the order of the
-        chain.
-
-        Other arguments are those of ``ControlClient.update_weights_from_distributed``.
+        """Update all engines with a whole checkpoint; return their replies in the order of the chain.
 
         Raises:
             CaesuraError: an engine refused; nothing was written then.
@@ -159,19 +151,15 @@ def clone_weights(
 ) -> list[WeightUpdateReqOutput]:
     """Give the committed weights of ``source`` to ``targets``, and return their replies in order.
 
-    All are engines of one model. Each target has the source's label afterwards, unless ``weight_version`` is
-    another; epochs are each engine's own. The options are those of every update.
+    All are engines of one model. A target gets the source's label, unless ``weight_version`` is another, and
+    counts its own epochs. Errors are those of :meth:`WeightUpdateChain.update`.
 
     Args:
-        bucket_bytes: maximum size of a broadcast of whole tensors, of which every engine has two in memory.
+        bucket_bytes: maximum size of a broadcast of whole tensors; every engine has two in memory.
         master_address: address of this process for the engines; they connect to one another by their own.
         backend: None means nccl if every engine is on a CUDA device, else gloo.
         timeout_s: maximum seconds for joining; ``broadcast_timeout_s`` for each broadcast.
         timeout: maximum seconds of each wait for an engine's answer.
-
-    Raises:
-        CaesuraError: an engine refused, and nothing has changed.
-        PartialUpdate: some targets have not got everything, because they or one before them failed.
     """
     require_clients(targets)
     fields = sessionless_fields(options)
@@ -204,10 +192,7 @@ def join_links(
     backend: Backend,
     limits: tuple[float, float],
 ) -> None:
-    """Join each of ``engines`` with the next, over ``links`` in ``store``, of this process at ``address``.
-
-    ``limits`` are the seconds for joining, and for each broadcast. Raises the first error of an engine.
-    """
+    """Join each engine with the next over ``links``; ``limits`` are seconds for joining and a broadcast."""
     tickets = []
     receivers = ranks_of(engines[1 : len(links) + 1], limits[0])
     for number, (link, ranks) in enumerate(zip(links, receivers, strict=True)):

@@ -1,12 +1,10 @@
 """The trainer's side of a weight update group: rank 0 of a process group whose other ranks are engines.
 
 Invariants:
-- The trainer never waits for a broadcast that an engine does not receive: the refusal arrives over the
-  engine's socket and ends the wait.
+- No broadcast waits for an engine that does not receive it: the refusal on its socket ends the wait.
 - After a failed broadcast the group is dead on both sides; close it and create another.
 - Tensors are sent whole and as bytes, so any dtype works. One buffer is filled with one bucket at a time.
-
-The group is an ordinary one of torch.distributed; one that a trainer has made itself works as well.
+- The group is an ordinary one of torch.distributed; one that a trainer has made itself works as well.
 """
 
 import contextlib
@@ -85,9 +83,8 @@ class WeightUpdateGroup:
         backend: Backend = "gloo",
         clients: "Sequence[ControlClient]" = (),
     ) -> None:
-        """Wrap an existing group (a ProcessGroup or a bare backend): this process is its rank 0, engines have
-        joined it as ``group_name``. ``clients`` are theirs, in the order of their ranks from 1; :meth:`close`
-        makes them leave.
+        """Wrap a group (ProcessGroup or bare backend) that engines have joined as ``group_name``, with rank 0
+        here. ``clients`` are theirs, in rank order from 1; :meth:`close` makes them leave.
         """
         self.group_name = group_name
         """Name of the group in the engines."""
@@ -115,17 +112,15 @@ class WeightUpdateGroup:
     ) -> Self:
         """Create a group of this process and the engines of ``clients``; returns when all have joined.
 
-        A group of the same name that an earlier trainer left behind is destroyed first.
+        One of that name left by an earlier trainer is destroyed. Raises an engine's error, or ``group_error``
+        if late.
 
         Args:
-            master_address: address of this process for the engines; the rendezvous listens only there if it
-                is one of this host, else (behind NAT, for example) on all addresses.
+            master_address: of this process for the engines; the rendezvous listens only there if it is this
+                host's, else (behind NAT, for example) on all addresses.
             master_port: port of the rendezvous; 0 means any free port.
             backend: None means nccl if every engine and this process have CUDA devices, else gloo.
             timeout_s: maximum seconds for joining; ``broadcast_timeout_s`` for every broadcast later.
-
-        Raises:
-            CaesuraError: the error of an engine; ``group_error`` if a rank did not join in time.
         """
         backend = _backend(clients, backend, timeout_s)
         for client in clients:
@@ -163,10 +158,7 @@ class WeightUpdateGroup:
         bucket_bytes: int,
         load_format: LoadFormat = "flattened_bucket",
     ) -> Any:
-        """Send one update by messages of ``sender`` and by broadcasts.
-
-        More than one bucket makes a session of its own, all or nothing, unless the options name one.
-        """
+        """Send one update; more than one bucket is a session, all or nothing, unless the options name one."""
         self._require_alive()
         tensors = [(name, tensor.detach()) for name, tensor in pairs(named_tensors)]
         parts = list(whole(tensors, bucket_size(bucket_bytes), lambda named: named[1].nbytes))
@@ -183,11 +175,10 @@ class WeightUpdateGroup:
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> list[WeightUpdateReqOutput]:
-        """Update all engines of the group with one broadcast; return their replies in the order of ranks.
+        """Update all engines with one broadcast; return their replies in the order of ranks.
 
-        The arguments are those of ``ControlClient.update_weights_from_distributed``. If every client has
-        begun a session, the update belongs to these sessions. If one engine fails, its error is raised; the
-        others may have committed, so compare their ``weights_epoch``.
+        If every client has begun a session, the update belongs to these. If one engine fails, its error is
+        raised; the others may have committed, so compare their ``weights_epoch``.
         """
         clients, named = self.clients, update_fields(options)
         begun = bool(clients) and all(client.session_id is not None for client in clients)
@@ -226,9 +217,7 @@ class WeightUpdateGroup:
         self.close()
 
     def send(self, part: list[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> None:
-        """Broadcast ``part`` until ``answered`` is True for calls that somebody else makes; GroupError if it
-        failed.
-        """
+        """Broadcast ``part`` until others' calls are ``answered``; GroupError if it failed."""
         if self._dead is None:
             self._send(part, load_format, answered)
         self._require_alive()
@@ -252,7 +241,6 @@ class WeightUpdateGroup:
         return reply
 
     def _send(self, part: list[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> None:
-        """Broadcast ``part``; if it fails, the group is dead. The engines' replies say more."""
         try:
             for flat in self._flat(part, load_format):
                 self._broadcast(flat, answered)
@@ -263,7 +251,6 @@ class WeightUpdateGroup:
             raise
 
     def _flat(self, part: list[Named], load_format: LoadFormat) -> Iterator[Tensor]:
-        """Yield the bytes of each broadcast, in one buffer that is reused when the next is asked for."""
         for batch in [part] if load_format is not None else [[named] for named in part]:
             total = sum(tensor.nbytes for _, tensor in batch)
             if self._buffer.numel() < total:
@@ -288,7 +275,6 @@ class WeightUpdateGroup:
         work.wait()
 
     def _waits_for(self, work: Any) -> Callable[[], object]:
-        """Return a function that waits until ``work`` has ended, or for a moment."""
         if self._device == "cpu":
             # gloo says when: looking costs a trainer CPU, the more the longer engines take
             ended = threading.Event()

@@ -1,7 +1,4 @@
-"""The meeting of the ranks of a weight update group: in a store of this process, of which engines are told.
-
-Invariant: nothing here waits without a limit, nor keeps the process alive.
-"""
+"""The meeting of a weight update group's ranks in a store of this process; every wait has a limit."""
 
 import contextlib
 import threading
@@ -37,10 +34,7 @@ def invite(
     ranks: Sequence[int],
     first_rank: int = 1,
 ) -> list[Future[Any]]:
-    """Ask every engine to join with its ``ranks``; ``first_rank`` is 0 without this process.
-
-    ``limits`` are seconds for joining, and for each broadcast.
-    """
+    """Ask every engine to join with its ``ranks``; ``limits`` are seconds for joining and a broadcast."""
     return [
         started(
             client,

@@ -1,13 +1,12 @@
 """The messages of one update, whichever client sends them.
 
 Invariants:
-- Two or three messages are in flight, together at most one bucket in size: while the engine copies one, the
-  next is prepared. Memory is not reused before the reply to its message has arrived; if no caller waits for
-  the reply any more, the memory is left to those messages.
+- Two or three messages, together at most one bucket, are in flight: one is prepared while the engine copies
+  another. Memory is reused after the reply only; if no caller waits for it any more, it is left to them.
 - An update that fails, is interrupted or cancelled aborts its own session and no other: it names the session
   by the id of its ``begin``, which is known before the reply.
-- Tensors must not change until the update has returned or raised. What the engine reads later is a copy, or
-  belongs to an aborted session.
+- Tensors must not change until the update has returned or raised; later the engine reads only copies or
+  aborts.
 """
 
 import contextlib
@@ -138,11 +137,7 @@ async def in_one_session(
     num_calls: int,
     exchanges: Callable[[dict[str, Any]], Awaitable[WeightUpdateReqOutput]],
 ) -> WeightUpdateReqOutput:
-    """Make ``num_calls`` calls in a session of their own, all or nothing; a single one needs no session.
-
-    ``exchanges`` makes the calls, given their options, which name the session. If ``options`` have a
-    ``session_id``, everything belongs to that session instead.
-    """
+    """Make ``num_calls`` calls by ``exchanges`` in the session of ``options``, else in one if several."""
     if not num_calls:
         raise InvalidRequest(
             "there are no tensors to send: named_tensors is empty, or a generator that was used up before",
@@ -174,9 +169,7 @@ async def in_one_session(
 async def _handed_over(
     sender: Sender, tensors: SharedTensors, options: dict[str, Any]
 ) -> WeightUpdateReqOutput:
-    """Send one message, in a session of its own unless the options name one, since the engine may read the
-    memory when this has long timed out and its owner has changed it.
-    """
+    """Send one message in a session: after a timeout the engine may read memory changed since."""
     begin = BeginWeightUpdateReqInput()
     named = options if options.get("session_id") is not None else {**options, "session_id": begin.id}
     request = UpdateWeightsFromIPCReqInput(handle=tensors.memory.handle, specs=tensors.specs, **named)
@@ -272,10 +265,7 @@ async def _some_at_a_time(
     under_way: int,
     kept: object = None,
 ) -> WeightUpdateReqOutput:
-    """Send messages 0 to ``count - 1``, at most ``under_way`` unanswered; return the last reply.
-
-    ``kept`` is the memory that the messages refer to: it lives until all of them are answered.
-    """
+    """Send messages, at most ``under_way`` unanswered; ``kept`` memory lives until the last answer."""
     pending: list[tuple[Ticket, ControlRequest]] = []
     reply: WeightUpdateReqOutput | None = None
     try:

@@ -93,14 +93,11 @@ class SharedBucket:
 class SharedTensors:
     """Named tensors in memory that is shared with engines; an ipc update passes them without copying.
 
-    Do not write to the tensors while an update runs: until it returns, or after ``TimedOut`` until the engine
-    has answered.
+    Do not write to them until an update returns, or after ``TimedOut`` until the engine has answered.
     """
 
     def __init__(self, named_tensors: NamedTensors, *, dtype: torch.dtype | None = None) -> None:
-        """Copy the values in; floating-point tensors are cast to ``dtype``, if given. Raises if one cannot be
-        sent.
-        """
+        """Copy the values in, floating-point ones as ``dtype`` if given; raises if one cannot be sent."""
         tensors = {name: tensor.detach() for name, tensor in pairs(named_tensors)}
         dtypes = {
             name: dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

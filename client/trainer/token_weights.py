@@ -19,15 +19,12 @@ def importance_weights(
     mask_stale_kv: bool = False,
     clip_max: float = 2.0,
 ) -> Tensor:
-    """Return the weights of :func:`caesura.client.importance_weights`, 0 in the padding; they have no
-    gradient.
-
-    The result has the shape, dtype and device of ``learner_logprobs``; other arguments are those of that
-    function.
+    """Return :func:`caesura.client.importance_weights` without gradient, in the shape of
+    ``learner_logprobs``.
 
     Args:
         learner_logprobs: [samples, tokens], at the sampling temperature; row ``i`` begins with the output
-            tokens of ``outputs[i]``, followed by padding.
+            tokens of ``outputs[i]``, followed by padding, whose weights are 0.
         outputs: the samples, with ``return_logprob``.
         mask: [samples, tokens]; tokens at which it is 0 or False get weight 0 as well.
 

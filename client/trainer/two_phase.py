@@ -67,10 +67,7 @@ class TwoPhaseUpdate:
         return self._asked[0][1]
 
     def commit(self, version: str | None = None) -> list[WeightUpdateReqOutput]:
-        """Wait for the calls, commit where they succeeded and return the replies, or raise PartialUpdate.
-
-        ``version`` is the label, unless the options have one.
-        """
+        """Wait for the calls, commit what succeeded as ``version``; return replies, or PartialUpdate."""
         given = self._options.get("weight_version")
         label = version if given is None else given
         try:
@@ -108,7 +105,6 @@ class TwoPhaseUpdate:
         }
 
     def _gather(self) -> dict[int, Any]:
-        """Return the replies to what was sent last; errors are kept."""
         replies = {}
         for number, (request, ticket) in self._asked.items():
             try:
@@ -131,12 +127,8 @@ def update_from_shared(
 ) -> list[WeightUpdateReqOutput]:
     """Update engines of this host from one export of all tensors, and return their replies in order.
 
-    The memory must not change until this returns. ``timeout`` is the maximum seconds of each wait for an
-    answer.
-
-    Raises:
-        CaesuraError: an engine refused; nothing was written then.
-        PartialUpdate: some engines failed; the others have committed.
+    The memory must not change until then; ``timeout`` is in seconds for each wait. Raises CaesuraError if
+    nothing was written, PartialUpdate if some engines failed and the others committed.
     """
     require_clients(clients)
     if not isinstance(tensors, SharedTensors):

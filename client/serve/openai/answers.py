@@ -1,9 +1,8 @@
 """Common part of the answers of completions and chats: choices, usage, and server-sent events.
 
-Invariants: the id of an answer is the ``rid`` of its generation, for ``/abort_request``. A stream's first
-event is made before its answer begins: an immediate refusal has its HTTP status, a later failure is an event
-with OpenAI's error object. Either way the stream ends with ``[DONE]``. A client that leaves ends its
-generations.
+Invariants: an answer's id is the ``rid`` for ``/abort_request``. A stream's first event precedes its answer,
+so an immediate refusal has its HTTP status; a later one is an event with OpenAI's error. Either way the
+stream ends with ``[DONE]``. A client that leaves ends its generations.
 """
 
 import time
@@ -76,9 +75,7 @@ def finish_fields(sample: Sample) -> dict[str, Any]:
 def token_fields(
     request: CommonRequest, prompt_ids: Sequence[int] | None, token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the wanted token ids of a choice or chunk; ``prompt_ids`` None means that an earlier one had
-    them.
-    """
+    """Return the wanted token ids of a choice or chunk; ``prompt_ids`` None: an earlier one had them."""
     fields: dict[str, Any] = {}
     if request.return_token_ids:
         fields["token_ids"] = token_ids
@@ -100,9 +97,7 @@ def usage_of(samples: Iterable[Sample], *, scored: bool = False) -> dict[str, An
 
 
 def finished_fields(samples: Sequence[Sample], label: str, request: CommonRequest) -> dict[str, Any]:
-    """Return ``metadata`` and ``sglext`` of finished choices; ``label`` is the version of samples without a
-    token.
-    """
+    """Return ``metadata`` and ``sglext`` of finished choices; ``label`` is for those without a token."""
     spans = [sample.output.weight_versions for sample in samples]
     last = max((each[-1] for each in spans if each), key=lambda span: span.epoch, default=None)
     version = label if last is None else last.version

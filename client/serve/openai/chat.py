@@ -1,6 +1,4 @@
-"""``/v1/chat/completions``: the model's own template makes the prompt, and only its special tokens are added;
-the answer is one text, tool calls and reasoning included.
-"""
+"""``/v1/chat/completions``: the model's template makes the prompt; the answer is text with tool calls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

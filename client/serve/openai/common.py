@@ -109,8 +109,7 @@ class CommonRequest(_OtherFields, kw_only=True):
 
     # Beyond OpenAI, with SGLang's and vLLM's names
     rid: Identifier | list[Identifier] | None = None
-    """Name of the generations, for an abort (``rid_0``, ``rid_1``, … of several prompts), and id of the
-    response."""
+    """Name of the generations for an abort (``rid_0``, … of several prompts), and id of the response."""
     min_tokens: Count | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None

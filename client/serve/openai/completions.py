@@ -1,6 +1,4 @@
-"""``/v1/completions``: choice ``i * n + j`` is sample ``j`` of prompt ``i``; with ``echo`` every choice
-begins with its prompt, and its logprobs with the prompt's.
-"""
+"""``/v1/completions``: choice ``i * n + j`` is sample ``j`` of prompt ``i``; ``echo`` prepends the prompt."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar

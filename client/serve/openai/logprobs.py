@@ -32,9 +32,7 @@ ChatLogprobs = dict[str, list[dict[str, Any]]]
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's alphabet, in which byte-level vocabularies are written (Radford et al. 2019,
-    encoder.py).
-    """
+    """Return GPT-2's alphabet of byte-level vocabularies (Radford et al. 2019, encoder.py)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -103,10 +101,10 @@ class TokenText:
 
 
 class Offsets:
-    """Characters before each token of one choice.
+    """Characters before each token of one choice, where its character begins; beyond the text after a stop
+    string.
 
-    A token within a character begins where the character does; one after a stop string begins beyond the
-    text. With ``leading_space_cut`` the text lacks the space that its first token begins with.
+    With ``leading_space_cut`` the text lacks the space that its first token begins with.
     """
 
     def __init__(

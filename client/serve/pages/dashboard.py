@@ -1,8 +1,7 @@
 """``/dashboard``: a page with live figures of the engine, and the route of its data; ``/`` redirects to it.
 
-Invariants: the page is the same bytes for everybody, without figures: ``/dashboard/data`` needs a user's key,
-which is typed into the page, kept in the browser's session storage, and sent in a header only. It is answered
-in every state of the engine, then with the last figures and their age.
+Invariants: the page is the same for everybody; ``/dashboard/data`` needs a user's key, which the page keeps
+in session storage and sends in a header. It answers in every state, with the last figures and their age.
 """
 
 from time import time

@@ -1,8 +1,7 @@
 """The page about an engine: without data, for the server that feeds it, or with its record, as a file.
 
-Invariants: both are the same page and script. It runs no script and applies no style but its own, which a
-policy of hashes enforces, and inserts data as text; in a file that is JSON without a ``<``, and nothing is
-requested. Writing a file needs no package of ``caesura[serve]``.
+Invariants: both are one page and script; a policy of hashes admits nothing else. Data is inserted as text, in
+a file as JSON without a ``<``, which requests nothing. Writing needs no package of ``caesura[serve]``.
 """
 
 import io

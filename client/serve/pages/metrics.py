@@ -1,9 +1,8 @@
 """Prometheus metrics: ``/metrics``, with the front end's counters and what the engine's status says.
 
 Invariants: counting costs about a microsecond (prometheus_client's histograms can neither observe a value
-several times at once nor give percentiles). Every name begins with :data:`PREFIX` and every series has
-``model_name``, as SGLang's. A scrape is answered even without the engine: with its last values, and
-``engine_up`` 0.
+several times at once nor give percentiles). Names begin with :data:`PREFIX`; series have ``model_name``, as
+SGLang's. Without the engine a scrape has its last values, and ``engine_up`` 0.
 """
 
 from collections import Counter, defaultdict

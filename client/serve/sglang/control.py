@@ -1,8 +1,7 @@
 """SGLang's routes for pause, continue, flush, memory and profiling, with its names and defaults.
 
-Invariants: a refusal changes nothing; all HTTP clients are one owner, so any of them can continue another's
-pause, and that of another owner needs ``force``. A test compares the ignored and refused fields with
-``docs/``.
+Invariants: a refusal changes nothing; all HTTP clients are one owner, and another's pause needs ``force``. A
+test compares the ignored and refused fields with ``docs/``.
 """
 
 from typing import Annotated, Any, ClassVar

@@ -303,7 +303,6 @@ def _each(name: str, value: Any, count: int, default: Any = None) -> list[Any]:
 
 
 def _rids(rid: str | list[str] | None, count: int, single: bool) -> list[str | None]:
-    """Return the request id of each prompt; None where the engine's client makes one."""
     if isinstance(rid, list):
         rids = [each or None for each in _each("rid", rid, count)]
     elif not rid:
@@ -380,7 +379,6 @@ async def generate(request: HTTPRequest, front: Front) -> Response[Any]:
 
 
 async def _planned(front: FrontEnd, raw: bytes) -> Job:
-    """Plan a job; large bodies and batches in a worker thread."""
     limit, detokenize = front.options.max_batch, front.manager.tokenizer is not None
     if len(raw) > INLINE:
         return await front.workers.run(

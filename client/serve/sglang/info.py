@@ -175,7 +175,6 @@ def _sizes(front: FrontEnd, status: GetStatusReqOutput) -> dict[str, Any]:
 
 
 async def _state(front: FrontEnd, part: GetStatusReqOutput) -> dict[str, Any]:
-    """Return an engine's status, with SGLang's names beside its own."""
     state: dict[str, Any] = msgspec.to_builtins(part)
     return state | {
         "last_gen_throughput": await _throughput(front, part),
@@ -239,7 +238,6 @@ async def loads(request: HTTPRequest, front: Front) -> Response[bytes]:
 
 
 async def _loads(front: FrontEnd, status: GetStatusReqOutput) -> list[dict[str, Any]]:
-    """Return the load of each engine; a replica that does not answer has none."""
     if front.fleet is None:
         return [await _load(front, status, 0)]
     parts = enumerate(await front.fleet.parts())

@@ -86,11 +86,8 @@ def frames_of(pieces: Iterable[tuple[str, str, list[int], memoryview]]) -> Frame
 def read_pickled(payloads: list[str], *, flattened: bool) -> list[Part]:
     """Read ``serialized_named_tensors``, as one part for each storage of the tensors.
 
-    Raises:
-        InvalidRequest: not exactly one payload (an engine is one rank), no base64, or not what SGLang's
-            clients send.
-        Unsupported: tensors that this process cannot reach.
-        CaesuraError: ``malformed_message``; it is no pickle of plain fields.
+    Raises InvalidRequest if it is not one payload of SGLang's clients, Unsupported for tensors out of reach,
+    and CaesuraError ``malformed_message`` for no pickle of plain fields.
     """
     if len(payloads) != 1:
         raise InvalidRequest(

@@ -1,9 +1,8 @@
 """SGLang's routes for weights: updates, update groups, sessions, version labels, checks.
 
-Invariants: sessions are optional, and a call belongs to one only if it names it (``X-Caesura-Session`` or the
-body). An update is answered when its bytes are no longer needed, and its text speaks of success only after a
-commit (I14). Paths and files must be under the weights root after resolving links. Pickles need an option at
-start. The engine goes on with an update whose HTTP client disconnects.
+Invariants: a call belongs to a session only if it names it (``X-Caesura-Session`` or the body). An update is
+answered when its bytes are no longer needed, with success only after a commit (I14), and outlives its client.
+Paths and files, resolved, are under the weights root. Pickles need an option at start.
 """
 
 import asyncio
@@ -142,10 +141,7 @@ async def from_disk(front: FrontEnd, body: DiskBody) -> WeightUpdateReqOutput:
 
 
 def allowed_path(path: str, options: ServeOptions) -> str:
-    """Return ``path`` with its links resolved, which must be under the weights root, as must its files.
-
-    The scheduler opens the files later, so a link that is put there in between is followed.
-    """
+    """Return ``path``, resolved, with its files under the weights root; links made later are followed."""
     root = options.update_root
     if not root:
         raise InvalidRequest(

@@ -110,7 +110,6 @@ def _read(front: FrontEnd, raw: bytes) -> tuple[TokensBody, CompletionRequest, L
 
 
 def _logprobs_asked(given: dict[str, Any]) -> LogprobsAsked:
-    """Take the fields of :class:`LogprobsAsked` out of ``given``."""
     taken = present({name: given.pop(name, None) for name in LogprobsAsked.__struct_fields__})
     try:
         return msgspec.convert(taken, LogprobsAsked, strict=False)
@@ -173,10 +172,7 @@ def _choice(sample: Sample, logprobs: ChatLogprobs | None) -> dict[str, Any]:
 
 
 def _prompt_logprobs(sample: Sample, count: int) -> list[dict[str, Any] | None]:
-    """Return the prompt's tokens, each before the ``count`` most likely ones at its position.
-
-    A rank counts from 1; null is beyond those that were asked for.
-    """
+    """Return the prompt's tokens, each before the ``count`` likeliest; ranks from 1, else null."""
     found: list[dict[str, Any] | None] = []
     for token, logprob, top in input_positions(sample.prompt_ids, sample.output):
         if logprob is None:
