@@ -1,9 +1,8 @@
 """Choice of the implementation that serves an operation on a device.
 
-Invariant: torch is always an answer. A user of an operation asks once, when it is constructed, and keeps its
-torch code for the answer :data:`TORCH`; nothing else in the engine knows what a machine can do.
-``elementwise.py`` and ``triton_elementwise.py`` take the same arguments and round alike: a layer is written
-once for both. Routed experts differ: on the CPU weights are packed and rows grouped otherwise.
+Invariant: torch is always an answer (:data:`TORCH`). A user asks once, when it is constructed.
+``elementwise.py`` and ``triton_elementwise.py`` take the same arguments and round alike, so a layer is
+written once. Routed experts differ: on the CPU weights are packed and rows grouped otherwise.
 """
 
 import logging
@@ -33,11 +32,7 @@ _TRITON_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def best(operation: str, device: torch.device | str, dtype: torch.dtype) -> str:
-    """Return what serves ``operation``: one of :data:`native.ISAS`, :data:`TRITON` or :data:`TORCH`.
-
-    Raises:
-        ValueError: ``CAESURA_KERNELS`` has an unknown value.
-    """
+    """Return what serves ``operation``; ValueError if ``CAESURA_KERNELS`` has an unknown value."""
     kind = torch.device(device).type
     if kind == "cpu" and operation in OPERATIONS and dtype in native.FLOATS:
         return native.isa()

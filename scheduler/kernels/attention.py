@@ -1,9 +1,6 @@
-"""Paged causal attention on the CPU, compiled (``cpu/attention.cpp``).
+"""Paged causal attention on the CPU, compiled (``cpu/attention.cpp``); what it would misread is a ValueError.
 
-Invariant: a query's result depends on its own request alone, to the last bit: on neither chunking, other
-rows, pages nor the number of threads.
-
-ValueError is raised for whatever the kernel would misread.
+Invariant: a query's result depends on its own request alone, to the last bit, however steps are cut.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,10 +39,7 @@ _SCRATCH = native.by_dtype("caesura_attention_scratch", SIZE, SIZE, SIZE, result
 def plan_tasks(q_lens: Sequence[int], kv_lens: Sequence[int], group: int) -> np.ndarray:
     """Divide a step's work into tasks, longest first: int64 [N, 4], row, first token, tokens, its position.
 
-    Args:
-        q_lens: query tokens of each row, at least 1, the last of its ``kv_lens`` positions.
-        kv_lens: KV length of each row after the step.
-        group: query heads per kv head.
+    ``q_lens``: at least 1, the last of ``kv_lens`` positions. ``group``: query heads per kv head.
     """
     q, kv = np.asarray(q_lens, dtype=np.int64), np.asarray(kv_lens, dtype=np.int64)
     if q.max(initial=1) == 1:  # they decode: nothing to divide, and the longest costs most
@@ -78,10 +72,9 @@ class PagedAttention:
         *,
         parts: int | None = None,
     ) -> None:
-        """``scale`` is for forms without one. ``value_size`` None means ``head_size``.
+        """``scale`` is for forms without one; ``value_size`` None means ``head_size``.
 
-        ``parts``: number of kv heads (all of them) that share one stored head, whose front holds the values.
-        None means that keys and values lie apart, and every head has its own.
+        ``parts``: kv heads (all) that share one stored head, its front the values; None: all lie apart.
         """
         self.parts = 1 if parts is None else parts
         self._latents = parts is not None
@@ -103,16 +96,12 @@ class PagedAttention:
         out: Tensor,
         form: AttentionForm = PLAIN,
     ) -> Tensor:
-        """Attend and return ``out``.
+        """Attend by :func:`plan_tasks` of these rows into ``out`` [T, heads * value size].
 
         Args:
             q: [T, query heads, head size], elements of a head contiguous.
-            keys, values: [pages, kv heads, 16, head size or value size], contiguous, with this step's K and
-                V. With ``parts`` they are the same tensor, of one head.
+            keys, values: contiguous [pages, kv heads, 16, size]; with ``parts`` the same tensor, of one head.
             page_table: int32 [R, P], rows contiguous. Entries of pages before a row's window are not used.
-            tasks: result of :func:`plan_tasks` for these rows.
-            out: [T, query heads * value size], rows contiguous.
-            form: form of this layer; its sinks are of the kernel's dtype.
         """
         self._check(q, keys, values, page_table, out, form.sinks)
         if tasks.dtype != np.int64 or tasks.shape[1] != _TASK_FIELDS or not tasks.flags.c_contiguous:

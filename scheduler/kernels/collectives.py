@@ -1,8 +1,7 @@
 """Collectives between processes of one host over shared memory, compiled (``cpu/collectives.cpp``).
 
 Invariants:
-- The end of a process is noticed within tens of milliseconds by those that wait for it: it holds a lock on a
-  byte of the memory's file, which the system drops.
+- Waiters notice within tens of milliseconds that a process ended: the system drops its lock on a byte.
 - After a failure every call fails until :meth:`Collective.reset` on all ranks, or for ever if one is gone.
 - The memory has no name in the file system, and nothing outlives the ranks.
 """
@@ -70,13 +69,7 @@ class _Struct(ctypes.Structure):
 
 class Collective:
     def __init__(self, fd: int, rank: int, size: int, timeout_s: float) -> None:
-        """Args:
-            fd: memory made by :func:`create`; this object owns it from now on.
-            timeout_s: how long a call waits for others.
-
-        Raises:
-            ValueError: the memory is not made for that many ranks.
-        """
+        """Take ownership of ``fd``, memory that :func:`create` made for ``size`` ranks (else ValueError)."""
         self.rank, self.size = rank, size
         self._fd = fd
         needed = _bytes(size, BUFFER_BYTES)

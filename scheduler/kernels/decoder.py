@@ -4,9 +4,8 @@ Invariants:
 - The bits are those of the same model computed operation by operation (``layers/``) with compiled kernels.
 - Addresses are read at every step: a release of memory may move tensors.
 - Results lie in one grow-only workspace; a call overwrites those of the call before it.
-- With several ranks each has its heads and its part of the width; the call includes the sums over them.
-
-ValueError is raised for whatever the kernel would misread.
+- Each rank has its heads and its part of the width; the call includes the sums over them.
+- ValueError is raised for whatever the kernel would misread.
 """
 
 import ctypes
@@ -98,10 +97,7 @@ class DecoderKernel:
         head_eps: float | None,
         ranks: Collective | None = None,
     ) -> None:
-        """``last_norm``: weight behind the layers; ``head_eps``: for norms of queries and keys or of latents.
-
-        Attention's results and each layer's are summed over ``ranks``; None if they are whole.
-        """
+        """Sum results over ``ranks`` (None: whole). ``head_eps``: for norms of heads or latents."""
         self._shape = shape
         self._dtype = layers[0].input_norm.dtype
         for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
@@ -153,15 +149,9 @@ class DecoderKernel:
     ) -> Tensor:
         """Compute a step of T tokens, S of them sampled: [S, hidden] behind the norm, valid until the next.
 
-        Args:
-            residual: [T, hidden], contiguous: the embeddings; overwritten.
-            angles: angles of each layer, for at least the positions up to the largest.
-            positions: int64 [T], contiguous; inside the table of angles, which is not checked.
-            sampled: int64 [S], contiguous: which of the T tokens; not checked either.
-            record: integers of 1 or 2 bytes [T, k] for the experts' ids of a layer; None notes none.
-
-        Raises:
-            RankLostError: the results are of no use, nor is what was stored of this step's tokens.
+        ``residual``: [T, hidden], overwritten; ``positions``: int64 [T], inside ``angles``; ``sampled``:
+        int64 [S]; neither is checked. ``record`` returns integers [T, k] for a layer's expert ids. After
+        RankLostError neither results nor what was stored of these tokens are of use.
         """
         threads, ranks, count = native.num_threads(), self._ranks, sampled.shape[0]
         for cos, sin in {id(each): each for each in angles}.values():

@@ -1,11 +1,9 @@
 """The gated delta rule over tokens of several sequences on the CPU, compiled (``cpu/delta.cpp``).
 
 Invariants:
-- Results are those of ``layers/gated_delta.py`` by torch but for the order of sums and the last bit of an
-  exponential.
+- Results are those of ``layers/gated_delta.py`` but for the order of sums and an exponential's last bit.
 - A token's bits depend on that token and the state before it alone: on neither other sequences nor chunking.
-
-ValueError is raised for whatever the kernel would misread.
+- ValueError is raised for whatever the kernel would misread.
 """
 
 import ctypes
@@ -37,10 +35,7 @@ class Segments:
     """Tokens of a step and the states that they begin and end in; a sequence's segments are consecutive."""
 
     table: Tensor
-    """int64 [segments, 5]: first token, tokens, state rows at the beginning, at the end, for a copy of it.
-
-    No row is written by two sequences; :data:`NO_STATE` for none.
-    """
+    """Int64 [segments, 5]: first token, tokens, rows of states (NO_STATE: none): begin, end, end's copy."""
     chains: Tensor
     """int64 [sequences + 1]: the first segment of each sequence, then their number."""
 
@@ -58,10 +53,7 @@ class Segments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaPlaces:
-    """Places in a layer's first product: those of the first key head, and the stride to the next.
-
-    Value heads of a key head are neighbours in ``value``, ``gate``, ``b`` and ``a``.
-    """
+    """Places of the first key head in a layer's first product, and the stride to the next."""
 
     width: int
     query: tuple[int, int]
@@ -105,9 +97,8 @@ class DeltaStep:
         """Advance each sequence's state, and write what its tokens' queries find, normalised and gated.
 
         Args:
-            x: [T, places.width], elements of a row contiguous.
-            segments: inside the bounds of the other arguments, which is not checked.
-            past: [states, kernel - 1, channels], of :class:`~..cache.pool.StatePool`, overwritten.
+            x: [T, places.width], elements of a row contiguous; ``segments`` is not checked.
+            past: [states, kernel - 1, channels], overwritten.
             recurrent: float32 [states, value heads, key size, value size], likewise.
             out: [T, value heads * value size], contiguous.
         """

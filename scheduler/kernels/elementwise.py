@@ -1,12 +1,9 @@
 """Elementwise operations between matrix products on the CPU, compiled (``cpu/elementwise.cpp``).
 
 Invariants:
-- Results are those of ``layers/`` but for the order of the sums inside a norm and the last bit of an
-  exponential: they are rounded to the dtype wherever torch's sequence of operations rounds.
-- A row's bits depend on that row alone.
-
-Everything is of one dtype of :data:`~.native.FLOATS`, with elements of a row contiguous. ValueError is raised
-for whatever a kernel would misread.
+- Results are those of ``layers/`` but for the order of sums inside a norm and an exponential's last bit: they
+  are rounded wherever torch's sequence of operations rounds. A row's bits depend on that row alone.
+- All is of one dtype of :data:`~.native.FLOATS`, elements of a row contiguous; else ValueError.
 """
 
 import torch
@@ -51,11 +48,8 @@ def rms_norm(
 ) -> Tensor:
     """Return ``x / sqrt(mean(x^2) + eps) * weight`` of each row; with ``residual``, of ``residual += x``.
 
-    Args:
-        x: [T, size].
-        residual: [T, size], updated in place. None: ``x`` is normalised as it is.
-        out: [T, size]; it may be ``x``. None means fresh memory.
-        from_one: the factor is ``1 + weight``, and the product is rounded once.
+    ``x``, ``residual``, ``out``: [T, size]; ``out`` may be ``x``. ``from_one``: the factor is ``1 + weight``,
+    and the product is rounded once.
     """
     shape, dtype = x.shape, x.dtype
     rows, size = shape
@@ -103,11 +97,9 @@ def rope_store(
     """Normalise (if asked to) and rotate queries and keys, store keys and values; return queries, ``out``.
 
     Args:
-        qkv: [T, query heads + 2 kv heads, head size], heads of a token contiguous: queries, keys, values.
+        qkv: [T, query heads + 2 kv heads, head size]: queries, keys, values; ``out`` may be its front.
         cos, sin: [T, 1, rotated size / 2], of equal strides; the rest of a head is not rotated.
-        kv_slots: int64 [T], ``page * 16 + offset``: inside the pool, which is not checked.
-        keys, values: [pages, kv heads, 16, head size], contiguous.
-        out: [T, query heads, head size], heads of a token contiguous; it may be ``qkv[:, :num_heads]``.
+        kv_slots: int64 [T], ``page * 16 + offset`` in the pool [pages, kv heads, 16, head size]; not checked.
     """
     tokens, heads, size = qkv.shape
     kv_heads = (heads - num_heads) // 2
@@ -175,13 +167,10 @@ def rotate_latents(
     """Write rotated queries, and keys, of latent attention.
 
     Args:
-        q_rope: [T, heads, rope], the last part of each head in memory.
-        kv: [T, latent + rope].
-        cos, sin: [T, 1, rope / 2].
+        q_rope: [T, heads, rope], to the end of each head of ``queries`` [T, heads, latent + rope].
+        kv: [T, latent + rope]; latents are normalised, and written with rotated keys to ``keys``, alike.
+        cos, sin: [T, 1, rope / 2]; pairs are neighbours if ``interleaved``.
         norm: norm of latents: weight [latent], epsilon.
-        queries: [T, heads, latent + rope], contiguous; written behind ``latent`` elements of each head.
-        keys: [T, latent + rope], contiguous: normalised latents and rotated keys are written.
-        interleaved: rotated pairs are neighbours.
     """
     (tokens, heads, rope), (weight, eps), width = q_rope.shape, norm, kv.shape[1]
     if not (

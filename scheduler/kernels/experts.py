@@ -1,12 +1,9 @@
 """Routed experts on the CPU, compiled (``cpu/experts.cpp``, and the grouped product of ``cpu/linear.cpp``).
 
 Invariants:
-- A token's experts, their weights, its rows of a product and its sum have the same bits whatever the other
-  tokens, their number, and the number of threads.
+- A token's experts, weights, rows and sum have the same bits whatever the other tokens and the threads.
 - Ids that are not of an expert are refused before anything is read by them.
-
-Everything is of one dtype of :data:`~.native.FLOATS`. ValueError is raised for whatever a kernel would
-misread.
+- All is of one dtype of :data:`~.native.FLOATS`; ValueError for whatever a kernel would misread.
 """
 
 from dataclasses import dataclass
@@ -31,9 +28,8 @@ _group = native.function("caesura_group", POINTER, *[SIZE] * 3, *[POINTER] * 5, 
 def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
     """Choose the experts of the largest logits [T, experts], best first, the lower id first among equals.
 
-    Returns:
-        Ids, int64 [T, top_k], and float32 weights [T, top_k]: softmax over all experts, divided by the sum of
-            the chosen ones' if ``normalize``, rounded to the logits' dtype. NaN if a logit is.
+    Return ids int64 and float32 weights [T, top_k]: softmax over all experts, divided by their sum if
+    ``normalize``, rounded to the logits' dtype. NaN if a logit is.
     """
     tokens, experts = logits.shape
     if not (0 < top_k <= experts and logits.dtype in _ROUTE and logits.is_contiguous()):
@@ -50,11 +46,7 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
 def route_in_groups(
     logits: Tensor, bias: Tensor | None, top_k: int, by: GroupRouting, *, normalize: bool
 ) -> tuple[Tensor, Tensor]:
-    """Choose the best experts of the best groups by float32 logits [T, experts], which become scores.
-
-    ``bias``, float32 [experts], is added to scores for the choice alone. The weights returned with the ids
-    are not rounded. :func:`~.decoder_layers.choosable` is not checked.
-    """
+    """Choose the best of the best groups by float32 logits, overwritten by scores; ``bias`` only chooses."""
     tokens, experts = logits.shape
     tensors = [logits] if bias is None else [logits, bias]
     if not all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors) or (

@@ -1,15 +1,12 @@
 """Products with packed weights, and the only functions that know the packed layout (``cpu/linear.cpp``).
 
 Invariants:
-- Storage is one ordinary tensor of the weight's dtype and :func:`storage_shape`, allocated once as zeros.
-  Rows in checkpoint layout are written into it in any pieces and any order; the result depends on the rows
-  alone, byte for byte.
+- Storage is one tensor of the weight's dtype and :func:`storage_shape`, allocated once as zeros. Rows in
+  checkpoint layout are written in any pieces and order; the result depends on the rows alone.
 - A row of a product has the same bits whatever the other rows, their number, and the number of threads.
-- Weights may be float8_e4m3fn, with scales for blocks of their rows (:class:`Scales`): the product is then,
-  to the last bit, that of the dequantised weight, each of its elements ``float32(weight) * scale``, rounded
-  once to the dtype of ``x``. With AMX it is the product of AVX-512.
-
-ValueError is raised for shapes, dtypes or strides that do not fit together.
+- With float8_e4m3fn weights and :class:`Scales` the product is, to the last bit, that of the dequantised
+  weight, ``float32(weight) * scale`` rounded once to the dtype of ``x``. With AMX it is that of AVX-512.
+- ValueError is raised for shapes, dtypes or strides that do not fit together.
 """
 
 from collections.abc import Callable
@@ -118,10 +115,7 @@ class Packed:
         scales: Scales | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """``weight``: storage of ``count`` times the rows that outputs are padded to.
-
-        ``scales`` of an FP8 weight: one part's after the other's. ``dtype`` of inputs: None is the weight's.
-        """
+        """Hold ``count`` times the rows that outputs are padded to; ``scales`` of FP8 part by part."""
         self._dtype = weight.dtype if dtype is None else dtype
         if not holds(weight, scales, count, outputs, inputs, self._dtype):
             raise native.misfit(f"this does not hold {count} x {outputs} packed rows of {inputs}", weight)
@@ -148,13 +142,9 @@ class Product(Packed):
     def __call__(
         self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, wide: bool = False
     ) -> Tensor:
-        """Return ``out``, fresh memory if it is None.
+        """Return ``x`` [M, K] times the weight in ``out`` [M, N], which must not overlap the others.
 
-        Args:
-            x: [M, K] of the product's dtype, columns contiguous.
-            bias: [N], contiguous, or None.
-            out: [M, N], columns contiguous; overwritten. It must not overlap the others.
-            wide: ``out`` is float32, the sums as they are; without a bias.
+        ``wide``: ``out`` is float32, the sums as they are; without a bias.
         """
         rows, inputs = x.shape
         outputs, dtype = self._outputs, self._dtype
@@ -238,11 +228,7 @@ def equal_rows(weight: Tensor, rows: Tensor, start: int) -> bool:
 
 
 def gather_rows(weight: Tensor, ids: Tensor, out: Tensor) -> Tensor:
-    """Read rows ``ids`` (int64 [n]) of the packed weight into ``out`` [n, K], and return it.
-
-    Raises:
-        IndexError: an id is not that of a row of the (padded) storage.
-    """
+    """Read rows ``ids`` (int64 [n]) of the packed weight into ``out``; IndexError beyond (padded) storage."""
     if ids.dtype != torch.int64 or ids.shape != out.shape[:1] or not ids.is_contiguous():
         raise native.misfit("ids do not fit", ids, out)
     packed, target, stride, _, count, words, threads = _walk(weight, out, 0, indexed=True)

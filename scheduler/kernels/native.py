@@ -1,15 +1,12 @@
 """The library of compiled kernels: finding it, loading it, and what it may use of this machine.
 
 Invariants:
-- Nothing here raises because kernels are missing. Without a compiler at installation, on another processor,
-  or with a library that does not load, :func:`isa` returns ``torch``, :func:`why_not` says why, and torch
-  computes.
+- Nothing raises because kernels are missing: :func:`isa` returns ``torch``, :func:`why_not` says why.
 - One OpenMP runtime per process. The library is linked without one; its symbols resolve to the runtime that
-  torch has loaded for everybody, so torch must be imported first, and one pool of threads serves both.
+  torch has loaded, so torch must be imported first, and one pool of threads serves both.
 - Every kernel is told its number of threads, :func:`torch.get_num_threads` of the moment.
-
-``CAESURA_KERNELS`` in the environment limits what is used: ``torch``, ``avx2``, ``avx512``, ``avx512bf16`` or
-``amx``. Unset or empty means the best there is.
+- ``CAESURA_KERNELS`` limits use: ``torch``, ``avx2``, ``avx512``, ``avx512bf16``, ``amx``; unset or empty:
+  none.
 """
 
 import ctypes
@@ -121,11 +118,7 @@ def _find() -> Path | None:
 
 
 def isa() -> str:
-    """Return the instruction set of the compiled kernels, one of :data:`ISAS`; ``torch`` without kernels.
-
-    Raises:
-        ValueError: the environment names an instruction set that does not exist.
-    """
+    """Return the instruction set of compiled kernels, or ``torch``; ValueError if the limit is unknown."""
     library = _library()
     return ISAS[0] if isinstance(library, str) else ISAS[library.caesura_isa()]
 

@@ -1,7 +1,4 @@
-"""Sampling, filtered or not, in one compiled call; the definitions are those of ``execution/sampler.py``.
-
-ValueError is raised for whatever the kernel would misread.
-"""
+"""Sampling, filtered or not, in one compiled call; the definitions are those of ``execution/sampler.py``."""
 
 from collections.abc import Sequence
 
@@ -17,10 +14,7 @@ _workspace_size = native.function("caesura_sample_workspace", SIZE, result=SIZE)
 
 
 class RowSampler:
-    """Greedy and inverse-CDF sampling, from the whole vocabulary or a part, with a workspace of its own.
-
-    Invariant: a row's result depends on that row alone, bit for bit.
-    """
+    """Sampling with a workspace of its own. Invariant: a row's bits depend on that row alone."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -46,19 +40,17 @@ class RowSampler:
 
         Args:
             logits: [S, V] of :data:`~.native.FLOATS`, columns contiguous.
-            temperature: float32 [S], > 0; greedy rows do not use theirs. None means 1 for all.
-            greedy: bool [S].
-            uniforms: float64 [S] in [0, 1); greedy rows do not use theirs.
+            temperature: float32 [S], > 0, or None for 1; greedy rows use neither it nor the filters.
+            uniforms: float64 [S] in [0, 1).
             token_ids: int64 [S]; -1 where a row was not finite.
             logprobs: float32 [S], of the scaled logits; NaN where a row was not finite.
             raw_logprobs: float32 [S], of the logits as given, or None.
-            sampled_logprobs: float32 [S], in the filtered, renormalised distribution; 0 for greedy rows. Or
+            sampled_logprobs: float32 [S], in the filtered, renormalised distribution; 0 for greedy rows; or
                 None.
-            top_k: int64 [S], V where unused. Greedy rows use neither this nor the next two.
-            top_p: float32 [S], 1 where unused. None, as ``top_k`` is then: no row is filtered.
-            min_p: float32 [S], 0 where unused. None means 0 for all.
-            last_kept: int64 [S], the last token in descending order that the filters keep, for greedy rows
-                the sampled one; -1 where all are kept or a row was not finite. Or None.
+            top_k: int64 [S], V where unused.
+            top_p, min_p: float32 [S], 1 and 0 where unused. No ``top_k`` or ``top_p``: no row is filtered.
+            last_kept: int64 [S], the last kept token in descending order; -1 where all are or not finite; or
+                None.
         """
         per_row = (
             (temperature, torch.float32),

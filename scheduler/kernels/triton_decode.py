@@ -1,15 +1,12 @@
 """Paged attention of decode rows in Triton, for graphs: one program per row, KV head and part of its KV.
 
 Invariants:
-- Lengths and pages are read on the device, so one launch serves every length: a step's only arguments are
-  tensors.
-- A masked position contributes nothing, whatever it holds: it is not loaded. Neither are blocks before a
-  window.
+- Lengths and pages are read on the device, so one launch serves every length: arguments are tensors.
+- A masked position contributes nothing: neither it nor a block before a window is loaded.
 - Parts are combined in a fixed order; a part without tokens counts nothing.
 
-The form is flash-decoding (Dao, Haziza, Massa, Sizov, 2023: online softmax over parts of the KV, then their
-weighted sum), the products with the query heads of a group as the rows of a matrix. Imported only where
-Triton is installed. Not measured on a device yet; tested in Triton's interpreter, and compiled for sm_90.
+The form is flash-decoding (Dao, Haziza, Massa, Sizov, 2023), the products with the query heads of a group as
+the rows of a matrix. Imported only with Triton; tested in its interpreter, compiled for sm_90, not measured.
 """
 
 # Triton reads the annotations of a kernel's arguments, and knows only its own.
@@ -52,10 +49,7 @@ def _attend(
     block: tl.constexpr, page_size: tl.constexpr, window: tl.constexpr, capped: tl.constexpr,
     precision: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one part of what one row sees, for one KV head's query heads; scores are in units of log 2.
-
-    ``window`` 0 sees all. ``capped``: ``scale`` has been divided by the cap, and ``cap`` has the units.
-    """
+    """Attend to one part of a row for a KV head's queries, in units of log 2; ``window`` 0 sees all."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(kv_lens + row)
     begin = tl.maximum(length - window, 0) if window else 0
@@ -144,10 +138,7 @@ class PagedDecode:
         scale: float,
         splits: int,
     ) -> None:
-        """Tables, of layers without and with a window, are int32 [rows, pages], read at each call.
-
-        ``kv_lens``: int32 [rows], this step's token included; at least 1.
-        """
+        """Tables are int32 [rows, pages], read at each call; ``kv_lens`` int32 [rows] counts this token."""
         self._tables, self._kv_lens = (table, window_table), kv_lens
         self._heads, self._kv_heads, self._size = num_heads, num_kv_heads, head_size
         self._page_size, self._scale, self._splits = page_size, scale, splits

@@ -1,14 +1,11 @@
-"""Elementwise operations between matrix products on CUDA, in Triton: norms, gate, rotations, angles.
+"""Elementwise operations between matrix products on CUDA, in Triton: the functions of ``elementwise.py``.
 
 Invariants:
-- Results are those of ``layers/`` but for the order of the sums inside a norm and the last bit of an
-  exponential: they are rounded to the dtype wherever torch's sequence of operations rounds.
-- A row's bits depend on that row alone.
-- A step's only arguments are tensors and the size of the grid, so no number of rows needs a variant of a
-  kernel, and a graph can hold the launches.
+- Results are those of ``layers/`` but for the order of sums inside a norm and an exponential's last bit: they
+  are rounded wherever torch's sequence of operations rounds. A row's bits depend on that row alone.
+- Arguments are tensors and the size of the grid: no number of rows needs a variant, and graphs hold launches.
 
-The functions are those of ``elementwise.py``, with the same arguments. Imported only where Triton is
-installed. Traced, compiled for sm_90 and tested in Triton's interpreter; not run on a GPU.
+Imported only with Triton. Compiled for sm_90 and tested in Triton's interpreter; not run on a GPU.
 """
 
 # Triton reads the annotations of a kernel's arguments, and knows only its own.
@@ -122,11 +119,7 @@ def _rope_store_kernel(
     size: tl.constexpr, width: tl.constexpr, block: tl.constexpr, page_size: tl.constexpr,
     norms: tl.constexpr, from_one: tl.constexpr,
 ):  # fmt: skip
-    """Rotate and store some heads of one token; queries, keys and values are told apart by the head's number.
-
-    Elements i and turned / 2 + i of a head are rotated by angle i; those behind ``turned`` make pairs of
-    angle 0.
-    """
+    """Rotate and store some heads of one token by number; elements behind ``turned`` have angle 0."""
     half: tl.constexpr = size // 2
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * block + tl.arange(0, block))[:, None]

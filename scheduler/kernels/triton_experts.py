@@ -6,8 +6,7 @@ Invariants:
 - A token's sum is taken in float32 in the order of its experts and rounded once.
 - A step's only arguments are tensors, their number of pairs (which has no variants) and the size of the grid.
 
-Imported only where Triton is installed. Traced, compiled for sm_90 and tested in Triton's interpreter; not
-run on a GPU.
+Imported only with Triton. Compiled for sm_90 and tested in Triton's interpreter; not run on a GPU.
 """
 
 # Triton reads the annotations of a kernel's arguments, and knows only its own.
@@ -173,15 +172,10 @@ def route(
     group_score: Literal["max", "top2"] = "max",
     record: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the experts of the largest scores, best first (``layers/moe.py``).
+    """Choose the experts of the largest scores [T, experts], best first (``layers/moe.py``).
 
-    Args:
-        logits: [T, experts], elements of a row contiguous.
-        bias: float32 [experts].
-        record: integers [T, top_k], elements of a row contiguous, for a copy of the ids; or None.
-
-    Returns:
-        Ids, int64 [T, top_k], and float32 weights [T, top_k], rounded to the logits' dtype.
+    Return ids int64 and float32 weights [T, top_k], rounded to the logits' dtype. ``bias``: float32
+    [experts]; ``record``: integers [T, top_k] for a copy of the ids.
     """
     tokens, experts = logits.shape
     ids = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
@@ -206,11 +200,8 @@ def route(
 def sort_rows(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Copy the rows of ``x`` [T, size] once for each of their experts, sorted by expert, in order within one.
 
-    ``expert_ids``: int64 [T, k], contiguous; 1 to :data:`MAX_PAIRS`.
-
-    Returns:
-        Rows [T * k, size]; the place of each pair, int64 [T, k]; the end of each expert's rows, int32
-            [experts].
+    ``expert_ids``: int64 [T, k], 1 to :data:`MAX_PAIRS`. Return rows [T * k, size]; each pair's place, int64
+    [T, k]; each expert's end, int32 [experts].
     """
     (tokens, top_k), size = expert_ids.shape, x.shape[1]
     pairs = tokens * top_k
@@ -228,13 +219,9 @@ def sort_rows(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, 
 
 
 def combine(y: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
-    """Return each token's sum of ``weights`` times its rows of ``y``, plus ``addend``: [T, size].
+    """Return sums [T, size] of float32 ``weights`` [T, k] times rows ``places`` of ``y`` [pairs, size].
 
-    Args:
-        y: [pairs, size].
-        places: [T, k], contiguous: rows of ``y``.
-        weights: float32 [T, k], contiguous.
-        addend: [T, size], elements of a row contiguous, added to the rounded sum; or None.
+    ``addend``: [T, size], elements of a row contiguous, added to the rounded sum; or None.
     """
     (tokens, top_k), size = places.shape, y.shape[1]
     out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)

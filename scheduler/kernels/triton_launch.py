@@ -1,13 +1,12 @@
 """Launches of Triton kernels that cost the host little.
 
 Invariants:
-- Triton chooses a variant of a kernel by the types of all arguments, by which integers are 1 or multiples of
-  16, and by which pointers are multiples of 16. Finding that out at every launch costs as much as one of
-  torch's operations; so the choice is kept for each kind of launch, and a kind tells the same or more.
-- A pointer that is no multiple of 16, where the kernel reads it by more than an element, goes Triton's own
-  way.
+- Triton chooses a variant by the types of all arguments, by which integers are 1 or multiples of 16, and by
+  which pointers are multiples of 16. Finding that out at every launch costs as much as one of torch's
+  operations; so the choice is kept for each kind of launch, and a kind tells the same or more.
+- A pointer that is no multiple of 16, read by more than an element, goes Triton's own way.
 
-Imported only where Triton is installed. Traced and compiled for sm_90; not run on a GPU.
+Imported only with Triton. Compiled for sm_90; not run on a GPU.
 """
 
 from typing import Any

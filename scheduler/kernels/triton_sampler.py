@@ -88,11 +88,7 @@ def _load(
     values, listed, at, count, vocab_size, temperature,
     of_logits: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Load values ``at`` places of a source, with their indices and a mask of those that exist.
-
-    The source is either ``count`` candidates, whose places are their indices here, or ``count`` logits, those
-    of the blocks that ``listed`` names.
-    """
+    """Load values ``at`` places of a source, ``count`` candidates or the logits of ``listed`` blocks."""
     inside = at < count
     index = at
     if of_logits:
@@ -126,10 +122,9 @@ def _search(
     values, listed, count, vocab_size, temperature, best, lowest, target,
     weighted: tl.constexpr, of_logits: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Find the last key of the shortest prefix of the descending order that reaches ``target``, and the sum.
+    """Find the last key of the shortest descending prefix that reaches ``target``, and the sum.
 
-    Equal values go together. ``lowest``: a value whose prefix reaches it. ``target``: at least 1; of weights
-    if ``weighted``, else of tokens.
+    Equal values go together. ``lowest``: a value whose prefix reaches it; ``target``: of weights or tokens.
     """
     low, high = _key(lowest), _key(best)
     above = tl.zeros([], tl.int64)
@@ -219,10 +214,7 @@ def _solve(
     uniform,
     of_logits: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Draw a token among the values of a source (:func:`_load`) that are ``lowest`` or more.
-
-    They include all kept ones. Return its index, and the weight of the kept tokens.
-    """
+    """Draw a token among a source's values from ``lowest``; return its index, and the kept weight."""
     number, mass = _above(
         values, listed, count, vocab_size, temperature, best, lowest, of_logits, width, tile
     )  # fmt: skip

@@ -48,12 +48,9 @@ class Attention(CompositeLayer):
         form: AttentionForm = PLAIN,
         place: Placement,
     ) -> None:
-        """Args:
-            prefix: the checkpoint's module (``model.layers.0.self_attn``).
-            form: form of the backend's attention; with ``shape.sinks``, it gets those.
+        """Refuse ranks that do not divide the heads (UNSUPPORTED_MODEL).
 
-        Raises:
-            CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the heads.
+        ``prefix``: the checkpoint's module.
         """
         heads, kv_heads = head_windows(shape.num_heads, shape.num_kv_heads, place.parallel)
         self.shape = replace(shape, num_heads=heads.length, num_kv_heads=kv_heads.length)

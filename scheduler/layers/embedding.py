@@ -1,9 +1,8 @@
 """Token embeddings and the output head, which may share a table.
 
 Invariants:
-- A tied head is the same storage with one owner, the embedding; an update cannot move one without the other.
-- With several ranks each has a range of the vocabulary, the last one the rest. An embedding is the sum of one
-  rank's row and the others' zeros, so exact.
+- A tied head is the same storage with one owner, the embedding; an update moves both.
+- Each rank has a range of the vocabulary, the last one the rest. An embedding is exact: the others add zeros.
 """
 
 from collections.abc import Iterator

@@ -1,13 +1,11 @@
 """Routed experts: gated feed-forward blocks of which every token passes a few.
 
 Shazeer et al., 2017, arXiv:1701.06538. Invariants:
-- The weights of all experts are one parameter for each projection, written in place from per-expert
-  checkpoint tensors; no second copy of a weight ever exists.
-- Pairs of a token and one of its experts are sorted by expert, and one product goes over all experts: no loop
-  over tokens, and none over experts where there is a grouped product for the shape.
-- With several ranks each has a part of every expert's width, and computes all pairs with it: with whole
-  experts on one rank, sizes of products would depend on the routing. The ranks must divide the width, and in
-  whole blocks if weights are FP8.
+- One parameter for each projection holds all experts, written in place from per-expert checkpoint tensors.
+- Pairs of a token and an expert are sorted by expert; one product goes over all experts: no loop over tokens,
+  and none over experts where there is a grouped product for the shape.
+- Each rank computes all pairs with a part of every expert's width: with whole experts on one rank, sizes of
+  products would depend on the routing. Ranks divide the width, in whole blocks if weights are FP8.
 - A token's sum is taken in float32 in the order of its ``expert_ids`` and rounded once. With compiled kernels
   its bits depend on the token alone, unless weights are FP8 that cannot be packed.
 """
@@ -102,14 +100,9 @@ class Experts:
         bend: Bend = "silu",
         place: Placement,
     ) -> None:
-        """Args:
-            prefix: the checkpoint's module, which holds ``{expert}.gate_proj``, ``.up_proj`` and
-                ``.down_proj``, or the names of ``names``.
-            bias: every product has one.
+        """Refuse ranks that do not divide the width, or cut a block of an FP8 weight (UNSUPPORTED_MODEL).
 
-        Raises:
-            CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the width, or cut a block of an FP8
-                weight.
+        ``prefix``: the checkpoint's module, which holds the projections of ``names`` for each expert.
         """
         self._prefix, self.count = prefix, num_experts
         self._names, self.bend = names, bend
@@ -157,10 +150,8 @@ class Experts:
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
         """Map [T, hidden] to [T, hidden], in fresh memory; the sum over all ranks is the result.
 
-        Args:
-            expert_ids: int64 [T, k].
-            weights: [T, k], float32 or of ``x``'s dtype.
-            addend: [T, hidden], added to the rounded result; or None.
+        ``expert_ids``: int64 [T, k]. ``weights``: [T, k]. ``addend`` [T, hidden] is added to the rounded
+        result.
         """
         if self._fp8 is not None:
             out = self._fp8(x, expert_ids, weights, *self._quantized())
@@ -280,9 +271,7 @@ class Experts:
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the pairs of ``expert_ids`` int64 [T, k] by expert, then by token; never waits for a device.
 
-    Returns:
-        The token of each sorted pair, int64 [T * k]; the place of each pair, int64 [T, k]; the end of each
-        expert's pairs, int32 [num_experts].
+    Return each sorted pair's token and each pair's place, int64 [T * k] and [T, k], and experts' ends, int32.
     """
     device = expert_ids.device
     ids, order = expert_ids.flatten().sort(stable=True)

@@ -1,21 +1,19 @@
 """Weights as FP8 in blocks with one float32 scale each.
 
 DeepSeek-V3 (Liu et al., 2024, arXiv:2412.19437, section 3.3). A value is ``float8_e4m3fn * scale``. The
-checkpoint holds ``X.weight`` [out, in] and, of its grid of blocks, ``X.weight_scale_inv``
-[ceil(out / rows), ceil(in / columns)]; blocks at the edges are smaller.
+checkpoint holds ``X.weight`` [out, in] and ``X.weight_scale_inv`` [ceil(out / rows), ceil(in / columns)];
+blocks at the edges are smaller.
 
 Invariants:
 - Storage holds the checkpoint's bytes. Parts of a fused weight keep a grid each, from their own first row.
-- A weight that comes in a wider float is quantised block by block, each when its rows are complete: the
-  result depends on the tensor alone. At most one row of blocks waits, in the model's workspace, as float32.
-- No derived value outlives a product, so nothing can mix a new weight with an old scale. On the CPU compiled
-  kernels have a layout of their own (``matrix.py``); otherwise weights are dequantised into the
-  workspace, at most ``CHUNK`` elements (or one row) at a time. Accelerators multiply by the stored bytes
-  (``fp8_products.py``), and refuse a model whose weights they cannot multiply by.
+- A wider float is quantised block by block, each when its rows are complete: the result depends on the tensor
+  alone. At most one row of blocks waits, in the model's workspace, as float32.
+- No derived value outlives a product, so nothing mixes a new weight with an old scale. On the CPU compiled
+  kernels have a layout of their own (``matrix.py``); otherwise at most ``CHUNK`` elements (or one row) are
+  dequantised at a time. Accelerators multiply by the stored bytes (``fp8_products.py``), or refuse the model.
 - A dequantised element is ``float32(weight) * scale``, rounded once to the dtype of the product.
 
-Rounding of quantised weights is that of transformers' ``FineGrainedFP8Config`` bit for bit, where its result
-is finite.
+Rounding is that of transformers' ``FineGrainedFP8Config`` bit for bit, where its result is finite.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,10 +51,7 @@ def scale_shape(blocks: Fp8Blocks, rows: int, columns: int) -> tuple[int, int]:
 
 
 def quantize(values: Tensor, blocks: Fp8Blocks) -> tuple[Tensor, Tensor]:
-    """Quantise float32 [n, in] to FP8 [n, in] and the float32 scales of its grid: the largest becomes 448.
-
-    Blocks of zeros have scale 1; NaN and infinities stay not finite.
-    """
+    """Quantise float32 [n, in] to FP8 and its grid's scales: the largest becomes 448, zeros have scale 1."""
     size, grid = values.shape, scale_shape(blocks, *values.shape)
     shape = (grid[0], blocks.rows, grid[1], blocks.columns)
     rows, columns = grid[0] * blocks.rows, grid[1] * blocks.columns
@@ -177,13 +172,7 @@ class Fp8Matrix:
         count: int = 1,
         multiplies: bool = True,
     ) -> None:
-        """Args:
-            part_rows: output features of each checkpoint tensor that is stacked here, ``count`` times.
-            multiplies: :meth:`product` will be called.
-
-        Raises:
-            CaesuraError: ``unsupported``, no library multiplies by it on this accelerator.
-        """
+        """Stack ``part_rows`` of checkpoint tensors, ``count`` times; refuse what no library multiplies."""
         self._place, self._blocks = place, fp8
         self._count, self._height = count, sum(part_rows)
         self._dense = fp8_products.dense_for(place.device) if multiplies else None
@@ -207,10 +196,7 @@ class Fp8Matrix:
     def product(
         self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, first: int = 0
     ) -> Tensor:
-        """Return ``x @ weight.T + bias`` for ``x`` [T, in], in ``out`` [T, n] if given (contiguous).
-
-        The n outputs begin at ``first``; without ``out`` they are all.
-        """
+        """Return ``x @ weight.T + bias`` for ``x`` [T, in]: outputs from ``first``, those of ``out``."""
         outputs, inputs = self._weight.data.shape
         if self._dense is not None:
             assert first == 0, "experts have products of their own"
@@ -279,11 +265,7 @@ class Fp8ExpertMatrix(Fp8Matrix):
         fp8: Fp8Blocks,
         place: Placement,
     ) -> None:
-        """Take the output features of the checkpoint tensors that an expert's weight is stacked from.
-
-        Raises:
-            CaesuraError: ``unsupported``, no library multiplies by it on this accelerator.
-        """
+        """Take the output features of the checkpoint tensors that an expert's weight is stacked from."""
         found = fp8_products.experts_for(place.device)
         if found is not None:
             require_blocks(name, part_rows, in_features, fp8, place)
@@ -322,11 +304,7 @@ class Fp8ExpertMatrix(Fp8Matrix):
 def require_blocks(
     name: str, part_rows: Sequence[int], in_features: int, fp8: Fp8Blocks, place: Placement
 ) -> None:
-    """Refuse a weight that no library for accelerators takes.
-
-    Raises:
-        CaesuraError: ``unsupported``, it has other blocks, or another dtype than bfloat16.
-    """
+    """Refuse (``unsupported``) blocks, or a dtype but bfloat16, that no library for accelerators takes."""
     if place.dtype != torch.bfloat16:
         reason = f"products in bfloat16, not {torch_name(place.dtype)}"
     elif (fp8.rows, fp8.columns) != (BLOCK, BLOCK):

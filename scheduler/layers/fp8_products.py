@@ -1,17 +1,15 @@
 """Products of FP8 activations with FP8 weights in blocks of 128 x 128, by libraries for CUDA.
 
 Invariants:
-- A library serves only after real products on this device, small ones of every kind that it will be asked
-  for, agreed with those of the dequantised weight: strides, padding and order are conventions of its version.
-- There is no slow way on an accelerator: if no library serves, the engine refuses at start. On the CPU
-  weights are dequantised (``fp8_block.py``), and nothing here is called.
+- A library serves only after small real products on this device, of every kind, agreed with those of the
+  dequantised weight: strides, padding and order are conventions of its version.
+- If no library serves on an accelerator, the engine refuses at start. The CPU dequantises (``fp8_block.py``).
 - Activations are quantised per token and 128 columns, as transformers and the training of such checkpoints
   do, so results differ from those of dequantised weights by that rounding.
-- Each function takes weights and scales as they are stored, [.., out, in] and [.., out / 128, in / 128], and
-  copies neither. Nothing waits for the device, and no shape depends on values there.
+- Weights and scales are taken as they are stored, [.., out, in] and [.., out / 128, in / 128], without
+  copies. Nothing waits for the device, and no shape depends on values there.
 
-Written against FlashInfer 0.7.2 and DeepGEMM 2; built and traced, not run on a GPU. Layouts are tested
-against float64 by stand-ins that read memory as the libraries document it.
+Written against FlashInfer 0.7.2 and DeepGEMM 2; not run on a GPU. Layouts are tested against float64.
 """
 
 import logging
@@ -129,9 +127,7 @@ def deep_gemm_grouped(x: Tensor, ends: Tensor, weight: Tensor, scales: Tensor) -
 def spread(x: Tensor, ends: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
     """Move rows of each expert to where a multiple of ``multiple`` begins, zeros between them.
 
-    Returns:
-        Rows, as many as there can be; the end of each expert's, int32 [experts]; the place of each row of
-        ``x``, int64 [pairs].
+    Return as many rows as there can be, each expert's end, int32 [experts], and each pair's place, int64.
     """
     pairs, experts = x.shape[0], len(ends)
     starts = functional.pad(ends[:-1], (1, 0))
@@ -250,11 +246,7 @@ _Kind = TypeVar("_Kind", Dense, Experts)
 
 @cache
 def dense_for(device: torch.device) -> Dense | None:
-    """Return the library for dense products; None on the CPU.
-
-    Raises:
-        CaesuraError: ``unsupported``, no library serves on this accelerator.
-    """
+    """Return the library for dense products, None on the CPU; ``unsupported`` if none serves here."""
     return None if device.type == "cpu" else _first(device, "weights", DENSE, try_dense)
 
 

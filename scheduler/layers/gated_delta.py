@@ -3,8 +3,7 @@
 Qwen3-Next's (Qwen Team, 2025), after Gated DeltaNet (Yang et al., 2025, arXiv:2412.06464). Convolution and
 rule are the backend's (``attention/delta_rule.py``), since they read and write states.
 
-Invariant: with several ranks each computes its key heads with their value heads, and the sum over all of them
-is the block's result.
+Invariant: each rank computes its key heads with their value heads; the sum over ranks is the block's result.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,13 +45,7 @@ class GatedDelta(CompositeLayer):
     form = None
 
     def __init__(self, name: str, prefix: str, layer: int, shape: DeltaShape, *, place: Placement) -> None:
-        """Args:
-            prefix: the checkpoint's module (``model.layers.0.linear_attn``).
-            layer: its number among those with states.
-
-        Raises:
-            CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the heads.
-        """
+        """Refuse ranks that do not divide the heads. ``layer``: its number among those with states."""
         self._layer, self._prefix, self._parallel = layer, prefix, place.parallel
         self._heads = heads = _Heads.of(shape.state, place)
         self._state = state = heads.state
@@ -170,10 +163,7 @@ class _Heads:
         return keys, keys, self.values.times(self.state.value_size)
 
     def projections(self, prefix: str, shape: DeltaShape, place: Placement) -> list[Parts]:
-        """Return the modules that read the block's input, in the order of their results.
-
-        Neighbours are one product, unless the checkpoint holds one of them as FP8 and the other not.
-        """
+        """Return the input's products, in the order of results; FP8 and other neighbours are not fused."""
         state, parts = self.state, Parts()
         if shape.by_key_head:
             group = state.value_heads // state.key_heads

@@ -1,11 +1,11 @@
 """Matrix products with weights, fused where several share an input.
 
 Invariants:
-- The rest of the engine sees ``forward``, ``slots`` (writing) and ``read`` (the canonical [out, in] weight);
-  only ``matrix.py`` knows how the weight is stored.
+- The engine sees ``forward``, ``slots`` (writing) and ``read`` (the canonical [out, in] weight); only
+  ``matrix.py`` knows how the weight is stored.
 - Fused weights are stacked along the output dimension in the order of their parts.
-- With several ranks each has some outputs of a product (windows of a part's rows), or some inputs (of the
-  columns); in the latter case results are partial, and the caller sums them. Only rank 0 adds a bias then.
+- Each rank has some outputs (windows of a part's rows), or some inputs (of the columns); in the latter case
+  results are partial, the caller sums them, and only rank 0 adds a bias.
 - A weight is FP8 if the checkpoint's config says so of all its parts; of some only is refused.
 """
 
@@ -36,13 +36,10 @@ class Linear:
         bias: bool = False,
         place: Placement,
     ) -> None:
-        """Args:
-            in_features: inputs of the checkpoint's modules; a window if the inputs are divided among ranks.
-            parts: checkpoint module name (without ``.weight``) to its number of output features, in order; a
-                window if they are divided, several windows for several parts, each divided by itself.
+        """Refuse a window that cuts a block of an FP8 weight (UNSUPPORTED_MODEL); windows are of this rank.
 
-        Raises:
-            CaesuraError: UNSUPPORTED_MODEL, a window cuts a block of an FP8 weight.
+        ``parts``: checkpoint module name (without ``.weight``) to its output features, in order; several
+        windows are each divided by itself.
         """
         self._columns = as_window(in_features)
         self._parts = {part: _as_windows(size) for part, size in parts.items()}
@@ -65,10 +62,7 @@ class Linear:
         self._adds_bias = self._columns.is_whole or place.parallel.rank == 0
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Map [T, in] to [T, out] of this rank's features; in ``out`` if given (contiguous, same dtype).
-
-        If the inputs are divided, the sum over all ranks is the product.
-        """
+        """Map [T, in] to [T, out] of this rank's features; divided inputs give partial sums."""
         return self._weight.product(x, self.bias, out)
 
     @property
@@ -131,11 +125,7 @@ def divided(
 
 
 def fp8_blocks(modules: Iterable[str], place: Placement) -> Fp8Blocks | None:
-    """Return the blocks of modules that are stored as one, if the checkpoint holds them as FP8.
-
-    Raises:
-        CaesuraError: UNSUPPORTED_MODEL, some of them only.
-    """
+    """Return the FP8 blocks of modules stored as one, or None; UNSUPPORTED_MODEL if only some have them."""
     if place.fp8 is None:
         return None
     converted = {module: place.fp8.converts(module) for module in modules}

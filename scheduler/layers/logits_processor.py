@@ -1,13 +1,11 @@
 """Logits from hidden states.
 
 Invariants:
-- Logits live in one grow-only workspace. A call overwrites the result of the call before it; whoever keeps
-  logits longer copies them.
+- Logits live in one grow-only workspace; a call overwrites the result of the call before it.
 - In a dummy run there are none, so warming up at the largest batch takes no memory by the vocabulary.
-- With several ranks each computes a range of the vocabulary, and all of them gather all of it: they hold the
-  same logits, and sample the same tokens from the same noise. Sampling on one rank would cost a second wait
-  in every step, to send the tokens: 39 us over shared memory, 0.7 ms over gloo
-  (``benchmarks/collectives.py``).
+- Each rank computes a range of the vocabulary, and all gather all of it: they sample the same tokens from the
+  same noise. Sampling on one rank would cost a second wait in every step, to send the tokens: 39 us over
+  shared memory, 0.7 ms over gloo (``benchmarks/collectives.py``).
 """
 
 from collections.abc import Callable, Iterator

@@ -2,12 +2,10 @@
 
 Invariants:
 - A matrix is packed if compiled kernels serve its device and dtype, and plain otherwise; nobody outside asks.
-- Packed storage is written through its slots only, row by row and in place: no second copy of a weight ever
-  exists.
+- Packed storage is written through its slots only, row by row and in place, without a second copy.
 - The product of a packed matrix is the same for a row whatever the other rows are, bit for bit.
-- An FP8 weight is packed as the checkpoint's bytes, and dequantised in registers (``kernels/linear.py``). Of
-  every block its scale is stored once for each output of the block. Slots take and give both as the
-  checkpoint has them. (FP8 that cannot be packed is in ``fp8_block.py``.)
+- An FP8 weight is packed as the checkpoint's bytes, dequantised in registers (``kernels/linear.py``), with a
+  block's scale for each of its outputs. Slots speak the checkpoint's layout. (Unpackable: ``fp8_block.py``.)
 """
 
 from collections.abc import Iterator

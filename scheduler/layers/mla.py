@@ -1,15 +1,13 @@
 """Multi-head latent attention with absorbed up-projections.
 
-DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1. A token's keys and values, of all heads, follow from one
-normalised latent by ``kv_b_proj``; the latent is stored. Scores against latents are
-``(q_nope @ w_kc) @ latent``, and the output is ``(weights @ latent) @ w_vc``, so keys and values of earlier
-tokens are never computed.
+DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1. Keys and values of all heads follow from one normalised
+latent by ``kv_b_proj``; the latent is stored. Scores are ``(q_nope @ w_kc) @ latent``, the output ``(weights
+@ latent) @ w_vc``, so keys and values of earlier tokens are never computed.
 
 Invariants:
-- ``w_kc`` [heads, nope, latent] and ``w_vc`` [heads, value, latent] are the rows of ``kv_b_proj``, each
-  written straight to where it is used: an update needs no derivation, and no second copy exists. Only if
-  ``kv_b_proj`` is FP8 are they derived from it, at commit, into storage that exists already.
-- With several ranks each has its heads; latents, their projections and their norms are the same on all.
+- ``w_kc`` [heads, nope, latent] and ``w_vc`` [heads, value, latent] are the rows of ``kv_b_proj``, written
+  straight to where they are used. Only if it is FP8 are they derived, at commit, into existing storage.
+- Each rank has its heads; latents, their projections and their norms are the same on all.
 - Latents are normalised, and keys rotated, before they are stored.
 - Compiled kernels have both packed, ``w_kc`` as [latent, nope]; a head's matrices then begin at a panel of
   their own. Elsewhere both are contiguous, because torch copies a batch of matrices that is not.
@@ -116,12 +114,9 @@ class UpProjection:
         latent: int,
         place: Placement,
     ) -> None:
-        """Args:
-            module: the checkpoint's module.
-            sizes: elements of a head's key (unrotated part) and value.
+        """Refuse ``heads`` that cut a block of an FP8 weight.
 
-        Raises:
-            CaesuraError: UNSUPPORTED_MODEL, ``heads`` cut a block of an FP8 weight.
+        ``sizes``: of a head's unrotated key, and value.
         """
         heads = as_window(heads)
         self._module, self._heads = module, heads.length
@@ -216,12 +211,9 @@ class LatentAttention(CompositeLayer):
         bias: bool,
         place: Placement,
     ) -> None:
-        """Args:
-            prefix: the checkpoint's module (``model.layers.0.self_attn``).
-            bias: the projections down to latents have one, and the output's; needs ``q_lora_rank``.
+        """Refuse ranks that do not divide the heads (UNSUPPORTED_MODEL).
 
-        Raises:
-            CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the heads.
+        ``bias``: the projections down to latents have one, and the output's; needs ``q_lora_rank``.
         """
         heads = even(num_heads, place.parallel, "num_attention_heads")
         self._layer, self._shape, self._heads = layer, shape, heads.length

@@ -40,13 +40,9 @@ class GatedMLP(CompositeLayer):
         partial: bool = False,
         field: str = "intermediate_size",
     ) -> None:
-        """Args:
-            prefix: the checkpoint's module, which holds ``gate_proj``, ``up_proj`` and ``down_proj``.
-            partial: the caller sums over the ranks, each of which has a part of the width.
-            field: the config's name for the width.
+        """Refuse ranks that do not divide the width, whose name in the config is ``field``.
 
-        Raises:
-            CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the width.
+        ``partial``: the caller sums over the ranks, each of which has a part of the width.
         """
         self.bend = bend
         width = even(intermediate_size, place.parallel, field)

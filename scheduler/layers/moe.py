@@ -24,10 +24,9 @@ from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
 class Router:
     """Chooses a token's experts: the k of the highest probability, or the k best ones of the best groups.
 
-    Without groups the softmax is in float32, over logits of the model's dtype, to which weights are rounded.
-    With groups (DeepSeek-V2: arXiv:2405.04434, section 2.2.2; V3: arXiv:2412.19437, section 2.1.2) logits and
-    scores are float32, products included, since a logit rounded to bf16 changes the choice. The bias, which
-    balances load without a loss, decides the choice and never an expert's weight.
+    Without groups the softmax is float32, over logits of the model's dtype, to which weights are rounded.
+    With groups (DeepSeek-V2: arXiv:2405.04434, 2.2.2; V3: arXiv:2412.19437, 2.1.2) all is float32: a logit
+    rounded to bf16 changes the choice. The bias decides the choice and never an expert's weight.
     """
 
     def __init__(
@@ -43,11 +42,10 @@ class Router:
         bias: bool = False,
         place: Placement,
     ) -> None:
-        """Args:
-        module: the checkpoint's, which holds ``weight`` [experts, hidden] and, with ``bias``, that [experts]:
-            among groups ``e_score_correction_bias``, kept in float32.
-        by: choice by groups of neighbouring experts, or None.
-        normalize: weights are divided by their sum; then they are multiplied by the groups' scale.
+        """Name the checkpoint's ``module``: ``weight`` [experts, hidden], ``bias`` [experts] if asked for.
+
+        Among groups it is ``e_score_correction_bias`` (float32). ``normalize``: weights are divided by their
+        sum.
         """
         self._module, self.top_k, self.normalize, self.in_groups = module, top_k, normalize, by
         self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON) and (
@@ -141,10 +139,7 @@ def best_in_groups(
 
 
 class RoutedExperts:
-    """Expert ids of one step's tokens, for all layers of a model; layers without experts keep zeros.
-
-    Rows belong to the step that ran last; they are read before the next one starts.
-    """
+    """Expert ids of the step that ran last, for all layers; layers without experts keep zeros."""
 
     def __init__(self, num_layers: int, top_k: int, num_experts: int, *, place: Placement) -> None:
         self.num_layers, self.top_k = num_layers, top_k

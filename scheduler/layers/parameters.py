@@ -1,13 +1,11 @@
 """Storage of weights, and the only way to write them.
 
 Invariants:
-- A parameter is allocated once, 64-byte aligned, and never re-assigned: while it is resident its address is
-  the same, so a graph or a packed kernel that captured it keeps seeing the current weights. A release that
-  moves it says so (``memory/residency.py``).
+- A parameter is allocated once, 64-byte aligned, and never re-assigned: while it is resident its address
+  stays, for graphs and packed kernels. A release that moves it says so (``memory/residency.py``).
 - A :class:`WeightSlot` maps one checkpoint tensor, in checkpoint layout, to its rows of one parameter.
-  Nothing outside the layer that owns a parameter touches its storage in any other way.
-- With several ranks each has the part of a tensor that it computes with, and takes the whole
-  (``sharding.py``).
+  Outside of the layer that owns it, storage is touched in no other way.
+- Each rank takes a whole tensor and keeps the part that it computes with (``sharding.py``).
 - A value is cast exactly as a cold load casts it, so writing the same checkpoint twice changes no byte.
 """
 
@@ -41,10 +39,7 @@ class Fp8Blocks:
     rows: int = 128
     columns: int = 128
     skipped: frozenset[str] = field(default=frozenset(), compare=False)
-    """Checkpoint modules that keep the model's dtype: they and those below, or as the end of a name.
-
-    Checkpoints of one model list more or fewer, so equal blocks may differ here.
-    """
+    """Modules that keep the model's dtype, and those below. Not compared: checkpoints of one model differ."""
 
     def converts(self, module: str) -> bool:
         ends, starts = _not_converted(self.skipped)
@@ -73,12 +68,9 @@ class Placement:
 
 
 class TensorSlot(ABC):
-    """Destination of one checkpoint tensor.
+    """Destination of one checkpoint tensor: its name and shape there, and the parameter that it is a part of.
 
-    Attributes:
-        name, shape: the tensor's, in the checkpoint.
-        dtype: dtype in storage; other dtypes that it accepts are cast on writing.
-        parameter: name of the engine parameter that it is a part of.
+    ``dtype``: that of storage; other dtypes that it accepts are cast on writing.
     """
 
     __slots__ = ("dtype", "name", "parameter", "shape")
@@ -108,20 +100,13 @@ class TensorSlot(ABC):
 
     @abstractmethod
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
-        """Write, unless the same bytes are there; return True if a byte changed, or not ``compare``.
-
-        A tensor's rows come in order, from row 0 to its last.
-        """
+        """Write rows, which come in order, where bytes differ; return True if one did, or not ``compare``."""
 
 
 class HalfSlot(TensorSlot):
-    """One of two tensors that may come in the place of another: their product exists when both are whole.
+    """One of two tensors that may come in the place of ``whole``: their product exists when both are whole.
 
-    Attributes:
-        whole: name of the tensor that they stand for.
-        other: name of the half that belongs to this one.
-        forget: drops the data that waits for the other half.
-        make_room: keeps a small share of the tensor's size at most; the other half may be long in coming.
+    ``forget`` drops the data that waits for ``other``; ``make_room`` keeps a small share of it at most.
     """
 
     __slots__ = ("_take", "forget", "make_room", "other", "whole")
@@ -162,10 +147,7 @@ class WeightSlot(TensorSlot):
 
     @abstractmethod
     def write(self, rows: Tensor, start: int) -> None:
-        """Overwrite rows ``[start, start + len(rows))`` of dimension 0, in place, casting if needed.
-
-        ``rows`` must not alias the parameter; on the CPU it has been read when this returns.
-        """
+        """Overwrite rows from ``start`` in place, casting; on the CPU ``rows`` (no alias) has been read."""
 
     def differs(self, rows: Tensor, start: int) -> bool:
         """Return True if writing would change a byte; stops at the first difference."""
@@ -173,10 +155,7 @@ class WeightSlot(TensorSlot):
 
     @abstractmethod
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return rows ``[start, stop)`` in checkpoint layout: a view if storage has that layout, else a copy.
-
-        A scalar is read whole. Of a divided tensor, only this rank's part is returned.
-        """
+        """Return held rows ``[start, stop)`` in checkpoint layout, viewed if possible; scalars whole."""
 
 
 class PlainSlot(WeightSlot):

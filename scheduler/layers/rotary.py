@@ -5,11 +5,10 @@ Invariants:
   dtype, and are shared by all layers.
 - On the CPU they come from a table, computed in blocks of one size: a vector library rounds the last elements
   of an array differently, and no bit may depend on which tokens share a step.
-- Elsewhere they are computed for the step's positions: no state for a captured graph to hold on to, or a
-  release to lose.
+- Elsewhere they are computed for the step's positions: captured graphs and releases find no state.
 
-The Llama-3 frequency scaling is that of Meta's llama-models, as in transformers' ``rope_type: llama3``; YaRN
-is that of Peng et al., 2023 (arXiv:2309.00071), sections 3.2 to 3.4.
+Llama-3's scaling is that of Meta's llama-models (``rope_type: llama3``); YaRN: Peng et al., 2023
+(arXiv:2309.00071), sections 3.2 to 3.4.
 """
 
 import math
@@ -128,9 +127,8 @@ class RotaryEmbedding:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotate each head of ``x`` [T, heads, head_dim] by its token's angles [T, 1, rotated / 2]; fresh memory.
 
-    A pair is elements (i, i + rotated / 2), or (2 i, 2 i + 1) if ``interleaved``; the result has the former
-    order either way, which is the same to a scalar product of two rotated vectors. Elements behind
-    ``rotated`` stay.
+    A pair is (i, i + rotated / 2), or (2 i, 2 i + 1) if ``interleaved``; the result has the former order,
+    which leaves scalar products as they are. Elements behind ``rotated`` stay.
     """
     half = cos.shape[-1]
     turned = x[..., : 2 * half]

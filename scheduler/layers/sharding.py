@@ -1,12 +1,9 @@
 """A rank's part of a checkpoint tensor, and the slots that take the whole tensor and keep that part.
 
 Invariants:
-- A rank's part is some ranges of rows, a range of columns, or both. The parts of all ranks cover the tensor;
-  where they overlap, they hold the same bytes.
-- Outside of the layers a tensor has the checkpoint's shape on every rank. Rows that a rank does not hold are
-  taken and dropped.
-- A size that does not divide is refused by the name of its field, but for the vocabulary, of which the last
-  rank may have less.
+- A part is some ranges of rows, a range of columns, or both. Parts cover the tensor; overlaps are equal.
+- Outside of the layers a tensor has the checkpoint's shape on every rank; rows not held are dropped.
+- A size that does not divide is refused by its field, but for the vocabulary: the last rank may have less.
 """
 
 from collections.abc import Iterator, Sequence
@@ -69,11 +66,7 @@ def stacked(windows: Sequence[Window]) -> tuple[Window, ...]:
 
 
 def even(total: int, parallel: TensorParallel, field: str) -> Window:
-    """Return this rank's part of ``total``, as large as the others'; ``field`` is the config's name for it.
-
-    Raises:
-        CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide it.
-    """
+    """Return this rank's equal part of ``total``; refuse ranks that do not divide it by ``field``."""
     size = parallel.size
     if total % size:
         raise _indivisible(field, total, size, f"is not a multiple of {size}")
@@ -81,11 +74,7 @@ def even(total: int, parallel: TensorParallel, field: str) -> Window:
 
 
 def rounded_up(total: int, parallel: TensorParallel, field: str) -> Window:
-    """Return this rank's part of ``total``: :func:`per_rank` each, and the rest on the last one.
-
-    Raises:
-        CaesuraError: UNSUPPORTED_MODEL, nothing would be left.
-    """
+    """Return this rank's part of ``total``: :func:`per_rank` each, the last one the rest, never empty."""
     each = per_rank(total, parallel)
     if each * (parallel.size - 1) >= total:
         raise _indivisible(field, total, parallel.size, f"leaves nothing to the last of {parallel.size}")
@@ -97,13 +86,7 @@ def per_rank(total: int, parallel: TensorParallel) -> int:
 
 
 def head_windows(num_heads: int, num_kv_heads: int, parallel: TensorParallel) -> tuple[Window, Window]:
-    """Return this rank's query heads, and the key and value heads that they attend with.
-
-    With fewer key and value heads than ranks, each of these is held by several ranks.
-
-    Raises:
-        CaesuraError: UNSUPPORTED_MODEL, heads do not divide.
-    """
+    """Return this rank's query heads and their key and value heads, which several ranks may share."""
     size = parallel.size
     queries = even(num_heads, parallel, "num_attention_heads")
     if num_kv_heads % size == 0:
@@ -142,10 +125,7 @@ class ShardedSlot(WeightSlot):
     __slots__ = ("_columns", "_inner", "_rows")
 
     def __init__(self, inner: WeightSlot, rows: Sequence[Window], columns: Window | None) -> None:
-        """Args:
-        inner: slot of the part: the windows of ``rows``, ascending, without what lies between them.
-        columns: None if a row is one element or all of it is held.
-        """
+        """``inner``: slot of the part, the ascending ``rows``. ``columns`` None: all of a row is held."""
         total = rows[0].total
         shape = (total, *inner.shape[1:]) if columns is None else (total, columns.total)
         assert inner.shape == (sum(window.length for window in rows), *inner.shape[1:]), inner.name

@@ -3,18 +3,16 @@
 Invariants:
 - Storage is that of per-expert checkpoints: gate above up, rows along the product's output. Only slots know
   the other layout: [experts, in, out], with alternating columns of gate and up.
-- With several ranks each holds a part of the width, and a slot reads that part alone: neither rows nor a
-  range of columns.
+- Each rank holds a part of the width, and a slot reads that part alone: neither rows nor a range of columns.
 - A piece is some whole experts; each is transposed and written by itself.
 
-MXFP4 (OCP Microscaling Formats 1.0, 2023, sections 5 and 6) is read into wider floats. A checkpoint holds
-``X_blocks`` uint8 [experts, out, in / 32, 16] and ``X_scales`` uint8 [experts, out, in / 32]. A byte is two
-values of E2M1, the first in its lower half; 32 of them share a scale of E8M0, which is ``2^(scale - 127)``,
-and 255 is NaN. Invariants:
+MXFP4 (OCP Microscaling Formats 1.0, 2023, sections 5 and 6) is read into wider floats: ``X_blocks`` uint8
+[experts, out, in / 32, 16] and ``X_scales`` uint8 [experts, out, in / 32]. A byte is two values of E2M1, the
+first in its lower half; 32 share a scale of E8M0, ``2^(scale - 127)``, 255 being NaN. Invariants:
 - Storage holds the product, rounded once to the dtype of the parameter: exact in bfloat16 and float32.
-- The two may come in either order, in any pieces, far apart: the result depends on the tensors alone. The
-  first waits, but blocks only until another tensor's come. Then their values are stored without scales, which
-  is exact, and multiplied later. So at most one tensor's blocks and the scales of all wait.
+- The two come in any order and pieces: the result depends on the tensors alone. The first waits, but blocks
+  only until another tensor's come; then their values are stored without scales, exactly, and multiplied
+  later. So at most one tensor's blocks and the scales of all wait.
 """
 
 from collections.abc import Sequence
@@ -125,10 +123,7 @@ class StackedBiasSlot(WeightSlot):
     __slots__ = ("_count", "_held", "_storage")
 
     def __init__(self, name: str, parameter: str, storage: Tensor, parts: int, held: Window) -> None:
-        """Args:
-        storage: [experts, parts * n], one part after the other; the checkpoint has them alternating.
-        held: the n elements of a part that this rank has.
-        """
+        """``storage``: [experts, parts * n], not alternating; ``held``: the n elements of this rank."""
         super().__init__(name, parameter, (storage.shape[0], parts * held.total), storage.dtype)
         self._storage, self._count, self._held = storage, parts, held
 
