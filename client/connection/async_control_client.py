@@ -498,7 +498,6 @@ class AsyncControlClient:
             error.add_note(f"the weight session could not be aborted either: {second}")
 
     async def _explained(self, error: TimedOut) -> TimedOut:
-        """Return the timeout of a generation with the reason that the engine gives."""
         patience = time_to_ask(error)
         if patience <= 0:
             return error

@@ -1,8 +1,7 @@
 """The generations of one HTTP call, complete or as server-sent events, and clients that disconnect.
 
 Invariants: every prompt is counted when it begins and once when it ends; one chunk is queued for a slow
-reader, as the tokenizer manager joins what is new; closing a stream, or the client's connection, ends the
-generations that were not read.
+reader; closing a stream, or the client's connection, ends the generations that were not read.
 """
 
 import asyncio
