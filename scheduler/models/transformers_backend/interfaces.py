@@ -45,10 +45,7 @@ def attending(
     head_size: int,
     by: Callable[..., Tensor] | None = None,
 ) -> Iterator[None]:
-    """Have modules of this thread attend through ``backend``, whose step is planned, within the block.
-
-    ``head_size`` is that of the pool, the wider of keys and values; ``by`` stands in for :func:`attend`.
-    """
+    """Have this thread's modules attend through the planned ``backend`` in the block, by ``by`` if given."""
     outer = _step.set((by or attend, backend, forms, head_size))
     try:
         yield
@@ -97,9 +94,7 @@ def attend_fused(
 ) -> Tensor:
     """Return head norms, rotation and attention of a layer, [T, query heads * head size].
 
-    Args:
-        qkv: [T, heads * head size]: queries, keys and values; overwritten. ``heads`` is that of all three.
-        cos, sin: [T, 1, rotated size / 2].
+    ``qkv`` [T, heads * head size] is overwritten; ``cos``, ``sin``: [T, 1, rotated size / 2].
     """
     assert backend.fused is not None
     rows = qkv.view(qkv.shape[0], heads, qkv.shape[1] // heads)
@@ -160,10 +155,7 @@ class NamedExperts:
 
 
 def checkpoint_names(module: nn.Module, path: str, parts: "dict[str, Part]") -> list[str] | None:
-    """Return the checkpoint's names of gate, up and down of each expert, in the order of the slots.
-
-    None if the engine's layer does not compute what ``module`` does, or checkpoints have other tensors.
-    """
+    """Return the names of each expert's gate, up and down, or None if the engine's layer does not fit."""
     if not _is_silu_gated(module):
         return None
     gate_up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
