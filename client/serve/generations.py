@@ -64,10 +64,7 @@ async def streamed(
     frames: AsyncGenerator[bytes, None],
     refusal: Callable[[CaesuraError], Any],
 ) -> Stream:
-    """Answer with events, the last of which is ``[DONE]``; a client that leaves closes ``frames``.
-
-    A refusal of the first frame is an answer of its own, a later one the event ``refusal``.
-    """
+    """Answer with events until ``[DONE]``; a refusal before the first is the answer, later an event."""
     try:
         first = await unless_left(request, anext(frames))
     except BaseException:

@@ -151,7 +151,7 @@ class CacheManager:
         return True
 
     def donate(self, kv: RequestKV, tokens: np.ndarray) -> None:
-        """Share the full pages of ``tokens`` while it lives; where the tree has equal ones, its own go."""
+        """Share the full pages of ``tokens`` while it lives; equal pages of the tree replace its own."""
         self._require_open(kv)
         full = len(tokens) // self.page_size
         if full > kv.num_pages:
