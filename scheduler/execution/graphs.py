@@ -44,7 +44,10 @@ _Result = TypeVar("_Result")
 
 
 def ladder(largest: int) -> list[int]:
-    """Return sizes to capture: 1, 2, 4, by 8 to 64, by 16 to 256, by 64 to ``largest``: little padding."""
+    """Return sizes to capture: 1, 2, 4, multiples of 8 up to 64, of 16 up to 256, of 64 up to ``largest``.
+
+    At most an eighth of the rows of a step above 64 are padding.
+    """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 64, 64)]
     return [size for size in sizes if size < largest] + [largest]
 

@@ -45,7 +45,10 @@ def attending(
     head_size: int,
     by: Callable[..., Tensor] | None = None,
 ) -> Iterator[None]:
-    """Have this thread's modules attend through the planned ``backend`` in the block, by ``by`` if given."""
+    """Have modules of this thread attend through ``backend``, whose step is planned, within the block.
+
+    ``head_size`` is that of the pool, the wider of keys and values; ``by`` stands in for :func:`attend`.
+    """
     outer = _step.set((by or attend, backend, forms, head_size))
     try:
         yield
