@@ -210,7 +210,10 @@ class WaitingQueue(Generic[SampleT]):
     def start_next(
         self, may_start: Callable[[SampleT], bool], start: Callable[[SampleT, int], bool], look_ahead: int
     ) -> SampleT | None:
-        """Start and remove the first that ``may_start``; ``start`` gets how many it skips; False: no room."""
+        """Start and remove the first of ``look_ahead`` requests for which ``may_start`` is true.
+
+        ``start`` gets how many it skips; on False no other is tried. If it raises, the queue is unchanged.
+        """
         skipped: list[SampleT] = []
         started: SampleT | None = None
         candidate: SampleT | None = None
