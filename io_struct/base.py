@@ -13,8 +13,7 @@ from typing import Annotated, Self
 import msgspec
 
 WIRE_VERSION = (1, 0)
-"""(major, minor) of this wire. Equal majors understand each other: a newer minor only adds (wire.md,
-"Versions")."""
+"""(major, minor). Equal majors understand each other: a newer minor only adds (wire.md, "Versions")."""
 MAX_HEADER_BYTES = 64 << 20
 """Headers beyond this are refused before they are decoded: 64 MiB holds a 16-million-token prompt."""
 MAX_FRAMES = 16_384
@@ -84,8 +83,7 @@ class ReplyRecord(Record, kw_only=True, frozen=True, forbid_unknown_fields=False
 class TensorSpec(Record, kw_only=True, frozen=True):
     """One tensor, or some rows of one, inside a buffer (the first frame after the header is number 0).
 
-    ``nbytes`` is a whole number of rows of dimension 0, the first of which is ``start_row``; the pieces of a
-    tensor come in row order, one after the other. In a manifest only name, dtype and shape count.
+    ``nbytes`` is whole rows from ``start_row`` on; pieces come in row order. A manifest: name, dtype, shape.
     """
 
     name: str

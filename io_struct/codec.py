@@ -50,17 +50,12 @@ _type_only = msgspec.msgpack.Decoder(_TypeOnly)
 
 
 def encode(message: Message) -> bytes:
-    """Return the header frame of ``message``; raise OverflowError or UnicodeEncodeError for values no wire
-    can hold.
-    """
+    """Return the header frame; raise OverflowError or UnicodeEncodeError for what no wire can hold."""
     return _encoder.encode(message)
 
 
 def encode_reply(message: Message) -> bytes:
-    """Return the header frame of an answer, which must not fail for what it quotes.
-
-    Text that UTF-8 cannot hold (file names) is escaped; integers of more than 64 bits become text.
-    """
+    """Return the header of an answer, which must not fail: bad UTF-8 is escaped, big integers are text."""
     try:
         return _encoder.encode(message)
     except (UnicodeEncodeError, OverflowError):
@@ -81,12 +76,7 @@ def _holdable(value: Any) -> Any:
 
 
 def decode_request(frame: bytes | memoryview) -> Request:
-    """Decode a header that a client sent.
-
-    Raises:
-        CaesuraError: ``malformed_message`` or ``out_of_memory``; ``detail["id"]`` is set if the id is
-            readable.
-    """
+    """Decode a client's header; raises ``malformed_message`` or ``out_of_memory``, with a readable id."""
     if len(frame) > MAX_HEADER_BYTES:
         raise CaesuraError(
             ErrorCode.MALFORMED_MESSAGE,
@@ -168,9 +158,7 @@ def salvage_reply(frame: bytes | memoryview) -> UnreadReply:
 
 
 def readable_id(frame: bytes | memoryview) -> str:
-    """Return the id of a frame that is msgpack but not a valid message, so that the error finds its caller;
-    else "".
-    """
+    """Return the id of a msgpack frame that is no valid message, to find its caller; else ""."""
     return "" if len(frame) > MAX_HEADER_BYTES else _readable(_id_only, frame, _IdOnly()).id
 
 

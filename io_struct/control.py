@@ -28,9 +28,7 @@ Version = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class HelloReqInput(Request, kw_only=True):
-    """The first message of a client on a connection. Another major version is refused as
-    ``version_mismatch``.
-    """
+    """The first message of a connection; another major version is refused as ``version_mismatch``."""
 
     wire_major: Version
     """Major version of the client's wire; must equal the engine's."""
@@ -48,8 +46,7 @@ class HelloReqOutput(Reply, kw_only=True):
     wire_minor: int
     """Minor version of the engine's wire; may be higher or lower than the client's."""
     incarnation: str
-    """Random id of this start of the engine. Another one is a new process, which knows no earlier requests.
-    """
+    """Random id of this start of the engine; another process knows no earlier requests."""
     version: str
     """Version of the engine's software."""
     pid: int
@@ -73,11 +70,9 @@ class PauseGenerationReqInput(ControlRequest, kw_only=True):
     mode: PauseMode = "abort"
     """What happens to the live requests."""
     lease_s: PositiveDuration | None = None
-    """Seconds without a command of the owner until the lease expires; needs ``owner``. None means no lease.
-    """
+    """Seconds without a command of the owner until the lease expires; needs ``owner``. None: no lease."""
     on_lease_expiry: LeaseAction = "continue"
-    """``continue``, after an open session of the owner is aborted; ``abort`` every request and stay paused;
-    ``stay`` paused, without an owner."""
+    """``continue`` (its session is aborted), ``abort`` requests but stay paused, or ``stay``, unowned."""
 
 
 class PauseGenerationReqOutput(Reply, kw_only=True):
@@ -138,8 +133,7 @@ class FlushCacheReqInput(ControlRequest, kw_only=True):
     timeout_s: Duration = 0.0
     """Seconds to wait for the engine to become idle. 0: reply at once."""
     force: bool = False
-    """Commit an implicit session of another sender; such a session refuses the flush unless its sender
-    paused."""
+    """Commit an implicit session of another sender; without it only the owner of the pause may do so."""
 
 
 class FlushCacheReqOutput(Reply, kw_only=True):
@@ -152,11 +146,10 @@ class FlushCacheReqOutput(Reply, kw_only=True):
 
 
 class ReleaseMemoryOccupationReqInput(ControlRequest, kw_only=True):
-    """Release device memory to the system. The reply is sent when it is free; repeating has no effect.
+    """Release device memory to the system; replied when it is free, repeating has no effect.
 
-    ``kv_cache`` requires that no live request holds KV, and drops the prefix cache. ``weights`` and
-    ``cuda_graph`` require a completed pause or an idle engine. Weights are invalid until a complete update,
-    unless the engine was started with ``weights_cpu_backup``.
+    ``kv_cache`` requires that no live request holds KV, and drops the prefix cache; the others, a completed
+    pause or an idle engine. Weights need a complete update then, unless started with ``weights_cpu_backup``.
     """
 
     tags: list[MemoryTag] | None = None
@@ -169,23 +162,17 @@ class ReleaseMemoryOccupationReqOutput(Reply, kw_only=True):
     released_tags: list[MemoryTag]
     """All tags that are released now, in alphabetical order."""
     freed_bytes: dict[MemoryTag, int]
-    """Bytes that this call gave back, by tag; on a CPU without pages of the KV pool that were never written.
-    """
+    """Bytes that this call gave back, by tag; on a CPU without KV pages that were never written."""
     reserved_before: int
     """Bytes reserved by the device allocator before the command."""
     reserved_after: int
     """Bytes reserved after it."""
     weights_kept: bool | None = None
-    """True: a host copy restores the released weights at the resume (``weights_cpu_backup``). False: they are
-    dropped, and need a complete update after the resume. None: no weights are released."""
+    """True: a resume restores the weights. False: they need a complete update then. None: not released."""
 
 
 class ResumeMemoryOccupationReqInput(ControlRequest, kw_only=True):
-    """Allocate all released memory of ``tags`` again or, if it does not fit, none (``out_of_memory``).
-
-    Without ``weights_cpu_backup``, weights come back without values: send a complete update. Repeating has no
-    effect.
-    """
+    """Allocate ``tags`` again, or none of them (``out_of_memory``); repeating has no effect."""
 
     tags: list[MemoryTag] | None = None
     """What to resume. None means everything."""
@@ -245,8 +232,7 @@ class DeviceMemory(ReplyRecord, kw_only=True, frozen=True):
     kv_cache: int
     """Bytes of the paged KV cache pool."""
     weights_backup: int = 0
-    """Bytes of the host copy of released weights (``weights_cpu_backup``): a temporary file on the CPU, else
-    pinned memory. ``reserved`` does not include it."""
+    """Bytes of the host copy of released weights: a file on the CPU, else pinned; not in ``reserved``."""
     components: int = 0
     """Bytes on the device of components that come and go (:class:`ComponentStatus`)."""
     components_peak: int = 0
@@ -261,8 +247,7 @@ class UpdateProgress(ReplyRecord, kw_only=True, frozen=True):
     written_bytes: int
     """Bytes that this call has written, before any cast; for ``checkpoint_engine`` of all its buckets."""
     total_bytes: int
-    """Bytes of all tensors of this call, ignored ones too; for ``checkpoint_engine`` of the current bucket.
-    """
+    """Bytes of all tensors of this call, ignored ones too; ``checkpoint_engine``: of the current bucket."""
     age_s: float
     """Seconds since this call began to load; for ``checkpoint_engine`` since the current bucket arrived."""
 
@@ -271,8 +256,7 @@ class SessionStatus(ReplyRecord, kw_only=True, frozen=True):
     """The open weight update session."""
 
     kind: Literal["explicit", "implicit", "single"]
-    """``explicit``: opened by ``begin``. ``implicit``: opened by an update call while paused, and more may
-    follow. ``single``: one call while running, committed at its end."""
+    """``explicit``: by ``begin``; ``implicit``: by a call while paused; ``single``: a call while running."""
     session_id: str
     """Generated by the engine; identifies the session in update calls and in ``end``."""
     owner: str | None
@@ -315,10 +299,7 @@ class StepFailures(ReplyRecord, kw_only=True, frozen=True):
 
 
 class MemoryByTag(ReplyRecord, kw_only=True, frozen=True):
-    """Reserved memory by purpose, in bytes; the parts add up to ``reserved``, and released memory counts 0.
-
-    On the CPU only pages that have been written count.
-    """
+    """Bytes of ``reserved`` by purpose; released memory counts 0, as do pages of a CPU never written."""
 
     weights: int
     """Parameters of the policy model."""
@@ -333,8 +314,7 @@ class MemoryByTag(ReplyRecord, kw_only=True, frozen=True):
     answers: int = 0
     """On the CPU, what is allocated at start for answers to retries and results of clients that left."""
     workspace: int
-    """All else allocated since construction began: workspaces, temporaries, on the CPU also Python objects.
-    """
+    """All else allocated since construction began: temporaries, on the CPU also Python objects."""
     runtime: int
     """What the process used before that: Python and torch. Almost nothing on accelerators."""
     other: int
@@ -460,8 +440,7 @@ class GetStatusReqOutput(Reply, kw_only=True):
     incarnation: str
     """Random id of this start of the engine; epochs and message ids belong to it."""
     generation: GenerationState
-    """``pausing`` waits for the step in flight. Steps run only in ``running``, with valid resident weights.
-    """
+    """``pausing`` waits for the step in flight; steps run in ``running`` with valid resident weights."""
     pause_mode: PauseMode | None = None
     """None unless paused."""
     pause_age_s: float | None = None
@@ -471,8 +450,7 @@ class GetStatusReqOutput(Reply, kw_only=True):
     lease_left_s: float | None = None
     """Seconds until the pause's lease expires. None means no lease."""
     weights: WeightsState
-    """``updating``: bytes are written, not committed. ``poisoned``: an update failed after its first byte.
-    ``invalid``: the values were released, or lost in a restart."""
+    """``updating``: not committed; ``poisoned``: failed after a byte; ``invalid``: released or lost."""
     weights_detail: str | None = None
     """Why the weights are not valid. None if they are."""
     memory: MemoryState
@@ -547,15 +525,10 @@ class GetStatusReqOutput(Reply, kw_only=True):
 
 
 class ShutdownReqInput(Request, kw_only=True):
-    """End every request, then stop the process. Acknowledged at once; every request gets its terminal
-    message.
-
-    A repeated shutdown can make the end earlier, never later.
-    """
+    """End every request, then stop; acknowledged at once. A repeat makes the end earlier, never later."""
 
     drain: bool | None = None
-    """True: finish the accepted requests and refuse new ones with ``shutting_down``. False: end them at once.
-    None means the engine's ``shutdown_mode``."""
+    """True: finish accepted requests, refuse others (``shutting_down``); None: as ``shutdown_mode``."""
     timeout_s: Duration | None = None
     """With drain: seconds until the rest is aborted. None means the engine's ``drain_timeout_s``."""
     requested_by: Label = ""

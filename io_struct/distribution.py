@@ -19,10 +19,7 @@ EPOCHS = tuple(map(float, range(9)))
 
 
 class Distribution(ReplyRecord, kw_only=True, frozen=True):
-    """Counts of values by bucket. The buckets have inclusive upper bounds, and the last bucket has none.
-
-    Bounds of durations: 1, 2 and 5 times each power of ten from 1 ms to 1,000 s. Of staleness: 0 to 8 epochs.
-    """
+    """Counts by inclusive upper bound (the last none): 1, 2, 5 times 10^n, 1 ms to 1,000 s; 0 to 8 epochs."""
 
     counts: list[int] = []
     """Number of values in each bucket; empty if the engine does not count them."""
@@ -62,9 +59,7 @@ class Histogram:
         return found, self._sum
 
     def quantile(self, share: float) -> float | None:
-        """Return the value below which ``share`` of all values are, interpolated in its bucket; None without
-        values.
-        """
+        """Return the value below which ``share`` of all lie, interpolated in its bucket; None without any."""
         wanted, below, low = share * self.total, 0, 0.0
         for bound, count in zip(self._bounds, self._counts, strict=False):
             if count and below + count >= wanted:

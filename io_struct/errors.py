@@ -21,8 +21,7 @@ class ErrorCode(StrEnum):
     INVALID_REQUEST = "invalid_request"
     """A value is out of its range. ``detail``: field, value."""
     PROMPT_TOO_LONG = "prompt_too_long"
-    """Prompt plus ``max_new_tokens`` exceeds the context. ``detail``: prompt_tokens, max_new_tokens, limit.
-    """
+    """Prompt plus ``max_new_tokens`` is too long. ``detail``: prompt_tokens, max_new_tokens, limit."""
     EXCEEDS_KV_POOL = "exceeds_kv_pool"
     """The request needs more KV than the whole pool has. ``detail``: needed_tokens, total_tokens."""
     DUPLICATE_RID = "duplicate_rid"
@@ -44,17 +43,14 @@ class ErrorCode(StrEnum):
     NOT_OWNER = "not_owner"
     """The pause has another owner; ``force`` overrides it. ``detail``: owner."""
     NO_SESSION = "no_session"
-    """No such weight update session is open: there is none, or the ``session_id`` belongs to one that has
-    ended."""
+    """No such weight update session is open, or the ``session_id`` belongs to one that has ended."""
     SESSION_OPEN = "session_open"
-    """A session is open, which refuses a second ``begin``, calls and ends that do not name it or agree with
-    it, and commands that would commit it for another sender. ``detail``: kind, age_s, and session_id if it is
-    the sender's."""
+    """A session refuses a ``begin``, calls that do not name or match it, and commits for another sender.
+    ``detail``: kind, age_s, and session_id if it is the sender's."""
     WEIGHTS_POISONED = "weights_poisoned"
     """A weight update failed after its first byte. Only a complete update makes the weights valid again."""
     WEIGHTS_INVALID = "weights_invalid"
-    """The weights were released without a copy, or lost in a restart: only a complete update makes them
-    valid."""
+    """Weights were released without a copy or lost in a restart: only a complete update makes them valid."""
     MEMORY_RELEASED = "memory_released"
     """The command needs memory that is released; resume it first. ``detail``: released (tags)."""
     GROUP_ERROR = "group_error"
@@ -63,21 +59,17 @@ class ErrorCode(StrEnum):
     CHECKPOINT_ERROR = "checkpoint_error"
     """A checkpoint is missing, truncated, or not in safetensors format. ``detail``: path, reason."""
     WEIGHT_MISMATCH = "weight_mismatch"
-    """The tensors or the config do not match the model. ``detail``: missing, unexpected, mismatched, config.
-    """
+    """Tensors or config do not match the model. ``detail``: missing, unexpected, mismatched, config."""
     WEIGHTS_NOT_FINITE = "weights_not_finite"
-    """``check_finite`` found NaN or infinity in an update, which was not committed. ``detail``: tensors
-    (their number), non_finite (the first three: name, count, total)."""
+    """``check_finite`` found NaN or infinity. ``detail``: tensors (how many), non_finite (first three)."""
     UNSUPPORTED_MODEL = "unsupported_model"
     """The model config requires something that this engine does not implement. ``detail``: fields."""
     OUT_OF_MEMORY = "out_of_memory"
-    """An allocation failed: for a command, or for even one token of a request. ``detail``: needed_bytes,
-    free_bytes where known."""
+    """An allocation failed: a command's, or one token's. ``detail``: needed_bytes, free_bytes where known."""
     DEADLINE_EXCEEDED = "deadline_exceeded"
     """The operation's own deadline passed. ``detail``: what was not finished."""
     STATE_FILE_ERROR = "state_file_error"
-    """The state file cannot be read or written, or another engine holds it; a commit that is refused with it
-    leaves the weights poisoned. ``detail``: path, reason."""
+    """The state file fails or is held; a refused commit poisons the weights. ``detail``: path, reason."""
     ENDPOINT_IN_USE = "endpoint_in_use"
     """Another scheduler owns this endpoint."""
     UNSUPPORTED = "unsupported"
@@ -89,8 +81,7 @@ class ErrorCode(StrEnum):
     ENGINE_DIED = "engine_died"
     """Raised by clients only: the scheduler process or its socket is gone."""
     ENGINE_RESTARTING = "engine_restarting"
-    """Raised by front ends only: the scheduler process has ended, another is being started. ``detail``:
-    reason."""
+    """Raised by front ends: the scheduler process has ended, another starts. ``detail``: reason."""
     TIMED_OUT = "timed_out"
     """Raised by clients only: no reply within the timeout; the command may still complete. ``detail``: id,
     timeout, and for a generation on a paused engine paused (mode, owner, age_s)."""

@@ -106,11 +106,8 @@ def field_error(
 ) -> FieldError:
     """Say what ``error`` means, which was raised for a value of type ``kind``.
 
-    Args:
-        given: the refused value as plain objects, to be quoted.
-        whole: name of the value as such.
-        prefix: its place in what its sender wrote, as ``"sampling_params"``.
-        beside: names of the fields next to it there.
+    ``given`` is the refused value in plain objects, ``whole`` its name, ``prefix`` its place, ``beside`` the
+    names there.
     """
     problem, path, is_key = _parts(str(error))
     steps = _steps(path)
@@ -143,11 +140,7 @@ def field_error(
 
 
 def unknown_name(name: str, names: Sequence[str], beside: Sequence[str] = (), *, place: str = "") -> str:
-    """Return the end of a sentence about ``name``, which is none of ``names``: the remedy, or the nearest,
-    and all.
-
-    ``beside`` are names next to these, which are the fields of ``place``.
-    """
+    """Return the end of a sentence about ``name``: the remedy or the nearest of ``names``, and all."""
     if (instead := advice(name, names)) is not None:
         hint = f": {instead}"
     elif name in beside:
@@ -355,10 +348,7 @@ def printable(text: str) -> str:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class NamedFields(msgspec.StructMeta):
-    """Metaclass: an unknown keyword is a TypeError with the nearest field and all of them.
-
-    A static method ``fields_beside`` names the fields next to the struct, for which keywords are often meant.
-    """
+    """Metaclass that answers unknown keywords with the nearest field, also of static ``fields_beside``."""
 
     if not TYPE_CHECKING:  # checkers read the fields; a constructor of any keywords would hide them
 

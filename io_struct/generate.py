@@ -17,8 +17,7 @@ Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 MAX_INT32 = 2**31 - 1
 """Largest token count or position in a request."""
 MIN_REPETITION_PENALTY = 1e-6
-"""Smallest ``repetition_penalty``: logits divided by it and the smallest temperature stay finite in float32.
-"""
+"""Smallest ``repetition_penalty``: logits over it and the least temperature stay finite in float32."""
 MAX_SAMPLES = 1024
 """Maximum of ``n``, the number of samples of one request."""
 MAX_LOGIT_BIAS = 1024
@@ -118,17 +117,12 @@ class SamplingParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
 
 
 class GenerateReqInput(Request, kw_only=True):
-    """Generate ``sampling_params.n`` continuations of one prompt.
-
-    Each sample is answered by exactly one :class:`GenerateReqOutput`, or the whole request by one
-    ``ErrorReply``.
-    """
+    """Generate ``sampling_params.n`` samples, each a :class:`GenerateReqOutput`, or all an ``ErrorReply``."""
 
     rid: Identifier | None = None
     """Request id, for abort and results. None means the message id."""
     input_ids: list[TokenId]
-    """The prompt: at least one id, each below ``vocab_size``; with ``max_new_tokens`` at most
-    ``context_len``."""
+    """The prompt: ids below ``vocab_size``, at least one, with ``max_new_tokens`` at most ``context_len``."""
     sampling_params: SamplingParams = SamplingParams()
     return_logprob: bool = False
     """Return each output token's float32 log-softmax over the vocabulary, after temperature unless greedy."""
@@ -142,15 +136,12 @@ class GenerateReqInput(Request, kw_only=True):
     top_logprobs_num: int = 0
     """With ``return_logprob``: at each of these positions, also this many most likely tokens; at most 128."""
     token_ids_logprob: list[TokenId] | None = None
-    """With ``return_logprob``: ids whose logprobs are returned at each of these positions; at most 1,024.
-    None means none."""
+    """With ``return_logprob``: at most 1,024 ids whose logprobs come at each position. None means none."""
     return_sampling_mask: bool = False
-    """Return which tokens top-k, top-p and min-p kept (:class:`SamplingMask`), by which a trainer
-    renormalises as the sampler did. Samples from at most 4,096 tokens: a larger ``top_k``, or none, counts as
-    4,096."""
+    """Return the tokens that top-k, top-p and min-p kept (:class:`SamplingMask`), for a trainer to
+    renormalise. Samples from at most 4,096 tokens: a larger ``top_k``, or none, counts as 4,096."""
     return_routed_experts: bool = False
-    """Return the experts of each position, prompt included (:class:`RoutedExperts`); needs a model with some.
-    """
+    """Return each position's experts, prompt included (:class:`RoutedExperts`), if the model has some."""
     routed_experts_start_len: Annotated[int, msgspec.Meta(ge=0)] = 0
     """First position whose experts are returned; at most the prompt's length."""
     stream: bool = False
@@ -160,11 +151,9 @@ class GenerateReqInput(Request, kw_only=True):
     min_weights_epoch: int | None = None
     """Refuse with ``epoch_behind`` if the engine's weights epoch is lower. None means no minimum."""
     first_sample: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)] = 0
-    """Index of the first of the ``n`` samples, for noise streams and results: what another engine began can
-    be continued sample by sample."""
+    """Index of the first of the ``n`` samples, in noise and results, to go on for another engine."""
     continued_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """The last so many of ``input_ids`` are output of an earlier part of the sample, and penalised as such.
-    """
+    """Number of last ``input_ids`` that are output of an earlier part of the sample, penalised as such."""
     stream_details: bool = False
     """With ``stream``: deltas have what a part of an output needs to be continued (:class:`DeltaDetails`)."""
 
@@ -206,13 +195,11 @@ class WeightVersionSpan(ReplyRecord, kw_only=True, frozen=True):
 
 
 class RoutedExperts(ReplyRecord, kw_only=True, frozen=True):
-    """Experts that computed the positions ``[start, seqlen - 1)`` of one sample.
+    """Experts of the positions ``[start, seqlen - 1)`` of one sample, none before its first token.
 
-    ``seqlen`` is the length of prompt plus output; the last token was never a model input. A sample that
-    ended before its first token has no rows. A row is recorded when its position is first computed, for this
-    sample or for one whose cached prefix it shares; computing it again after a retraction does not change it,
-    even with newer weights. ``numpy.asarray`` of this object is a read-only array of its shape over the same
-    memory.
+    ``seqlen`` counts prompt and output; the last token was never a model input. A row is recorded once, when
+    its position is first computed, for this or a sample with the same cached prefix, whatever weights
+    recompute it. ``numpy.asarray`` of this object is a read-only array over the same memory.
     """
 
     data: bytes
@@ -237,11 +224,7 @@ class RoutedExperts(ReplyRecord, kw_only=True, frozen=True):
 
 
 class SamplingMask(ReplyRecord, kw_only=True, frozen=True):
-    """The tokens that each output token was sampled from: those that top-k, top-p and min-p kept.
-
-    They include the sampled token; of a greedy sample it is the only one. ``len`` is the number of output
-    tokens.
-    """
+    """Tokens that top-k, top-p and min-p kept for each of ``len`` output tokens; greedy: only itself."""
 
     ids: bytes
     """int32: the token ids of all positions, one position after the other, ascending within each."""
@@ -325,9 +308,7 @@ class GenerateReqOutput(ReplyRecord, kw_only=True, frozen=True):
 
 
 class DeltaLogprobs(ReplyRecord, kw_only=True, frozen=True):
-    """Logprobs of further tokens at the positions of a :class:`StreamDelta`: ``ks[i]`` at each token of row
-    ``i``.
-    """
+    """Logprobs of further tokens at a :class:`StreamDelta`'s positions: ``ks[i]`` per token of row ``i``."""
 
     ks: bytes
     """int32 [rows]; 0 where not requested."""
@@ -362,11 +343,10 @@ class DeltaDetails(ReplyRecord, kw_only=True, frozen=True):
 
 
 class StreamDelta(ReplyRecord, kw_only=True, frozen=True):
-    """New tokens of all streaming requests of one client at one step, as a struct of arrays.
+    """New tokens of one client's streams at one step; deltas dropped for a slow reader leave a gap.
 
-    Row ``i`` belongs to sample ``indices[i]`` of ``rids[i]`` and holds ``counts[i]`` tokens from output token
-    ``starts[i]`` on. A gap between deltas means that some were dropped for a slow reader; the result is
-    complete.
+    Row ``i``: ``counts[i]`` tokens from output token ``starts[i]`` on, of sample ``indices[i]`` of
+    ``rids[i]``.
     """
 
     rids: list[str]
@@ -401,9 +381,7 @@ class BatchTokenOutput(Message, kw_only=True, forbid_unknown_fields=False):
 
 
 class Keepalive(Message, kw_only=True, forbid_unknown_fields=False):
-    """Sent every two seconds to clients that wait for a reply, to find those that have disconnected; no
-    answer.
-    """
+    """Sent every two seconds to clients that wait for a reply, to find disconnected ones; no answer."""
 
     step: int
 
@@ -457,5 +435,4 @@ class ScoreReqOutput(Reply, kw_only=True):
     """Logprobs of all sequences, in the order of the request."""
 
     logprobs: list[bytes]
-    """Little-endian float32 for each token from ``start`` on: log-softmax over the vocabulary after
-    temperature."""
+    """Little-endian float32 per token from ``start`` on: log-softmax over the vocabulary at temperature."""

@@ -16,8 +16,7 @@ MAX_STEPS = 1000
 MAX_IMAGE_SIDE = 8192
 """Maximum width and height, in pixels."""
 MAX_PROMPT_CHARACTERS = 1 << 14
-"""Longest prompt, in characters: each encoder tokenizes it in tens of milliseconds, while nobody is answered.
-"""
+"""Longest prompt, in characters: encoders tokenize it in tens of milliseconds and block answers."""
 SdeType = Literal["ode", "sde", "cps", "dance"]
 Prompt = Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_CHARACTERS)]
 StepIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEPS)]
@@ -40,11 +39,9 @@ class SdeParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
 
 
 class GenerateImagesReqInput(Request, kw_only=True):
-    """Make ``n`` images of one prompt, and return their trajectories.
+    """Make ``n`` images of exactly one of ``prompt``, ``prompt_ids`` and the tensor ``prompt_embeds``.
 
-    Each sample is answered by exactly one :class:`GenerateImagesReqOutput`, or the whole request by one
-    ``ErrorReply``. Exactly one of ``prompt``, ``prompt_ids`` and the tensor ``prompt_embeds`` says what to
-    draw.
+    Each is one :class:`GenerateImagesReqOutput` with its trajectory, or all are one ``ErrorReply``.
     """
 
     rid: Identifier | None = None
@@ -70,16 +67,14 @@ class GenerateImagesReqInput(Request, kw_only=True):
     shift: float | None = None
     """Shift of the scheduler's sigmas. None means its own. Not with ``sigmas``."""
     guidance_scale: float = 1.0
-    """Scale of classifier-free guidance, 0 to 1000, computed above 1. Models with a scale input get it as is.
-    """
+    """Classifier-free guidance, 0 to 1000, computed above 1; models with a scale input get it as is."""
     max_sequence_length: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 256
     """Tokens of the longest text encoder, for models that have one of variable length (T5)."""
     seed: Seed | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)] = 1
     """Number of samples. Sample ``i`` uses the noise of ``(seed, i)``."""
     sde: SdeParams = SdeParams()
-    """Noise and log-probabilities of the steps. By default every step adds noise; ``type`` ``ode`` adds none.
-    """
+    """Noise and log-probabilities of the steps; by default every step adds noise, with ``ode`` none."""
     return_steps: Annotated[list[StepIndex], msgspec.Meta(max_length=MAX_STEPS)] | None = []
     """Steps whose latents (before and after) and log-probabilities are returned. None means all."""
     return_embeds: bool = True
@@ -104,10 +99,9 @@ class ResultTensor(ReplyRecord, kw_only=True, frozen=True):
 class GenerateImagesReqOutput(FramedMessage, kw_only=True):
     """The terminal result of one sample; of an aborted one with the steps that were made.
 
-    Its tensors, in this order, if asked for and made: ``timesteps`` and ``sigmas`` (F32, [steps] and [steps +
-    1]), ``latents`` (F32, by ``latent_indices``), ``log_probs`` and ``noise_stds`` (F32, by
-    ``step_indices``), embeddings by the pipeline's argument names in the model's dtype, and ``image`` (U8,
-    [height, width, 3]) or ``final_latents``.
+    Tensors in this order, if asked for: ``timesteps``, ``sigmas`` (F32, [steps], [steps + 1]), ``latents``
+    (F32, by ``latent_indices``), ``log_probs``, ``noise_stds`` (F32, by ``step_indices``), embeddings by the
+    pipeline's argument names, ``image`` (U8, [height, width, 3]) or ``final_latents``.
     """
 
     rid: str

@@ -38,11 +38,9 @@ class MemoryEvent(ReplyRecord, kw_only=True, frozen=True):
     by_tag: MemoryByTag
     """``reserved`` by purpose; weights, KV and reference may be the last event's if no cache was emptied."""
     returned: int | None = None
-    """Bytes returned by emptying the cache; 0 if more was allocated meanwhile. None means it was not emptied.
-    """
+    """Bytes returned by emptying the cache; 0 if more was allocated meanwhile; None: not emptied."""
     residual: int | None = None
-    """``continue`` and ``lease_expiry``: growth of ``reserved`` since the pause began. None for other causes.
-    """
+    """``continue`` and ``lease_expiry``: growth of ``reserved`` since the pause began; others None."""
 
 
 class MemoryStretch(ReplyRecord, kw_only=True, frozen=True):

@@ -12,8 +12,7 @@ DEFAULT_GROUP_NAME = "weight_update_group"
 GroupName = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 BroadcastSizes = Annotated[list[Annotated[int, msgspec.Meta(ge=1)]], msgspec.Meta(min_length=1)]
 DEFAULT_BROADCAST_TIMEOUT_S = 300.0
-"""Longest time between two broadcasts of an update: a trainer may gather a tensor from its ranks meanwhile.
-"""
+"""Longest time between two broadcasts of an update: a trainer may gather a tensor from its ranks."""
 PRESENT = "caesura/present/"
 """Key under which a rank of an NCCL group says in the store that it is there; its number follows. If rank 0
 says it, each engine waits for all ranks before it replies to the init."""
@@ -25,8 +24,7 @@ class BeginWeightUpdateReqInput(ControlRequest, kw_only=True):
     """Open an explicit weight update session; ``end`` commits all its calls together."""
 
     manifest: list[TensorSpec] | None = None
-    """All tensors of the checkpoint: checked at once, must be complete, and ``end`` requires all of it. None
-    means that each call is checked on its own, and some tensors are enough."""
+    """All tensors of the checkpoint, checked now, required by ``end``. None: each call is checked alone."""
     component: Label | None = None
     deadline_s: PositiveDuration | None = None
     """Seconds after which the session is aborted. None means the engine's ``session_deadline_s``."""
@@ -41,11 +39,7 @@ class BeginWeightUpdateReqOutput(Reply, kw_only=True):
 
 
 class EndWeightUpdateReqInput(ControlRequest, kw_only=True):
-    """Commit or abort the session. After an abort the weights are valid if nothing was written, else
-    poisoned.
-
-    A commit flushes the prefix cache if any call of the session asked for it.
-    """
+    """Commit, with a flush if any call asked, or abort, which poisons the weights if a byte was written."""
 
     commit: bool = True
     """True: commit; refused while tensors of the manifest or rows of a tensor are missing. False: abort."""
@@ -97,11 +91,9 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
     """True: this call flushed the prefix cache."""
     stages: StageTimes
     durable: bool | None = None
-    """True: the state file has this commit. False: it could not be written, so a restart begins with
-    ``invalid`` weights. None: nothing is committed, or there is no state file."""
+    """True: the state file has this commit. False: a restart is ``invalid``. None: no commit, or no file."""
     relay_error: str | None = None
-    """Why engines behind this one (``relay_to``) did not get everything. None: they did, or there are none.
-    """
+    """Why engines behind ``relay_to`` did not get everything; None if they did, or there are none."""
 
 
 class WeightUpdateOptions(ControlRequest, kw_only=True):
@@ -111,15 +103,13 @@ class WeightUpdateOptions(ControlRequest, kw_only=True):
     """The open session of this call. None: an explicit session refuses the call as ``session_open``; while
     paused, such calls of one sender (``owner``, else its socket) form an implicit session."""
     flush_cache: bool = True
-    """While running: True retracts requests and flushes the prefix cache. False freezes them; they keep their
-    KV."""
+    """While running: True retracts requests and flushes the prefix cache; False freezes them with KV."""
     torch_empty_cache: bool = False
     """True: the commit of the session empties the device allocator's cache."""
     weight_version: Label | None = None
     """The new version label, set at commit. None means unchanged."""
     component: Label | None = None
-    """Component of a diffusion pipeline, by its folder: ``text_encoder``, ``vae``, … None: its transformer.
-    """
+    """Folder of a diffusion pipeline's component: ``text_encoder``, ``vae``, …; None: its transformer."""
     abort_all_requests: bool = False
     """True: abort every request, after the call has been checked and its first tensor has arrived."""
 
@@ -141,10 +131,7 @@ class UpdateWeightsFromTensorReqInput(WeightUpdateOptions, kw_only=True):
 
 
 class SharedMemoryHandle(Record, kw_only=True, frozen=True, tag=True):
-    """A memfd of the sender, which the engine opens as ``/proc/{pid}/fd/{fd}``.
-
-    It must be sealed against shrinking and growing, so that a truncation cannot crash the engine.
-    """
+    """Sender's memfd (``/proc/{pid}/fd/{fd}``), sealed against shrinking (which would crash) and growing."""
 
     pid: Annotated[int, msgspec.Meta(gt=0)]
     """Process id of the sender, in the engine's pid namespace."""
@@ -157,10 +144,7 @@ class SharedMemoryHandle(Record, kw_only=True, frozen=True, tag=True):
 
 
 class CudaIPCHandle(Record, kw_only=True, frozen=True, tag=True):
-    """CUDA device memory exported by another process of the host: the fields of torch's rebuilt storage.
-
-    They are checked before the driver sees them: the device must be the engine's, sizes and offsets must fit.
-    """
+    """CUDA memory of a process of the host, as torch's rebuilt storage; checked before the driver sees it."""
 
     device_uuid: Annotated[str, msgspec.Meta(max_length=64)]
     """UUID of the device of the memory, as in ``torch.cuda.get_device_properties(i).uuid``."""
@@ -190,11 +174,10 @@ class UpdateWeightsFromIPCReqInput(WeightUpdateOptions, kw_only=True):
 
 
 class UpdateWeightsFromCheckpointEngineReqInput(WeightUpdateOptions, kw_only=True):
-    """Let a checkpoint-engine parameter server run a whole update: SGLang's ``update_weights_from_ipc``.
+    """Let a checkpoint-engine server run a whole update: SGLang's ``update_weights_from_ipc``.
 
-    The engine connects to the address of its device, and replies after the last bucket. ``unsupported``
-    unless started with ``allow_legacy_pickle``: messages are pickles, which are parsed into plain fields and
-    never unpickled.
+    Replied after the last bucket; ``unsupported`` without ``allow_legacy_pickle``, though pickles are only
+    parsed.
     """
 
     zmq_handles: dict[str, str]
@@ -204,13 +187,11 @@ class UpdateWeightsFromCheckpointEngineReqInput(WeightUpdateOptions, kw_only=Tru
 
 
 class InitWeightsUpdateGroupReqInput(ControlRequest, kw_only=True):
-    """Join the torch.distributed process group over which its rank 0 broadcasts weights; replied when all
-    have.
+    """Join the torch.distributed group whose rank 0 broadcasts weights; replied when all ranks have.
 
-    The group is PyTorch's own: a ``tcp://`` rendezvous at the master's address with
-    ``PrefixStore(group_name)``. Rank 0 is a trainer, or an engine that sends (``SendWeightsReqInput``) or
-    relays. The same init again is answered at once; too many groups that wait for their ranks are
-    ``queue_full``.
+    The group is PyTorch's own: a ``tcp://`` rendezvous at the master with ``PrefixStore(group_name)``. Rank 0
+    is a trainer, or an engine that sends or relays. The same init again is answered at once; too many groups
+    that wait for their ranks are ``queue_full``.
     """
 
     master_address: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
@@ -228,8 +209,7 @@ class InitWeightsUpdateGroupReqInput(ControlRequest, kw_only=True):
     timeout_s: PositiveDuration = 60.0
     """Maximum seconds for all ranks to join."""
     broadcast_timeout_s: PositiveDuration = DEFAULT_BROADCAST_TIMEOUT_S
-    """Maximum seconds for each broadcast. After a timeout the group is dead: destroy it and create it again.
-    """
+    """Maximum seconds for each broadcast; after a timeout the group is dead: destroy and create it again."""
 
 
 class InitWeightsUpdateGroupReqOutput(Reply, kw_only=True):
@@ -258,13 +238,11 @@ class UpdateWeightsFromDistributedReqInput(WeightUpdateOptions, kw_only=True):
     """Names, shapes and dtypes; whole tensors only, offsets are ignored."""
     group_name: GroupName = DEFAULT_GROUP_NAME
     load_format: Literal["flattened_bucket"] | None = None
-    """None means one broadcast per tensor. ``flattened_bucket``: one of uint8, all tensors without padding.
-    """
+    """None: one broadcast per tensor. ``flattened_bucket``: one of uint8, all tensors without padding."""
     tensors_per_broadcast: BroadcastSizes | None = None
     """With ``flattened_bucket``: number of tensors in each broadcast, in order. None means all in one."""
     relay_to: GroupName | None = None
-    """Another group, of which this engine is rank 0 and to which it passes each broadcast on. A failure there
-    is ``relay_error``; a failure of this call ends that group. None means no other."""
+    """Group with this engine as rank 0 to relay to (``relay_error``); ends if this call fails. None: none."""
 
 
 class GetWeightsManifestReqInput(ControlRequest, kw_only=True):
@@ -298,11 +276,10 @@ class GetWeightsManifestReqOutput(Reply, kw_only=True):
 
 
 class SendWeightsReqInput(ControlRequest, kw_only=True):
-    """Broadcast committed weights as rank 0 of a weight update group, while generation goes on.
+    """Broadcast the weights of one commit as rank 0 of a group, while generation goes on.
 
-    The others receive them with ``UpdateWeightsFromDistributedReqInput``. All bytes are those of one commit:
-    commands that would change or release the weights wait. Weights that are not valid are refused. A failed
-    call ends the group.
+    The others use ``UpdateWeightsFromDistributedReqInput``. Commands that would change or release the weights
+    wait; invalid weights are refused; a failed call ends the group.
     """
 
     specs: list[TensorSpec]
@@ -330,9 +307,8 @@ class WeightsCheckerReqInput(ControlRequest, kw_only=True):
     """Compute checksums of the weights, or compare the weights with a snapshot of their checksums."""
 
     action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
-    """``checksum`` of all weights; ``snapshot``: also store them; ``compare`` with the snapshot;
-    ``reset_tensors``: overwrite every parameter with NaN (integers with 0), which leaves the weights
-    poisoned."""
+    """``checksum`` of all weights; ``snapshot``: also store them; ``compare`` with it; ``reset_tensors`` to
+    NaN (integers to 0), which poisons the weights."""
 
 
 class WeightsCheckerReqOutput(Reply, kw_only=True):

@@ -205,11 +205,7 @@ class StateRows(_Behind):
         return int(kept[-1]) + 1 if len(kept) else 0
 
     def open(self, shared: np.ndarray, num_cached: int) -> RequestState:
-        """Return a live row for a request that goes on from the ``shared`` pages, which are locked.
-
-        If the only row to be had is that of the shared prefix, the request takes it over. ``num_cached`` are
-        the cached pages of its prefix. Raises LedgerError, with nothing changed, if no row is free or kept.
-        """
+        """Return a live row to go on from locked ``shared`` pages, maybe theirs; LedgerError if none is."""
         if not self.available:
             raise LedgerError(f"all {self.total} rows of states are held")
         source = int(shared[-1]) if len(shared) else NO_PAGE

@@ -68,10 +68,7 @@ class CacheManager:
         self._num_owned = 0  # sum of num_pages - num_shared over the open requests
 
     def open(self, tokens: np.ndarray, salt: str, pages_row: np.ndarray) -> RequestKV:
-        """Start a request, sharing the longest cached prefix of at most ``(n - 1) // page_size`` pages.
-
-        ``pages_row`` (int32) is kept and written in place until :meth:`close`. :attr:`can_open` must be true.
-        """
+        """Start a request (:attr:`can_open` is true); keeps and writes ``pages_row`` until :meth:`close`."""
         if not self.can_open:
             raise LedgerError("no row of states is left")
         kv = RequestKV(pages_row, 0, 0, None, self.epoch, False, salt)
@@ -154,11 +151,7 @@ class CacheManager:
         return True
 
     def donate(self, kv: RequestKV, tokens: np.ndarray) -> None:
-        """Share the full pages of ``tokens`` (the request's from its start, all computed) while it lives.
-
-        Where the tree has equal pages, the request's duplicates are freed and its row points to the tree's.
-        Does nothing when ``kv`` is stale or the prefix cache is off.
-        """
+        """Share the full pages of ``tokens`` while it lives; where the tree has equal ones, its own go."""
         self._require_open(kv)
         full = len(tokens) // self.page_size
         if full > kv.num_pages:

@@ -52,8 +52,7 @@ class Inserted(NamedTuple):
 class RadixTree:
     """Page-aligned prefixes → pages, separate for each (weights epoch, cache salt).
 
-    Work is array operations per node visited plus O(tokens given), never Python per token. Locks cost
-    amortised O(1) per node, an eviction O(log nodes) per node.
+    Array operations per node and O(tokens given); locks cost amortised O(1), evictions O(log nodes) a node.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -275,7 +274,6 @@ class RadixTree:
 
 
 def _subtree(node: Node) -> Iterator[Node]:
-    """Yield ``node`` and everything below it, parents first; chains may be thousands deep."""
     stack = [node]
     while stack:
         top = stack.pop()

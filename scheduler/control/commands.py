@@ -66,10 +66,7 @@ COMMANDS: "dict[type[ControlRequest], Callable[[Engine, Any, Sender], Operation]
 def operation(
     engine: "Engine", client: bytes, message: ControlRequest, buffers: list[memoryview]
 ) -> Operation:
-    """Return the operation for ``message`` from the socket ``client``.
-
-    It does nothing until it is first advanced, except that destroying a group ends what waits there.
-    """
+    """Return the operation for ``message``; only destroying a group acts before it is advanced."""
     sender = Sender(client, message.owner)
     if isinstance(message, UpdateWeightsFromTensorReqInput):
         return engine.updates.from_tensor(message, sender, buffers)

@@ -53,12 +53,9 @@ class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
     """1 from just before a commit until its own record is in place."""
     incarnation: str
     weights_epoch: _Epoch
-    """The last epoch that the engine served."""
     committed_epoch: _Epoch
-    """The epoch at which these weights were committed."""
     weight_version: str
     model_path: str
-    """The folder that the engine was started with."""
     updated: bool
     """True if an update brought the weights; False if they are those of ``model_path``."""
     source: str | None
@@ -311,7 +308,6 @@ def read_record(path: str) -> WeightsRecord | None:
 
 
 def _why_lost(record: WeightsRecord) -> str | None:
-    """Why the weights of ``record`` cannot be loaded again; None if they can."""
     if record.source is None:
         return "they had come over a transport, which leaves no copy"
     if record.other_components:

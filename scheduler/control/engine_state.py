@@ -54,10 +54,9 @@ class Lease:
 
 
 class PauseOwnership:
-    """Owner and lease of the current pause; both None while the engine runs.
+    """Owner and lease of the pause, the first sender's until it ends or expires; None while running.
 
-    A pause belongs to the sender that paused first, until the pause ends or its lease expires. A later pause
-    changes the mode and not the owner; a pause without a token is not taken over by another sender's lease.
+    A later pause changes only the mode; one without a token is not taken over by another sender's lease.
     """
 
     def __init__(self) -> None:
@@ -163,7 +162,6 @@ class EngineState:
 
     @property
     def pause_age_s(self) -> float | None:
-        """Seconds since the pause was acknowledged, or None unless paused."""
         return None if self._paused_at is None else monotonic() - self._paused_at
 
     @property
@@ -185,7 +183,6 @@ class EngineState:
 
     @property
     def lease_left_s(self) -> float | None:
-        """Seconds until the pause's lease expires, or None if it has none."""
         lease = self.ownership.lease
         return None if lease is None else lease.expires - monotonic()
 
@@ -222,10 +219,7 @@ class EngineState:
             )
 
     def require_epoch(self, minimum: int | None) -> None:
-        """Raise ``epoch_behind`` if the weights are older than epoch ``minimum``.
-
-        Initial weights that are served in place of lost ones count as older than every committed epoch.
-        """
+        """Raise ``epoch_behind`` if weights are older than ``minimum``, as initial ones after a loss are."""
         epoch = self.stamp.epoch
         if minimum is None or (minimum <= epoch and (self._lost is None or minimum <= 0)):
             return

@@ -133,11 +133,9 @@ def _advance(
     what: str,
     context: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Generator[Wait, None, None]:
-    """Run ``steps`` to their end, each slice of them within ``context``.
+    """Run ``steps``, each slice in ``context``: copies need ``on_stream``, since updates write there.
 
-    Copies need ``on_stream``, since updates write and steps read there. A slice, not a step, is declared as a
-    long operation: the declaration takes a tenth of a millisecond, and one step may move all of a model's
-    memory.
+    A slice, not a step, is declared as long: declarations take a tenth of a millisecond, a step may move all.
     """
     unfinished = True
     while unfinished:

@@ -80,11 +80,7 @@ def init_group(engine: "Engine", request: InitWeightsUpdateGroupReqInput, sender
 
 
 def destroy_group(engine: "Engine", request: DestroyWeightsUpdateGroupReqInput, sender: Sender) -> Operation:
-    """Leave a process group, broken or not.
-
-    An init that is still joining it fails, and so does, at once, an update that waits for a broadcast:
-    commands queue behind it, and the broadcast may never come.
-    """
+    """Leave a process group; what joins it or waits for its broadcast fails at once, or would block all."""
     with contextlib.suppress(CaesuraError):  # there is none: said in its turn
         group = engine.process_groups.find(request.group_name)
         if group.has_joined and group.membership.rank != 0:  # what this engine sends goes on

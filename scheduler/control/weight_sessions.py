@@ -37,8 +37,6 @@ Route = tuple[str, str | None]
 
 @dataclass(slots=True)
 class Session:
-    """One weight session, from its first call to its commit or abort."""
-
     kind: SessionKind
     sender: Sender
     stages: StageProfiler
@@ -54,7 +52,6 @@ class Session:
     client: bytes = b""
     """Socket of the last message that belonged to it."""
     orphaned_at: float | None = None
-    """Monotonic time when its client was found to be gone."""
     counts: LoadCounts = field(default_factory=LoadCounts)
     touched: bool = False
     """True once a byte has been written."""
@@ -62,7 +59,6 @@ class Session:
     version: str | None = None
     model_path: str | None = None
     digest: str | None = None
-    """Its ``Checkpoint.local_digest``."""
     wrote_other_component: bool = False
     """True once a call has written a component other than the model's first, which no restart restores."""
     route: Route | None = None
@@ -102,10 +98,7 @@ class Sessions:
     """Holds the open session; ``weight_updates.py`` writes, commits and aborts it."""
 
     def __init__(self, *, deadline_s: float, orphan_s: float) -> None:
-        """Args:
-        deadline_s: deadline of sessions that set none.
-        orphan_s: seconds for which a session stays open after its client is gone.
-        """
+        """``deadline_s`` is for sessions that set none; ``orphan_s`` for those whose client is gone."""
         self.orphan_s = orphan_s
         self.current: Session | None = None
         self.is_working = False

@@ -97,7 +97,6 @@ class WeightUpdates:
         )
 
     def profiler(self) -> StageProfiler:
-        """Return a profiler for one call or session; its times count in the engine's stage times as well."""
         return StageProfiler(self._engine.stages, "update.")
 
     def begin(self, request: BeginWeightUpdateReqInput, sender: Sender) -> Operation:
@@ -143,11 +142,10 @@ class WeightUpdates:
         return self._update(request, sender, ("ipc", None), lambda: self.maps.open(request))
 
     def from_distributed(self, request: UpdateWeightsFromDistributedReqInput, sender: Sender) -> Operation:
-        """Update from what rank 0 of a process group broadcasts, and relay it if the call says so.
+        """Update from rank 0's broadcasts, and relay them if asked.
 
-        Rank 0 broadcasts even if this engine refuses, and the engines behind it wait for what it relays. So a
-        failed call ends both groups, except a foreign call while the group serves another sender's session. A
-        relay that fails does not fail the call: this engine has its weights, and the reply has the error.
+        Rank 0 broadcasts even if this engine refuses, so a failed call ends both groups, unless it is foreign
+        to the session that the group serves. A failed relay is in the reply: this engine has its weights.
         """
         engine, route = self._engine, ("distributed", request.group_name)
         opened: list[DistributedSource] = []
@@ -210,9 +208,7 @@ class WeightUpdates:
     def check(
         self, open_source: Callable[[], WeightSource], session: Session | None, component: str | None
     ) -> tuple[WeightSource, set[str]]:
-        """Open and check a source; return it with the model's tensors in it. A refusal poisons if ``session``
-        has written before.
-        """
+        """Check a source; return it with the model's tensors in it. Poisons if ``session`` has written."""
         engine = self._engine
         try:
             source = in_component(open_source(), component)
@@ -227,7 +223,6 @@ class WeightUpdates:
     def join(
         self, found: Session | None, request: WeightUpdateOptions, sender: Sender, route: Route
     ) -> Session:
-        """Return the session ``found``, or open one if it is None; the call's options are added to it."""
         engine = self._engine
         engine.state.require_resident("weights")
         self._require_flushable(request.flush_cache and not request.abort_all_requests)
@@ -321,7 +316,6 @@ class WeightUpdates:
     def _while_open(
         self, waits: Generator[Wait, None, None], session: Session
     ) -> Generator[Wait, None, None]:
-        """Yield ``waits``; raise if the session expires meanwhile."""
         for wait in waits:
             yield wait
             self._engine.sessions.require_open(session)
@@ -329,10 +323,7 @@ class WeightUpdates:
     def finish(
         self, message_id: str, session: Session, stages: StageProfiler, started: float, *, last: bool = False
     ) -> Operation:
-        """End a call: commit its session if that is complete, close it if it has no other call, and reply.
-
-        With ``last`` the sender has declared the update complete, so it commits even while paused.
-        """
+        """Commit a complete session (if ``last`` even while paused), close one without calls, and reply."""
         engine = self._engine
         counts, committed = engine.loader.take_counts(), False
         session.counts.add(counts)

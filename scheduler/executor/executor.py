@@ -84,12 +84,7 @@ class Pending(Generator[None, None, list[_Value]], Generic[_Value]):
         raise_failures(self.answers, own)
 
     def wait(self, *, until_failure: bool = False) -> list[_Value]:
-        """Block until all workers have answered, or ``until_failure`` of one; return their values.
-
-        Raises:
-            CaesuraError: workers have failed.
-            EngineEndsError: a worker is lost, or has not answered in time.
-        """
+        """Block until all workers have answered, or ``until_failure`` of one; return their values."""
         self.collect(until_failure=until_failure)
         return self._values()
 
@@ -107,8 +102,6 @@ class Pending(Generator[None, None, list[_Value]], Generic[_Value]):
 
 
 class Executor:
-    """All ranks but rank 0, which asks."""
-
     def __init__(self, config: EngineConfig) -> None:
         """Start the workers of this host, if the engine has any. Raises as :class:`~.workers.Workers`."""
         self.workers = config.tp - 1
@@ -134,12 +127,7 @@ class Executor:
     def call(
         self, method: str, *arguments: object, frames: Sequence[bytes | memoryview] = (), reply: Any = None
     ) -> Pending[Any]:
-        """Have every worker execute a method of :class:`~.worker.Worker`. Raises as :attr:`Pending.complete`.
-
-        Args:
-            arguments: anything that msgspec encodes as the method's types.
-            reply: type of a worker's value.
-        """
+        """Have each :class:`~.worker.Worker` execute ``method``; ``reply`` is the type of its value."""
         self._numbers += 1
         answers: dict[int, Answer] = {}
         if self._connection is not None:
@@ -167,12 +155,7 @@ class Executor:
         self.answers.pop(number, None)
 
     def start(self, folder: str | None) -> Pending[None]:
-        """Have the workers build their models, as rank 0 does next, or from the weights in ``folder``.
-
-        Raises:
-            CaesuraError: the ranks cannot compute together.
-            EngineEndsError: a worker is lost, or has not come in time.
-        """
+        """Have the workers build their models, as rank 0 does next, or from the weights in ``folder``."""
         if self._connection is None:
             return self.call("start")
         config = self._config
@@ -209,11 +192,7 @@ class Executor:
         return ParallelRunner(own, self, own.graphs if isinstance(own, ModelRunner) else None)
 
     def pieces(self, source: WeightSource, own: Pieces, loader: WeightLoader) -> Pieces:
-        """Yield ``own`` pieces of ``source`` for rank 0; end when all ranks have written theirs.
-
-        The workers have opened and checked the same source before the first piece comes, and write when the
-        second is asked for.
-        """
+        """Yield ``own`` pieces until all ranks have written; workers write once the second is asked for."""
         if self._connection is None:
             return own
         return self._pieces(source, own, loader)
@@ -252,10 +231,7 @@ class Executor:
                     self.call("abandon").wait()
 
     def _all_or_none(self, pending: Pending[_Value]) -> Generator[None, None, list[_Value]]:
-        """Wait for a part of an update, and break it off once a rank has failed.
-
-        What the other ranks wait for may never come without that rank.
-        """
+        """Wait for part of an update; break it off once a rank fails, as others may wait for it for ever."""
         with closing(pending):
             while not pending.complete:
                 if pending.failed:
@@ -275,7 +251,6 @@ class Executor:
         return reports
 
     def status(self) -> list[RankStatus]:
-        """Return the workers' state when they were last heard of."""
         joined = {} if self._connection is None else self._connection.joined
         return [
             RankStatus(

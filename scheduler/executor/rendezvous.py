@@ -22,11 +22,7 @@ _SHARED, _LOOPBACK = "shared:", "127.0.0.1"
 
 
 def found(config: EngineConfig) -> tuple[str, Callable[[], TensorParallel]]:
-    """Found a group; return its address, and the function by which rank 0 enters it and awaits the others.
-
-    Raises:
-        CaesuraError: ``unsupported``, this host cannot.
-    """
+    """Found a group (``unsupported``: not here); return its address, and what enters rank 0 in it."""
     if torch.device(config.device).type == "cpu" and not config.tp_joined:
         memory, path = host_group.found(config.tp)
         return _SHARED + path, lambda: host_group.join(memory, 0, config.tp)
@@ -48,11 +44,7 @@ def _enter(store: Store | str, config: EngineConfig, rank: int) -> TensorParalle
 
 
 def device_of(config: EngineConfig, rank: int) -> str:
-    """Return the device of a rank: rank 0's, or on accelerators of the same host one of the next.
-
-    Raises:
-        CaesuraError: ``invalid_request``, there are not so many.
-    """
+    """Return a rank's device: rank 0's, or a next accelerator of the host; raises ``invalid_request``."""
     kind, _, first = config.device.partition(":")
     if kind == "cpu" or rank >= config.tp - config.tp_joined:
         return config.device

@@ -37,8 +37,6 @@ class Call(msgspec.Struct, array_like=True):
 
 
 class Join(msgspec.Struct, kw_only=True, tag=True):
-    """First message of a worker."""
-
     rank: int
     pid: int
     host: str
@@ -57,8 +55,6 @@ class AbandonedError(CaesuraError):
 
 
 class Failure(msgspec.Struct, kw_only=True):
-    """An exception that rank 0 raises again."""
-
     message: str
     code: str = ErrorCode.INTERNAL
     detail: dict[str, Any] = {}
@@ -128,10 +124,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def raise_failures(answers: dict[int, Answer], own: CaesuraError | None = None) -> None:
-    """Raise one error for all ranks that have failed, ``own`` being that of rank 0, if any has.
-
-    It has code and detail of the first rank that failed by itself; ``ranks`` has the reason of each that did.
-    """
+    """Raise the error of the first rank to fail by itself (``own``: rank 0's); ``ranks`` has each reason."""
     failures = {
         rank: answer.failure for rank, answer in sorted(answers.items()) if answer.failure is not None
     }

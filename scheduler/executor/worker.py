@@ -40,18 +40,10 @@ LEAVE_S = 2.0
 
 
 class Worker:
-    """One rank but rank 0, which may call the public methods."""
-
     def __init__(
         self, start: Start, rank: int, device: str | None, sizes: MinReduce, wake: Callable[[], None]
     ) -> None:
-        """Args:
-            device: device to use instead of that in ``start``.
-            wake: wakes the worker's loop; called in threads.
-
-        Raises:
-            CaesuraError: what rank 0 has asked for cannot be built here.
-        """
+        """Use ``device`` instead of that in ``start``; ``wake``, called in threads, wakes the loop."""
         config = replace(start.config, device=start.devices[rank] if device is None else device)
         torch.set_num_threads(config.num_threads or 1)
         use_device(config.device)

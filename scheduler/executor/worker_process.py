@@ -62,10 +62,7 @@ class Connection:
     def __init__(
         self, address: str, rank: int, keys: tuple[bytes, KeyPair] | None, lifeline_fd: int | None
     ) -> None:
-        """Args:
-        keys: rank 0's public key and this worker's own pair, or None.
-        lifeline_fd: becomes readable when rank 0 ends, or None where only the connection tells.
-        """
+        """``keys``: rank 0's public and this worker's pair; ``lifeline_fd`` is readable when rank 0 ends."""
         self.rank = rank
         self.lifeline_fd = lifeline_fd
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -36,11 +36,7 @@ class WorkerSocket:
     """A bound ROUTER socket."""
 
     def __init__(self, config: EngineConfig, on_lost: Callable[[str], None]) -> None:
-        """Call ``on_lost(reason)`` in a thread when a connection breaks after :meth:`shut`.
-
-        Raises:
-            CaesuraError: ``invalid_request``, ``endpoint_in_use``.
-        """
+        """Call ``on_lost(reason)`` in a thread when a connection breaks after :meth:`shut`."""
         self._on_lost = on_lost
         self._authorized = config.curve_authorized_clients
         self._keys: KeyPair | None = None

@@ -59,11 +59,7 @@ Source = Folder | Buffers | Broadcast
 
 
 def described(source: WeightSource) -> tuple[Source, Sequence[bytes | memoryview]]:
-    """Return what a worker opens ``source`` by, and the frames that go with it.
-
-    Raises:
-        CaesuraError: ``unsupported``, no worker can open it.
-    """
+    """Return what a worker opens ``source`` by, and its frames; raises ``unsupported`` where none can."""
     if isinstance(source, Checkpoint):
         return Folder(path=str(source.path), digest=source.digest), ()
     if isinstance(source, DistributedSource):

@@ -37,11 +37,7 @@ _SAYS_MORE_S = 0.3
 
 class Workers:
     def __init__(self, config: EngineConfig) -> None:
-        """Start the workers of this host; :meth:`await_all` waits for them.
-
-        Raises:
-            CaesuraError: ``invalid_request`` or ``endpoint_in_use``, where others are to join.
-        """
+        """Start the workers of this host; :meth:`await_all` waits for them."""
         self._ranks = range(1, config.tp)
         self.joined: dict[int, Join] = {}
         self.lost: str | None = None
@@ -94,15 +90,7 @@ class Workers:
                 answers.append((rank_of(identity), answer))
 
     def wait(self, deadline: float, what: str, missing: Collection[int]) -> None:
-        """Block until something has come that :meth:`receive` takes, for a second at most.
-
-        Args:
-            deadline: on the monotonic clock.
-            what: the workers ``missing`` have still to do.
-
-        Raises:
-            EngineEndsError: a worker is lost, or the deadline has passed.
-        """
+        """Block a second at most for :meth:`receive`; EngineEndsError: one is lost, or past ``deadline``."""
         left = deadline - monotonic()
         if left <= 0:
             text = f"the engine ends: ranks {sorted(missing)} did not {what} in time"
@@ -176,11 +164,7 @@ class Workers:
 
 
 class LaunchedWorker:
-    """A worker that rank 0 starts on its own host.
-
-    It never outlives rank 0, which holds the only write end of a pipe that the worker watches. A thread says
-    how it ended, unless its end was asked for.
-    """
+    """A worker on rank 0's host; never outlives it, as rank 0 alone can write the pipe that it watches."""
 
     def __init__(self, rank: int, command: Sequence[str], on_end: Callable[[str], None]) -> None:
         self._rank = rank

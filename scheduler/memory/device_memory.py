@@ -98,15 +98,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def get_available_memory(
     device: torch.device | str, empty_cache: bool = False, group: MinReduce | None = None
 ) -> int | None:
-    """Return the bytes that an allocation on ``device`` can still get from the system; None if the backend
-    does not tell.
+    """Return the bytes that ``device`` (all of ``group``) can still get; None if the backend does not tell.
 
     CPU: the smaller of MemAvailable and what the cgroups leave. MPS: the recommended working set minus what
-    the driver holds. Everything else: the module's ``mem_get_info``.
-
-    Args:
-        empty_cache: return the allocator's unused blocks first; they do not count as available otherwise.
-        group: ranks whose minimum is returned; by default this rank alone.
+    the driver holds. The allocator's unused blocks count only after ``empty_cache``.
     """
     module = device_module_for(device)
     if empty_cache:
@@ -118,12 +113,7 @@ def get_available_memory(
 
 
 def refuse_defeating_settings(environ: Mapping[str, str]) -> None:
-    """With a memory saver, refuse (``invalid_request``) allocator settings under which released memory would
-    not come back.
-
-    Expandable segments map physical memory behind the allocator's own virtual ranges, and so does a memory
-    saver: the two cannot own the same pages.
-    """
+    """Refuse expandable segments beside a memory saver: both map physical memory behind torch's ranges."""
     for name in _ALLOC_CONF:
         for setting in environ.get(name, "").split(","):
             key, _, value = setting.partition(":")
@@ -168,11 +158,7 @@ class DeviceCache:
         elsewhere: Callable[[str], Sequence[RankMemory]] = lambda place: (),
         note_failure: Callable[[str, int], None] = lambda what, freed: None,
     ) -> None:
-        """Args:
-        synchronize: waits for the forward stream. A running score uses blocks until then.
-        elsewhere: empties the caches of other ranks, given the place.
-        note_failure: told of each emptying after a failure: what failed, and the bytes given back.
-        """
+        """``elsewhere`` empties other ranks; ``note_failure`` hears what failed and the bytes given back."""
         self.module = device_module
         self._synchronize = synchronize
         self._elsewhere = elsewhere

@@ -29,7 +29,6 @@ class HostDevice:
         self._cgroup = cgroup
 
     def memory_reserved(self) -> int:
-        """Return the resident anonymous memory."""
         return _read_kb_fields(self._proc / "self" / "status").get("RssAnon", 0)
 
     def memory_allocated(self) -> int:
@@ -121,12 +120,7 @@ def _detect() -> HostDevice:
 
 
 def resident_bytes(spans: Sequence[tuple[int, int]]) -> int:
-    """Return how many bytes of some private mappings are in memory, from mincore(2); all where there is no
-    such call.
-
-    Every page is looked at up to a million of them, beyond that evenly spread stretches: a millisecond at
-    most. ``spans`` are (address, bytes) of each mapping.
-    """
+    """Return the resident bytes of ``spans``, (address, bytes), by mincore(2); sampled beyond 1M pages."""
     total = sum(nbytes for _, nbytes in spans)
     if _mincore is None:
         return total

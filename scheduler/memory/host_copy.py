@@ -27,10 +27,7 @@ _CHUNK = 4 << 20
 
 
 class FileCopy:
-    """An unlinked file for tensors in host memory, read by a thread where that is asked for ahead of time.
-
-    Methods raise OSError where the file system is full or the file cannot be read.
-    """
+    """An unlinked file for host tensors, read ahead by a thread; OSError if full or unreadable."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -131,12 +128,9 @@ class PinnedCopy:
 
 
 HostCopy = FileCopy | PinnedCopy
-"""A place for the values of some tensors: ``save`` copies them here, and ``load`` back.
-
-``prefetch`` begins to copy them back, beside whatever comes next, which sees the values after ``wait``. What
-``values`` returns, in host memory, is current for as long as the copy exists. ``write`` overwrites elements
-of one tensor with rows of its dtype, from any device; nothing may be on its way meanwhile.
-"""
+"""Place for values: ``save`` copies them here, ``load`` back; ``prefetch`` begins, seen after ``wait``.
+``values``, on the host, stay current. ``write`` overwrites elements with rows, while nothing is on its
+way."""
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[memoryview, int]]:

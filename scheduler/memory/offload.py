@@ -146,7 +146,6 @@ class OffloadableComponent:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that are on the device, or on their way."""
         if self._units is None:
             return self.nbytes
         return sum(unit.nbytes for unit in self._units if unit.on_device)
@@ -238,11 +237,7 @@ class ResidentStrategy(Strategy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerwiseOffloadStrategy(Strategy):
-    """``window`` consecutive layers on the device, the later ones on their way while the first is computed.
-
-    The window goes round: after the last layer comes the first one, of the next pass. A component that is not
-    divided into layers moves as a whole.
-    """
+    """``window`` consecutive layers on the device, later ones on their way, round into the next pass."""
 
     window: int = 2  # at least 1
     kind: ClassVar[Residency] = "layerwise"

@@ -70,9 +70,8 @@ def nobody() -> Iterator[None]:
 class ComponentResidencyManager:
     """The components of one engine. The tag ``cuda_graph`` is empty: graphs own their memory.
 
-    Who works with registered components calls :meth:`bring` before each stage, :meth:`use` in it, and
-    :meth:`leave` when no stage that needs them comes next. What moves memory is an iterator that yields
-    often; :meth:`use` waits instead, for what :meth:`bring` has not brought.
+    Call :meth:`bring` before a stage, :meth:`use` in it (it waits for the rest), :meth:`leave` if no next one
+    needs it.
     """
 
     def __init__(
@@ -85,12 +84,7 @@ class ComponentResidencyManager:
         backed_up: Collection[MemoryTag] = (),
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """Args:
-            make_component: makes storage of a tag; by default what suits ``device`` best.
-            backed_up: tags whose values survive a release.
-
-        Raises ``invalid_request`` if an allocator setting defeats the memory saver.
-        """
+        """Build with ``make_component``, or what suits ``device``; values of ``backed_up`` tags survive."""
         self._device = torch.device(device)
         self.module = device_module or device_module_for(self._device)
         self._device_cache = device_cache or DeviceCache(self.module)
@@ -117,12 +111,7 @@ class ComponentResidencyManager:
     def register(
         self, name: str, strategy: Strategy, *, memory_intensive: bool = False
     ) -> OffloadableComponent:
-        """Add a component that ``strategy`` moves; a release of the weights takes it off the device, too,
-        with its values kept. Who changes values later writes them through the result.
-
-        Args:
-            memory_intensive: empty the device cache when it has left, whatever its size.
-        """
+        """Add a component that ``strategy`` moves, and a weights release; write values by the result."""
         assert name not in self.registered, name
         assert name not in self.components, name
         # Scratch memory is not written whole, as weights are.
@@ -158,7 +147,6 @@ class ComponentResidencyManager:
 
     @property
     def moved_in_bytes(self) -> int:
-        """Bytes of registered components that are on the device, or on their way."""
         return sum(component.device_bytes for component in self.registered.values())
 
     def forget_peak(self) -> None:
@@ -232,11 +220,7 @@ class ComponentResidencyManager:
         return self.nbytes(tag) if tag in self._copies else 0
 
     def keep(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """Copy the values of those of ``tags`` that are backed up to the host, before their release; the
-        device must be idle.
-
-        Raises ``out_of_memory`` if the copy does not fit; there is none then.
-        """
+        """Copy backed up ``tags`` to the host before a release, device idle; or none (``out_of_memory``)."""
         for tag in self._backed_up.intersection(tags):
             try:
                 copy = self.make_copy()
@@ -266,12 +250,7 @@ class ComponentResidencyManager:
             yield from self._moving("release", tag, storage.release())
 
     def resume(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """Take back the memory of ``tags``, which are released: all or nothing.
-
-        Backed up tags and registered components that are always on the device come back with their values,
-        other components when they are used. Raises ``out_of_memory`` with ``needed_bytes`` and
-        ``free_bytes``.
-        """
+        """Take back all of ``tags`` or none (``out_of_memory``); what is kept comes with its values."""
         residents = [each for each in self.registered.values() if each.strategy.kind == "resident"]
         needed = sum(map(self.nbytes, tags))
         needed += sum(component.nbytes for component in residents) if "weights" in tags else 0
@@ -332,7 +311,6 @@ class ComponentResidencyManager:
     def _moving(
         self, event: str, component: OffloadableComponent | MemoryTag, steps: Iterator[None]
     ) -> Iterator[None]:
-        """Advance ``steps``, and log what was moved, with the time that the steps took."""
         before = component.device_bytes if isinstance(component, OffloadableComponent) else 0
         busy, more = 0.0, True
         while more:

@@ -23,10 +23,7 @@ _RELEASE_CHUNK = 256 << 20
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor in host memory; the caller keeps the tensor alive.
-
-    By address: a tensor that was viewed by numpy once has a storage that can never be resized again.
-    """
+    """Return the bytes of a host tensor that the caller keeps alive: by address, as numpy bars resizing."""
     assert tensor.is_contiguous()
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
@@ -65,9 +62,8 @@ class Component:
 class MappedComponent(Component):
     """CPU on Linux: each tensor in an anonymous private mapping of its own. Addresses stay.
 
-    The kernel gives a zero page for each one that was never touched or was given back with MADV_DONTNEED, so
-    resuming has nothing to do and costs memory only as the tensors are written. Weights ask for huge pages:
-    they are released and filled several times faster, and read a little faster (docs/explanation/memory.md).
+    Untouched pages, and those given back (MADV_DONTNEED), are zero: resuming does nothing. Huge pages release
+    and fill weights several times faster (docs/explanation/memory.md).
     """
 
     moves = False
@@ -105,10 +101,7 @@ class MappedComponent(Component):
 
 
 class StorageComponent(Component):
-    """Any device: torch storages resized to nothing and back. Addresses change, views follow their storage.
-
-    What is released goes to torch's allocator, which returns it to the system when it is emptied.
-    """
+    """Any device: storages resized to nothing, by torch's allocator, and back. Addresses change."""
 
     moves = True
 
@@ -128,11 +121,10 @@ class StorageComponent(Component):
 
 
 class SavedComponent(Component):
-    """CUDA under torch-memory-saver (preload hook): physical memory unmapped and mapped again. Addresses
-    stay.
+    """CUDA under torch-memory-saver (preload hook): physical memory unmapped and mapped; addresses stay.
 
-    Its C library ends the process when it cannot map, hence the manager's check before. torch's own counters
-    do not notice: they keep counting what is unmapped. What is mapped again is undefined, so it is zeroed.
+    Its C library ends the process when it cannot map, hence the manager's check before. torch's counters keep
+    counting what is unmapped. What is mapped again is undefined, so it is zeroed.
     """
 
     moves = False

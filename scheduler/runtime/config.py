@@ -42,9 +42,7 @@ _ACCELERATOR_SIZES = (
     (30, Sizes(512, 4096, 0.85)),
     (0, Sizes(256, 2048, 0.8)),
 )
-"""Sizes by least memory in GB. A large card's decode step is limited by the weights that it reads, and a
-chunk pays for its launches; a small card also needs memory for the logits of a step.
-"""
+"""Sizes by least GB: large cards pay for launches and weights read, small ones lack memory for logits."""
 
 
 @dataclass(frozen=True, kw_only=True)

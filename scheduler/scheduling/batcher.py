@@ -143,11 +143,7 @@ class Batcher:
         self._windows.completed(batch.slots, batch.forward)
 
     def roll_back_step(self, batch: ScheduledBatch) -> None:
-        """Roll back a step whose results are lost, so that its tokens are scheduled again.
-
-        With two steps in flight, the one launched last is rolled back first. The KV that the step wrote lies
-        beyond ``scheduled`` and is overwritten. Requests may have lost their state: :meth:`restore`.
-        """
+        """Roll back a lost step, the one launched last first; what lost its state needs :meth:`restore`."""
         table = self.table
         self._states.rolled_back(batch.slots)
         table.inflight[batch.slots] -= 1

@@ -178,11 +178,7 @@ def make_requests(
 
 
 class RequestTable:
-    """Running requests as arrays, one row ("slot") per request.
-
-    Rows are virtual memory until they are touched, and low slots are reused first: the resident size follows
-    the longest contexts that occurred, not ``slots * context_len``.
-    """
+    """Running requests as arrays, one row ("slot") each; resident only for contexts that occurred."""
 
     def __init__(self, slots: int, context_len: int, page_size: int, vocab_size: int) -> None:
         pages = -(-context_len // page_size)
@@ -221,7 +217,6 @@ class RequestTable:
         return heapq.heappop(self._free)
 
     def give_back_slot(self, slot: int) -> None:
-        """Return a slot that was taken and never bound."""
         heapq.heappush(self._free, slot)
 
     def bind(self, request: Request, slot: int) -> None:
@@ -277,9 +272,7 @@ class RequestTable:
     def routed_experts(self, request: Request, routing: "RoutingPool | None") -> np.ndarray | None:
         """Return expert ids of positions [routed_from, known tokens - 1), as [rows, layers, top_k].
 
-        Each position is recorded once: recomputation after a retraction does not change its experts. Before
-        the first sampled token there are no rows, because the whole prompt may still be computed again under
-        other weights.
+        Each is recorded once. Before the first sampled token none is: new weights may recompute the prompt.
         """
         if routing is None or request.routed_from is None:
             return None

@@ -210,11 +210,7 @@ class WaitingQueue(Generic[SampleT]):
     def start_next(
         self, may_start: Callable[[SampleT], bool], start: Callable[[SampleT, int], bool], look_ahead: int
     ) -> SampleT | None:
-        """Start the first of ``look_ahead`` requests for which ``may_start`` is true, and remove it.
-
-        ``start`` is called with the request and the number of requests it skips. If it returns False there is
-        no room now, and no other request is tried. If it raises, the queue is unchanged.
-        """
+        """Start and remove the first that ``may_start``; ``start`` gets how many it skips; False: no room."""
         skipped: list[SampleT] = []
         started: SampleT | None = None
         candidate: SampleT | None = None

@@ -28,7 +28,6 @@ class Coverage:
     """Name of the tensor that lacks rows, and the number of rows that are there."""
 
     def copy_for_check(self) -> "Coverage":
-        """Return a copy for a dry run."""
         return Coverage(set(), set(self.due), dict(self.made_together), set(self.halves), self.open)
 
     def next_row(self, tensor: TensorSlot | Stack, start_row: int) -> int:
@@ -43,9 +42,7 @@ class Coverage:
     def walk(
         self, tensor: TensorSlot | Stack, start_row: int, count: int, dtype: torch.dtype
     ) -> Iterator[tuple[TensorSlot, int]]:
-        """Record rows of ``tensor``; yield each slot, which the caller writes then, and how many of its rows
-        were there before.
-        """
+        """Record rows of ``tensor``; yield each slot, to be written then, and its number of rows so far."""
         end = start_row + count
         if not isinstance(tensor, Stack):
             before = self._rows_before(tensor.name, start_row)

@@ -13,8 +13,6 @@ from .loader import WeightLoader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedWeights:
-    """Weights of a model of any kind."""
-
     model: Weights
     loader: WeightLoader
     dtype: torch.dtype
@@ -24,7 +22,6 @@ class LoadedWeights:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of parameters and derived tensors."""
         return sum(tensor.nbytes for _, tensor in self.model.named_storage())
 
     @property

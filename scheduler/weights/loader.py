@@ -44,7 +44,6 @@ class LoadCounts:
     """Bytes in the source, before any cast; of the whole tensor if ranks share it."""
     changed_tensors: int = 0
     cast_tensors: int = 0
-    """Number of tensors cast from another float dtype."""
     skipped_tensors: int = 0
 
     def add(self, other: "LoadCounts") -> None:
@@ -74,13 +73,10 @@ class WeightLoader:
     def check(self, specs: Iterable[NamedSpec], complete: bool, *, last: bool = False) -> set[str]:
         """Return the model's names of the tensors that ``specs`` write, without those that it ignores.
 
-        Args:
-            complete: every parameter is required, and each comes whole. Otherwise ``specs`` are
-                :class:`TensorSpec`, whose ``start_row`` and ``nbytes`` tell which rows come.
-            last: nothing comes after ``specs``, so no tensor may lack rows or a partner.
-
-        Raises CaesuraError WEIGHT_MISMATCH with ``missing``, ``unexpected`` and ``mismatched`` (``{name,
-        expected_shape, got_shape}``, ``{name, expected_dtype, got_dtype}`` or ``{name, reason}``).
+        ``complete``: every parameter must come whole; else ``specs`` are :class:`TensorSpec`. ``last``: no
+        tensor may lack rows or a partner. Raises WEIGHT_MISMATCH with ``missing``, ``unexpected``,
+        ``mismatched`` (``{name, expected_shape, got_shape}``, ``{name, expected_dtype, got_dtype}`` or
+        ``{name, reason}``).
         """
         found, disorder = Mismatches(self._slots), Mismatches(self._slots)
         coverage = self._coverage.copy_for_check()
@@ -143,7 +139,6 @@ class WeightLoader:
             self._write(slot, rows, start, before, piece.dtype)
 
     def _write(self, slot: TensorSlot, rows: Tensor, start: int, before: int, dtype: torch.dtype) -> None:
-        """Write ``rows`` to ``slot`` and count them; ``before`` rows of it were there."""
         if isinstance(slot, HalfSlot):
             if self._last_half is not None and self._last_half.whole != slot.whole:
                 self._last_half.make_room()  # the halves of one tensor at a time may be large
@@ -176,11 +171,9 @@ class WeightLoader:
 
     @property
     def is_whole(self) -> bool:
-        """True if no tensor lacks rows or a partner."""
         return not self._coverage.due
 
     def skip(self, name: str) -> bool:
-        """Return True, and count the tensor, if the model ignores it."""
         name, tensor = self._mapper.find(name)
         skipped = tensor is None and self._is_skipped(name)
         self.counts.skipped_tensors += skipped
@@ -192,10 +185,7 @@ class WeightLoader:
         return tensor.owned if isinstance(tensor, TensorSlot) else None
 
     def missing(self, written: set[str]) -> list[str]:
-        """Return the required names that are not in ``written``, in the model's order.
-
-        Of several components, those count that were written, or that differ from what was committed.
-        """
+        """Return what is not ``written``, of components that were, or that differ from the commit."""
         return self._missing(written, self._components_of(written | self._coverage.due) | self._lost)
 
     def _missing(self, written: set[str], components: set[str]) -> list[str]:
@@ -234,11 +224,7 @@ class WeightLoader:
         self._restart()
 
     def release_written(self, *, lost: bool) -> None:
-        """Forget which names are written, because the memory of the weights is released.
-
-        What was written and not committed must be written again. So must every component without a copy on
-        the host, if values on the device are ``lost``.
-        """
+        """Forget what is written, as memory is released; what is ``lost`` without a copy must come again."""
         self._lost |= self._touched()
         if lost:
             self._lost |= set(self._components) - self._kept

@@ -172,7 +172,6 @@ def require_finite(
 
 
 def count_non_finite(values: Tensor) -> int:
-    """Return the number of values that are NaN or infinite; 0 for integers."""
     if not values.numel() or not values.dtype.is_floating_point:
         return 0
     if values.dtype == _FP8:

@@ -39,7 +39,6 @@ class WeightPiece:
 
     name: str
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
     dtype: torch.dtype
     start_row: int
     """First row in dimension 0; 0 for a scalar."""
@@ -48,17 +47,13 @@ class WeightPiece:
 
 
 Pieces = Generator[WeightPiece | None, None, None]
-"""Pieces of a source. None means that nothing has come yet: ask again when a thread has woken the loop.
-
-The generator is closed if the update fails in between.
-"""
+"""Pieces of a source; None: ask again once woken. It is closed if the update fails in between."""
 
 
 class WeightSource(Protocol):
     name: str
     total_bytes: int
     complete: bool
-    """True if every parameter must be among the tensors."""
 
     @property
     def specs(self) -> Sequence[NamedSpec]:
@@ -101,7 +96,6 @@ class ComponentSource:
 
 
 def renamed(specs: Iterable[Any], component: str | None) -> list[Any]:
-    """Return ``specs`` under the model's names."""
     if component is None:
         return list(specs)
     return [

@@ -95,7 +95,6 @@ def write_stream_of(device: torch.device, on_stream: OnStream = nullcontext) -> 
 class Place:
     name: str
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
     dtype: torch.dtype
     start_row: int
     rows: tuple[int, ...]

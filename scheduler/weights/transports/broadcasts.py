@@ -93,10 +93,7 @@ def _miscounted(problem: str) -> CaesuraError:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Broadcasts that are received into one buffer."""
-
     places: list[tuple[int, int]]
-    """First byte and size of each."""
     nbytes: int
 
 

@@ -58,9 +58,7 @@ class Marker(Enum):
 
 
 Turn = SharedMemory | list[TensorSpec] | Marker | CaesuraError
-"""A message of the server: its buffer, the tensors that lie in the buffer now, or a marker. The error says
-that it was silent, gave up, or sent what cannot be read.
-"""
+"""The server's buffer, the tensors in it now, a marker, or why it is silent, gave up or is unreadable."""
 
 
 class _Refusing(Exception):  # noqa: N818  a jump to that state, not an error of its own
@@ -99,11 +97,7 @@ class Conversation:
         self._wakeup.set()
 
     def turns(self) -> Iterator[Turn]:
-        """Yield the server's messages in the order of the protocol, in a thread.
-
-        A turn is answered when the next one is asked for: with consent, or with what :meth:`refuse` said
-        meanwhile. After the last turn comes refusing, which yields nothing.
-        """
+        """Yield the server's messages in a thread; asking for the next consents, or says the refusal."""
         context = zmq.Context()
         socket = context.socket(zmq.REP)
         try:

@@ -56,7 +56,6 @@ class _File:
     """Device, inode, size and modification time in ns of the file whose header was read."""
     header: bytes
     data_start: int
-    """First byte behind the header."""
     changed_ns: int
     """Time of the last change of any kind, which nobody can set."""
     tensors: list[TensorEntry]
@@ -97,9 +96,7 @@ class Checkpoint:
 
     @property
     def local_digest(self) -> str:
-        """:attr:`digest` with inodes and times of change: differs for a copy of the folder, and for files
-        that were replaced with size and date kept.
-        """
+        """The :attr:`digest` with inodes and change times: differs for a copy, and for replaced files."""
         facts = [(file.identity[1], file.changed_ns) for file in self._files]
         return hashlib.sha256(f"{self.digest}{facts}".encode()).hexdigest()
 
@@ -117,10 +114,7 @@ class Checkpoint:
                 yield place.piece(part)
 
     def fills(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Iterator[Fill]:
-        """Yield the reads that :meth:`pieces` does; a file is open as long as one of its reads is known.
-
-        One that is larger than ``bucket_bytes`` holds a single row.
-        """
+        """Yield the reads that :meth:`pieces` does, of one row at least; its file stays open with a read."""
         for file in self._files:
             tensors = [tensor for tensor in file.tensors if not skip(tensor.name)]
             if not tensors:
@@ -152,9 +146,7 @@ def open_fitting(path: str, config: ModelConfig) -> Checkpoint:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Find and check the safetensors files of a folder, ``model.safetensors`` first, then an index, then any;
-    raises CHECKPOINT_ERROR.
-    """
+    """Check ``model.safetensors`` of a folder, else an index, else any; raises CHECKPOINT_ERROR."""
     folder = Path(path)
     try:
         return _open_folder(folder)
@@ -237,7 +229,6 @@ def _read_file_header(path: Path) -> _File:
 
 
 def _check_names(folder: Path, files: list[_File], index: dict[str, str] | None) -> None:
-    """Raise unless each name is in one file only, and where the index says."""
     found: dict[str, str] = {}
     for name, file in ((tensor.name, each.path.name) for each in files for tensor in each.tensors):
         if name in found:
@@ -259,10 +250,7 @@ def _all_rows(tensor: TensorEntry) -> tuple[range, ...]:
 def _runs(
     tensors: list[TensorEntry], limit: int, rows: Callable[[TensorEntry], tuple[range, ...]]
 ) -> Iterator[list[TensorEntry]]:
-    """Yield runs of adjacent, aligned tensors, at most ``limit`` bytes together.
-
-    A tensor of which some rows are not needed is a run of its own.
-    """
+    """Yield runs of adjacent, aligned tensors within ``limit`` bytes; alone where rows are not needed."""
     run: list[TensorEntry] = []
     for tensor in tensors:
         if rows(tensor) != _all_rows(tensor):

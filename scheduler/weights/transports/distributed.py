@@ -96,7 +96,6 @@ class Group:
         self.has_joined = False
 
     def joined(self) -> bool:
-        """Return True once every rank is there; raises ``group_error`` if they are late, or it is dead."""
         if not self.has_joined and self._failure is None:
             try:
                 self._backend = self._joining.take()
@@ -112,11 +111,7 @@ class Group:
         return self.has_joined
 
     def kill(self, reason: str) -> CaesuraError:
-        """End the group: its connections are closed, so that other ranks that wait for this one hear of it.
-
-        A backend's end may have to wait for a broadcast, hence a thread. Returns the error of later calls,
-        with the first reason.
-        """
+        """End the group in a thread, as a broadcast may hold it up; return the error of later calls."""
         self._failure = self._failure or self.error(reason)
         self._joining.cancel()
         if self._worker is not None:
@@ -179,7 +174,6 @@ class Group:
             raise self.error("not every rank has joined yet")
 
     def transmit(self, nbytes: int) -> Transmission:
-        """Return a send of at most ``nbytes`` each; raises as :meth:`require_sender`."""
         self.require_sender()
         for slot in (0, 1):
             self._make_room(slot, nbytes)
@@ -196,19 +190,16 @@ class Group:
         return self._sending
 
     def relay(self) -> Relay:
-        """Return what passes on to the other ranks the tensors that another group receives."""
         self.require_sender()
         return Relay(self._backend, self._broadcast_timeout_s)
 
     def receive(
         self, sizes: Sequence[int], relay: Relay | None = None
     ) -> Generator[Tensor | None, None, None]:
-        """Receive one broadcast from rank 0 per size, in bytes, and pass it on to ``relay``.
+        """Receive one broadcast from rank 0 per size in bytes; yield each, valid until the next, or None.
 
-        Yields the bytes of each, valid until the next one is asked for, or None if it has not come yet; with
-        a relay also None until it has passed on everything. Raises ``out_of_memory`` if there is no room, and
-        no broadcast was entered; ``group_error`` if one failed or did not come in time, and the group is
-        dead.
+        With a relay also None until it has passed all on. After ``out_of_memory`` no broadcast was entered;
+        after ``group_error`` the group is dead.
         """
         stream, timeout_s = self._write_stream, self._broadcast_timeout_s
         plans = list(plans_of(sizes, 0 if stream is None else SHARED_BYTES))
@@ -401,21 +392,14 @@ class WeightsUpdateGroups:
         interface: str | None = None,
         write_stream: WriteStream | None = None,
     ) -> None:
-        """Args:
-        device: of the model, with its index.
-        wake: makes the loop look again; called from threads.
-        interface: of the network, whose address is listened on; None for what suits the group.
-        write_stream: where pieces are written to the model; None on the host.
-        """
+        """Listen on ``interface`` or what suits the group; ``wake`` makes the loop look, from threads."""
         self.device, self.wake = device, wake
         self.interface, self.write_stream = interface, write_stream
         self._joining: list[Group] = []
         self._groups: dict[str, Group] = {}
 
     def join(self, request: InitWeightsUpdateGroupReqInput) -> Group:
-        """Return the group of ``request``, which starts to join unless it is there already; raises
-        ``unsupported``, ``invalid_request``, ``group_error``, ``queue_full``.
-        """
+        """Return the group of ``request``, which starts to join unless it is there; raises CaesuraError."""
         member = Membership(
             request.group_name,
             f"{request.master_address}:{request.master_port}",

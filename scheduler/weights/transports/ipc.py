@@ -50,12 +50,7 @@ class SharedMemoryMaps:
         return BufferSource("ipc", request.specs, [self.view(handle)], SharedMemory(handle, 0, handle.nbytes))
 
     def view(self, handle: SharedMemoryHandle | CudaIPCHandle) -> memoryview | Tensor:
-        """Return the bytes of ``handle``, valid until :meth:`close`: a memoryview, or uint8 [nbytes] on the
-        device.
-
-        Raises ``invalid_request`` if it is not a sealed memfd of that size, or not memory of the engine's
-        device.
-        """
+        """Return the bytes of ``handle``, valid until :meth:`close`; raises ``invalid_request`` if unfit."""
         if isinstance(handle, CudaIPCHandle):
             if self._device.type != "cuda":
                 raise CaesuraError(
