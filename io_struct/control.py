@@ -528,7 +528,7 @@ class ShutdownReqInput(Request, kw_only=True):
     """End every request, then stop; acknowledged at once. A repeat makes the end earlier, never later."""
 
     drain: bool | None = None
-    """True: finish accepted requests, refuse others (``shutting_down``); None: as ``shutdown_mode``."""
+    """True: finish accepted requests and refuse new ones. False: end them now. None: ``shutdown_mode``."""
     timeout_s: Duration | None = None
     """With drain: seconds until the rest is aborted. None means the engine's ``drain_timeout_s``."""
     requested_by: Label = ""

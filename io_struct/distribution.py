@@ -19,7 +19,10 @@ EPOCHS = tuple(map(float, range(9)))
 
 
 class Distribution(ReplyRecord, kw_only=True, frozen=True):
-    """Counts by inclusive upper bound (the last none): 1, 2, 5 times 10^n, 1 ms to 1,000 s; 0 to 8 epochs."""
+    """Counts of values by bucket, with inclusive upper bounds; the last bucket has none.
+
+    Bounds of durations: 1, 2 and 5 times each power of ten from 1 ms to 1,000 s. Of staleness: 0 to 8 epochs.
+    """
 
     counts: list[int] = []
     """Number of values in each bucket; empty if the engine does not count them."""

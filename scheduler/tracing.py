@@ -148,8 +148,7 @@ class Tracer(TorchFunctionMode):
 def merge(traces: Sequence[Trace], sizes: Sequence[int]) -> Trace:
     """Return one trace for every number of tokens, of those of one function for ``sizes``.
 
-    Raises:
-        NotTraceableError: calls differ in more than integers that are linear in the number of tokens.
+    NotTraceableError: calls differ in more than integers that are linear in the number of tokens.
     """
     if len({len(each.calls) for each in traces}) > 1:
         raise NotTraceableError("the calls that it makes depend on the number of tokens")
@@ -462,9 +461,7 @@ def compiled(
 ) -> Callable[..., Any]:
     """Return a function of ``inputs`` and T that makes the calls and returns ``outs``, one as it is.
 
-    Args:
-        stops: make a generator, which yields each layer's number before the layer's calls.
-        constants: other tensors, by the identity of those that they stand for.
+    ``stops``: yield each layer's number before its calls. ``constants``: replacements by identity.
     """
     source = _Source(constants or {})
     last = {value: number for number, call in enumerate(calls) for value in call.inputs()}

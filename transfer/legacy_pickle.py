@@ -1,13 +1,12 @@
-"""Parses pickles of foreign protocols into plain fields; imports and calls in them are recorded, never
-executed.
+"""Parses pickles of foreign protocols into plain fields; imports and calls are recorded, never executed.
 
 Invariants:
 - Nothing named in a message is imported, looked up, called or given an attribute. Python's unpickler is not
   used at all: even with a harmless ``find_class`` it takes 64 GiB for one memo index. This is a stack machine
   for the opcodes that picklers emit since protocol 2; every other opcode is refused.
 - The result is finite and small: at most :data:`MAX_DEPTH` levels, and :data:`MAX_VALUES` values counted as
-  often as they occur. A container that lies in another one is closed, and dictionary keys are text, so
-  neither cycles nor shared tuples can be built to blow up later.
+  often as they occur. A container inside another is closed and dictionary keys are text, so neither cycles
+  nor shared tuples can blow up later.
 - Every failure is a :class:`CaesuraError` ``malformed_message``.
 """
 

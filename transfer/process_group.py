@@ -6,10 +6,8 @@ Invariants:
   watchdog and heartbeat monitor in torch would, so neither is started.
 - Joining has one deadline, and each broadcast a timeout of its own, which joining does not shorten.
 - A backend ends by :func:`release`. NCCL's is aborted: its kernels wait for a rank that is gone otherwise.
-- The store listens at the address that the ranks are given, and only there if it is an address of this host.
-
-The ranks meet as those of any group over a ``tcp://`` rendezvous: in a TCPStore at rank 0, below it a
-``PrefixStore`` of the group's name, then the prefixes that torch puts before a group's and a device's keys.
+- The store listens at the address that the ranks are given, and only there if it is one of this host.
+- Ranks meet as over ``tcp://``: in rank 0's TCPStore, by a ``PrefixStore`` of the group's name, then torch's.
 """
 
 import errno

@@ -310,7 +310,6 @@ class AsyncSchedulerClient(AsyncControlClient):
             raise
 
     def _abandon(self, generations: Sequence[InFlight]) -> None:
-        """Abort unfinished generations without waiting."""
         for generation in generations:
             if not generation.waiter.done():
                 with contextlib.suppress(EngineError):

@@ -259,7 +259,10 @@ class AsyncControlClient:
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> wire.WeightUpdateReqOutput:
-        """Let a checkpoint-engine server, silent for ``timeout_s`` at most, update a legacy-pickle engine."""
+        """Let a checkpoint-engine parameter server run an update, of an engine with ``allow_legacy_pickle``.
+
+        ``zmq_handles`` maps device UUID to its address. The server may be silent for ``timeout_s`` seconds.
+        """
         request = wire.UpdateWeightsFromCheckpointEngineReqInput(
             id=id_of(message_id),
             zmq_handles=zmq_handles,
@@ -281,7 +284,7 @@ class AsyncControlClient:
         broadcast_timeout_s: float = DEFAULT_BROADCAST_TIMEOUT_S,
         **call: Unpack[CallOptions],
     ) -> wire.InitWeightsUpdateGroupReqOutput:
-        """Have the engine join a group as rank ``rank_offset``; rank 0 is a trainer or a sending engine."""
+        """Have the engine join as ``rank_offset`` (0: a trainer or sending engine); returns when all have."""
         request = wire.InitWeightsUpdateGroupReqInput(
             master_address=master_address,
             master_port=master_port,
@@ -352,7 +355,10 @@ class AsyncControlClient:
         timeout: float | None = None,
         **session: Unpack[SessionOptions],
     ) -> wire.BeginWeightUpdateReqOutput:
-        """Open an explicit session of this client's updates; :meth:`end_weight_update` commits it whole."""
+        """Open an explicit session, which :meth:`end_weight_update` commits as a whole.
+
+        Updates of this client belong to it until then; other clients pass the reply's ``session_id``.
+        """
         require_known("session", session, SessionOptions)
         request = wire.BeginWeightUpdateReqInput(id=id_of(message_id), **session)
         return await self._begin(request, timeout)
@@ -498,7 +504,6 @@ class AsyncControlClient:
             error.add_note(f"the weight session could not be aborted either: {second}")
 
     async def _explained(self, error: TimedOut) -> TimedOut:
-        """Return the timeout of a generation with the reason that the engine gives."""
         patience = time_to_ask(error)
         if patience <= 0:
             return error

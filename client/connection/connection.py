@@ -200,7 +200,6 @@ class Generation(_InFlight[WaiterT, GenerateOutput], Generic[WaiterT, QueueT]):
 
 class ImageGeneration(_InFlight[WaiterT, ImageOutput]):
     def complete(self, output: ImageOutput) -> bool:
-        """Take the terminal result of one sample; return True when the whole request has ended."""
         self._outputs.setdefault(output.index, output)
         return self._end_if_complete()
 
@@ -210,11 +209,7 @@ Started = _Call[WaiterT] | Generation[WaiterT, QueueT] | ImageGeneration[WaiterT
 
 
 class Connection(Generic[WaiterT, QueueT]):
-    """The table of everything that is still unanswered.
-
-    Attributes:
-        failure: set when no answer can ever come again; new requests then raise it at once.
-    """
+    """All that is still unanswered. When no answer can come, new requests raise the error ``failure``."""
 
     def __init__(self, new_waiter: Callable[[], WaiterT], new_queue: Callable[[], QueueT]) -> None:
         self.failure: EngineError | None = None

@@ -84,7 +84,6 @@ class Part:
         return max((each.epoch for each in self.weights), default=None)
 
     def spans(self) -> list[wire.WeightVersionSpan]:
-        """Return the weight-version spans of these tokens."""
         found: list[wire.WeightVersionSpan] = []
         for by, group in groupby(self.weights):
             start = found[-1].end if found else 0

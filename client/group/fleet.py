@@ -184,7 +184,7 @@ class Fleet:
         return self.dispatcher.epoch
 
     async def open(self) -> Self:
-        """Connect to all members and look after them; WeightsInvalid if no adopted engine is complete."""
+        """Connect to all members and look after them; EngineError if one cannot be reached or differs."""
         try:
             async with self.lock:
                 joining = [self._add(address) for address in self._addresses]

@@ -115,7 +115,6 @@ class _Attempt:
             self.member.load -= 1
 
     def leave_all(self) -> list[int]:
-        """Return the samples that had not ended here."""
         left = sorted(self.left)
         for index in left:
             self.leave(index)

@@ -177,7 +177,7 @@ class RolloutFleet(Fleet):
         name: str | None = None,
         **options: Unpack[FleetOptions],
     ) -> None:
-        """Start ``replicas`` of ``model``, a Hugging Face folder that every node can read.
+        """Take ``replicas`` engines of ``model``, a Hugging Face folder that every node can read.
 
         Args:
             placement: a :class:`Placement`, or a dict of its fields.

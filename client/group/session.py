@@ -6,8 +6,7 @@ Invariants:
 - A refusal or failure of a serving member fails the session for all. A member that has ended, is late, or was
   not serving and fails, is out: the rest go on without it.
 - The session has one name on all members: the message id of its ``begin`` (docs/reference/lifecycle.md).
-- Over ``distributed`` an error of one is an error of all: a broadcast that one rank does not take reaches
-  nobody.
+- Over ``distributed`` one error is everybody's: a broadcast that one rank does not take reaches nobody.
 """
 
 import asyncio

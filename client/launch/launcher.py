@@ -2,8 +2,7 @@
 
 Invariants:
 - The child never outlives its parent: it polls a pipe whose write end only the parent holds, not its forks.
-- A start either yields a client whose engine is ready, or raises the engine's own typed error and leaves
-  nothing behind (no process, no socket directory).
+- A start yields a client of a ready engine, or raises the engine's own typed error and leaves nothing behind.
 - ``close`` ends the process in bounded time: shutdown message, as long as the engine says that it drains,
   then SIGTERM, then SIGKILL. An engine that ends unasked is logged.
 
@@ -94,10 +93,7 @@ class LaunchedScheduler:
         return self._child.process.poll()
 
     def close(self, *, drain: bool | None = None, drain_s: float | None = None) -> None:
-        """Shut the engine down and close the client. Idempotent; has no effect in a forked child.
-
-        ``drain`` and ``drain_s`` are those of :meth:`AsyncControlClient.shutdown`.
-        """
+        """Shut down as ``AsyncControlClient.shutdown``, close the client. Idempotent; no effect in forks."""
         if not self._child.launcher.is_here:
             return
         if self._finalizer.alive and self.returncode is None:
@@ -310,7 +306,6 @@ def how_it_ended(returncode: int | None) -> str:
 
 
 def show_log(text: str) -> None:
-    """Write what a scheduler logs to this process's standard error."""
     with contextlib.suppress(OSError, ValueError):  # our stderr is closed: the child must not block on it
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -3,15 +3,14 @@
 Invariants:
 - A scheduler that ends with status 0 was shut down and is not restarted, nor is one whose configuration is
   refused. One that cannot write its state file is started until it can, which counts as no restart.
-- Delays grow; after ``max_restarts`` within ``window_s`` seconds the supervisor gives up, with the last
-  reason.
+- Delays grow; after ``max_restarts`` within ``window_s`` seconds it gives up, with the last reason.
 - A scheduler that has not answered a status request for ``hang_timeout_s`` is killed; so is one that was told
   to end, and neither ends nor answers, after ``stop_silence_s``.
 - The child outlives neither this process (the lifeline of ``launcher.py``) nor :meth:`Supervisor.close`.
 
 States: *starting* → *serving* → *down* → *starting* …, and *ended* for good from any of them. One thread
-starts and watches the process; the methods only signal it. Exit status of the command: 0 when it was told to
-end, 1 when a start was refused, 2 for a wrong command line, 3 when it gave up.
+starts and watches the process; the methods only signal it. Exit status: 0 when it was told to end, 1 when a
+start was refused, 2 for a wrong command line, 3 when it gave up.
 """
 
 import contextlib
@@ -176,7 +175,6 @@ class Supervisor:
                 listener(self._state)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the scheduler, if there is one."""
         child = self._child
         if child is not None:
             with contextlib.suppress(ProcessLookupError):

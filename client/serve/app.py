@@ -2,10 +2,9 @@
 
 Invariants: a route without an access class needs the admin key, so a forgotten one opens nothing. The server
 listens only when the engine is ready, and says where once it has answered. A signal ends the engine first, so
-that every request in flight is answered, then the server; a second one ends the engine's drain. An engine
-that ends by itself ends the server with status 1, after every waiting client has got its error. With
-``--restart`` the server outlives the engine and refuses requests meanwhile; with ``--replicas`` it ends with
-the last one.
+that requests in flight are answered, then the server; a second one ends the drain. An engine that ends by
+itself ends the server with status 1, after every waiting client's error. With ``--restart`` the server
+outlives the engine and refuses requests meanwhile; with ``--replicas`` it ends with the last one.
 """
 
 import asyncio

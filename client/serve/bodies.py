@@ -65,11 +65,10 @@ def nullable_fields(kind: type[msgspec.Struct], *left_out: str) -> list[tuple[st
 async def read_control(
     request: HTTPRequest, kind: type[StructT], *, text: bool = False, query: bool = False
 ) -> StructT:
-    """Read the body as ``kind``, or refuse it with 400; an empty one is ``{}``, and options precede the
-    query's.
+    """Read the body (empty: ``{}``) as ``kind``, or refuse it with 400; with ``query`` its options come
+    second.
 
-    ``text``: the body holds texts, which may have any number of brackets. ``query``: it may have options,
-    too.
+    ``text``: the body holds texts, which may have any number of brackets.
     """
     if request.query_params and not query:
         names = ", ".join(printable(name) for name in request.query_params)
@@ -118,11 +117,7 @@ def unreadable(error: Exception, raw: bytes, kind: type[msgspec.Struct]) -> Fiel
 def decode_large(
     raw: bytes, decoder: "msgspec.json.Decoder[StructT]", prompts: dict[str, bytes], max_prompts: int
 ) -> StructT:
-    """Decode ``raw`` as ``decoder`` does, with its errors, but prompt by prompt; InvalidRequest beyond a
-    limit.
-
-    ``prompts`` are the fields that hold prompts, with JSON that stands in for each meanwhile.
-    """
+    """Decode ``raw`` prompt by prompt with ``decoder``'s errors; ``prompts`` are fields and stand-ins."""
     kind: Any = decoder.type
     cut = _envelope(kind).decode(raw)
     given = {name: bytes(value) for name in kind.__struct_fields__ if len(value := getattr(cut, name))}

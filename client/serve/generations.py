@@ -1,8 +1,7 @@
 """The generations of one HTTP call, complete or as server-sent events, and clients that disconnect.
 
 Invariants: every prompt is counted when it begins and once when it ends; one chunk is queued for a slow
-reader, as the tokenizer manager joins what is new; closing a stream, or the client's connection, ends the
-generations that were not read.
+reader; closing a stream, or the client's connection, ends the generations that were not read.
 """
 
 import asyncio
@@ -65,10 +64,7 @@ async def streamed(
     frames: AsyncGenerator[bytes, None],
     refusal: Callable[[CaesuraError], Any],
 ) -> Stream:
-    """Answer with events, the last of which is ``[DONE]``; a client that leaves closes ``frames``.
-
-    A refusal of the first frame is an answer of its own, a later one the event ``refusal``.
-    """
+    """Answer with events until ``[DONE]``; a refusal before the first is the answer, later an event."""
     try:
         first = await unless_left(request, anext(frames))
     except BaseException:

@@ -2,10 +2,9 @@
 
 Invariants:
 - All pieces together are the text of all output ids, decoded after the last :data:`CONTEXT` tokens of the
-  prompt, which decide for instance if the first word keeps the space before it. A character that begins in
-  the prompt belongs to the output that completes it.
-- A piece never ends within a character: U+FFFD at the end is held back until the next token, or
-  :meth:`Detokenizer.flush`.
+  prompt, which decide for instance if the first word keeps its space. A character that begins in the prompt
+  belongs to the output that completes it.
+- A piece never ends within a character: U+FFFD at the end waits for a token or :meth:`Detokenizer.flush`.
 - Work per token is bounded: only the last tokens are decoded again.
 """
 

@@ -1,8 +1,7 @@
-"""Clients for generation with text input, stop strings and text output, for asyncio and for threads.
+"""Text in, stop strings and text out, for asyncio and for threads.
 
-Invariants:
-- A call that fails, times out or is interrupted aborts what it started.
-- The blocking client runs an event loop in a thread of its own; any number of threads may call it.
+Invariants: a call that fails, times out or is interrupted aborts what it started. The blocking client runs an
+event loop in a thread of its own; any number of threads may call it.
 """
 
 import asyncio

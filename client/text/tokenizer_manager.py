@@ -3,13 +3,11 @@
 Invariants:
 - Every sample ends in exactly one :class:`Sample`, or its request in one exception. Messages of the engine
   after a stop string was found do not change the sample; only an error of the engine is raised.
-- The engine generates no tokens that are not needed: a stop string aborts its sample there, and a cancelled
+- The engine generates no needless tokens: a stop string aborts its sample there, and a cancelled
   :meth:`generate` or a closed :meth:`stream` aborts its request.
-- A slow reader needs one buffer: tokens that arrive meanwhile are decoded together into one chunk, but
-  searched for stop strings as they arrive.
+- A slow reader needs one buffer: tokens are decoded together, but searched for stop strings as they arrive.
 - A request without stop strings that does not stream gets one message from the engine, and is decoded once.
-
-Runs on one event loop, that of the client.
+- Everything runs on one event loop, that of the client.
 """
 
 import asyncio
@@ -242,7 +240,6 @@ class _Follower:
         )
 
     def chunk(self, rid: str) -> Chunk | None:
-        """Return the new text and tokens since the last call; None if there are none."""
         self.advance()
         delta = self._read_tokens()
         text = "".join(self._unread)

@@ -63,12 +63,10 @@ class Sender:
     """Calls a function that may block."""
 
     def send(self, request: ControlRequest, buffers: Sequence[memoryview] = ()) -> Any:
-        """Send a message and go on."""
         begins = isinstance(request, BeginWeightUpdateReqInput)
         return self.start(request, BeginWeightUpdateReqOutput if begins else WeightUpdateReqOutput, buffers)
 
     async def call(self, request: ControlRequest, buffers: Sequence[memoryview] = ()) -> Any:
-        """Send a message and wait for its reply."""
         return await self.wait(self.send(request, buffers), request)
 
 

@@ -1,8 +1,8 @@
 """Choice of the backend that computes a model's attention: the best one whose kernels serve on this device.
 
 Invariants:
-- A library of kernels is chosen only after a real step, mixed and as a graph's decode step, whose results
-  agree with torch's: kernels may be compiled at their first use, by a missing or broken compiler.
+- A library is chosen only after a real step, mixed and as a graph's decode step, whose results agree with
+  torch's: kernels may be compiled at their first use, by a missing or broken compiler.
 - An error of that step is the reason why the next backend serves, and never the end of the engine.
 - A backend is tried once in a process for each shape of heads.
 """
@@ -49,11 +49,7 @@ class Choice:
 
 
 def choose(config: EngineConfig, shape: Shape) -> Choice:
-    """Return the best backend for this model, or the one that the configuration names.
-
-    Raises:
-        CaesuraError: ``unsupported``, the named one cannot serve this model here.
-    """
+    """Return the best backend for this model, or the configured one; ``unsupported`` if that cannot serve."""
     wanted = config.attention_backend
     reasons: list[str] = []
     for name in ("flashinfer", "triton"):

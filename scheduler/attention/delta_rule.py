@@ -57,12 +57,7 @@ class HybridBackend(AttentionBackend):
         return self._attention.forward(q, k, v, layer, form)
 
     def compiled(self, layer: int, kernel: Callable[[Segments, Tensor, Tensor], None]) -> None:
-        """Run ``kernel`` over all of the step's tokens: from their states to the next, in the pool.
-
-        Args:
-            layer: its number among those with states.
-            kernel: takes the segments, and the pool's :meth:`~..cache.pool.StatePool.layer`.
-        """
+        """Run ``kernel`` over all of the step's tokens, in the pool's states of layer number ``layer``."""
         if self._segments is None:
             self._segments = segments_of(self._planned(), self._decode)
         kernel(self._segments, *self.pool.layer(layer))
@@ -71,14 +66,11 @@ class HybridBackend(AttentionBackend):
         """Compute convolution and delta rule of one layer, from each row's state to its next.
 
         Args:
-            mixed: [T, channels]: queries, keys, values, as they go into the convolution.
+            mixed: [T, channels]: queries, keys, values, as they go into the convolution, of the result's
+                dtype.
             weight: [channels, kernel], a filter per channel, oldest position first.
-            decay: float32 [T, value heads]: logarithms of a_t, at most 0.
-            beta: [T, value heads]: b_t.
+            decay: float32 [T, value heads]: logarithms of a_t, at most 0; ``beta``, alike: b_t.
             layer: its number among those with states.
-
-        Returns:
-            [T, value heads, value size], of ``mixed``'s dtype.
         """
         step, shape = self._planned(), self.pool.shape
         past, recurrent = self.pool.layer(layer)
@@ -183,9 +175,7 @@ def split_heads(convolved: Tensor, shape: StateShape) -> tuple[Tensor, Tensor, T
 def decode_step(states: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
     """Compute a token of R sequences, [R, heads, value size]; ``states`` [R, heads, key, value] change.
 
-    Args:
-        q, k: [R, heads, key size]; v: [R, heads, value size]; all float32, here and below.
-        decay, beta: [R, heads].
+    Queries, keys and values are float32 [R, heads, size], here and below; decay and beta [R, heads].
     """
     states *= decay.exp()[..., None, None]
     known = torch.matmul(k.unsqueeze(-2), states).squeeze(-2)
@@ -196,15 +186,7 @@ def decode_step(states: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, 
 def prefill(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute T tokens of one sequence, from ``state`` [heads, key, value], which stays as it is.
-
-    Args:
-        q, k: [T, heads, key size]; v: [T, heads, value size].
-        decay, beta: [T, heads].
-
-    Returns:
-        [T, heads, value size], and the next state.
-    """
+    """Compute T tokens from ``state`` [heads, key, value], left as it is; return results and next state."""
     out = []
     for start in range(0, q.shape[0], CHUNK):
         chunk = (each[start : start + CHUNK].transpose(0, 1) for each in (q, k, v, decay, beta))

@@ -1,21 +1,19 @@
 """Paged attention by FlashInfer's kernels (Ye et al., 2025, arXiv:2501.01005), for CUDA.
 
 Invariants:
-- The pool is FlashInfer's "HND" layout as it is: [page, kv head, 16, head size], K and V apart; page lists
-  name the pages (``page_lists.py``).
+- The pool is FlashInfer's "HND" layout: [page, kv head, 16, head size], K and V apart (``page_lists.py``).
 - Decode rows and prefill rows are planned and run apart; K and V of both are appended first.
 - Host memory that a plan is copied from, FlashInfer's own included, is written only after the copies of the
   plan before it have been made (:class:`HostMemory`).
-- ``for_decode`` gives attention that a graph can hold: planned outside of it, into buffers that never move.
-  All sizes share these buffers and the workspaces, as one step is planned and run after the other.
+- ``for_decode`` gives attention that a graph can hold: planned outside of it, into buffers that never move
+  and that all sizes share with the workspaces, as one step is planned and run after the other.
 - The workspace holds the needs of the largest step: a plan that does not fit would end its step.
-- A form of layers is planned by wrappers of its own: the options of a plan hold for all runs until the next.
-  Layers of one window share page lists. A window of n positions is ``window_left`` of n - 1.
-- With sinks, decode rows and prompts both go through ``BatchAttentionWithAttentionSinkWrapper``, which knows
-  no soft caps. It takes sinks in float32 at each run, so an update of them is seen at the next step.
+- A form of layers is planned by wrappers of its own: a plan's options hold until the next. Layers of one
+  window share page lists. A window of n positions is ``window_left`` of n - 1.
+- With sinks, decode rows and prompts go through ``BatchAttentionWithAttentionSinkWrapper``, which knows no
+  soft caps and takes sinks in float32 at each run, so an update of them is seen at the next step.
 
-Written against FlashInfer 0.7.2; built and traced, not run on a GPU. Its plans and page lists are tested on
-the CPU against a module of the same interface.
+Written against FlashInfer 0.7.2; not run on a GPU. Plans and page lists are tested on the CPU by a stand-in.
 """
 
 from collections.abc import Iterator, Sequence
@@ -90,8 +88,7 @@ def workspace_bytes(
     """Return the bytes of partial results of any step, by the rules of FlashInfer's planner.
 
     They are float32, one vector and one log-sum for each query head of each row of a block. Rows are divided
-    among blocks only if a step has fewer than the device holds. In a graph of tensor cores' decoding they
-    always are, and every row has a block.
+    only if a step has fewer than the device holds, but always in a graph of tensor cores' decoding.
     """
     group = num_heads // num_kv_heads
     divided = -(-_BLOCKS * multiprocessors(device) // num_kv_heads)
@@ -146,10 +143,7 @@ class FormWrappers:
         graph_plans: Tensor,
         graph_pages: Tensor,
     ) -> None:
-        """Args:
-        workspace: for partial results, of all forms: their layers run one after the other.
-        graph_plans, graph_pages: buffers that captured steps of all sizes plan into.
-        """
+        """``workspace`` and ``graph_…`` are shared: by all forms, and by captured steps of all sizes."""
         self._library, self._kind = library, kind
         self._sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim, PAGE_SIZE
         self.workspace, self._graph_plans, self._graph_pages = workspace, graph_plans, graph_pages
@@ -275,10 +269,7 @@ class FlashInferBackend(AttentionBackend):
         self._store = self.fused = fused_store(pool, num_heads, self._attend)
 
     def _asked(self, rows: int, tokens: int, pages: int) -> int:
-        """Return the bytes that the library reports for its largest captured step and a row's last chunk.
-
-        Plain layers decide: a window takes no more, and kernels with sinks report nothing.
-        """
+        """Return the bytes that plain layers ask for: windows take no more, and sinks report nothing."""
         small, numbers = self._zeros(_SLACK, torch.uint8), self._zeros(rows * pages, torch.int32)
         plain = FormWrappers(self._library, PLAIN.kind, self._shape, small, small, numbers)
         ones = torch.ones(rows, dtype=torch.int32)

@@ -1,16 +1,15 @@
 """Attention over latents (MLA with absorbed projections) by FlashInfer's kernels, for CUDA.
 
 Invariants:
-- The pool is FlashInfer's packed layout as it is: [page, 16, latent + rotated], one key a token for all
-  heads, whose front is also the value. Queries are packed the same way.
+- The pool is FlashInfer's packed layout: [page, 16, latent + rotated], one key a token for all heads, whose
+  front is also the value. Queries are packed the same way.
 - Decode rows and prefill rows are planned and run apart, decode without a mask. Captured decode steps are
   planned outside of their graphs, into buffers that never move.
 - Prefill is FlashInfer's only if every tile of it ends between two queries (:func:`serves_prefill`): its
   planner refuses some others. Otherwise torch computes steps with prefill rows (``mla.py``).
 - Host memory that a plan is copied from is written as in ``flashinfer.py``.
 
-Written against ``BatchMLAPagedAttentionWrapper`` of FlashInfer 0.7.2; built and traced, not run on a GPU.
-Plans and layouts are tested on the CPU against a module of the same interface.
+Written against FlashInfer 0.7.2; not run on a GPU. Plans and layouts are tested on the CPU by a stand-in.
 """
 
 from copy import copy
@@ -71,10 +70,7 @@ class FlashInferLatentBackend(AttentionBackend):
     def __init__(
         self, pool: MLAPool, shape: Shape, limits: StepLimits, kernels: str, library: Any = None
     ) -> None:
-        """Args:
-        kernels: one of :data:`KERNELS`.
-        library: the ``flashinfer`` module. None means the installed one.
-        """
+        """``kernels``: one of :data:`KERNELS`. ``library`` None: the installed ``flashinfer`` module."""
         assert shape.latent is not None
         self._library = import_module("flashinfer") if library is None else library
         self.pool, self._latent, self._kernels = pool, shape.latent, kernels

@@ -19,11 +19,7 @@ Attend = Callable[[Tensor, int, AttentionForm], Tensor]
 
 
 class FusedStore:
-    """A :class:`~..forward.FusedAttention` of a backend that attends to stored K and V.
-
-    Attributes:
-        batch: the planned step; the backend's ``plan`` sets it.
-    """
+    """A :class:`~..forward.FusedAttention` over stored K and V; the backend's ``plan`` sets ``batch``."""
 
     def __init__(self, pool: MHAPool, num_heads: int, attend: Attend, kernels: Elementwise) -> None:
         """``attend`` takes rotated queries [T, heads, size], a layer with stored K and V, its form."""

@@ -1,14 +1,13 @@
 """Attention over latents (MLA with absorbed projections) by torch.
 
-All query heads share one key per token, the latent and the rotated part side by side, whose front is also the
-value (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1.2: the up-projections are absorbed into the queries
-and the output).
+All query heads share one key per token, latent and rotated part side by side, whose front is also the value
+(DeepSeek-AI, 2024, arXiv:2405.04434, 2.1.2: up-projections are absorbed into queries and output).
 
 Invariants:
 - Decode and prefill are the same arithmetic: rows with equally many new tokens are computed together, their
   pages gathered once per layer into a grow-only workspace.
-- A masked position contributes nothing, whatever it holds: scores are overwritten (not added to) by -inf, and
-  latents beyond a row's end are zeroed, because 0 * NaN is NaN.
+- A masked position contributes nothing: scores are overwritten (not added to) by -inf, and latents beyond a
+  row's end are zeroed, because 0 * NaN is NaN.
 - Both products read gathered latents as one contiguous block, because torch copies others: the rotated part
   takes part in the second one, and is cut off its result.
 - Scores are computed for as many queries at a time as a fixed number of bytes holds.
@@ -83,14 +82,9 @@ class LatentBackend(AttentionBackend):
                 self.groups.append(self._plan_group(batch, rows[chosen], q_lens, kv_lens))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        """Store this step's latents, then attend.
+        """Store this step's latents ``k`` [T, 1, width], then attend with absorbed and rotated ``q``.
 
-        Args:
-            q: [T, heads, width]: absorbed queries, and rotated ones.
-            k: [T, 1, width]: latents, and rotated keys; ``v`` is their front.
-
-        Returns:
-            [T, heads * value size]: to be projected from latents to values, head by head.
+        Return [T, heads * value size]: to be projected from latents to values, head by head.
         """
         assert form.kind == PLAIN.kind, "chosen for plain forms only"
         self.pool.store(layer, k.squeeze(1), self._kv_slots)

@@ -1,11 +1,10 @@
 """A step's pages for FlashInfer's wrappers: one list of page numbers, and where each row's begin.
 
 Invariants:
-- All lists of a step lie in one block and travel in one copy. The host's block is written anew for every
-  step: the writer has waited for the copies of the step before.
+- All lists of a step lie in one block and travel in one copy; the host's is written once that is over.
 - Lists of steps of one size begin at the same addresses, where a captured step looks for them.
-- In layers with a window a row's pages begin with the first that any of its new tokens sees: those before may
-  have been given back. Kernels count positions from a row's end.
+- With a window a row's pages begin with the first that any of its new tokens sees: those before may have been
+  given back. Kernels count positions from a row's end.
 """
 
 from dataclasses import dataclass

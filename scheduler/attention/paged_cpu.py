@@ -1,12 +1,11 @@
 """Paged attention by the compiled CPU kernel: decode and prefill with the same arithmetic, over the pages.
 
 Invariants:
-- A token's result has the same bits whether it is decoded or prefilled, and whatever the chunking, other
-  requests, pages and number of threads.
+- A token's bits depend on neither decode or prefill nor chunking, other requests, pages and threads.
 - A masked position contributes nothing, whatever it holds.
 - Results lie in one grow-only workspace; a call overwrites those of the call before it.
-- Latents are one stored head, whose front is the values. Their query heads are divided into parts of equal
-  size, which threads can take apart; the division follows from their number alone.
+- Latents are one stored head, whose front is the values. Their query heads are divided into equal parts,
+  which threads can take apart; the division follows from their number alone.
 """
 
 from dataclasses import replace

@@ -14,12 +14,7 @@ _SPLIT_PAGES = 64
 def group_rows(pages: np.ndarray, max_pages: int) -> list[np.ndarray]:
     """Order rows by descending length; cut where the workspace is full or padding costs more than a launch.
 
-    Args:
-        pages: int64 [n]: pages of each row's KV.
-        max_pages: pages, padding included, that the workspace of one group holds.
-
-    Returns:
-        Row numbers of each group, the longest row first.
+    ``pages``: int64 [n], of each row; ``max_pages``: of one group, padding included. Return row numbers.
     """
     order = np.argsort(-pages, kind="stable")
     sorted_pages = pages[order].tolist()

@@ -1,14 +1,12 @@
 """Paged attention by torch: the backend that runs everywhere.
 
 Invariants:
-- Decode rows are computed together: pages gathered once per layer into a grow-only workspace in the order
-  [row, kv head, position], then two batched products with the query heads of a group as the rows of a matrix,
-  so that K and V are never repeated (2 to 20 times faster than ``scaled_dot_product_attention`` in bf16).
-- A masked position contributes nothing, whatever it holds. Scores are overwritten (not added to) by -inf and
-  gathered V is zeroed there, because 0 * NaN is NaN; prefill rows never see one, their copies are cut at the
-  KV length.
-- Gather indices and masks are made once per step in :meth:`SdpaBackend.plan`, so that no layer waits for a
-  copy.
+- Decode rows are computed together: pages gathered once per layer into a grow-only workspace [row, kv head,
+  position], then two batched products with the query heads of a group as the rows of a matrix, so K and V are
+  never repeated (2 to 20 times faster than ``scaled_dot_product_attention`` in bf16).
+- A masked position contributes nothing: scores are overwritten (not added to) by -inf and gathered V is
+  zeroed there, because 0 * NaN is NaN; copies for prefill rows are cut at the KV length.
+- Gather indices and masks are made in :meth:`SdpaBackend.plan`, so that no layer waits for a copy.
 - With a window, pages that no token of a row sees are not gathered: they may have been given back.
 """
 

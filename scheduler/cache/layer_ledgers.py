@@ -205,7 +205,7 @@ class StateRows(_Behind):
         return int(kept[-1]) + 1 if len(kept) else 0
 
     def open(self, shared: np.ndarray, num_cached: int) -> RequestState:
-        """Return a live row to go on from locked ``shared`` pages, maybe theirs; LedgerError if none is."""
+        """Return a live row to go on from locked ``shared`` pages, maybe their own; raises LedgerError."""
         if not self.available:
             raise LedgerError(f"all {self.total} rows of states are held")
         source = int(shared[-1]) if len(shared) else NO_PAGE

@@ -68,7 +68,10 @@ class CacheManager:
         self._num_owned = 0  # sum of num_pages - num_shared over the open requests
 
     def open(self, tokens: np.ndarray, salt: str, pages_row: np.ndarray) -> RequestKV:
-        """Start a request (:attr:`can_open` is true); keeps and writes ``pages_row`` until :meth:`close`."""
+        """Start a request, sharing a cached prefix of at most ``(n - 1) // page_size`` pages.
+
+        :attr:`can_open` must be true. ``pages_row`` is kept and written in place until :meth:`close`.
+        """
         if not self.can_open:
             raise LedgerError("no row of states is left")
         kv = RequestKV(pages_row, 0, 0, None, self.epoch, False, salt)
@@ -151,7 +154,7 @@ class CacheManager:
         return True
 
     def donate(self, kv: RequestKV, tokens: np.ndarray) -> None:
-        """Share the full pages of ``tokens`` while it lives; where the tree has equal ones, its own go."""
+        """Share the full pages of ``tokens`` while it lives; equal pages of the tree replace its own."""
         self._require_open(kv)
         full = len(tokens) // self.page_size
         if full > kv.num_pages:

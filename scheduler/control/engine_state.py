@@ -135,7 +135,6 @@ class EngineState:
     # generation
 
     def begin_pause(self) -> None:
-        """Close the gate for a pause, unless the engine is paused already."""
         if self.generation == "running":
             self.generation = "pausing"
 
@@ -219,7 +218,7 @@ class EngineState:
             )
 
     def require_epoch(self, minimum: int | None) -> None:
-        """Raise ``epoch_behind`` if weights are older than ``minimum``, as initial ones after a loss are."""
+        """Raise ``epoch_behind`` if weights are older than ``minimum``, or initial in place of lost ones."""
         epoch = self.stamp.epoch
         if minimum is None or (minimum <= epoch and (self._lost is None or minimum <= 0)):
             return

@@ -64,7 +64,6 @@ def is_idle(engine: "Engine") -> bool:
 
 
 def held_kind(engine: "Engine") -> str:
-    """Return the word for what a pause in place freezes: KV, or latents."""
     return "KV" if engine.batcher.images is None else "latents"
 
 

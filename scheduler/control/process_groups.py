@@ -80,7 +80,7 @@ def init_group(engine: "Engine", request: InitWeightsUpdateGroupReqInput, sender
 
 
 def destroy_group(engine: "Engine", request: DestroyWeightsUpdateGroupReqInput, sender: Sender) -> Operation:
-    """Leave a process group; what joins it or waits for its broadcast fails at once, or would block all."""
+    """Leave a process group; an init or update that waits in it fails, as it may wait for ever."""
     with contextlib.suppress(CaesuraError):  # there is none: said in its turn
         group = engine.process_groups.find(request.group_name)
         if group.has_joined and group.membership.rank != 0:  # what this engine sends goes on

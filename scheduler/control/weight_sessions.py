@@ -73,7 +73,6 @@ class Session:
 
     @property
     def source(self) -> str:
-        """Transport of the last call; empty before the first call."""
         return "" if self.route is None else self.route[0]
 
     def is_named(self, session_id: str | None) -> bool:
@@ -107,7 +106,6 @@ class Sessions:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Mark a ``with`` block as the work of one call of the session."""
         self.is_working = True
         try:
             yield

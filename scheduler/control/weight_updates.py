@@ -301,7 +301,6 @@ class WeightUpdates:
     def _next_piece(
         self, pieces: Iterator[WeightPiece | None], session: Session, stages: StageProfiler
     ) -> Generator[Wait, None, Any]:
-        """Wait, without blocking the loop, for the next piece or END."""
         with stages.stage("receive"):
             while (piece := next(pieces, END)) is None:
                 yield Wait.THREAD

@@ -55,9 +55,8 @@ def load_model(
 ) -> LoadedModel:
     """Read this rank's shard of a checkpoint folder, or of the weights in ``folder``, into fresh parameters.
 
-    Raises:
-        CaesuraError: the checkpoint cannot be read or served, ``context_len`` is beyond what it was made for,
-            or a model of another library does not compute here what it computes there.
+    CaesuraError: it cannot be read or served, the context is too long, or another library's model differs
+    here.
     """
     model_config = load_model_config(config.model_path, config.model_backend)
     possible = model_config.max_position_embeddings
@@ -153,12 +152,9 @@ def build_pool(
     group: MinReduce | None = None,
     sharing: int = 1,
 ) -> MHAPool | MLAPool:
-    """Return the KV pool: of the configured size, or a share of what is free that can be used.
+    """Return the KV pool: of the configured size, or a share of what is free beside ``kept_free`` bytes.
 
-    Args:
-        kept_free: bytes that are needed otherwise.
-        group: ranks that all have as many pages, as few as the one with the least memory can have.
-        sharing: ranks whose memory is this rank's, too: those of a host, on its CPU.
+    All ranks of ``group`` have as many pages; on a CPU ``sharing`` of them have the same memory.
     """
     per_page = (kv_bytes_per_token(loaded) + routing_bytes_per_token(loaded)) * PAGE_SIZE
     per_window_page = _token_bytes(loaded, len(_window_layers(loaded))) * PAGE_SIZE
@@ -225,10 +221,7 @@ def _affordable(share: int, per_page: int, per_window_page: int, most_windows: i
 
 
 def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Return about what the largest step needs on an accelerator beside weights and KV; 0 on the CPU.
-
-    Logits in float32, read and written by the sampler, and the widest activations of a layer.
-    """
+    """Return about the bytes of the largest step: float32 logits, widest activations; 0 on the CPU."""
     if loaded.device.type == "cpu":
         return 0
     model, sizes = loaded.config, config.sizes
@@ -298,11 +291,7 @@ def build_components(
 
 
 def require_deterministic(loaded: LoadedModel) -> None:
-    """Refuse a model of which torch computes anything: its products change bits with the number of rows.
-
-    Raises:
-        CaesuraError: ``unsupported``, with what serves which operation.
-    """
+    """Refuse (``unsupported``) products by torch, whose bits change with the number of rows; name them."""
     reason = why_torch(loaded)
     if reason is not None:
         raise CaesuraError(

@@ -47,8 +47,8 @@ def columns_of(kind: type[Any]) -> dict[str, Column]:
 class SpecialRows:
     """The E of a step's S rows whose logits are edited, or that want further log-probabilities.
 
-    The first P of them have penalties, and a counter each: a row of the runner's table, which says how often
-    each token stands in the sample. The runner counts what it samples; an outdated counter starts anew.
+    The first P have penalties, and a counter each of how often a token stands in the sample: a row of the
+    runner's table. The runner counts what it samples; an outdated counter starts anew.
     """
 
     rows: Tensor
@@ -337,18 +337,14 @@ class AttentionBackend(ABC):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """Store this step's K and V, then attend over what the layer's form lets each row see.
 
-        Args:
-            q: [T, query heads, head size]; k: [T, kv heads, head size]; v: the same, or of a size of its own.
-                With latent attention one kv head, whose v is a view of the front of k.
-
-        Returns:
-            [T, query heads * v's head size]
+        q, k, v: [T, heads, head size]; v's size may differ. With latent attention one kv head, whose v is a
+        view of the front of k. Return [T, query heads * v's head size].
         """
 
     def for_decode(self, rows: int) -> "AttentionBackend":
         """Return attention for steps of exactly ``rows`` decode rows, to be captured.
 
-        Its ``plan`` runs outside of the graph, into buffers that never move. Its ``forward`` reads nothing
-        else of a step but its arguments, and waits for nothing.
+        ``plan`` runs outside of the graph, into fixed buffers; ``forward`` reads nothing else, and never
+        waits.
         """
         raise NotImplementedError

@@ -5,17 +5,15 @@ Invariants:
   sampler, which set them. Prefill and mixed steps run eagerly, and so do head and sampler of special rows
   and, without Triton, of filters and raw logprobs.
 - The second graph computes all that the sampler can tell of a row, wanted or not.
-- A graph reads weights and KV where they were when it was captured. Weights are updated in place; when a
-  release moves them, graphs are dropped (:meth:`DecodeGraphs.drop`) and captured before the next step.
-- A graph reads its inputs where ``staging.py`` puts those of a step of its size, and what its attention's
-  ``plan`` writes, outside of the graph, into buffers that never move.
-- Steps are padded to the next size of a ladder with rows on the scratch page, sampled for a slot that no
-  request has.
+- Weights and KV are read where they were at capture. Weights are updated in place; when a release moves them,
+  graphs are dropped (:meth:`DecodeGraphs.drop`) and captured before the next step.
+- Inputs are read where ``staging.py`` puts those of a step of its size, and what attention's ``plan`` writes,
+  outside of the graph, in buffers that never move.
+- Steps are padded to the next size of a ladder with rows on the scratch page, for a slot without a request.
 - Whatever a graph reads and has not allocated itself lives as long as the graph.
 - Workspaces that grow have grown before anything is captured: the largest possible step runs first.
-
-What cannot be captured (it waits for the device, or there is no memory left) runs eagerly, with a warning; so
-does head and sampler alone. Captured and replayed with recorded operations, not run on a GPU.
+- What cannot be captured (it waits for the device, or memory is out) runs eagerly, with a warning; so does
+  head and sampler alone. Tested with recorded operations, not run on a GPU.
 """
 
 import logging
@@ -89,10 +87,7 @@ class DecodeGraphs:
         device_module: GraphModule,
         on_stream: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Args:
-        sampler: the one that ``head`` uses.
-        on_stream: enters the forward stream.
-        """
+        """``sampler`` is the one that ``head`` uses; ``on_stream`` enters the forward stream."""
         self._forward, self._head, self._sampler = forward, head, sampler
         self.backend = backend
         self._staging = staging
@@ -115,12 +110,7 @@ class DecodeGraphs:
         return self.are_captured and batch.num_decode == batch.num_rows == len(batch.sample_tokens)
 
     def replay(self, batch: ForwardBatch) -> tuple[ForwardBatch, Tensor]:
-        """Launch a decode-only step.
-
-        Returns:
-            The step on the device, padded, and the hidden states of its sampled tokens [S, hidden], valid
-            until the next step.
-        """
+        """Launch a decode-only step; return it, padded, and [S, hidden], valid until the next step."""
         rows = batch.num_rows
         size, captured = self._for(rows)
         with self._staging.staged(batch, size, table=captured.attention.reads_page_table) as staged:
@@ -156,10 +146,7 @@ class DecodeGraphs:
         self.captured.clear()
 
     def capture(self) -> Iterator[None]:
-        """Capture the whole ladder, largest first, so that the smaller ones fit into the same memory.
-
-        Yields between sizes, so the loop can answer meanwhile; no step may be launched before the end.
-        """
+        """Capture the ladder, largest first, to share memory; yield between sizes (no step may launch)."""
         if self.captured or self._failed:
             return
         self._module.synchronize()

@@ -4,8 +4,8 @@ Invariants:
 - Edits are made in float32, on copies; *raw* log-probabilities are of the unedited logits.
 - A counter holds, per token, twice how often it stands in the sample's output, plus one if it stands in the
   prompt. Steps add what they sample on the forward stream, so the next one knows it before the host does.
-- The table of counters grows by doubling, to 4 bytes per token of the vocabulary for each request with
-  penalties that ran at once, and does not shrink.
+- The table of counters grows by doubling, 4 bytes per token of the vocabulary for each request with penalties
+  that ran at once, and does not shrink.
 - What is computed for a row depends on that row alone.
 
 Definitions, in SGLang's order: frequency and presence penalties are taken off; the repetition penalty divides
@@ -162,13 +162,7 @@ class SpecialSampler:
 
 
 def further_of(logprobs: Tensor, targets: Tensor | None, top: int, token_ids: Tensor) -> FurtherLogprobs:
-    """Return what is wanted of ``logprobs`` [N, V].
-
-    Args:
-        targets: [N]: tokens whose logprobs are wanted, or None.
-        top: number of the largest ones that are wanted.
-        token_ids: [N, M]: further tokens whose logprobs are wanted.
-    """
+    """Return what is wanted of ``logprobs`` [N, V]: of ``targets`` [N], the ``top``, ``token_ids`` [N, M]."""
     best = logprobs.topk(top, 1)
     return FurtherLogprobs(
         logprobs=logprobs[:0, 0] if targets is None else logprobs.gather(1, targets[:, None])[:, 0],
@@ -188,10 +182,7 @@ def joined(parts: list[FurtherLogprobs]) -> FurtherLogprobs:
 
 
 def _kept(scaled: Tensor, last: Tensor) -> Tensor:
-    """Return bool [N, V]: tokens with finite logits down to ``last`` [N] in descending order of ``scaled``.
-
-    Of equal ones the lower index comes first; -1 keeps all.
-    """
+    """Return bool [N, V]: tokens from the best to ``last`` [N], the lower index first; -1 keeps all."""
     border, index = (
         scaled.gather(1, last.clamp_min(0)[:, None]),
         torch.arange(scaled.shape[1], device=scaled.device),
@@ -209,13 +200,10 @@ def _raw(logits: Tensor, sampled: SamplerOutput) -> Tensor:
 def input_logprobs(
     hidden: Tensor, inputs: InputTokens, head: Callable[[Tensor], Tensor | None], vocab_size: int
 ) -> FurtherLogprobs:
-    """Return log-probabilities of prompt tokens, unedited and without temperature, as in SGLang.
+    """Return prompt tokens' log-probabilities, unedited and without temperature, as in SGLang.
 
-    Logits exist for a bounded number of positions at a time.
-
-    Args:
-        hidden: [I, hidden], the hidden states of ``inputs``.
-        head: returns logits [rows, vocabulary] of such rows.
+    ``hidden``: [I, hidden] of ``inputs``; ``head`` returns logits of some such rows, a bounded number at a
+    time.
     """
     bound = _BLOCK_BYTES_CPU if hidden.device.type == "cpu" else _BLOCK_BYTES
     rows = max(_LEAST_ROWS, bound // (4 * vocab_size))

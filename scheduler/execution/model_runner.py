@@ -3,8 +3,8 @@
 Invariants:
 - Weights, KV and captured buffers are read only on the forward stream; whoever writes them does so inside
   :meth:`ModelRunner.on_stream` and synchronises before telling anybody (I4, I5).
-- The stream waits for the scheduling stream before a step, and the scheduling stream for it after. Inputs
-  and results travel on the forward stream itself (``staging.py``).
+- The stream waits for the scheduling stream before a step, and the scheduling stream for it after; inputs and
+  results travel on it (``staging.py``).
 - A decode row's input is the token that its slot sampled last, taken on the device.
 - A warm-up goes the way of a step but for its rows, which are nobody's.
 - Decode-only steps are replayed if their graphs are captured (``graphs.py``), others run eagerly.
@@ -48,9 +48,7 @@ class ReadyOutput:
 class ModelRunner:
     """The :class:`~caesura.scheduler.execution.forward.Runner` of a real model.
 
-    Attributes:
-        graphs: graphs of decode steps, which the caller captures; without them every step runs eagerly.
-        stages: counts the time of head and sampler, on the host.
+    The caller captures ``graphs``. ``stages`` counts the time of head and sampler, on the host.
     """
 
     def __init__(
@@ -65,11 +63,7 @@ class ModelRunner:
         routing: RoutingPool | None = None,
         use_graphs: bool = True,
     ) -> None:
-        """Args:
-        device_module: if it has streams, steps run on one of their own.
-        routing: stores the experts that the model chose.
-        use_graphs: prepare graphs if device and backend can.
-        """
+        """Run on a stream of ``device_module`` if it has any; ``routing`` stores the experts chosen."""
         self.model = model
         self.stages = StageProfiler()
         self._routing = routing
@@ -127,10 +121,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def autotune(self, rows: int, head_rows: int) -> None:
-        """Run the model for nobody, before any request and before graphs are captured.
+        """Run a decode step of ``rows``, and head and sampler of ``head_rows``, for nobody, before requests.
 
-        The decoder runs a decode step of ``rows``, output head and sampler ``head_rows`` of them at most: no
-        temporary has rows times vocabulary. Running out of memory is a warning: the engine starts cold.
+        No temporary has rows times vocabulary. Running out of memory is a warning: the engine starts cold.
         """
         started = perf_counter()
         try:

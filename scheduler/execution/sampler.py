@@ -59,9 +59,8 @@ def noise(
 ) -> npt.NDArray[np.float64]:
     """Return uniforms [S] in [0, 1), a pure function of (seed, sample index, absolute position).
 
-    SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) is
-    counter-based: its n-th output is a mix of seed + n * gamma. Seed and sample index choose a stream, the
-    position is the counter in it. The upper 53 bits make the double.
+    SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): the n-th output is a mix of seed + n * gamma. Seed and
+    sample index choose a stream, the position is the counter in it. The upper 53 bits make the double.
     """
     stream = splitmix64(seeds, np.zeros_like(sample_index))
     stream = splitmix64(stream, sample_index)
@@ -135,14 +134,10 @@ class _Probabilities:
 
 
 class Sampler:
-    """Samples one token per row of logits.
+    """Samples one token per row of logits [.., ``vocab_size``], of ``dtype`` on ``device``.
 
-    Args:
-        vocab_size: V, the columns of every logits tensor.
-        max_rows: S of the largest usual step; sizes the workspaces up to their bound. More rows go in chunks.
-        device: where logits and the batch's tensors are.
-        dtype: of the logits, bfloat16, float16 or float32.
-        in_torch: use torch, whatever kernels there are.
+    ``max_rows``: S of the largest usual step, up to which workspaces are sized; more rows go in chunks.
+    ``in_torch``: use torch, whatever kernels there are.
     """
 
     def __init__(
@@ -335,10 +330,8 @@ class _FilterPlan:
     ) -> None:
         """Redraw the filtered rows of the chunk that begins at row ``start`` of the batch.
 
-        Args:
-            tokens: int64 [c]; filtered rows are overwritten, here and below.
-            kept_mass: float64 [c]; the sum of their kept tokens, in units of ``rows.total``.
-            last_kept: int64 [c]; the last of these in descending order, if somebody asked.
+        Filtered rows are overwritten: int64 ``tokens``, float64 ``kept_mass`` (in units of ``rows.total``),
+        int64 ``last_kept``, in descending order, each [c].
         """
         if self.shortlists is None:
             bound = max(1, _SORTED // self.length)
@@ -408,10 +401,7 @@ def _shortlist(needed: int, vocab_size: int) -> int:
 
 
 def _descending(rows: _Probabilities, index: Tensor, length: int, vocab_size: int) -> Tensor:
-    """Return the ``length`` best tokens of rows ``index`` [f], in order; of equal ones the lower first.
-
-    The n largest of a row lie in the n blocks with the largest maxima, so a short list needs no whole row.
-    """
+    """Return the best tokens of rows ``index`` [f], from the blocks with the largest maxima; lower first."""
     if length == vocab_size:
         scaled = rows.scaled[:, :vocab_size].index_select(0, index)
         return scaled.sort(dim=1, descending=True, stable=True).indices
@@ -428,8 +418,7 @@ def _descending(rows: _Probabilities, index: Tensor, length: int, vocab_size: in
 def _best(values: Tensor, length: int) -> Tensor:
     """Return indices of the ``length`` largest of each row, in order; of equal ones the lower index first.
 
-    torch.topk does not say which of equal values it returns. So it is given integers, all different: the bits
-    of the value, in the value's order, and then of the index.
+    torch.topk leaves that open, so it gets distinct integers: the value's bits, in its order, then the index.
     """
     bits = (values + 0.0).view(torch.int32).long()  # + 0.0: a zero has no sign
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) << 32

@@ -5,10 +5,9 @@ Invariants:
   the largest step, and never move.
 - The host writes its block only after the copy of the step before has left it, which an event tells.
 - The device block is written on the forward stream, hence after every reader of the step before.
-- Arrays by token, row and sampled token come first, so that steps of equal numbers of these have them at
-  equal addresses, which captured graphs read.
-- Page tables come last and stay on the host if nothing on the device reads them. That of layers with a window
-  comes behind the others'.
+- Arrays by token, row and sampled token come first, so that captured graphs find them at equal addresses.
+- Page tables come last, that of layers with a window behind, and stay on the host if no device code reads
+  them.
 - A block of results belongs to one step until they have been fetched.
 """
 
@@ -61,14 +60,10 @@ class InputStaging:
     ) -> Iterator[ForwardBatch]:
         """Yield ``batch``, which is on the host, on the device; the forward stream is the current one.
 
-        The step is planned within the ``with`` block: what a plan copies from the host has been read when the
-        next block begins.
-
-        Args:
-            rows: number up to which decode rows are added, of one token at position 0 on the scratch page,
-                for slot 0. Their sampling inputs, greedy for a slot that no request has, are behind those of
-                the batch that is yielded, and not in it.
-            table: something on the device reads the page table; else what is yielded has none.
+        Plan within the ``with`` block: what a plan copies from the host has been read when the next begins.
+        Decode rows up to ``rows`` are added, of one token at position 0 on the scratch page, for slot 0;
+        their greedy sampling inputs, for a slot without a request, are behind those of the batch that is
+        yielded. Without ``table`` what is yielded has no page table on the device.
         """
         self._taken.synchronize()
         added = 0 if rows is None else rows - batch.num_rows

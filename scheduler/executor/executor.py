@@ -179,7 +179,6 @@ class Executor:
         return self._config.tp - self._config.tp_joined
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the smallest ``value`` of all ranks, each of which calls this while it is built."""
         offers: list[int] = self.call("offer", reply=int).wait(until_failure=True)
         smallest = min([value, *offers])
         self.call("agree", smallest)

@@ -22,7 +22,7 @@ _SHARED, _LOOPBACK = "shared:", "127.0.0.1"
 
 
 def found(config: EngineConfig) -> tuple[str, Callable[[], TensorParallel]]:
-    """Found a group (``unsupported``: not here); return its address, and what enters rank 0 in it."""
+    """Found a group; return its address, and what enters rank 0 in it. Raises ``unsupported``."""
     if torch.device(config.device).type == "cpu" and not config.tp_joined:
         memory, path = host_group.found(config.tp)
         return _SHARED + path, lambda: host_group.join(memory, 0, config.tp)

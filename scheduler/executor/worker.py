@@ -95,7 +95,6 @@ class Worker:
         self.parallel.reset()
 
     def empty(self, place: EmptyCachePlace) -> tuple[int, int]:
-        """Empty the device cache; return the bytes reserved before and after."""
         self.updates.collect()
         report = self._device_cache.empty(place)
         return report.reserved_before, report.reserved_after

@@ -161,8 +161,6 @@ def end(status: int) -> None:
 
 
 class _Watch:
-    """A thread that ends the process when rank 0 has ended."""
-
     def __init__(self, connection: Connection) -> None:
         self.on_gone: Callable[[], None] = lambda: None
         self._connection = connection

@@ -55,11 +55,10 @@ class ImageAdmission:
     def admit(
         self, message: GenerateImagesReqInput, buffers: list[memoryview], client: bytes, waiting: int
     ) -> list[ImageRequest]:
-        """Check a message and make its samples; changes no state.
+        """Check a message and make its samples, without changing state.
 
-        Raises:
-            CaesuraError: ``invalid_request``, ``unsupported``, ``queue_full``, or ``out_of_memory`` for a
-                size or a prompt that this machine is too small for.
+        CaesuraError: ``invalid_request``, ``unsupported``, ``queue_full``, or ``out_of_memory`` for this
+        machine.
         """
         require_room(message.n, waiting, self._max_waiting)
         _check_numbers(message)

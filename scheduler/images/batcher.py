@@ -1,16 +1,14 @@
 """Schedules the steps of images: prompts are encoded, latents denoised, images decoded, each in its own step.
 
 One denoise step advances samples of one *bucket* (shape of the latents, shapes of the embeddings, guidance)
-by one place in their own grids. They may be at different places, and join or leave between two steps. Buckets
-take turns.
+by one place each in their own grids; they may join or leave between two steps. Buckets take turns.
 
 Invariants:
 - A step ends quickly, since a pause waits for it: it is one call of the transformer, of the VAE for a few
   images, or of the text encoders for a few prompts.
 - Decoding goes first, since it ends samples; then encoding, since samples wait for it; then the bucket that
   was served longest ago.
-- First come, first served, also for samples that were retracted. What samples hold together is limited
-  (``memory_limit.py``).
+- First come, first served, also after retraction; what samples hold is limited (``memory_limit.py``).
 - If a call raises, every sample stays where it was.
 - A prompt that is kept (``prompt_cache.py``) is not encoded again, and of equal prompts that wait one is.
 """

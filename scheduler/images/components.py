@@ -1,19 +1,16 @@
-"""A diffusers folder as modules whose weights the engine owns, and when those not always on the device come
-and go.
+"""A diffusers folder as modules whose weights the engine owns, which come and go if not always on the device.
 
-A *stage* is a stretch of steps of one kind. Components with a strategy come before its first step, each step
-uses them, and they leave before the next stage, or when no sample is left.
+A *stage* is a stretch of steps of one kind. Components with a strategy come before its first step and leave
+before the next stage, or when no sample is left.
 
 Invariants:
-- The modules are diffusers' and transformers' own. Their parameters, and the buffers that their checkpoints
-  hold, live in storage of ``memory/residency.py`` and are written through
-  :class:`~..layers.parameters.WeightSlot` alone.
+- Modules are diffusers' and transformers' own. Their parameters, and the buffers of their checkpoints, live
+  in storage of ``memory/residency.py`` and are written by :class:`~..layers.parameters.WeightSlot` alone.
 - A tensor is known as ``component.name``, where ``name`` is the one in the component's own folder. What is
   tied to another parameter has no slot: its name is skipped.
 - Only the classes that a family lists are made, whatever the folder's index says; nothing remote is run.
-- A step finds its components on the device, also after a release of memory in between. What only steps of
-  another kind need leaves at the border between stages. The device cache is emptied by the residency manager
-  alone.
+- A step finds its components on the device, also after a release of memory in between. The device cache is
+  emptied by the residency manager alone.
 """
 
 import importlib
@@ -81,10 +78,7 @@ class Component:
         saved: Iterable[str] = (),
         movable: OffloadableComponent | None = None,
     ) -> None:
-        """Args:
-        saved: the names in its checkpoint, which an older version of its library may have written.
-        movable: moves what is allocated now. None: nothing does.
-        """
+        """Name by ``saved`` what its (maybe older) checkpoint has; without ``movable`` it stays put."""
         self.name = name
         self.folder = folder
         self.module = module
@@ -137,12 +131,7 @@ def build_component(
     device: torch.device,
     movable: OffloadableComponent | None = None,
 ) -> tuple[Component, Checkpoint]:
-    """Return the component in ``folder``, whose parameters hold nothing yet, and its checkpoint.
-
-    Args:
-        class_path: ``library.Class``.
-        dtype: None: as the checkpoint was saved.
-    """
+    """Return the component in ``folder``, still without values, and its checkpoint; dtype None: as saved."""
     checkpoint = open_checkpoint(folder)
     saved = next(
         (DTYPES[spec.dtype] for spec in checkpoint.specs if spec.dtype.startswith(("F", "BF"))), None
@@ -255,11 +244,7 @@ class Blocks:
 
 
 def _blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the entries of the outermost lists of modules.
-
-    A tower for images within a text encoder comes last: prompts without images do not call it. So does the
-    encoder of an autoencoder, of which steps call the decoder.
-    """
+    """Yield the entries of the outermost lists of modules; towers and encoders that steps skip come last."""
     decoder: Any = getattr(module, "decoder", None)
     encoder: Any = getattr(module, "encoder", None)
     if all(hasattr(half, "mid_block") for half in (decoder, encoder)):

@@ -1,10 +1,9 @@
 """What differs between text-to-image models of flow matching: encoding, the transformer's inputs, decoding.
 
 Invariants:
-- A family calls the pipeline's own modules and repeats what the pipeline of diffusers does around them, no
-  more. Latents, sigmas and noise belong to the steps (``scheduler_step.py``, ``runner.py``).
-- Everything has a batch dimension, and rows do not see each other. Rows may have different sigmas and
-  guidance scales.
+- A family calls the pipeline's own modules and repeats what the pipeline of diffusers does around them.
+  Latents, sigmas and noise belong to the steps (``scheduler_step.py``, ``runner.py``).
+- Everything has a batch dimension; rows do not see each other, and may differ in sigma and guidance scale.
 - The names of embeddings are those of the pipeline's arguments.
 """
 
@@ -191,13 +190,9 @@ class Family(ABC):
     def velocity(
         self, x: Tensor, sigma: Tensor, embeds: Embeds, guidance: Tensor, size: tuple[int, int]
     ) -> Tensor:
-        """Return the transformer's output [rows, …latent].
+        """Return the transformer's output, shaped as ``x`` float32 [rows, …latent]; ``sigma`` float32 [rows].
 
-        Args:
-            x: float32 [rows, …latent].
-            sigma: float32 [rows].
-            guidance: float32 [rows], for transformers that take it.
-            size: height and width of the images.
+        ``guidance``: float32 [rows], for transformers that take it; ``size``: height and width of the images.
         """
 
     def trimmed(self, embeds: Embeds) -> Embeds:

@@ -60,11 +60,7 @@ class MemoryLimit:
         return host <= self.host and (self.device is None or device <= self.device)
 
     def check_sent(self, live: Iterable[ImageRequest], nbytes: int) -> None:
-        """Refuse embeddings of ``nbytes`` that a request has sent, if they may not stay until it ends.
-
-        Raises:
-            CaesuraError: ``queue_full``, with the bytes that others have sent and the limit.
-        """
+        """Refuse (``queue_full``) embeddings that were sent if they may not stay until their request ends."""
         if self.device is None or not nbytes:
             return
         prompts = {id(sample.conditioning): sample.conditioning.sent_bytes for sample in live}

@@ -4,8 +4,8 @@ Invariants:
 - I2: a result has a log-probability for each of its step indices, a latent for each of its latent indices,
   and spans that cover its steps; what was not made is not there.
 - A step is recorded for all of its samples or for none of them.
-- A result is a copy in memory of its own: it may be stored long after its sample has gone, and must keep
-  nothing else alive, nor lie between the large blocks that steps take and free.
+- A result is a copy in memory of its own: it outlives its sample, and must neither keep anything else alive
+  nor lie between the large blocks that steps take and free.
 """
 
 import logging
@@ -162,8 +162,7 @@ def _tensors(sample: ImageRequest, reason: FinishReason) -> dict[str, Tensor]:
 def in_a_mapping(arrays: Sequence[np.ndarray]) -> list[memoryview]:
     """Return copies of ``arrays`` (uint8 [n]) in one anonymous mapping, which goes with the last of them.
 
-    A result is stored long after its step. In malloc's heap, small blocks that live long split the free ones
-    of megabytes: on a tiny pipeline it took 0.4 MB more from the system for each image of 5 KB.
+    In malloc's heap, small blocks that live long split free ones: 0.4 MB more for each image of 5 KB.
     """
     starts = [0, *accumulate(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)]
     mapping = memoryview(mmap.mmap(-1, max(1, starts[-1])))

@@ -1,10 +1,9 @@
 """A diffusion pipeline with its weights: loading it, and the names under which updates write it.
 
 Invariants:
-- The weights of all components are one set of slots, ``component.name``, so every transport, session and
-  check works on them as on a language model's. An update is of one component.
-- A component is poisoned by what touched it: :meth:`~..weights.loader.WeightLoader.missing` asks for the
-  components in question.
+- The weights of all components are one set of slots, ``component.name``, so transports, sessions and checks
+  work as on a language model's. An update is of one component.
+- What touched a component poisons it: :meth:`~..weights.loader.WeightLoader.missing` asks for components.
 """
 
 import hashlib
@@ -88,13 +87,9 @@ class LoadedPipeline(LoadedWeights):
 def load_pipeline(
     config: EngineConfig, residency: ComponentResidencyManager, folder: str | None
 ) -> LoadedPipeline:
-    """Read the pipeline in ``config.model_path`` into freshly allocated weights.
+    """Read the pipeline in ``config.model_path`` into fresh weights; ``unsupported`` without diffusers.
 
-    Args:
-        folder: the transformer's weights where they are another's: those of a committed update.
-
-    Raises:
-        CaesuraError: the folder cannot be read or served; ``unsupported`` without diffusers.
+    ``folder``: the transformer's weights where they are another's: those of a committed update.
     """
     root = Path(config.model_path)
     index = read_index(root)
@@ -152,8 +147,7 @@ def _load(component: Component, checkpoint: Checkpoint, workspace: Workspace, bu
 def open_component(path: str, component: Component) -> Checkpoint:
     """Open the checkpoint of ``component`` in ``path``: a folder of its own, or one of a whole pipeline.
 
-    Raises:
-        CaesuraError: ``checkpoint_error``, or ``weight_mismatch`` with what differs in its config.
+    CaesuraError: ``checkpoint_error``, or ``weight_mismatch`` with what differs in its config.
     """
     folder = Path(path)
     if is_pipeline(folder):

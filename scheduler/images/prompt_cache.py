@@ -1,11 +1,9 @@
 """Encoded prompts, kept for the requests that come with them again.
 
 Invariants:
-- An entry is found under everything that its embeddings follow from: the token ids for each encoder, the
-  length of the request, and the epoch of the text encoders, which rises when an update has written one of
-  them.
-- Kept bytes never exceed the limit; what was used longest ago goes first. Nobody changes embeddings, so
-  samples and entries share them.
+- An entry is found under all that its embeddings follow from: the token ids for each encoder, the request's
+  length, and the epoch of the text encoders, which rises when an update has written one.
+- Kept bytes never exceed the limit; what was used longest ago goes first. Nobody changes shared embeddings.
 """
 
 import hashlib

@@ -2,8 +2,7 @@
 
 Invariants:
 - A sample is in exactly one :class:`Phase`: WAITING in the queue, PREFILL while it runs.
-- ``step`` counts the steps that were made and recorded; ``latent`` is the state before step ``step``, None
-  before the first.
+- ``step`` counts the steps made and recorded; ``latent`` is the state before it, None before the first.
 - What a sample keeps of its trajectory is what its request asked for, on the host.
 - A sample that begins again forgets all but its seed, so it makes the same trajectory under the same weights.
 """

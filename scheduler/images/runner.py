@@ -192,9 +192,8 @@ def _on_host(scalars: list[Tensor | None]) -> list[float | None]:
 def step_threads(family: Family, batch: ImageBatch) -> Iterator[None]:
     """Have torch compute with one thread within the block if ``batch`` is small.
 
-    Every parallel region of a step ends when its last thread is done. Where a step is a hundred small
-    operations, handing them out takes as long as sharing them saves, and whoever else wants a core holds up
-    every one of them.
+    A parallel region ends with its last thread. In a step of a hundred small operations, handing them out
+    takes as long as sharing them saves, and whoever else wants a core holds up every one.
     """
     threads = torch.get_num_threads()
     if threads == 1 or _elements(family, batch) > ALONE:

@@ -149,9 +149,9 @@ class DecoderKernel:
     ) -> Tensor:
         """Compute a step of T tokens, S of them sampled: [S, hidden] behind the norm, valid until the next.
 
-        ``residual``: [T, hidden], overwritten; ``positions``: int64 [T], inside ``angles``; ``sampled``:
-        int64 [S]; neither is checked. ``record`` returns integers [T, k] for a layer's expert ids. After
-        RankLostError neither results nor what was stored of these tokens are of use.
+        Contiguous are ``residual`` [T, hidden], overwritten, and int64 ``positions`` [T], inside ``angles``,
+        and ``sampled`` [S], both not checked. ``record`` returns integers [T, k] for a layer's expert ids.
+        After RankLostError neither results nor what was stored of these tokens are of use.
         """
         threads, ranks, count = native.num_threads(), self._ranks, sampled.shape[0]
         for cos, sin in {id(each): each for each in angles}.values():

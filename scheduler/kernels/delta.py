@@ -53,7 +53,10 @@ class Segments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaPlaces:
-    """Places of the first key head in a layer's first product, and the stride to the next."""
+    """Places of the first key head in a layer's first product, and the stride to the next.
+
+    Value heads of a key head are neighbours in ``value``, ``gate``, ``b`` and ``a``.
+    """
 
     width: int
     query: tuple[int, int]

@@ -46,7 +46,10 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
 def route_in_groups(
     logits: Tensor, bias: Tensor | None, top_k: int, by: GroupRouting, *, normalize: bool
 ) -> tuple[Tensor, Tensor]:
-    """Choose the best of the best groups by float32 logits, overwritten by scores; ``bias`` only chooses."""
+    """Choose the best experts of the best groups by float32 logits [T, experts], which become scores.
+
+    ``bias``, float32 [experts], only decides the choice. Weights are not rounded; ``choosable`` is unchecked.
+    """
     tokens, experts = logits.shape
     tensors = [logits] if bias is None else [logits, bias]
     if not all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors) or (

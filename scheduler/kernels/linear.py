@@ -142,9 +142,10 @@ class Product(Packed):
     def __call__(
         self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, wide: bool = False
     ) -> Tensor:
-        """Return ``x`` [M, K] times the weight in ``out`` [M, N], which must not overlap the others.
+        """Return ``x`` [M, K] times the weight, plus ``bias`` [N], in ``out`` [M, N] or fresh memory.
 
-        ``wide``: ``out`` is float32, the sums as they are; without a bias.
+        Columns are contiguous; ``out`` must not overlap the others. ``wide``: it is float32, the sums as they
+        are, without a bias.
         """
         rows, inputs = x.shape
         outputs, dtype = self._outputs, self._dtype

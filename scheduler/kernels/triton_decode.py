@@ -49,7 +49,10 @@ def _attend(
     block: tl.constexpr, page_size: tl.constexpr, window: tl.constexpr, capped: tl.constexpr,
     precision: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one part of a row for a KV head's queries, in units of log 2; ``window`` 0 sees all."""
+    """Attend to one part of what a row sees, for a KV head's query heads; scores are in units of log 2.
+
+    ``window`` 0 sees all. ``capped``: ``scale`` has been divided by the cap, and ``cap`` has the units.
+    """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(kv_lens + row)
     begin = tl.maximum(length - window, 0) if window else 0

@@ -119,7 +119,10 @@ def _rope_store_kernel(
     size: tl.constexpr, width: tl.constexpr, block: tl.constexpr, page_size: tl.constexpr,
     norms: tl.constexpr, from_one: tl.constexpr,
 ):  # fmt: skip
-    """Rotate and store some heads of one token by number; elements behind ``turned`` have angle 0."""
+    """Rotate and store some heads of one token; their number tells queries, keys and values apart.
+
+    Angle i rotates elements i and turned / 2 + i of a head; those behind ``turned`` have angle 0.
+    """
     half: tl.constexpr = size // 2
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * block + tl.arange(0, block))[:, None]

@@ -51,7 +51,10 @@ def scale_shape(blocks: Fp8Blocks, rows: int, columns: int) -> tuple[int, int]:
 
 
 def quantize(values: Tensor, blocks: Fp8Blocks) -> tuple[Tensor, Tensor]:
-    """Quantise float32 [n, in] to FP8 and its grid's scales: the largest becomes 448, zeros have scale 1."""
+    """Quantise float32 [n, in] to FP8 and its grid's scales, the largest to 448.
+
+    Blocks of zeros have scale 1; NaN and infinities stay not finite.
+    """
     size, grid = values.shape, scale_shape(blocks, *values.shape)
     shape = (grid[0], blocks.rows, grid[1], blocks.columns)
     rows, columns = grid[0] * blocks.rows, grid[1] * blocks.columns

@@ -45,7 +45,7 @@ class Router:
         """Name the checkpoint's ``module``: ``weight`` [experts, hidden], ``bias`` [experts] if asked for.
 
         Among groups it is ``e_score_correction_bias`` (float32). ``normalize``: weights are divided by their
-        sum.
+        sum; then they are multiplied by the groups' scale.
         """
         self._module, self.top_k, self.normalize, self.in_groups = module, top_k, normalize, by
         self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON) and (

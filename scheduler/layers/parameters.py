@@ -147,7 +147,10 @@ class WeightSlot(TensorSlot):
 
     @abstractmethod
     def write(self, rows: Tensor, start: int) -> None:
-        """Overwrite rows from ``start`` in place, casting; on the CPU ``rows`` (no alias) has been read."""
+        """Overwrite rows from ``start`` in place, casting if needed.
+
+        ``rows`` must not alias the parameter; on the CPU it has been read when this returns.
+        """
 
     def differs(self, rows: Tensor, start: int) -> bool:
         """Return True if writing would change a byte; stops at the first difference."""

@@ -86,7 +86,10 @@ def per_rank(total: int, parallel: TensorParallel) -> int:
 
 
 def head_windows(num_heads: int, num_kv_heads: int, parallel: TensorParallel) -> tuple[Window, Window]:
-    """Return this rank's query heads and their key and value heads, which several ranks may share."""
+    """Return this rank's query heads, and the key and value heads that they attend with.
+
+    With fewer of these than ranks, several ranks hold each. Heads that do not divide are refused.
+    """
     size = parallel.size
     queries = even(num_heads, parallel, "num_attention_heads")
     if num_kv_heads % size == 0:

@@ -147,7 +147,6 @@ def _read_text(path: Path) -> str:
 
 
 def _read_kb_fields(path: Path) -> dict[str, int]:
-    """Return the ``Name:  123 kB`` lines of a procfs file, in bytes."""
     fields = {}
     for line in _read_text(path).splitlines():
         name, _, value = line.partition(":")

@@ -148,7 +148,6 @@ def _offsets(like: Sequence[tuple[torch.Size, torch.dtype]]) -> list[int]:
 
 
 def _mapped(file: int, like: Sequence[tuple[torch.Size, torch.dtype]]) -> Iterator[Tensor]:
-    """Yield the tensors in ``file``; the mapping goes with the last of them."""
     size = os.fstat(file).st_size
     mapping = mmap.mmap(file, size) if size else b""
     for (shape, dtype), offset in zip(like, _offsets(like), strict=True):

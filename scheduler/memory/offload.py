@@ -237,7 +237,7 @@ class ResidentStrategy(Strategy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerwiseOffloadStrategy(Strategy):
-    """``window`` consecutive layers on the device, later ones on their way, round into the next pass."""
+    """``window`` consecutive layers on the device, later ones on their way; the first follows the last."""
 
     window: int = 2  # at least 1
     kind: ClassVar[Residency] = "layerwise"

@@ -111,7 +111,7 @@ class ComponentResidencyManager:
     def register(
         self, name: str, strategy: Strategy, *, memory_intensive: bool = False
     ) -> OffloadableComponent:
-        """Add a component that ``strategy`` moves, and a weights release; write values by the result."""
+        """Add a component that ``strategy`` and weight releases move; write its values through the result."""
         assert name not in self.registered, name
         assert name not in self.components, name
         # Scratch memory is not written whole, as weights are.

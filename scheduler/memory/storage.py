@@ -44,7 +44,6 @@ class Component:
         return tensor
 
     def occupied_bytes(self) -> int:
-        """Return the bytes that the tensors take of what the allocator or the system says is in use."""
         return self.nbytes
 
     def release(self) -> Iterator[None]:

@@ -84,8 +84,6 @@ def _details_of(tokens: Sequence[TokenDetails | None]) -> DeltaDetails | None:
 
 @dataclass(slots=True)
 class _ClientOutput:
-    """Output for one client that has not been sent yet."""
-
     rids: list[str] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)

@@ -84,27 +84,17 @@ class CausalLM(Weights):
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
-        """Return hidden states of the step's S sampled tokens, [S, hidden], after the final norm.
-
-        ``backend.plan(batch)`` has been called. Runs under ``torch.inference_mode``.
-        """
+        """Return [S, hidden] after the final norm, for a planned step, under ``torch.inference_mode``."""
 
     @abstractmethod
     def forward_by_layer(
         self, batch: ForwardBatch, backend: AttentionBackend
     ) -> Generator[int, None, Tensor]:
-        """Run :meth:`forward`, yielding each layer's number before it is computed.
-
-        For weights that are there layer by layer, and work that lets others in between. Pieces run under
-        ``torch.inference_mode``.
-        """
+        """Run :meth:`forward` in pieces under ``inference_mode``, yielding each layer's number before it."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """Map [S, hidden] to [S, vocab] in the model's dtype, valid until the next call.
-
-        None within :func:`~..layers.logits_processor.autotune_dummy_run_mode`: the head was not called then.
-        """
+        """Map [S, hidden] to [S, vocab], valid until the next call; None if it is a dummy run's."""
 
     @abstractmethod
     def check(self) -> None:

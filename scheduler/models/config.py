@@ -99,11 +99,9 @@ ModelBackend = Literal["auto", "native", "transformers"]
 
 
 def load_model_config(path: str | Path, backend: ModelBackend = "native") -> ModelConfig:
-    """Read config.json (and generation_config.json, if any) in folder ``path``, or a language model's part.
+    """Read config.json (and generation_config.json) in ``path``, or a language model's part.
 
-    Raises:
-        CaesuraError: CHECKPOINT_ERROR, config.json is missing or invalid; UNSUPPORTED_MODEL, with fields, it
-            asks for something that the forward does not do.
+    CaesuraError: CHECKPOINT_ERROR; UNSUPPORTED_MODEL with fields that the forward does not do.
     """
     folder = Path(path)
     require_folder(folder)
@@ -211,10 +209,7 @@ def parse_model_config(
 
 
 def config_difference(a: ModelConfig, b: ModelConfig) -> list[str]:
-    """Return names of the fields in which ``a`` and ``b`` differ and on which the forward pass depends.
-
-    Weights of ``b`` that are not quantised are no difference: ``a`` quantises them.
-    """
+    """Return fields that differ and matter to the forward pass; ``a`` quantises what ``b`` does not."""
     if a.transformers_config is not None and b.transformers_config is not None:
         return list(_of_transformers().differing_fields(a.transformers_config, b.transformers_config))
     names = [field.name for field in fields(ModelConfig) if field.name not in _NOT_FORWARD]
@@ -301,11 +296,7 @@ def is_mxfp4(config: dict[str, Any]) -> bool:
 
 
 def parse_quantization(config: dict[str, Any], source: str, *, mxfp4: bool = False) -> Fp8Blocks | None:
-    """Return the storage of weights that stay quantised, or None; ``mxfp4``: experts in MXFP4 can be read.
-
-    Raises:
-        CaesuraError: UNSUPPORTED_MODEL with the fields, as ``quantization_config.…``.
-    """
+    """Return the blocks of weights that stay quantised, or None; UNSUPPORTED_MODEL names other fields."""
     stated = config.get("quantization_config")
     if stated is None:
         return None

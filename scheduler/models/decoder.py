@@ -280,10 +280,7 @@ def sparse_mlp(
     bias: bool = False,
     bend: Bend = "silu",
 ) -> tuple[list[FeedForward], RoutedExperts]:
-    """Return the block of every layer, and the record of the experts that they choose.
-
-    ``bias``: routers and experts have biases; ``bend``: activation of the experts' gates.
-    """
+    """Return the block of every layer, and the experts' record; ``bias``: of routers and experts."""
     moe = config.moe
     assert moe is not None, "an architecture with experts has a config of them"
     routing = RoutedExperts(config.num_layers, moe.top_k, moe.num_experts, place=place)

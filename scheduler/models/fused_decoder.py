@@ -70,10 +70,7 @@ class FusedDecoder:
         step: PagedStep,
         routing: RoutedExperts | None,
     ) -> Tensor:
-        """Return normalised hidden states of the sampled tokens, [S, hidden], valid until the next call.
-
-        ``embedded`` [T, hidden] is overwritten; ``angles`` are those of each layer.
-        """
+        """Return normalised hidden states [S, hidden], valid until the next call; overwrite ``embedded``."""
         record = None
         if routing is not None and self._experts:
             rows = routing.of_layers(embedded.shape[0])

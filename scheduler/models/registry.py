@@ -39,11 +39,7 @@ def families() -> Mapping[str, Family]:
 
 
 def require_ranks(config: "ModelConfig", ranks: int) -> None:
-    """Refuse sizes that the ranks cannot divide, before workers start, without memory for weights.
-
-    Raises:
-        CaesuraError: UNSUPPORTED_MODEL.
-    """
+    """Refuse (UNSUPPORTED_MODEL) sizes that ranks cannot divide, before workers start, without memory."""
     if ranks == 1:
         return
     if config.transformers_config is not None:
@@ -61,11 +57,7 @@ def require_ranks(config: "ModelConfig", ranks: int) -> None:
 def build_model(
     config: "ModelConfig", dtype: torch.dtype, device: torch.device, parallel: TensorParallel = SINGLE
 ) -> "CausalLM":
-    """Allocate a model of this config, or this rank's shard of it; it has no values until it is loaded.
-
-    Raises:
-        CaesuraError: UNSUPPORTED_MODEL, the ranks cannot divide it.
-    """
+    """Allocate a model, or this rank's shard, without values; UNSUPPORTED_MODEL: ranks do not divide it."""
     place = Placement(dtype, device, config.fp8, parallel=parallel)
     if config.transformers_config is not None:
         require_ranks(config, parallel.size)

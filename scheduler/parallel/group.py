@@ -20,10 +20,7 @@ from ..kernels.collectives import RankLostError as RankLostError
 
 
 class TensorParallel:
-    """One rank's view of its group: by itself a rank alone, whose collectives do nothing.
-
-    Collectives raise :class:`RankLostError`.
-    """
+    """One rank's view of its group, whose collectives raise :class:`RankLostError`; alone they do nothing."""
 
     compiled: Collective | None = None
     """Sum that compiled kernels call, or None where layers must be computed part by part."""
@@ -36,12 +33,7 @@ class TensorParallel:
         """Replace ``x``, contiguous, by the sum of all ranks' ``x``."""
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return [T, w] of every rank as [T, size * w], in the order of ranks.
-
-        Args:
-            out: [T, n] with n <= size * w, contiguous, for the first n columns; the rest is padding of the
-                last ranks. Without it the result is fresh memory.
-        """
+        """Return [T, w] of every rank as [T, size * w], in order; ``out`` [T, n] drops the last columns."""
         return x if out is None else out.copy_(x[:, : out.shape[1]])
 
     def broadcast(self, x: Tensor, source: int) -> None:

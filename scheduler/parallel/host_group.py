@@ -63,11 +63,7 @@ def summed(parts: Tensor) -> Tensor:
 
 
 def found(size: int) -> tuple[int, str]:
-    """Make memory for ``size`` ranks; return its descriptor, and its address while that is open.
-
-    Raises:
-        CaesuraError: ``unsupported``, there are no compiled kernels, or too many ranks.
-    """
+    """Make memory for ``size`` ranks; return its descriptor and address, or raise ``unsupported``."""
     reason = native.why_not()
     if reason is None and size > MAX_RANKS:
         reason = f"at most {MAX_RANKS} ranks, not {size}"
@@ -80,11 +76,9 @@ def found(size: int) -> tuple[int, str]:
 
 
 def join(memory: int | str, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> HostGroup:
-    """Enter a group of :func:`found` by its descriptor (rank 0) or its address; return when all ranks have.
+    """Enter a group of :func:`found` by its descriptor (rank 0) or its address; return when all have.
 
-    Raises:
-        RankLostError: not all of them came in time, or one is gone.
-        CaesuraError: ``unsupported``, the memory cannot be reached or is not made for ``size`` ranks.
+    RankLostError: some are late or gone. CaesuraError ``unsupported``: the memory is not for ``size`` ranks.
     """
     try:
         fd = memory if isinstance(memory, int) else os.open(memory, os.O_RDWR | os.O_CLOEXEC)

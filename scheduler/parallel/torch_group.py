@@ -127,10 +127,7 @@ class TorchGroup(TensorParallel):
 
 
 def listen(host: str, size: int) -> tuple[Store, str]:
-    """Return rank 0's store, by which the ranks find each other, and its address ``host:port``.
-
-    torch would listen on all addresses, so it is given a socket that listens at ``host`` alone.
-    """
+    """Return rank 0's store and its address ``host:port``; torch itself would listen on all addresses."""
     family, *_ = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server((host, 0), family=family, backlog=size)
     port = listener.getsockname()[1]
@@ -156,9 +153,7 @@ def join(
 ) -> TorchGroup:
     """Enter a group that computes in ``dtype``, by the store of :func:`listen` (rank 0) or its address.
 
-    Raises:
-        RankLostError: rank 0 is not there, or not all ranks came in time.
-        CaesuraError: ``unsupported``, this rank would compute otherwise than rank 0.
+    RankLostError: some rank is not there in time. ``unsupported``: it would compute otherwise than rank 0.
     """
     try:
         if isinstance(store, str):

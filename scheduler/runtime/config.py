@@ -42,7 +42,7 @@ _ACCELERATOR_SIZES = (
     (30, Sizes(512, 4096, 0.85)),
     (0, Sizes(256, 2048, 0.8)),
 )
-"""Sizes by least GB: large cards pay for launches and weights read, small ones lack memory for logits."""
+"""Sizes by least memory in GB: reading weights limits a large card, memory for logits a small one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -248,7 +248,6 @@ class Batcher:
         return decode if fits else np.roll(decode, -self._decode_offset)[:limit]
 
     def _ready_decode_slots(self) -> np.ndarray:
-        """Return the slots that need one more token, beyond a last allowed one that is in flight."""
         if self._decode_slots is None:
             slots = [r.slot for r in self._active if r.phase is Phase.DECODE]
             self._decode_slots = np.asarray(slots, np.int64)

@@ -109,5 +109,4 @@ class Coverage:
 
 
 def num_rows(shape: Sequence[int]) -> int:
-    """Return the length of dimension 0; a scalar has one row."""
     return shape[0] if shape else 1

@@ -185,7 +185,7 @@ class WeightLoader:
         return tensor.owned if isinstance(tensor, TensorSlot) else None
 
     def missing(self, written: set[str]) -> list[str]:
-        """Return what is not ``written``, of components that were, or that differ from the commit."""
+        """Return required names that are not ``written``, of components written or unlike the commit."""
         return self._missing(written, self._components_of(written | self._coverage.due) | self._lost)
 
     def _missing(self, written: set[str], components: set[str]) -> list[str]:
@@ -205,7 +205,6 @@ class WeightLoader:
         return {_component(name) for name in names} & set(self._components)
 
     def require_whole(self) -> None:
-        """Raise WEIGHT_MISMATCH with the names that must still come before a commit."""
         Mismatches(self._slots, missing=sorted(self._coverage.due)).raise_if_any()
 
     def take_counts(self) -> LoadCounts:

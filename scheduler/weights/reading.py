@@ -71,7 +71,6 @@ class Held(msgspec.Struct, array_like=True, frozen=True):
         return cls(rows, window, bytearray(part.cpu().numpy()))
 
     def place(self, buffer: Tensor, spec: TensorSpec) -> None:
-        """Copy the part into the tensor of ``spec``, which is at its ``offset`` in ``buffer``, uint8."""
         whole = buffer[spec.offset : spec.offset + spec.nbytes].view(spec.shape[0] if spec.shape else 1, -1)
         data = torch.frombuffer(self.data, dtype=torch.uint8) if len(self.data) else whole.new_empty(0)
         first, end = 0, whole.shape[1]

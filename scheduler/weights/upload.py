@@ -54,7 +54,6 @@ class WriteStream:
         return self._streams.stream(self.side)
 
     def mark(self) -> torch.Event:
-        """Return an event after everything written so far."""
         with self.on_stream():
             return self.here()
 

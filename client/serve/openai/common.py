@@ -1,10 +1,9 @@
 """Common part of requests to the OpenAI routes: fields, refusals, errors.
 
-Invariants: ``null`` means "not given". Unknown keys are ignored, and each is logged once. A field that would
-change the output and is not supported is refused unless its value asks for nothing (:data:`REFUSED`); one
-that changes no output is ignored (:data:`IGNORED`). docs/reference/openai.md has a row for every field (a
-test compares). Errors have OpenAI's form: 400 for the request's fault, 404 for an unknown model, 503 if the
-engine is away or full.
+Invariants: ``null`` means "not given". Unknown keys are ignored, and each is logged once. An unsupported
+field that would change the output is refused unless its value asks for nothing (:data:`REFUSED`); one that
+changes no output is ignored (:data:`IGNORED`). docs/reference/openai.md has a row for every field (a test
+compares). Errors have OpenAI's form: 400 (the request), 404 (unknown model), 503 (engine away or full).
 """
 
 import re

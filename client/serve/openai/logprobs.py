@@ -102,9 +102,7 @@ class TokenText:
 
 class Offsets:
     """Characters before each token of one choice, where its character begins; beyond the text after a stop
-    string.
-
-    With ``leading_space_cut`` the text lacks the space that its first token begins with.
+    string. With ``leading_space_cut`` the text lacks its first token's space.
     """
 
     def __init__(

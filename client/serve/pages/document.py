@@ -151,7 +151,6 @@ def write_page(record: MemoryRecord, path: Path) -> None:
 
 
 def filed(data: PageData) -> bytes:
-    """Return the page with ``data`` inside."""
     encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c")
     return _page(policy=_FILE_POLICY.format(_policy()), data=encoded)
 

@@ -84,11 +84,7 @@ def frames_of(pieces: Iterable[tuple[str, str, list[int], memoryview]]) -> Frame
 
 
 def read_pickled(payloads: list[str], *, flattened: bool) -> list[Part]:
-    """Read ``serialized_named_tensors``, as one part for each storage of the tensors.
-
-    Raises InvalidRequest if it is not one payload of SGLang's clients, Unsupported for tensors out of reach,
-    and CaesuraError ``malformed_message`` for no pickle of plain fields.
-    """
+    """Read ``serialized_named_tensors``, one part per storage; InvalidRequest, Unsupported or malformed."""
     if len(payloads) != 1:
         raise InvalidRequest(
             f"{len(payloads)} serialized_named_tensors for an engine of one rank",

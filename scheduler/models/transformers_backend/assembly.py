@@ -42,11 +42,7 @@ from .products import Head, PartOfProduct, Product, SharedProduct, gather_by
 
 
 def build(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the module of this config on the meta device, with the engine's attention and experts.
-
-    Raises:
-        CaesuraError: UNSUPPORTED_MODEL, transformers' modules do not take the config.
-    """
+    """Return this config's module on the meta device, with the engine's attention, or UNSUPPORTED_MODEL."""
     kind: type[PreTrainedModel] = getattr(transformers, config.architecture)
     options = {"experts_implementation": IMPLEMENTATION} if kind._can_set_experts_implementation() else {}
     try:
@@ -64,11 +60,7 @@ def build(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def compute_buffers(module: PreTrainedModel, device: torch.device) -> None:
-    """Give every buffer memory on ``device``, and those that are not of checkpoints their values.
-
-    Raises:
-        CaesuraError: UNSUPPORTED_MODEL, a tensor that is neither a parameter nor a buffer has no values.
-    """
+    """Give buffers memory on ``device``, and values unless checkpoints do; refuse a tensor without any."""
     for each in module.modules():
         for name, buffer in each.named_buffers(recurse=False):
             each._buffers[name] = torch.zeros_like(buffer, device=device)
@@ -141,11 +133,7 @@ class _WithoutCopies(TorchDispatchMode):
 
 
 def checkpoint_parts(module: PreTrainedModel) -> dict[str, Part]:
-    """Return every tensor of a meta module's checkpoints by name, a tied one once.
-
-    Raises:
-        CaesuraError: UNSUPPORTED_MODEL, a checkpoint tensor is no part of one parameter.
-    """
+    """Return a meta module's checkpoint tensors by name, tied ones once; refuse what is no part of one."""
     tied = set(module.all_tied_weights_keys)
     state = {name: tensor for name, tensor in module.state_dict(keep_vars=False).items() if name not in tied}
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in state.items()}

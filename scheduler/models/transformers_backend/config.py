@@ -51,9 +51,6 @@ def parse(config: dict[str, Any], source: str, eos_token_ids: tuple[int, ...]) -
     """Do what :func:`~..config.parse_model_config` does, by the config class that transformers has.
 
     :mod:`.probe` finds the rest once there is a module, which does norms and rotation itself.
-
-    Raises:
-        CaesuraError: CHECKPOINT_ERROR, the class does not take it; UNSUPPORTED_MODEL, it cannot be served.
     """
     kind = model_class(config)
     if not kind._supports_attention_backend:

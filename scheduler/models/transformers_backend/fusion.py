@@ -222,11 +222,7 @@ def _bend(region: Sequence[Call], source: Value, rows: Value, dtype: torch.dtype
 
 
 def fuse_attention(trace: Trace, sizes: Sizes, dtype: torch.dtype) -> list[RopeTable]:
-    """Have the attention's kernel take products as they are, where heads are rotated, behind norms or not.
-
-    Returns:
-        Tables whose rows the kernel's calls take, as further inputs of the trace.
-    """
+    """Have the attention's kernel rotate and store products; return its tables, inputs of the trace."""
     matcher = _AttentionMatcher(trace, sizes, dtype)
     fused: dict[Value, Value] = {}
     calls: list[Call] = []

@@ -97,9 +97,7 @@ def attend_fused(
 ) -> Tensor:
     """Return head norms, rotation and attention of a layer, [T, query heads * head size].
 
-    Args:
-        qkv: [T, heads * head size]: queries, keys and values; overwritten. ``heads`` is that of all three.
-        cos, sin: [T, 1, rotated size / 2].
+    ``qkv`` [T, heads * head size] is overwritten; ``cos``, ``sin``: [T, 1, rotated size / 2].
     """
     assert backend.fused is not None
     rows = qkv.view(qkv.shape[0], heads, qkv.shape[1] // heads)
@@ -160,10 +158,7 @@ class NamedExperts:
 
 
 def checkpoint_names(module: nn.Module, path: str, parts: "dict[str, Part]") -> list[str] | None:
-    """Return the checkpoint's names of gate, up and down of each expert, in the order of the slots.
-
-    None if the engine's layer does not compute what ``module`` does, or checkpoints have other tensors.
-    """
+    """Return the names of each expert's gate, up and down, or None if the engine's layer does not fit."""
     if not _is_silu_gated(module):
         return None
     gate_up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))

@@ -76,11 +76,7 @@ _notes: list[_Notes] = []
 
 
 def probe(module: PreTrainedModel, decoder: nn.Module) -> Probe:
-    """Run ``decoder``, a part of ``module``, both on the meta device.
-
-    Raises:
-        CaesuraError: UNSUPPORTED_MODEL with what it asks for that is not done.
-    """
+    """Run ``decoder``, a part of ``module``, on the meta device; UNSUPPORTED_MODEL: it asks for more."""
     names = {each: name for name, each in module.named_modules()}
     notes = _Notes(names, type(module).__name__)
     ids = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")

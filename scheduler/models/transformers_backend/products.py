@@ -65,11 +65,7 @@ class PartOfProduct(nn.Module):
 
 
 class GatheredEmbedding(nn.Embedding):
-    """A token embedding that gathers from the engine's table.
-
-    A class that does more (Gemma scales what it has gathered) is kept: :func:`gather_by` puts this
-    class between it and ``nn.Embedding``.
-    """
+    """A token embedding over the engine's table; :func:`gather_by` puts it below a class that does more."""
 
     table: Embedding
 

@@ -274,10 +274,7 @@ def traced_decoder(
 def traced_head(
     headed: Any, given: Given, head: Head | None, dtype: torch.dtype, device: torch.device, hidden_size: int
 ) -> Callable[..., Tensor] | None:
-    """Return a function of hidden states, memory for logits, and S that returns logits, maybe elsewhere.
-
-    None if the head cannot be traced.
-    """
+    """Return a function from hidden states, memory and S to logits, or None if the head is not traceable."""
     if device.type != "cpu" or head is None:
         return None
     try:

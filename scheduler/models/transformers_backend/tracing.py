@@ -31,10 +31,7 @@ def trace_decoder(
     head_size: int,
     device: torch.device,
 ) -> Trace:
-    """Return the calls of ``decoder``, given token ids, positions and the backend.
-
-    ``norms`` are the modules that a kernel stands in for. NotTraceableError if no list of calls repeats it.
-    """
+    """Return the calls of ``decoder``, from token ids, positions and backend; kernels replace ``norms``."""
 
     def inputs(size: int) -> dict[str, Tensor]:
         positions = torch.arange(size, device=device)

@@ -185,7 +185,6 @@ class Conversation:
         self._unanswered = False
 
     def _refuse_all(self, socket: zmq.Socket[bytes]) -> None:
-        """Answer with the refusal until the server says that it knows."""
         self._refusing, deadline = True, monotonic() + self._timeout_s
         if self._unanswered and not self._closed:
             self._answer(socket, self._refusal or "refused")

@@ -146,7 +146,7 @@ def open_fitting(path: str, config: ModelConfig) -> Checkpoint:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Check ``model.safetensors`` of a folder, else an index, else any; raises CHECKPOINT_ERROR."""
+    """Return the checkpoint in ``model.safetensors``, an index's files, or any; raises CHECKPOINT_ERROR."""
     folder = Path(path)
     try:
         return _open_folder(folder)

@@ -137,7 +137,6 @@ class Group:
 
     @property
     def is_leaving(self) -> bool:
-        """True while its end waits for a broadcast."""
         return self._leaving is not None and self._leaving.is_alive()
 
     def error(self, reason: str, **detail: object) -> CaesuraError:
