@@ -183,9 +183,11 @@ class TestGenerate:
             engine.generate([5], SamplingParams(n=65), timeout=PATIENCE)
         assert caught.value.detail["limit"] == 64
 
-    @pytest.mark.parametrize("name", ["", "r" * 129, 7])
-    def test_names_that_are_none(self, engine, name):
-        with pytest.raises(MalformedMessage):
+    @pytest.mark.parametrize(
+        ("name", "error"), [("", MalformedMessage), ("r" * 129, MalformedMessage), (7, InvalidRequest)]
+    )
+    def test_names_that_are_none(self, engine, name, error):
+        with pytest.raises(error):
             engine.submit([5], rid=name).result(timeout=PATIENCE)
 
     @pytest.mark.parametrize("name", [7, b"x", ["a"]])
