@@ -359,7 +359,7 @@ def launch_scheduler(given: dict[str, Any]) -> LaunchedScheduler:
     """
     launched = {name: given.pop(name) for name in _LAUNCHED if name in given}
     seconds("startup_timeout", launched.get("startup_timeout", 0.0))  # refused before anything is made
-    model, directory = given.pop("model"), None
+    model, directory = os.fspath(given.pop("model", None)), None
     endpoint = given.pop("endpoint", None)
     if endpoint is None:
         directory = private_directory.make()
@@ -376,8 +376,8 @@ def worker_command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "caesura.scheduler.executor", *arguments]
 
 
-def _command_line(model: str | os.PathLike[str], endpoint: str, options: dict[str, Any]) -> list[str]:
-    command = engine_command("--model", os.fspath(model), "--endpoint", endpoint)
+def _command_line(model: str, endpoint: str, options: dict[str, Any]) -> list[str]:
+    command = engine_command("--model", model, "--endpoint", endpoint)
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):

@@ -289,6 +289,14 @@ def test_options_become_the_schedulers_arguments(monkeypatch, tmp_path):
     assert seen["directory"] is None  # the caller's endpoint is the caller's to remove
 
 
+@pytest.mark.parametrize("model", [None, 3])
+def test_a_model_that_is_no_path_is_a_type_error_before_anything_is_made(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(TypeError, match="PathLike"):
+        launch_scheduler(model)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_close_waits_for_a_drain_that_hurry_ends(directory, monkeypatch):
     monkeypatch.setattr("caesura.client.launch.launcher.SHUTDOWN_S", PATIENCE)
     launched = launch(directory, "drain")
