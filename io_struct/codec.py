@@ -19,9 +19,9 @@ def _messages(base: type[Message]) -> Iterator[type[Message]]:
 
 REQUESTS = {kind.__name__: kind for kind in _messages(Request)}
 ToScheduler: Any = Union[tuple(REQUESTS.values())]  # noqa: UP007
-"""What a scheduler accepts: every request."""
+"""Messages that a scheduler accepts: every request."""
 ToClient: Any = Union[tuple(kind for kind in _messages(Message) if not issubclass(kind, Request))]  # noqa: UP007
-"""What a client accepts: every other message."""
+"""Messages that a client accepts: every other one."""
 
 Answer = Reply | BatchTokenOutput | images.GenerateImagesReqOutput | Keepalive
 T = TypeVar("T")
@@ -125,7 +125,7 @@ def decode_reply(frame: bytes | memoryview) -> Answer:
 
 
 class UnreadReply(msgspec.Struct):
-    """Whom a reply that cannot be decoded is for; nothing else of it is built."""
+    """The addressee of a reply that cannot be decoded; nothing else of it is built."""
 
     type: str = ""
     id: str = ""

@@ -68,7 +68,7 @@ class PauseGenerationReqInput(ControlRequest, kw_only=True):
     """
 
     mode: PauseMode = "abort"
-    """What happens to the live requests."""
+    """Treatment of the live requests."""
     lease_s: PositiveDuration | None = None
     """Seconds without a command of the owner until the lease expires; needs ``owner``. None: no lease."""
     on_lease_expiry: LeaseAction = "continue"
@@ -103,7 +103,7 @@ class ContinueGenerationReqInput(ControlRequest, kw_only=True):
 
 
 class RankMemory(ReplyRecord, kw_only=True, frozen=True):
-    """What one of an engine's other ranks had reserved around an emptying of its device cache, in bytes."""
+    """Bytes that another rank of an engine had reserved around an emptying of its device cache."""
 
     rank: int
     """From 1; the reply's own figures are those of rank 0."""
@@ -137,7 +137,7 @@ class FlushCacheReqInput(ControlRequest, kw_only=True):
 
 
 class FlushCacheReqOutput(Reply, kw_only=True):
-    """What was flushed. Both byte counts are None without ``torch_empty_cache``."""
+    """Result of a flush. Both byte counts are None without ``torch_empty_cache``."""
 
     freed_tokens: int
     """KV token slots that were cached and are free now."""
@@ -153,7 +153,7 @@ class ReleaseMemoryOccupationReqInput(ControlRequest, kw_only=True):
     """
 
     tags: list[MemoryTag] | None = None
-    """What to release. None means everything."""
+    """Memory to release. None means all of it."""
 
 
 class ReleaseMemoryOccupationReqOutput(Reply, kw_only=True):
@@ -175,7 +175,7 @@ class ResumeMemoryOccupationReqInput(ControlRequest, kw_only=True):
     """Allocate ``tags`` again, or none of them (``out_of_memory``); repeating has no effect."""
 
     tags: list[MemoryTag] | None = None
-    """What to resume. None means everything."""
+    """Memory to resume. None means all of it."""
 
 
 class ResumeMemoryOccupationReqOutput(Reply, kw_only=True):
@@ -316,7 +316,7 @@ class MemoryByTag(ReplyRecord, kw_only=True, frozen=True):
     workspace: int
     """All else allocated since construction began: temporaries, on the CPU also Python objects."""
     runtime: int
-    """What the process used before that: Python and torch. Almost nothing on accelerators."""
+    """Bytes that the process used before: Python and torch. Almost nothing on accelerators."""
     other: int
     """The rest: blocks that the allocator caches, and memory that was not allocated through it."""
 
@@ -357,7 +357,7 @@ class EngineTotals(ReplyRecord, kw_only=True, frozen=True):
     prompt_tokens: int = 0
     """Prompt tokens of requests that have been scheduled."""
     cached_tokens: int = 0
-    """Those that were found in the prefix cache."""
+    """Prompt tokens that were found in the prefix cache."""
     finished_requests: dict[str, int] = {}
     """Finished samples, by the type of their finish reason."""
     pauses: list[PauseTotal] = []
@@ -379,7 +379,7 @@ class RankStatus(ReplyRecord, kw_only=True, frozen=True):
 
     rank: int
     pid: int
-    """Of its process, on its machine."""
+    """Process id of the rank, on its machine."""
     host: str
     """Name of its machine."""
     reserved: int
@@ -394,9 +394,9 @@ class ComponentStatus(ReplyRecord, kw_only=True, frozen=True):
     """``vae``, ``text_encoder``, …; ``reference`` and ``reference_kv`` of the reference model."""
     residency: Residency
     nbytes: int
-    """Its size, wherever it is."""
+    """Size in bytes, wherever the component is."""
     device_bytes: int
-    """What of it is on the device now, or on its way there."""
+    """Bytes on the device now, or on their way there."""
 
 
 class PromptCacheStatus(ReplyRecord, kw_only=True, frozen=True):
@@ -418,7 +418,7 @@ class ReferenceStatus(ReplyRecord, kw_only=True, frozen=True):
     """State of the reference model."""
 
     model_path: str
-    """Its checkpoint folder."""
+    """Checkpoint folder of the reference model."""
     residency: Residency
     """``resident``: always on the device; ``offload``: during scoring; ``layerwise``: layer by layer."""
     weights: int
@@ -532,7 +532,7 @@ class ShutdownReqInput(Request, kw_only=True):
     timeout_s: Duration | None = None
     """With drain: seconds until the rest is aborted. None means the engine's ``drain_timeout_s``."""
     requested_by: Label = ""
-    """Who asks, as text for the engine's log: a program, its process and its host. Empty means unknown."""
+    """Sender as text for the engine's log: a program, its process and its host. Empty means unknown."""
 
 
 class ShutdownReqOutput(Reply, kw_only=True):
@@ -550,7 +550,7 @@ class StartProfileReqInput(ControlRequest, kw_only=True):
     num_steps: TraceSteps | None = None
     """Steps after which the trace ends by itself. None means at ``StopProfileReqInput``, or after 1,000."""
     activities: list[TraceActivity] | None = None
-    """What is recorded; ``GPU`` counts where the engine has one. None means both."""
+    """Activities to record; ``GPU`` counts where the engine has one. None means both."""
     with_stack: bool = False
     """Also record the Python stack of each operation, which is slow."""
     record_shapes: bool = False

@@ -78,7 +78,7 @@ _ADVICE: dict[str, tuple[str, str]] = {
     "host": ("endpoint", "it is part of endpoint, tcp://HOST:PORT"),
     "port": ("endpoint", "it is part of endpoint, tcp://HOST:PORT"),
 }
-"""What is no field: a field that it would stand next to, and what to do instead."""
+"""Names that are no fields: a field that each would stand next to, and the remedy."""
 
 _WORDS: dict[type[inspect.Type], str] = {
     inspect.NoneType: "null",
@@ -91,7 +91,7 @@ _WORDS: dict[type[inspect.Type], str] = {
 
 class FieldError(NamedTuple):
     field: str
-    """Its path, ``sampling_params.n``; empty where the whole value is meant."""
+    """Path of the field, ``sampling_params.n``; empty where the whole value is meant."""
     sentence: str
 
 

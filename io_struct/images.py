@@ -59,7 +59,7 @@ class GenerateImagesReqInput(Request, kw_only=True):
     width: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)] = 512
     """In pixels; a multiple of what the model's patches and VAE need."""
     height: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)] = 512
-    """As ``width``."""
+    """Same limits as ``width``."""
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_STEPS)] = 28
     """Denoising steps, unless ``sigmas`` says them."""
     sigmas: Annotated[list[float], msgspec.Meta(min_length=1, max_length=MAX_STEPS)] | None = None
@@ -88,7 +88,7 @@ class ResultTensor(ReplyRecord, kw_only=True, frozen=True):
     """A tensor of a result, whole in a frame of its own."""
 
     name: str
-    """What it is."""
+    """Name of the tensor."""
     dtype: str
     shape: list[int]
     """Elements per dimension; empty for a scalar."""
@@ -116,7 +116,7 @@ class GenerateImagesReqOutput(FramedMessage, kw_only=True):
     steps_done: int
     """Steps that were made; fewer than ``steps`` for a sample that was aborted or failed."""
     step_indices: list[int] = []
-    """Of ``return_steps``, those that were made."""
+    """Steps of ``return_steps`` that were made."""
     latent_indices: list[int] = []
     """Places in the grid of the returned latents: ``k`` is before step ``k``, and after step ``k - 1``."""
     tensors: list[ResultTensor] = []

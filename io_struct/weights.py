@@ -262,7 +262,7 @@ class StoredTensor(ReplyRecord, kw_only=True, frozen=True):
     """Size in bytes."""
 
     def spec(self) -> TensorSpec:
-        """As messages name it."""
+        """Return the spec by which messages name the tensor."""
         return TensorSpec(name=self.name, dtype=self.dtype, shape=self.shape, nbytes=self.nbytes)
 
 

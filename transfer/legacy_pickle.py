@@ -40,7 +40,7 @@ class Call:
     function: Global
     args: tuple[object, ...]
     state: object = None
-    """What it would have been given afterwards, its ``__dict__`` for instance."""
+    """State that it would have been given afterwards, its ``__dict__`` for instance."""
 
 
 def parse(data: bytes) -> object:

@@ -21,7 +21,7 @@ _PICKLE_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x0
 
 class Dtype(NamedTuple):
     torch: str
-    """Its name in torch, and in a config.json."""
+    """Name of the dtype in torch, and in a config.json."""
     nbytes: int
 
 

@@ -69,5 +69,5 @@ def draw_grid(rows: Sequence[Sequence[Panel]], path: Path, *, xlabel: str, row_h
 
 def save(figure: Any, path: Path, title: str | None = None) -> None:
     """Write a figure in the format of the suffix, without a date."""
-    metadata = {"Date": None, "Title": title} if path.suffix == ".svg" else None
+    metadata = {"Date": None, **({"Title": title} if title else {})} if path.suffix == ".svg" else None
     figure.savefig(path, metadata=metadata, dpi=150)

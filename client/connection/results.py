@@ -163,9 +163,9 @@ class TokenDetails:
     weights: list[DeltaWeights]
     """The weights that sampled each token."""
     raw_logprobs: list[float] | None
-    """As in :class:`GenerateOutput`; None unless ``return_raw_logprob``."""
+    """Same as in :class:`GenerateOutput`; None unless ``return_raw_logprob``."""
     sampled_logprobs: list[float] | None
-    """As in :class:`GenerateOutput`; None unless ``return_sampled_logprob``."""
+    """Same as in :class:`GenerateOutput`; None unless ``return_sampled_logprob``."""
     sampling_mask: SamplingMask | None = None
     """Tokens that top-k, top-p and min-p kept at each position; None unless ``return_sampling_mask``."""
 

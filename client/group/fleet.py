@@ -59,7 +59,7 @@ class FleetUpdate:
     epoch: int
     """The fleet's weights epoch after it."""
     weight_version: str
-    """Its label."""
+    """Label of the update."""
     replies: dict[str, WeightUpdateReqOutput]
     """Replies to the commits, by name; epochs in them are the engines' own."""
     fenced: dict[str, str]
@@ -71,7 +71,7 @@ class MemberStatus:
     """A member as the fleet sees it."""
 
     name: str
-    """Its name, or else its endpoint."""
+    """Name of the engine, or else its endpoint."""
     state: State
     """``serving``: it receives requests. ``joining``, ``fenced``, ``gone``: it does not."""
     reason: str
@@ -79,7 +79,7 @@ class MemberStatus:
     load: int
     """Number of unfinished samples that this fleet has given it."""
     engine: GetStatusReqOutput | None
-    """Its reply to a status request; None if there was none."""
+    """Reply of the engine to a status request, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class Fleet:
         self.owner = owner or f"fleet-{new_id()[:12]}"
         """Owner token of the fleet's pauses and sessions."""
         self.verify: Verify = verify
-        """What members compare before a commit."""
+        """Values that members compare before a commit."""
         self.weight_version = ""
         """Label of the weights that the fleet serves."""
         self.paused_mode: PauseMode | None = None

@@ -40,7 +40,7 @@ class SharedBucket:
         self.device = device
         """The CUDA device that has the memory; None if the host has it."""
         self.handle = self._host_memory() if device is None else self._device_memory(device)
-        """What an engine needs to open it."""
+        """Everything that an engine needs to open the memory."""
 
     def _host_memory(self) -> SharedMemoryHandle:
         handle, mapping = shared_memory.create(self.nbytes)

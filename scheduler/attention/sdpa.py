@@ -55,7 +55,7 @@ class _PrefillRun:
     q_len: int
     kv_len: int
     pages: Tensor | None
-    """As in :class:`_DecodeGroup`; None if the rows have no earlier tokens: K and V are the step's own."""
+    """Pages as in :class:`_DecodeGroup`; None if the rows have no earlier tokens: the step's own K and V."""
     bias: Tensor | None
     """[q_len, kv_len], 0 or -inf in the pool's dtype; None if plainly causal, or for one token."""
 

@@ -1,5 +1,4 @@
-"""What some layers hold behind the pages of the KV ledger (``manager.py``): storage of windows, states of
-sequences.
+"""Ledgers of layers with windows and with states, behind the pages of the KV ledger (``manager.py``).
 
 Layers with a sliding window have storage for some pages only. A page has storage
 

@@ -32,7 +32,7 @@ STAGED_PAGES = 256
 
 
 class _PagedPool:
-    """What pools of pages have in common; ``num_pages`` counts the scratch page 0."""
+    """Base of pools of pages; ``num_pages`` counts the scratch page 0."""
 
     num_pages: int
     page_size: int

@@ -47,7 +47,7 @@ _STATES_PER_ROW, _STATES_SHARE = 2, 0.5
 _ROWS_IN_FLIGHT, _WIDE_ROWS, _LOGITS = 4, 3, 3
 """Rows of each token as wide as the model, and as a layer at its widest; copies of the logits."""
 _CPU_WARM_UP_ROWS = 16
-"""Nothing is chosen by the number of rows there: a few meet every kernel."""
+"""Kernels are not chosen by the number of rows there: a few rows meet every kernel."""
 
 
 def load_model(

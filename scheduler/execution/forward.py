@@ -277,9 +277,9 @@ class HostOutput:
     sampled_logprobs: np.ndarray | None
     """float32: under the filtered, renormalised distribution; None when no row asked."""
     further: FurtherLogprobs | None = None
-    """Those of the special rows that want them."""
+    """Results of the special rows that want them."""
     inputs: FurtherLogprobs | None = None
-    """Those of ``ForwardBatch.inputs``."""
+    """Results of ``ForwardBatch.inputs``."""
 
 
 class ForwardOutput(Protocol):

@@ -1,4 +1,4 @@
-"""What serves each operation of a loaded model, and why torch does where compiled kernels were expected.
+"""Report the kernels that serve each operation of a loaded model, and why torch serves where it does.
 
 Invariants: what is reported is what is built. An operation counts as torch's if torch computes the products
 of any layer. Nothing depends on requests: answers hold from the start of an engine to its end.

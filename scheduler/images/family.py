@@ -1,4 +1,4 @@
-"""What differs between text-to-image models of flow matching: encoding, the transformer's inputs, decoding.
+"""Differences between text-to-image models of flow matching: encoding, the transformer's inputs, decoding.
 
 Invariants:
 - A family calls the pipeline's own modules and repeats what the pipeline of diffusers does around them.

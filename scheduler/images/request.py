@@ -34,7 +34,7 @@ class Conditioning:
 
     prompt: Prompt
     negative: Prompt | None = None
-    """What guidance leads away from: a second row is computed with it. None without guidance."""
+    """Prompt that guidance leads away from, computed as a second row. None without guidance."""
     max_sequence_length: int = 0
     nbytes: int = 0
     """Bytes of all embeddings, about, once they are there."""

@@ -36,7 +36,7 @@ class Weights(ABC):
     components: tuple[str, ...] = ()
     """Parts with folders of their own, the default of an update first; a tensor is ``component.name``."""
     kept_components: frozenset[str] = frozenset()
-    """Those of :attr:`components` kept on the host, where updates write them."""
+    """Members of :attr:`components` kept on the host, where updates write them."""
     optional_names: frozenset[str] = frozenset()
     """Names in :meth:`weight_slots` that a complete checkpoint may lack."""
 

@@ -1,4 +1,4 @@
-"""What the loop does by the clock: keepalives, expiries, load, warnings, the emptying of an idle engine.
+"""Work of the loop by the clock: keepalives, expiries, load, warnings, the emptying of an idle engine.
 
 A timer is set only while something can become due, so an engine that has nothing to do is not woken.
 """

@@ -39,7 +39,7 @@ class Step:
     number: int
     batch: Any
     output: Any
-    """What the runner returned, whose ``fetch`` waits for the results; or a :class:`Failure`."""
+    """Result of the runner, whose ``fetch`` waits for the results; or a :class:`Failure`."""
     launched_at: float
 
 

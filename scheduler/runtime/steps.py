@@ -1,4 +1,4 @@
-"""What computes an engine's steps, all that differs between kinds of engines, and how it is built."""
+"""Parts that compute an engine's steps, all that differs between kinds of engines, and how it is built."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

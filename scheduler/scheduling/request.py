@@ -36,7 +36,7 @@ class Phase(Enum):
     DECODE = "decode"
     """Has computed the KV of all known tokens but the last, which the next step computes."""
     FINISHED = "finished"
-    """Its terminal result has been built; a step in flight may still use its slot."""
+    """The terminal result has been built; a step in flight may still use its slot."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ class LoadedWeights:
     dtype: torch.dtype
     device: torch.device
     digest: str
-    """See ``Checkpoint.local_digest``."""
+    """Digest as ``Checkpoint.local_digest`` makes it."""
 
     @property
     def weights_bytes(self) -> int:

@@ -16,7 +16,7 @@ _NAMED = 3
 
 @dataclass(slots=True)
 class Mismatches:
-    """What is wrong with some tensors; ``slots`` has what the model takes."""
+    """Errors of some tensors; ``slots`` has what the model takes."""
 
     slots: Mapping[str, TensorSlot]
     missing: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a transport delivers: named tensors, in pieces. A transport never sees a model.
+"""Values that a transport delivers: named tensors, in pieces. A transport never sees a model.
 
 Everywhere but on the wire and in files, a tensor of a model of components is called ``component.name``.
 

@@ -38,7 +38,7 @@ class Tick(msgspec.Struct, array_like=True):
     loads: list[int] = []
     """Samples that each replica has to generate; -1 if it does not serve."""
     gap: bool = False
-    """Nobody knows what the engine did since the tick before."""
+    """True if it is unknown what the engine did since the tick before."""
 
 
 class Percentiles(msgspec.Struct, kw_only=True, frozen=True):

@@ -406,7 +406,7 @@ async def weights_checker(front: FrontEnd, body: CheckerBody) -> object:
 
 
 class PostProcessBody(Strict, kw_only=True):
-    """Of slime's patches."""
+    """The body that slime's patches send."""
 
     # accepted and ignored
     restore_weights_before_load: bool = False

@@ -1,5 +1,4 @@
-"""What transformers' modules call for attention, over pages, and for experts, by the engine where it does the
-same.
+"""Functions that transformers' modules call for attention over pages and for experts.
 
 Invariants:
 - A step's backend reaches the function by a context variable, which holds for that step alone: models pass

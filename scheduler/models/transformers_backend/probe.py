@@ -1,4 +1,4 @@
-"""What a transformers module asks of attention and experts, seen in one forward on the meta device.
+"""Requirements of a transformers module on attention and experts, seen in one forward on the meta device.
 
 Nothing is computed, so a model of any size takes milliseconds. Functions that only note their arguments stand
 for attention and for masks; an attention's mask tells which one the model meant for it.
