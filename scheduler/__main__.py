@@ -39,7 +39,7 @@ def _field_help() -> dict[str, str]:
         ast.parse(inspect.getsource(part)).body[0] for part in (EngineOptions, EngineConfig)
     ]
     return {
-        field.target.id: inspect.cleandoc(ast.literal_eval(text.value))
+        field.target.id: str(ast.literal_eval(text.value)).strip()
         for made in classes
         for field, text in pairwise(made.body)
         if isinstance(field, ast.AnnAssign)
