@@ -71,7 +71,7 @@ def test_more_connections_than_zeromq_allows_by_default():
 
 
 SHORT_OF_DESCRIPTORS = """
-import os, resource, sys
+import os, resource, sys, time
 import zmq
 from caesura.client import SchedulerClient
 
@@ -86,6 +86,9 @@ for more in range(9):
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 first.close()
 SchedulerClient(sys.argv[1]).close()
+deadline = time.monotonic() + 10
+while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < deadline:
+    time.sleep(0.01)  # a thread that was joined stays listed for a moment
 print(len(os.listdir("/proc/self/task")))
 """
 
