@@ -126,7 +126,7 @@ class Sharded(torch.Tensor):
     """Stand-in for a DTensor."""
 
     def full_tensor(self):
-        raise NotImplementedError
+        pytest.fail("gathering is the trainer's to do")
 
 
 ONE = torch.ones(2)
