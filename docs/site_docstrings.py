@@ -1,5 +1,5 @@
-"""A griffe extension for what the sources do not say in its own way: references of docstrings (``:meth:`x```),
-which become code, and parameters that are listed elsewhere.
+"""A griffe extension: references of docstrings (``:meth:`x```) become code, and functions get parameters that
+are listed elsewhere.
 """
 
 import re
