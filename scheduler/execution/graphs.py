@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..memory.device_memory import DeviceMemoryReading
 from ..memory.device_module import GraphModule
-from .forward import AttentionBackend, ForwardBatch, StepLimits
+from .forward import AttentionBackend, CapturableBackend, ForwardBatch, StepLimits
 from .sampler import Sampler, SamplerOutput
 from .scratch_steps import scratch_decode, scratch_prefill
 from .staging import InputStaging
@@ -79,7 +79,7 @@ class DecodeGraphs:
         forward: Forward,
         head: Head,
         sampler: Sampler,
-        backend: AttentionBackend,
+        backend: CapturableBackend,
         staging: InputStaging,
         *,
         limits: StepLimits,
