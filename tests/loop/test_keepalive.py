@@ -1,4 +1,4 @@
-"""Keep-alives go every two seconds to everybody who waits for the engine, and to nobody else."""
+"""Keepalive messages go every two seconds to everybody who waits for the engine, and to nobody else."""
 
 import pytest
 from support.scripted import EngineDriver
