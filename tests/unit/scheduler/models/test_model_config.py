@@ -204,6 +204,7 @@ UNSUPPORTED = [
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["rope_parameters"]),
     ({"rope_scaling": "linear"}, ["rope_scaling"]),
     ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
+    ({"layer_types": [["full_attention"], {}]}, ["layer_types"]),
     ({"dtype": "float8_e4m3fn"}, ["dtype"]),
     ({"torch_dtype": "int8"}, ["torch_dtype"]),
     ({"architectures": ["MistralForCausalLM"], "layer_types": ["chunked_attention"] * 2}, ["layer_types"]),
