@@ -19,7 +19,7 @@ TREES = (*PRODUCT, "tests", "benchmarks", "examples", "docs")
 WIDTH = 110
 LONG = 60
 """Statements' lines from which a function is listed."""
-WORDY = re.compile(r"(Of|What|Whether|Who|Whom|Whose|Those|Its|As|None:|Nobody|Nothing|See)\b")
+WORDY = re.compile(r"(Of|What|Whether|Who|Whom|Whose|Those|Its|As|None(?=:)|Nobody|Nothing|See)\b")
 """First words of docstrings that have to be read twice."""
 
 

@@ -16,7 +16,7 @@ from page_links import is_address, links, resolved, with_links
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = "repository/"
-"""Where the site has files that do not lie in docs/."""
+"""Folder of the site for files that do not lie in docs/."""
 LANGUAGES = {
     ".py": "python",
     ".sh": "sh",
@@ -35,7 +35,7 @@ def on_startup(*, command: str, dirty: bool) -> None:
     """
     folder = ROOT / "build" / "package" / "caesura"
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("__init__.py", "client", "io_struct"):
+    for name in ("__init__.py", "client", "io_struct", "process"):
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(ROOT / name)
 

@@ -93,7 +93,8 @@ class RolloutWorker:
     def _run(self) -> None:
         try:
             asyncio.run(self._produce())
-        except Exception as error:  # noqa: BLE001  the edge of a thread: check_health raises it in the trainer
+        # The edge of a thread: check_health raises the error in the trainer.
+        except Exception as error:  # noqa: BLE001
             self._failure = error
 
     async def _produce(self) -> None:

@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported and collected lives as long as the process."""
+    """Freeze what has been imported and collected: it lives as long as the process."""
     gc.enable()
     gc.collect()
     gc.freeze()

@@ -64,7 +64,7 @@ class LaunchedScheduler:
         command: Sequence[str],
         *,
         directory: Path | None = None,
-        startup_timeout: float = 300.0,
+        startup_timeout: float | None = 300.0,
         log_path: str | os.PathLike[str] | None = None,
         **keys: Unpack[ConnectionOptions],
     ) -> None:
@@ -177,7 +177,7 @@ class Child:
         for thread in self._threads:
             thread.start()
 
-    def wait_ready(self, timeout: float) -> str:
+    def wait_ready(self, timeout: float | None) -> str:
         """Return the endpoint once the engine serves, or raise its reason; EngineDied without one."""
         patience = seconds("startup_timeout", timeout)
         try:
@@ -319,14 +319,14 @@ class LaunchOptions(EngineOptions):
     _: KW_ONLY
     curve_server_key: KeyOrFile | None = None
     curve_client_key_file: KeyOrFile | None = None
-    startup_timeout: float = 300.0
+    startup_timeout: float | None = 300.0
     log_path: str | os.PathLike[str] | None = None
 
 
 def _called_as(
     options: Callable[Arguments, object],
 ) -> Callable[[Callable[[dict[str, Any]], ResultT]], Callable[Arguments, ResultT]]:
-    """Give a function the parameters of ``options`` that are not None; refuse others with the nearest."""
+    """Give a function the parameters of ``options`` that are given; refuse others with the nearest."""
     signature = inspect.signature(options)
     names = list(signature.parameters)
 
@@ -336,7 +336,7 @@ def _called_as(
             if (unknown := next((name for name in options if name not in names), None)) is not None:
                 raise TypeError(f"{function.__name__}: {unknown} {unknown_name(unknown, names)}")
             given = signature.bind(*values, **options).arguments
-            return function({name: value for name, value in given.items() if value is not None})
+            return function(given)
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         return call
@@ -351,7 +351,7 @@ def launch_scheduler(given: dict[str, Any]) -> LaunchedScheduler:
     Call it as ``with launch_scheduler(model, dtype="float32") as client:``, or keep the result and call
     ``.client`` and ``.close()``. Keywords are the engine's own options (``caesura scheduler --help``; None
     leaves each at its default) and those of :class:`LaunchOptions`. The engine's stderr goes to this
-    process's, or with its stdout to the end of the file ``log_path``. ``startup_timeout`` is in seconds.
+    process's, or with its stdout to the end of the file ``log_path``. ``startup_timeout``: seconds.
     ``curve_server_key`` and ``curve_client_key_file`` are the returned client's, for an engine with keys.
 
     Raises:
@@ -364,7 +364,8 @@ def launch_scheduler(given: dict[str, Any]) -> LaunchedScheduler:
     if endpoint is None:
         directory = private_directory.make()
         endpoint = f"ipc://{directory}/{private_directory.SOCKET}"
-    return LaunchedScheduler(_command_line(model, endpoint, given), directory=directory, **launched)
+    options = {name: value for name, value in given.items() if value is not None}
+    return LaunchedScheduler(_command_line(model, endpoint, options), directory=directory, **launched)
 
 
 def engine_command(*arguments: str) -> list[str]:

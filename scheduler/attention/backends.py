@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..cache.pool import MHAPool, MLAPool
-from ..execution.forward import AttentionBackend, ForwardBatch, StepLimits
+from ..execution.forward import AttentionBackend, CapturableBackend, ForwardBatch, StepLimits
 from ..execution.scratch_steps import scratch_prefill
 from ..kernels import TORCH, best, self_test
 from ..kernels.attention_form import AttentionForm
@@ -131,7 +131,7 @@ def _differences(choice: Choice, shape: Shape) -> Iterator[float]:
         tried = make(choice, shape, ours, limits)
         reference = make(Choice(TORCH), shape, theirs, limits)
         steps: list[tuple[AttentionBackend, tuple[tuple[int, int], ...]]] = [(tried, _MIXED)]
-        if tried.capturable:
+        if isinstance(tried, CapturableBackend):
             steps.append((tried.for_decode(len(_DECODE)), _DECODE))
         for backend, rows in steps:
             batch, projected = _batch(rows, shape.device), _projected(shape, sum(new for _, new in rows))

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..cache.pool import MHAPool
-from ..execution.forward import AttentionBackend, ForwardBatch, StepLimits
+from ..execution.forward import AttentionBackend, CapturableBackend, ForwardBatch, StepLimits
 from ..kernels.attention_form import PLAIN, AttentionForm, FormKind
 from ..runtime.config import PAGE_SIZE
 from ..runtime.dtypes import torch_name
@@ -230,11 +230,10 @@ class FormWrappers:
         return int(wrapper.workspace_size(*lists, *self._sizes, **options, **self._options)[0])
 
 
-class FlashInferBackend(AttentionBackend):
+class FlashInferBackend(CapturableBackend):
     """Attention over an MHA pool of bfloat16 or float16."""
 
     reads_page_table = False
-    capturable = True
 
     def __init__(self, pool: MHAPool, shape: Shape, limits: StepLimits, library: Any = None) -> None:
         """``library``: the ``flashinfer`` module. None means the installed one."""

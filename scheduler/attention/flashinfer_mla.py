@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..cache.pool import MLAPool
-from ..execution.forward import AttentionBackend, ForwardBatch, StepLimits
+from ..execution.forward import AttentionBackend, CapturableBackend, ForwardBatch, StepLimits
 from ..kernels.attention_form import PLAIN, AttentionForm
 from ..memory.device_module import nvidia_generation
 from ..runtime.config import PAGE_SIZE
@@ -62,10 +62,8 @@ def workspace_bytes(latent: int, device: torch.device) -> int:
     return 2 * multiprocessors(device) * (_TILE // 2) * (2 * latent + 4) + _SLACK
 
 
-class FlashInferLatentBackend(AttentionBackend):
+class FlashInferLatentBackend(CapturableBackend):
     """Attention over an MLA pool of bfloat16 or float16."""
-
-    capturable = True
 
     def __init__(
         self, pool: MLAPool, shape: Shape, limits: StepLimits, kernels: str, library: Any = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cache.pool import MHAPool
-from ..execution.forward import AttentionBackend, ForwardBatch, StepLimits
+from ..execution.forward import AttentionBackend, CapturableBackend, ForwardBatch, StepLimits
 from ..kernels import TRITON, Elementwise, best, elementwise_for
 from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
 from .fused_store import fused_store
@@ -29,9 +29,7 @@ def why_not(device: torch.device) -> str | None:
     return None if find_spec("triton") else "it is not installed"
 
 
-class PagedTritonBackend(SdpaBackend):
-    capturable = True
-
+class PagedTritonBackend(SdpaBackend, CapturableBackend):
     def __init__(self, pool: MHAPool, shape: Shape, limits: StepLimits) -> None:
         super().__init__(pool, shape)
         device = shape.device

@@ -326,8 +326,6 @@ class AttentionBackend(ABC):
     """The planned step for a kernel that computes whole layers, or None where layers go part by part."""
     reads_page_table = True
     """True if it reads ``ForwardBatch.page_table`` on the device; else the host's copy is enough."""
-    capturable = False
-    """True if :meth:`for_decode` gives attention that a graph can hold."""
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:
@@ -341,10 +339,14 @@ class AttentionBackend(ABC):
         view of the front of k. Return [T, query heads * v's head size].
         """
 
-    def for_decode(self, rows: int) -> "AttentionBackend":
+
+class CapturableBackend(AttentionBackend):
+    """Attention whose decode steps a graph can hold."""
+
+    @abstractmethod
+    def for_decode(self, rows: int) -> AttentionBackend:
         """Return attention for steps of exactly ``rows`` decode rows, to be captured.
 
         ``plan`` runs outside of the graph, into fixed buffers; ``forward`` reads nothing else, and never
         waits.
         """
-        raise NotImplementedError

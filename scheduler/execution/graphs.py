@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..memory.device_memory import DeviceMemoryReading
 from ..memory.device_module import GraphModule
-from .forward import AttentionBackend, ForwardBatch, StepLimits
+from .forward import AttentionBackend, CapturableBackend, ForwardBatch, StepLimits
 from .sampler import Sampler, SamplerOutput
 from .scratch_steps import scratch_decode, scratch_prefill
 from .staging import InputStaging
@@ -79,7 +79,7 @@ class DecodeGraphs:
         forward: Forward,
         head: Head,
         sampler: Sampler,
-        backend: AttentionBackend,
+        backend: CapturableBackend,
         staging: InputStaging,
         *,
         limits: StepLimits,
@@ -159,7 +159,8 @@ class DecodeGraphs:
                 with torch.inference_mode(), self._on_stream():
                     self.captured[size] = self._capture(size, pool)
                 yield
-        except Exception as error:  # noqa: BLE001  what compilers of kernels raise is no RuntimeError, and eager steps serve
+        # Compilers of kernels raise other errors than RuntimeError, and eager steps serve instead.
+        except Exception as error:  # noqa: BLE001
             self.drop()
             # Out of memory may pass; what cannot be captured never can.
             self._failed = not isinstance(error, torch.OutOfMemoryError)

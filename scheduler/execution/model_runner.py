@@ -27,7 +27,7 @@ from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import DeviceModule, graphs_of, streams_of
 from ..models.base import CausalLM
 from ..observability.stage_profiler import StageProfiler
-from .forward import AttentionBackend, ForwardBatch, ForwardOutput, HostOutput, StepLimits
+from .forward import AttentionBackend, CapturableBackend, ForwardBatch, ForwardOutput, HostOutput, StepLimits
 from .graphs import DecodeGraphs
 from .logit_edits import SpecialSampler, input_logprobs
 from .sampler import Sampler, SamplerOutput
@@ -80,7 +80,7 @@ class ModelRunner:
             self._outputs = OutputStaging(limits, device=device, device_module=self._streams)
             self._inputs = InputStaging(limits, device=device, device_module=self._streams)
             graphs = graphs_of(device_module)
-            if use_graphs and graphs is not None and backend.capturable:
+            if use_graphs and graphs is not None and isinstance(backend, CapturableBackend):
                 self.graphs = DecodeGraphs(
                     self._forward,
                     self._sample_tokens,

@@ -6,6 +6,7 @@ touches a tensor between release and resume. Both yield between allocations.
 
 import ctypes
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
@@ -28,7 +29,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-class Component:
+class Component(ABC):
     moves: ClassVar[bool]
     """True if tensors may have other addresses after a resume."""
 
@@ -46,13 +47,13 @@ class Component:
     def occupied_bytes(self) -> int:
         return self.nbytes
 
+    @abstractmethod
     def release(self) -> Iterator[None]:
         """Give the memory of all tensors back; their values are lost."""
-        raise NotImplementedError
 
+    @abstractmethod
     def resume(self) -> Iterator[None]:
         """Take it again, zeroed. After a RuntimeError, some tensors may have memory already."""
-        raise NotImplementedError
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)

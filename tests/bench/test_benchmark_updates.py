@@ -118,7 +118,7 @@ SIZES = {"weights": 64.0, "link": 2.0}
 
 
 def simulated(parents: list[int], buckets: int, bucket_s: float) -> float:
-    """When the last engine has the last bucket. Host 0 is the trainer."""
+    """Return the second in which the last engine has the last bucket. Host 0 is the trainer."""
     has = {0: [0.0] * buckets}
     free = [0.0] * (len(parents) + 1)
     children: dict[int, list[int]] = {}

@@ -145,7 +145,8 @@ class RayReplicas:
     async def restart(self, name: str) -> None:
         before = self._killed.pop(name)
         async with asyncio.timeout(RECOVERY_S):
-            while (replica := self._fleet.replica(name)) is None or replica.start == before:  # noqa: ASYNC110  (Ray's work is waited for)
+            # Ray's work is waited for.
+            while (replica := self._fleet.replica(name)) is None or replica.start == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
 

@@ -1,4 +1,4 @@
-"""What holds for every test on a device."""
+"""Fixtures for every test on a device."""
 
 import inspect
 

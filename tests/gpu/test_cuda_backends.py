@@ -1,4 +1,4 @@
-"""The choice of attention on a real device: what is installed serves, or the reason is one that can be read."""
+"""The choice of attention on a real device: an installed backend serves, or its refusal gives a reason."""
 
 from importlib.util import find_spec
 

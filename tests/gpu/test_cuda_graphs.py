@@ -29,7 +29,7 @@ BACKENDS = [
 
 PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(75)], [9], [11, 3, 96, 40, 12, 4, 8, 31, 60, 2]]
 TOLERANCE = 0.05
-"""Of a logprob: another kernel, or another number of padding rows, rounds bfloat16 differently."""
+"""Tolerance of a logprob: another kernel or number of padding rows rounds bfloat16 differently."""
 
 
 @pytest.fixture(params=BACKENDS)

@@ -1,4 +1,4 @@
-"""Weights through CUDA IPC into an engine process on the same device, by a trainer and by a parameter server."""
+"""Weights through CUDA IPC into an engine process on the same device, from a trainer or parameter server."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor

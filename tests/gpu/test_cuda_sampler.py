@@ -1,4 +1,4 @@
-"""The sampler on a real device: the tokens of the CPU's, from torch and from Triton, and no wait in either."""
+"""The sampler on a real device: torch and Triton draw the CPU's tokens, and neither waits."""
 
 from importlib.util import find_spec
 

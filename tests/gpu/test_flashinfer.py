@@ -1,4 +1,4 @@
-"""The real FlashInfer against the torch backend, on the same pages: heads and latents; eager, mixed, captured."""
+"""FlashInfer against the torch backend on the same pages: heads and latents; eager, mixed, captured."""
 
 from importlib.util import find_spec
 

@@ -93,7 +93,7 @@ def leave(driver: EngineDriver, client: str, rid: str) -> None:
 
 
 def test_a_session_commits_while_the_engine_is_busy(driver):
-    """Its barrier holds back new steps; otherwise one would always be in flight."""
+    """The session's barrier holds back new steps; otherwise one would always be in flight."""
     rid = driver.generate(SHORT, 200)
     driver.tick(3)
     session_id = driver.begin()

@@ -1,4 +1,4 @@
-"""Who starts when: the order of the queue, what it remembers, and who pays where a request cannot be started."""
+"""Order of the queue, what it remembers, and which requests pay where one cannot be started."""
 
 import numpy as np
 import pytest

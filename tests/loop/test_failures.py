@@ -325,7 +325,7 @@ def test_the_cache_is_emptied_once_and_when_the_step_is_forgotten(driver, monkey
 
 
 def test_a_request_whose_tokens_do_not_fit_together_is_answered(driver, monkeypatch):
-    """Its terminal record cannot be built: it ends as an error without tokens, the others as they would have."""
+    """The terminal record cannot be built: the request ends as an error without tokens, no other one does."""
     rids = submit(driver)
     victim = next(iter(rids))
     original = driver.engine.outputs._result

@@ -92,7 +92,7 @@ def test_qwen_image_is_what_diffusers_makes(tmp_path, guidance):
 
 
 def test_a_prompt_without_tokens_behind_the_template_is_refused(tmp_path):
-    """Nothing would be left of it for the transformer."""
+    """The transformer would have no token to attend to."""
     with EngineDriver(str(make_qwen_image(tmp_path / "qwen")), scripted=False) as driver:
         for field, fields in (
             ("max_sequence_length", {"prompt": "a", "max_sequence_length": 0}),

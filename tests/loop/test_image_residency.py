@@ -127,8 +127,8 @@ def on_device(driver):
 
 
 def watch(driver):
-    """What each step finds on the device when it has been executed: ``(kind, {component: bytes})``, to be
-    filled.
+    """Return a list that each executed step extends by what it finds on the device: ``(kind, {component:
+    bytes})``.
     """
     runner, seen = driver.engine.runner, []
     execute = runner.execute

@@ -117,12 +117,18 @@ def test_an_abort_after_a_retract_gives_the_logprobs_of_the_tokens_sampled_and_n
 
 
 VOCAB, EOS, NEW = 97, (2,), 14
+
+
+def greedy(**penalties) -> SamplingParams:
+    return SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True, **penalties)
+
+
 PARAMS = [
-    SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True),
-    SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True, frequency_penalty=1.7, repetition_penalty=1.4),
-    SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True, presence_penalty=2.0, logit_bias={7: 3.5}),
-    SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True, repetition_penalty=0.7),
-]  # fmt: skip
+    greedy(),
+    greedy(frequency_penalty=1.7, repetition_penalty=1.4),
+    greedy(presence_penalty=2.0, logit_bias={7: 3.5}),
+    greedy(repetition_penalty=0.7),
+]
 
 
 @pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
@@ -220,13 +226,7 @@ def test_preempted_requests_start_their_counters_anew(tiny_model, depth):
 def test_a_lost_step_is_counted_once(tiny_model, depth, lost):
     with EngineDriver(str(tiny_model), pipeline_depth=depth, chunked_prefill_size=32) as driver:
         rids = start(driver)
-        steps = iter(range(10**6))
-
-        def fail_once(batch: ForwardBatch) -> None:
-            if next(steps) == lost:
-                raise MemoryError("scripted")
-
-        driver.runner.on_fetch = fail_once
+        driver.runner.lose_step(lost)
         driver.run_until_idle()
         check_all(driver, rids)
         assert driver.status().step_failures.failed == 1

@@ -234,7 +234,7 @@ def test_a_retry_with_the_same_rid_attaches_while_live(driver):
     assert driver.call(AbortReq(rid="r1")).aborted == 0
 
 
-# -- the warning of a pause without a lease ----------------------------------------------------------------------------
+# -- the warning of a pause without a lease ------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What pause, continue and flush report: replies, totals, the history and the log, figure by figure."""
+"""Figures of pause, continue and flush: replies, totals, the history and the log."""
 
 import logging
 

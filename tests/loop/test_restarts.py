@@ -397,7 +397,7 @@ def test_a_file_that_cannot_be_written_refuses_the_start(tiny_model, tmp_path):
 
 
 def test_irregular_state_files_are_refused_and_kept(tiny_model, tmp_path):
-    """Replacing it, as a record is, would take /dev/null away from a machine where the engine runs as root."""
+    """Replacing the file, as a record is, would take /dev/null from a machine whose engine runs as root."""
     path = tmp_path / "weights.json"
     os.mkfifo(path)
     with pytest.raises(CaesuraError, match="is no regular file") as caught:

@@ -1,4 +1,4 @@
-"""What a terminal result, a stream and the totals of an engine say, figure by figure."""
+"""Figures of a terminal result, a stream and the totals of an engine."""
 
 from dataclasses import replace
 

@@ -1,5 +1,4 @@
-"""Which experts computed what, through the real loop over a scripted model: recorded once, never lost, never
-mixed up.
+"""Routed experts through the real loop over a scripted model: recorded once, never lost, never mixed up.
 
 The scripted router's choice names token, position and the weights of the moment, so a row that was taken from
 another request, from a recomputation or from another epoch is another row.

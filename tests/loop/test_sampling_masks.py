@@ -140,13 +140,7 @@ def test_preempted_and_aborted_requests_keep_their_masks(tiny_model, depth):
 def test_a_lost_step_leaves_no_mask(tiny_model, depth, lost):
     with EngineDriver(str(tiny_model), pipeline_depth=depth, chunked_prefill_size=32) as driver:
         requests = start(driver)
-        steps = iter(range(10**6))
-
-        def fail_once(batch: ForwardBatch) -> None:
-            if next(steps) == lost:
-                raise MemoryError("scripted")
-
-        driver.runner.on_fetch = fail_once
+        driver.runner.lose_step(lost)
         driver.run_until_idle()
         check_all(driver, requests)
         assert driver.status().step_failures.failed == 1

@@ -215,7 +215,7 @@ def test_the_loop_sleeps_when_nothing_is_left_and_not_before(tiny_model, referen
 
 
 class LateDevice:
-    """As much of a device module as scoring uses: what it was given is done at the tenth look."""
+    """The part of a device module that scoring uses: what it was given is done at the tenth look."""
 
     Stream = None
     looks = 0
@@ -443,7 +443,8 @@ def test_the_pool_of_the_policy_leaves_room_for_what_is_still_to_come(tiny_model
     sizes = {}
     for residency in RESIDENCIES:
         free = 3_000_000
-        monkeypatch.setattr(build, "get_available_memory", lambda *_, **__: free)  # noqa: B023 (used within the turn)
+        # Used within the turn.
+        monkeypatch.setattr(build, "get_available_memory", lambda *_, **__: free)  # noqa: B023
         with driver_with(
             tiny_model, reference, residency, kv_pool_tokens=None, max_running_requests=200
         ) as driver:

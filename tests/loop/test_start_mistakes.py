@@ -1,4 +1,4 @@
-"""What an engine says to a start that cannot work, and the dtypes that one can name."""
+"""Errors of a start that cannot work, and the dtypes that one can name."""
 
 import re
 from pathlib import Path

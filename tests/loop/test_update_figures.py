@@ -1,4 +1,4 @@
-"""What an update reports: its reply, the log, the history, and status while it runs, figure by figure."""
+"""Figures of an update: its reply, the log, the history, and status while it runs."""
 
 import logging
 import re

@@ -234,7 +234,7 @@ def test_status_and_spans_of_a_fresh_engine(float32):
 
 @pytest.mark.slow
 def test_the_example_of_the_documentation(tmp_path):
-    """As a user would type it, but for the two paths."""
+    """The example runs as a user would type it, but for the two paths."""
     old, new = tmp_path / "model", tmp_path / "new"
     make_checkpoint(old, "qwen3", seed=1)
     make_checkpoint(new, "qwen3", seed=2)

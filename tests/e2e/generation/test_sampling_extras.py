@@ -28,8 +28,13 @@ class Served:
     def greedy(self, prompt: list[int], new_tokens: int, **options: Any) -> list[int]:
         ids = torch.tensor([prompt])
         found = self.reference.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, **options
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            **options,
+        )
         return found[0, len(prompt) :].tolist()
 
     def rows(self, tokens: list[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Text from a real engine: stop strings cut what the engine would have said, and the engine stops saying it."""
+"""Text from a real engine: stop strings cut what it would have said, and the engine stops saying it."""
 # ruff: noqa: ASYNC110  (another process's state is asked for)
 
 import asyncio

@@ -168,7 +168,7 @@ def test_a_language_model_says_that_it_makes_no_images(tiny_model):
 
 
 def test_latents_count_with_the_channels_of_the_model(tmp_path):
-    """Of 16 channels where an image has 4 x 4 pixels to a latent: four bytes for each pixel."""
+    """A model of 16 channels and 4 x 4 pixels to a latent takes four bytes for each pixel."""
     dense = make_sd3(tmp_path / "sd3", channels=16)
     body = {**BODY, "width": 64, "height": 64, "num_inference_steps": 256, "num_outputs_per_prompt": 256}
     with served("--model", str(dense)) as found:

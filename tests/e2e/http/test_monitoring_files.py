@@ -1,4 +1,4 @@
-"""The dashboard for Grafana and the alerts for Prometheus name metrics and labels that a running server has."""
+"""Grafana's dashboard and Prometheus' alerts name metrics and labels that a running server has."""
 
 import json
 import re

@@ -25,7 +25,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-# -- models, keys and errors ----------------------------------------------------------------------------------------
+# -- models, keys and errors ---------------------------------------------------------------------------------
 
 
 def test_models(served):
@@ -180,7 +180,7 @@ def test_prompt_ids_are_told_at_the_top_too(served):
     assert answer.prompt_token_ids == served.tokenizer.encode("once")
 
 
-# -- completions ----------------------------------------------------------------------------------------------------
+# -- completions ---------------------------------------------------------------------------------------------
 
 
 def test_completion_is_the_engines(served):

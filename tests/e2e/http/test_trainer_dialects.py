@@ -1,4 +1,4 @@
-"""What trainers ask of a server before and between rollouts, as their code does it."""
+"""Requests of trainers before and between rollouts, as their code makes them."""
 
 import base64
 import math

@@ -68,7 +68,7 @@ class Stage:
         return self.driver.engine.state.step
 
     def play(self, arrivals: list[Arrival], pause_before: int | None = None, mode: str = "in_place"):
-        """[(tokens, logprobs)] per sample and the number of steps; paused once before step ``pause_before``."""
+        """Return [(tokens, logprobs)] per sample and the number of steps; pause before ``pause_before``."""
         driver, first, rids = self.driver, self.step, []
         driver.call(FlushCacheReqInput(torch_empty_cache=False))
         assert driver.status().kv.free == driver.status().kv.total

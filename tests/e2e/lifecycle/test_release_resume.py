@@ -1,4 +1,4 @@
-"""Release and resume in a process of its own: the system's count falls and comes back, and so do the tokens."""
+"""Release and resume in a process of its own: the system's count falls and recovers, and so do the tokens."""
 
 import re
 
@@ -80,7 +80,7 @@ def engine(tiny_model):
 
 
 def emptied(engine, cause: str) -> bool:
-    """Whether the last event of ``cause`` says that something was given back, be it 0 bytes."""
+    """Return True if the last event of ``cause`` says that something was given back, be it 0 bytes."""
     events = [event for event in engine.memory_history().events if event.cause == cause]
     return events[-1].returned is not None
 

@@ -1,4 +1,4 @@
-"""What an engine notes of its memory while it is paused, updated, flushed and released."""
+"""Memory events of an engine while it is paused, updated, flushed and released."""
 
 import re
 import signal

@@ -1,4 +1,4 @@
-"""How a scheduler process ends: by signals, at once or drained, hung, without memory."""
+"""Ends of a scheduler process: by signals, at once or drained, hung, without memory."""
 
 import json
 import math
@@ -241,7 +241,7 @@ def test_a_signal_just_before_the_start_waits_ends_it(tiny_model, endpoint):
 
 @pytest.mark.long
 def test_a_signal_that_meets_a_finalizer_during_the_start_ends_it(tiny_model, endpoint):
-    """What a handler raises there is lost, and the start would go on, here for ever."""
+    """An error that a handler raises there is lost, and the start would go on, here for ever."""
     prelude = """
         import os, signal, threading
         from caesura.scheduler.execution import build

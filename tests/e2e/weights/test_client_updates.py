@@ -74,7 +74,7 @@ def checksum_of(engine: SchedulerClient, weights: dict[str, torch.Tensor]) -> st
 
 
 def settled(sender: ControlClient) -> str:
-    """State of the weights after everything that ``sender`` has sent: messages of one connection keep their order."""
+    """Return the state of the weights after all that ``sender`` has sent: a connection keeps its order."""
     eventually(lambda: sender.status(timeout=PATIENCE).session is None)
     sender.check_weights(timeout=PATIENCE)  # a command: it runs behind all others
     return sender.status(timeout=PATIENCE).weights

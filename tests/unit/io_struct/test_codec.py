@@ -1,4 +1,4 @@
-"""What comes out of ``decode_request`` for bytes that nobody would send on purpose."""
+"""``decode_request`` on bytes that no honest client sends: a message, or one kind of error."""
 
 import tracemalloc
 from typing import get_args

@@ -1,4 +1,4 @@
-"""What foreign pickles become: plain fields, whatever they would have done to an unpickler."""
+"""Foreign pickles become plain fields, whatever they would have done to an unpickler."""
 
 import os
 import pickle
@@ -87,9 +87,7 @@ def test_plain_fields_are_what_the_unpickler_makes_of_them(value, protocol):
 
 
 EVENTS: list[str] | None = None
-"""What the interpreter's audit hook hears while it is a list: imports, calls of ``os.system``, compilation,
-files.
-"""
+"""Imports, calls of ``os.system``, compilations and files heard by the audit hook, or None."""
 
 
 def _hear(event: str, _: object) -> None:

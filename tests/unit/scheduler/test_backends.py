@@ -25,7 +25,7 @@ SHAPES = pytest.mark.parametrize("shape", [HEADS, LATENTS], ids=["heads", "laten
 
 
 class CompileError(Exception):
-    """As Triton's: no RuntimeError."""
+    """Stand-in for Triton's error of the same name, which is no RuntimeError."""
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,7 @@ def test_an_impossible_value_is_refused_by_name(field, value):
 
 
 class SecondOfTwo:
-    """As much of ``torch.cuda`` as choosing a device takes; the second device is current."""
+    """Stand-in for ``torch.cuda`` with two devices, the second one current."""
 
     def __init__(self) -> None:
         self.chosen: list[torch.device] = []
@@ -75,7 +75,7 @@ def test_mps_is_refused_by_name_and_never_chosen(monkeypatch):
 
 
 class Card:
-    """As much of ``torch.cuda`` as choosing sizes takes."""
+    """Stand-in for ``torch.cuda`` on a card of some size."""
 
     def __init__(self, gigabytes: float) -> None:
         self._total = int(gigabytes * 1e9)

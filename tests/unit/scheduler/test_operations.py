@@ -1,4 +1,4 @@
-"""What serves each operation of a model."""
+"""Choice of the implementation that serves each operation of a model."""
 
 import dataclasses
 import logging

@@ -22,7 +22,7 @@ from caesura.scheduler.runtime.shutdown import Shutdown
 
 @pytest.fixture
 def served(monkeypatch):
-    """What the command line would have run."""
+    """Return the list of the runs that the command line would have made, as their arguments."""
     runs = []
     monkeypatch.setattr(command_line, "run", lambda *arguments: runs.append(arguments) or 0)
     return runs

@@ -1,4 +1,4 @@
-"""What ``generate``, ``submit`` and ``score`` take for prompts and sampling parameters."""
+"""Forms of prompts and sampling parameters that ``generate``, ``submit`` and ``score`` accept."""
 
 import numpy
 import pytest

@@ -1,4 +1,4 @@
-"""What a client reads out of a status: figures, and what a generation that times out waits for."""
+"""Figures that a client reads out of a status, and the reason it gives when a generation times out."""
 
 import re
 

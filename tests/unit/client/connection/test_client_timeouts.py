@@ -1,4 +1,4 @@
-"""Seconds that no clock can take: refused by a sentence before anything is sent, or what they can only mean."""
+"""Seconds that no clock can count: refused before anything is sent, or meaning now or for ever."""
 
 import numpy as np
 import pytest

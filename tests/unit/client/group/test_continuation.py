@@ -1,4 +1,4 @@
-"""Parts of a sample from several engines against the whole from one: a model of the engine cuts it anywhere."""
+"""Parts of a sample from several engines against the whole from one: an engine's model cuts it anywhere."""
 
 import struct
 from dataclasses import replace
@@ -77,7 +77,7 @@ def delta(base: int, start: int, end: int) -> TokenDelta:
 
 
 def answer(asked: GenerateReqInput, start: int, end: int) -> GenerateOutput:
-    """What an engine answers that samples the tokens [start, end) of the whole."""
+    """Return the answer of an engine that samples the tokens [start, end) of the whole."""
     spans: list[WeightVersionSpan] = []
     for token in range(start, end):
         by = weights_at(token)

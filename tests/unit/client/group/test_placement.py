@@ -1,4 +1,4 @@
-"""What each replica of a host gets."""
+"""Devices, threads and memory of each replica on a host, and the scripts that start replicas."""
 
 import dataclasses
 import shlex

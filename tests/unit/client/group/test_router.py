@@ -1,4 +1,4 @@
-"""Which engine takes a request: load, cached prefixes and routing keys, without engines."""
+"""Choice of the engine for a request by load, cached prefixes and routing keys, without engines."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What the server notes of an engine while it looks at it every second, whoever opens a page."""
+"""History that the server keeps of an engine: one look a second, with or without readers of the page."""
 
 import asyncio
 from itertools import pairwise

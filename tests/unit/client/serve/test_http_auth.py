@@ -1,4 +1,4 @@
-"""Who may call what, and how much may be sent: over every route of the application."""
+"""Keys that open each route, and limits of bodies, over every route of the application."""
 
 import re
 from pathlib import Path

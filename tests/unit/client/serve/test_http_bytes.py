@@ -1,4 +1,4 @@
-"""Any bytes in a body, a query or a path are the client's fault, on every route: 4xx or an answer, never 500."""
+"""Any bytes in a body, query or path are the client's fault, on every route: 4xx or an answer, never 500."""
 
 import json
 from collections.abc import Iterable, Iterator

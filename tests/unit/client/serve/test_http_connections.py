@@ -1,4 +1,4 @@
-"""Connections that send slowly, nothing, or too many at once: each ends by itself, and none keeps others out."""
+"""Connections that send slowly, nothing, or too many at once: each ends by itself and keeps no other out."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What a person gets over HTTP for a mistake."""
+"""Answers to a person's mistakes over HTTP: one sentence that names the mistake."""
 
 import json
 import urllib.error

@@ -54,7 +54,7 @@ DOCUMENTED = {
 
 
 class Row(NamedTuple):
-    """What the page says of a field."""
+    """A field's row on the page."""
 
     type: str
     default: str
@@ -165,7 +165,7 @@ def test_types_and_defaults_of_commands_are_the_codes(name):
 
 
 BESIDE_SAMPLING = ("no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens")
-"""What ``sampling_params`` say and the engine's do not: text is the front end's."""
+"""Keys of ``sampling_params`` that the engine's parameters lack: text is the front end's."""
 
 
 def test_defaults_of_generations_are_the_codes():

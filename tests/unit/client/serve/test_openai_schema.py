@@ -1,4 +1,4 @@
-"""What OpenAI clients may send: fields honoured, ignored and refused, as docs/reference/openai.md lists them."""
+"""Fields from OpenAI clients: honoured, ignored or refused, as docs/reference/openai.md lists them."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `/rollout/generate` holds for one request."""
+"""Bytes that one request to `/rollout/generate` may hold."""
 
 import asyncio
 import base64

@@ -35,7 +35,7 @@ from caesura.io_struct.base import MAX_FRAMES
 
 TENSORS = [(f"w{number}", torch.full((16, 16), float(number))) for number in range(4)]
 BUCKET_BYTES = 1024
-"""Of one tensor."""
+"""Bytes of one tensor in ``TENSORS``."""
 
 
 def memories() -> int:
@@ -123,10 +123,10 @@ def test_shared_tensors_are_made_of_and_filled_from_a_state_dict():
 
 
 class Sharded(torch.Tensor):
-    """As a DTensor looks from outside."""
+    """Stand-in for a DTensor."""
 
     def full_tensor(self):
-        raise NotImplementedError
+        pytest.fail("gathering is the trainer's to do")
 
 
 ONE = torch.ones(2)

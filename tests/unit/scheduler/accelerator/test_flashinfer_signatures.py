@@ -1,4 +1,4 @@
-"""What the engine calls of FlashInfer is there, and takes what it is given."""
+"""FlashInfer has every function that the engine calls, and each accepts the engine's arguments."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""What steps of every model launch, copy and wait for on a device, traced on fake CUDA tensors.
+"""Launches, copies and waits of every model's steps on a device, traced on fake CUDA tensors.
 
 The figures are budgets: whoever makes a step cheaper lowers them, and nothing raises them unseen. A launch is
 an operation of torch other than a view or an allocation, or a call of a library's or Triton's kernel: on a
@@ -20,7 +20,7 @@ AFTERWARDS = ("forward", "sample", "fetch")
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Of a model over a backend, in launches but for the copies."""
+    """Most launches and copies of a model over a backend."""
 
     layer: int
     """A decoder layer beyond the first two, in a decode step."""
@@ -29,9 +29,9 @@ class Budget:
     around: int
     """The rest of a decode step of two layers: one layer, embedding, rotary table, last norm."""
     plan: int
-    """Before the model."""
+    """Launches before the model."""
     copies: int
-    """To the device, in a decode step."""
+    """Copies to the device in a decode step."""
     mixed_copies: int
 
 
@@ -63,13 +63,13 @@ BUDGETS = {
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
-    """Of a kind of step, whatever the model: head and sampler."""
+    """Most launches and copies of one kind of step, whatever the model: head and sampler."""
 
     launches: int
     vocabulary: int
     """Launches among them that read or write a value per token of the vocabulary for most rows."""
     copies: int
-    """To the device, beside those of a plain step."""
+    """Copies to the device, beside those of a plain step."""
     results: int
     """Copies to the host."""
 
@@ -109,11 +109,11 @@ class Traces:
     vocab_size: int
     captured: bool
     in_triton: bool
-    """The sampler is."""
+    """True if the sampler runs in Triton."""
     steps: dict[str, Record]
-    """By kind, and of an engine's start, and of slots that are told their last tokens."""
+    """Records by kind of step, and of the engine's start and of slots that are told their last tokens."""
     deeper: dict[str, Record]
-    """Of a model of three layers instead of two."""
+    """Records of a model of three layers instead of two."""
 
     def layer(self, step: str) -> int:
         return self.forward(self.deeper, step) - self.forward(self.steps, step)
@@ -183,7 +183,7 @@ KNOWN_PLANS = [
     )
     for case, step in STEP_CASES
 ]
-"""Of which some wait today: whoever mends it takes the reason away."""
+"""Cases of plans; those that wait today are marked as failing, and whoever mends one removes its mark."""
 
 
 def on_the_host() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""FlashInfer's plans and page lists, for keys and values of heads and for latents, against torch's attention."""
+"""FlashInfer's plans and page lists, for heads and for latents, against torch's attention."""
 
 from dataclasses import replace
 from types import SimpleNamespace

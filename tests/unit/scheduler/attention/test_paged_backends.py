@@ -304,7 +304,7 @@ def test_a_model_on_compiled_attention_says_what_it_says_on_torch(family, tmp_pa
 
 
 def test_absorbed_attention_is_multi_head_attention():
-    """Section 2.1.2 of the paper: up-projections move into queries and output; per-head K and V are not needed."""
+    """Check Section 2.1.2 of the paper: absorbed up-projections make per-head K and V unnecessary."""
     generator = torch.Generator().manual_seed(1)
     heads, nope, rope, value, latent, tokens = 3, 10, 6, 14, 20, 19
     scene = latents([(0, tokens)], 0, 2, heads=heads, latent=latent, rope=rope)

@@ -186,7 +186,7 @@ def test_backend_says_why_it_cannot_serve(monkeypatch, device, installed, reason
 def test_kernel_compiles_for_hopper_within_its_registers(
     dtype, heads, kv_heads, size, aligned, bent, tmp_path
 ):
-    """Sizes of published models, and of a small one for tests; what is aligned is at a multiple of 16 bytes."""
+    """Compile sizes of published models and of a small one; aligned tensors lie at multiples of 16 bytes."""
     from caesura.scheduler.kernels.triton_decode import PagedDecode
 
     form = AttentionForm()

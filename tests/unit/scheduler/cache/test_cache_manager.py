@@ -59,7 +59,7 @@ class ManagerAgainstContents(RuleBasedStateMachine):
         return None
 
     def computed(self, request):
-        """Its tokens are computed up to where they are known."""
+        """Do nothing: without windows, computed tokens need no further storage."""
 
     def prefixes(self, tokens):
         return [tuple(tokens[:end]) for end in range(PAGE, len(tokens) + 1, PAGE)]

@@ -265,10 +265,10 @@ class OtherRank:
         return Pending(self, number, method, {1: Answer(number=number, failure=failure)}, None)
 
     def receive(self) -> None:
-        """Everything has come."""
+        """Do nothing: every answer has come."""
 
     def forget(self, number: int) -> None:
-        """Nothing comes any more."""
+        """Do nothing: no answer is due."""
 
 
 def test_graphs_are_captured_again_when_the_group_of_ranks_begins_anew(checkpoints):
@@ -421,7 +421,7 @@ def test_uncapturable_steps_run_eagerly_with_a_warning(checkpoints, caplog):
 
 def test_an_error_of_a_compiler_of_kernels_is_no_end(checkpoints, monkeypatch, caplog):
     class CompileError(Exception):
-        """As Triton's: no RuntimeError."""
+        """Stand-in for Triton's error of the same name, which is no RuntimeError."""
 
     one = engine(checkpoints[0], captured=True)
     make = one.runner.graphs.backend.for_decode

@@ -1,4 +1,4 @@
-"""What the filters kept, as the samplers say it."""
+"""Masks of the tokens that the filters kept, from every sampler."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The samplers beside an accelerator ask it for no value: here its tensors have none, so whoever asks fails."""
+"""Samplers on an accelerator never ask it for a value: tensors here have none, so asking fails."""
 
 import numpy as np
 import pytest

@@ -54,69 +54,97 @@ def assert_same(one: object, other: object) -> None:
         assert one == other
 
 
+class Values:
+    """Random tensors and arrays of a step, of one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def longs(self, *shape: int) -> torch.Tensor:
+        return torch.from_numpy(self.random.integers(0, 1 << 40, shape))
+
+    def floats(self, *shape: int) -> torch.Tensor:
+        return torch.from_numpy(self.random.random(shape, np.float32))
+
+
+def special_rows(draw, values: Values) -> SpecialRows:
+    longs, floats = values.longs, values.floats
+    edited, penalised, wants = (draw(st.integers(0, 3)) for _ in range(3))
+    wanted = longs(wants)
+    return SpecialRows(
+        rows=longs(edited),
+        repetition=floats(penalised),
+        frequency=floats(penalised),
+        presence=floats(penalised),
+        counters=longs(penalised),
+        restarted=longs(draw(st.integers(0, 2))),
+        prompt_at=longs(draw(st.integers(0, 5))),
+        output_at=longs(draw(st.integers(0, 5))),
+        bias_ids=longs(edited, 2),
+        bias=floats(edited, 2),
+        wants=wanted,
+        wants_host=wanted.numpy(),
+        top=draw(st.integers(0, 5)),
+        masked=longs(wants) > 1 << 39,
+        num_masked=draw(st.integers(0, 3)),
+        token_ids=longs(wants, 3),
+        num_counters=draw(st.integers(0, 9)),
+    )
+
+
+def sampling(draw, values: Values, samples: int) -> SamplingBatch:
+    longs, floats, random = values.longs, values.floats, values.random
+    return SamplingBatch(
+        temperature=floats(samples),
+        greedy=torch.from_numpy(random.random(samples) < 0.5),
+        top_k=longs(samples),
+        top_p=floats(samples),
+        uniforms=torch.from_numpy(random.random(samples)),
+        any_sampled=draw(st.booleans()),
+        any_filtered=draw(st.booleans()),
+        want_raw=draw(st.booleans()),
+        want_sampled=draw(st.booleans()),
+        min_p=floats(samples) if draw(st.booleans()) else None,
+        largest_top_k=draw(st.none() | st.integers(1, 99)),
+        special=special_rows(draw, values) if draw(st.booleans()) else None,
+    )
+
+
+def input_tokens(draw, values: Values) -> InputTokens:
+    wanted = draw(st.integers(0, 4))
+    return InputTokens(
+        tokens=values.longs(wanted),
+        targets=values.longs(wanted),
+        top=draw(st.integers(0, 5)),
+        token_ids=values.longs(wanted, draw(st.integers(0, 3))),
+    )
+
+
+def state_step(draw, values: Values, decode: int, prefill: int) -> StateStep:
+    rows_of_states = st.none() | st.integers(1, 99)
+    segments = [
+        StateSegment(start, start + 3, draw(rows_of_states), 7, draw(rows_of_states))
+        for start in range(prefill)
+    ]
+    return StateStep(
+        rows=values.longs(decode + prefill),
+        sources=values.longs(decode) if draw(st.booleans()) else None,
+        segments=segments,
+        kept=(values.longs(2), values.longs(2)) if draw(st.booleans()) else None,
+    )
+
+
 @st.composite
 def batches(draw) -> ForwardBatch:
-    random = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    values = Values(draw(st.integers(0, 1 << 30)))
+    longs, random = values.longs, values.random
     decode, prefill = draw(st.integers(0, 4)), draw(st.lists(st.integers(1, 9), max_size=3))
     q_lens = [1] * decode + prefill
     rows, tokens = len(q_lens), sum(q_lens)
     samples = draw(st.integers(0, rows))
-
-    def longs(*shape: int) -> torch.Tensor:
-        return torch.from_numpy(random.integers(0, 1 << 40, shape))
-
-    def floats(*shape: int) -> torch.Tensor:
-        return torch.from_numpy(random.random(shape, np.float32))
-
     kv_lens = random.integers(1, 200, rows).astype(np.int32)
     table = random.integers(0, 99, (draw(st.integers(1, 5)), rows)).astype(np.int32)
-    special = None
-    if draw(st.booleans()):
-        edited, penalised, wants = (draw(st.integers(0, 3)) for _ in range(3))
-        wanted = longs(wants)
-        special = SpecialRows(
-            rows=longs(edited),
-            repetition=floats(penalised),
-            frequency=floats(penalised),
-            presence=floats(penalised),
-            counters=longs(penalised),
-            restarted=longs(draw(st.integers(0, 2))),
-            prompt_at=longs(draw(st.integers(0, 5))),
-            output_at=longs(draw(st.integers(0, 5))),
-            bias_ids=longs(edited, 2),
-            bias=floats(edited, 2),
-            wants=wanted,
-            wants_host=wanted.numpy(),
-            top=draw(st.integers(0, 5)),
-            masked=longs(wants) > 1 << 39,
-            num_masked=draw(st.integers(0, 3)),
-            token_ids=longs(wants, 3),
-            num_counters=draw(st.integers(0, 9)),
-        )
-    inputs = None
-    if draw(st.booleans()):
-        wanted = draw(st.integers(0, 4))
-        inputs = InputTokens(
-            tokens=longs(wanted),
-            targets=longs(wanted),
-            top=draw(st.integers(0, 5)),
-            token_ids=longs(wanted, draw(st.integers(0, 3))),
-        )
-    window_slots = window_table = states = None
-    if draw(st.booleans()):
-        window_slots, window_table = longs(tokens), torch.from_numpy(table.T[:, ::-1].copy())
-    if draw(st.booleans()):
-        rows_of_states = st.none() | st.integers(1, 99)
-        segments = [
-            StateSegment(start, start + 3, draw(rows_of_states), 7, draw(rows_of_states))
-            for start in range(len(prefill))
-        ]
-        states = StateStep(
-            rows=longs(rows),
-            sources=longs(decode) if draw(st.booleans()) else None,
-            segments=segments,
-            kept=(longs(2), longs(2)) if draw(st.booleans()) else None,
-        )
+    windows = draw(st.booleans())
     return ForwardBatch(
         num_decode=decode,
         input_ids=longs(tokens),
@@ -129,24 +157,11 @@ def batches(draw) -> ForwardBatch:
         slots=longs(rows),
         sample_tokens=longs(samples),
         sample_slots=longs(samples),
-        sampling=SamplingBatch(
-            temperature=floats(samples),
-            greedy=torch.from_numpy(random.random(samples) < 0.5),
-            top_k=longs(samples),
-            top_p=floats(samples),
-            uniforms=torch.from_numpy(random.random(samples)),
-            any_sampled=draw(st.booleans()),
-            any_filtered=draw(st.booleans()),
-            want_raw=draw(st.booleans()),
-            want_sampled=draw(st.booleans()),
-            min_p=floats(samples) if draw(st.booleans()) else None,
-            largest_top_k=draw(st.none() | st.integers(1, 99)),
-            special=special,
-        ),
-        inputs=inputs,
-        window_slots=window_slots,
-        window_table=window_table,
-        states=states,
+        sampling=sampling(draw, values, samples),
+        inputs=input_tokens(draw, values) if draw(st.booleans()) else None,
+        window_slots=longs(tokens) if windows else None,
+        window_table=torch.from_numpy(table.T[:, ::-1].copy()) if windows else None,
+        states=state_step(draw, values, decode, len(prefill)) if draw(st.booleans()) else None,
     )
 
 

@@ -20,7 +20,7 @@ from caesura.scheduler.kernels.sampling import RowSampler
 LARGEST_UNIFORM = float(np.nextafter(1.0, 0.0))
 DTYPES = native.FLOATS
 TOLERANCE = 2e-6
-"""Of weights and of their sums in float32, relative."""
+"""Relative tolerance of weights and of their sums in float32."""
 
 
 @dataclass
@@ -88,11 +88,11 @@ class Exact:
 
     order: np.ndarray
     cumulative: np.ndarray
-    """Of the probabilities in this order."""
+    """Cumulative probabilities in this order."""
     ends: tuple[int, int]
     """The last kept position, at least and at most."""
     drawn: tuple[int, int]
-    """The drawn position, at least and at most: more than one where a sum and its target agree within the tolerance."""
+    """Drawn position, at least and at most: several where a sum meets its target within the tolerance."""
 
     @classmethod
     def of(cls, rows: Rows, row: int) -> "Exact":

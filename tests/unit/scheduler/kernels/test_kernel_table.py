@@ -1,4 +1,4 @@
-"""Which implementation serves, what the environment may say about it, and the compiled library as a citizen."""
+"""Choice of the implementation that serves, its limits in the environment, and the compiled library."""
 
 import ctypes
 import subprocess

@@ -1,5 +1,4 @@
-"""What lies between products, in Triton, against torch's composition: in Triton's interpreter, which runs it
-on the CPU.
+"""Triton's operations between products against torch's composition, in Triton's interpreter on the CPU.
 
 Triton decides when it is imported whether it interprets, hence a process of its own.
 ``tests/gpu/test_cuda_triton.py`` runs the same on a device.

@@ -28,7 +28,7 @@ needs_glibc = pytest.mark.skipif(
 
 
 class CachingDevice:
-    """A device module with the names of torch.cuda, torch.xpu and torch.npu, and a real ledger behind them."""
+    """A device module with the names of torch.cuda, torch.xpu and torch.npu over a real ledger."""
 
     def __init__(self, allocated: int, cached: int, total: int) -> None:
         self.allocated, self.cached, self.total = allocated, cached, total

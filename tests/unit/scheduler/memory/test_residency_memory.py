@@ -1,4 +1,4 @@
-"""What components that come and go take of memory: shortages, releases by tag, copies and backups."""
+"""Memory of components that come and go: shortages, releases by tag, copies and backups."""
 
 import sys
 

@@ -13,7 +13,7 @@ from caesura.scheduler.messaging.send_queues import merge, result_bytes
 
 SAMPLES = [("a", 0), ("a", 1), ("b", 0), ("c", 2)]
 WIDTHS = {("a", 0): 2, ("a", 1): 2, ("b", 0): 0, ("c", 2): 3}
-"""How many tokens' logprobs each sample wants."""
+"""Number of tokens whose logprobs each sample wants at every position."""
 
 
 def value(sample: tuple[str, int], at: int, column: int) -> int:

@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 KV_B = "model.layers.0.self_attn.kv_b_proj.weight"
 MTP = {"model.layers.2.eh_proj.weight": (40, 80), "model.layers.2.self_attn.o_proj.weight": (40, 56)}
-"""What a checkpoint of two layers carries for a third one, in part."""
+"""Some tensors of a third layer in a checkpoint of two layers."""
 
 
 @pytest.fixture(scope="session")
@@ -203,7 +203,7 @@ ROUTING = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ROUTING)
 def test_routing_is_that_of_transformers(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Which experts and how much each counts; in bf16, too, since both compute scores in float32."""
+    """Compare the chosen experts and their weights, in bf16 too, since both compute scores in float32."""
     family, overrides = ROUTING[case]
     reference = make_checkpoint(tmp_path, family, dtype=dtype, seed=3, **overrides)
     router = next(

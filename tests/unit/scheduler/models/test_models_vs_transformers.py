@@ -324,7 +324,7 @@ dtypes.
     "family", ["llama", "qwen2", "qwen3", "qwen3-moe", "gemma3", "gpt-oss", "deepseek-v2", "deepseek-v3"]
 )
 def test_two_bytes(family: str, dtype: torch.dtype, compiled: bool, tmp_path: Any) -> None:
-    """Beside float32. Roundings differ with the order of operations; a wrong operation would give far more."""
+    """Compare with float32: roundings differ with the order of operations; a wrong one gives far more."""
     reference = make_checkpoint(tmp_path, family, dtype=dtype, sharded=True)
     tokens = prompt(40)
     model = load_model(str(tmp_path), dtype)

@@ -167,7 +167,7 @@ def test_a_vocabulary_that_does_not_divide(data: st.DataObject, size: int, vocab
 @settings(max_examples=examples(30))
 @given(st.data(), st.integers(2, 3), st.booleans(), st.integers(1, 5), st.integers(1, 5))
 def test_fp8_blocks(data: st.DataObject, size: int, by_inputs: bool, height: int, width: int) -> None:
-    """A wide float is quantised as one rank would quantise all of it, though each sees its own blocks alone."""
+    """Check that ranks that see only their own blocks quantise a wide float as one rank would."""
     blocks = Fp8Blocks(height, width)
     rows = height * size * data.draw(st.integers(1, 3)) if not by_inputs else data.draw(st.integers(1, 20))
     columns = width * size * data.draw(st.integers(1, 3)) if by_inputs else data.draw(st.integers(1, 20))

@@ -29,7 +29,7 @@ NAME = "g"
 
 
 class Nccl:
-    """As much of ``ProcessGroupNCCL`` as is used."""
+    """Stand-in for ``ProcessGroupNCCL``."""
 
     class Options:
         _timeout: timedelta | None = None
@@ -41,9 +41,7 @@ class Nccl:
         self.aborted = threading.Event()
         self.ended = threading.Event()
         self.coming: list[Tensor] = []
-        """What the trainer broadcasts. Empty: nobody broadcasts, and as NCCL does while it looks for its
-        ranks, we wait for ever.
-        """
+        """Tensors that the trainer broadcasts. Once empty, a broadcast waits for the test's end, as NCCL for ranks."""
         self.unwaited, self.most_unwaited = 0, 0
         self.made.append(self)
 
@@ -132,7 +130,7 @@ def test_broadcasts_have_a_timeout_of_their_own(store: TCPStore) -> None:
 
 
 def test_nothing_of_torchs_ends_the_process(store: TCPStore) -> None:
-    """A failure raises in the thread that waits; the watchdog, which would end the process, is not started."""
+    """Check that a failure raises in the waiting thread and that no watchdog ends the process."""
     eventually(group(store).joined)
     found = Nccl.made[0].environment
     assert found["TORCH_NCCL_BLOCKING_WAIT"] == "1"

@@ -1,4 +1,4 @@
-"""What is sent and what is relayed, on a device that does everything as late as it may."""
+"""Sends and relays on a device that does everything as late as it may."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -51,7 +51,7 @@ class Outgoing:
 
 
 class Incoming:
-    """What another rank sends, on the current stream."""
+    """Tensors from another rank, broadcast on the current stream."""
 
     def __init__(self, sent: Sequence[Tensor]) -> None:
         self._sent = list(sent)
