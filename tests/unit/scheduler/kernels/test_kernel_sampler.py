@@ -290,16 +290,21 @@ def bits(out: SamplerOutput) -> torch.Tensor:
     return torch.stack([out.token_ids, *(f.view(torch.int32).long() for f in floats)], 1)
 
 
+@pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_does_not_depend_on_the_others_or_on_threads(dtype):
-    rows = mixed(3000, dtype)
+def test_a_row_does_not_depend_on_the_others_or_on_threads(dtype, filtered):
+    rows, rounds = mixed(3000, dtype), 8
+
+    def sampled(index):
+        return bits(rows.select(index).compiled(filtered=filtered))
+
+    order = np.tile(np.arange(len(rows.logits)), rounds)
     for isa in instruction_sets():
-        alone = torch.cat([bits(rows.select(slice(i, i + 1)).compiled()) for i in range(len(rows.logits))])
+        alone = torch.cat([sampled(slice(i, i + 1)) for i in range(len(rows.logits))]).repeat(rounds, 1)
         for count in (1, 2, 3):
             with threads(count):
-                assert torch.equal(bits(rows.compiled()), alone), (isa, count)
-                backwards = rows.select(np.arange(len(rows.logits))[::-1].copy())
-                assert torch.equal(bits(backwards.compiled()).flip(0), alone), (isa, count)
+                assert torch.equal(sampled(order), alone), (isa, count)
+                assert torch.equal(sampled(order[::-1].copy()).flip(0), alone), (isa, count)
 
 
 def test_unfiltered_and_greedy_rows_do_not_notice_filters():
