@@ -135,7 +135,7 @@ class UnreadReply(msgspec.Struct):
     """:class:`BatchTokenOutput`: the terminal results, each to be read by itself."""
 
     def results(self) -> Iterator[GenerateReqOutput | str]:
-        """Return the terminal results, or the rid of one that cannot be read (empty: nor can that)."""
+        """Yield the terminal results, or the rid of one that cannot be read (empty: nor can that)."""
         for raw in self.finished:
             try:
                 yield _result.decode(raw)

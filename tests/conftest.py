@@ -82,9 +82,10 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _checkpoint(tmp_path_factory: pytest.TempPathFactory, name: str, *, seed: int) -> Path:
+    # imports transformers, for seconds, which most tests do without
     from support.checkpoints import (
         make_checkpoint,
-    )  # imports transformers, for seconds, which most tests do without
+    )
 
     path = tmp_path_factory.mktemp("models") / name
     make_checkpoint(path, "qwen3", tied=True, seed=seed)

@@ -358,9 +358,8 @@ async def _ray_fleet(_: Path, model: Path, count: int) -> AsyncIterator[tuple[Fl
 
     from caesura.client.group.ray_fleet import Placement, RolloutFleet
 
-    ray.init(
-        num_cpus=count, include_dashboard=False, log_to_driver=False
-    )  # by name: engines share what there is
+    # by name: engines share what there is
+    ray.init(num_cpus=count, include_dashboard=False, log_to_driver=False)
     try:
         async with RolloutFleet(
             model,

@@ -89,9 +89,8 @@ def _import(names: Iterable[str]) -> None:
     os.environ.update(settings())
     for name in names:
         if name not in sys.modules:
-            with contextlib.suppress(
-                ImportError
-            ):  # of an extra that is not installed, which the fork will say
+            # of an extra that is not installed, which the fork will say
+            with contextlib.suppress(ImportError):
                 importlib.import_module(name)
     os.environ.clear()
     os.environ.update(mine)

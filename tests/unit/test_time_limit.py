@@ -29,7 +29,12 @@ def pytest_on(tmp_path: Path, source: str) -> subprocess.Popen:
 
 @pytest.mark.slow
 def test_a_test_whose_machine_stands_still_for_longer_than_its_limit_passes(tmp_path):
-    source = "import os, signal\ndef test_stopped():\n    os.kill(os.getpid(), signal.SIGSTOP)\n    sum(range(1000))\n"
+    source = (
+        "import os, signal\n"
+        "def test_stopped():\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    sum(range(1000))\n"
+    )
     child = pytest_on(tmp_path, source)
     _, status = os.waitpid(child.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)

@@ -158,9 +158,8 @@ def test_answers_have_the_types_of_the_official_client(served, stream, n):
         assert found
         for text in found:
             given = json.loads(text)
-            if (
-                stream and kind is Completion
-            ):  # its chunks have no type of their own, and no reason until the last
+            # its chunks have no type of their own, and no reason until the last
+            if stream and kind is Completion:
                 given["choices"] = [
                     {**each, "finish_reason": each["finish_reason"] or "stop"} for each in given["choices"]
                 ]

@@ -26,9 +26,8 @@ def command_of(unit: Path) -> list[str]:
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_systemd_accepts_the_unit(unit, tmp_path):
-    text = unit.read_text().replace(
-        command_of(unit)[0], sys.executable
-    )  # verify wants a program that is there
+    # verify wants a program that is there
+    text = unit.read_text().replace(command_of(unit)[0], sys.executable)
     copy = tmp_path / unit.name
     copy.write_text(text)
     done = subprocess.run(

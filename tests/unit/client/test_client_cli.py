@@ -287,9 +287,9 @@ def test_a_port_that_is_taken_is_told_with_the_option(caesura):
         port = taken.getsockname()[1]
         code, _, err = caesura("serve", "--model", "/m", "--port", str(port))
     assert code == 1
-    assert (
-        err
-        == f"Error: cannot listen on 127.0.0.1:{port}: Address already in use; give another --port (0: any free one)\n"
+    assert err == (
+        f"Error: cannot listen on 127.0.0.1:{port}: Address already in use; "
+        "give another --port (0: any free one)\n"
     )
 
 

@@ -48,8 +48,8 @@ def said(message: object) -> str:
         (
             {"type": "GenerateImagesReqInput", "prompt_ids": [[1]] * 9},
             (
-                f"prompt_ids = {[[1]] * 9} must be a list of at most 8 lists of integers from 0 to 2147483647 "
-                "or null"
+                f"prompt_ids = {[[1]] * 9} must be a list of at most 8 lists of integers "
+                "from 0 to 2147483647 or null"
             ),
         ),
         ({**GENERATE, "input_ids": [5, -1]}, "input_ids[1] = -1 must be an integer from 0 to 2147483647"),

@@ -72,7 +72,8 @@ class Plain:
 
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text() | st.binary() | st.floats(allow_nan=False),
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70)
+    | st.text() | st.binary() | st.floats(allow_nan=False),
     lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
     max_leaves=30,
 )  # fmt: skip

@@ -39,7 +39,10 @@ def refusals(endpoint):
 
 def test_a_socket_file_that_is_not_there_is_told_at_once(tmp_path):
     endpoint = f"ipc://{tmp_path}/nobody"
-    sentence = f"no scheduler answers at {endpoint}: there is no such socket file; `caesura scheduler --endpoint {endpoint}` starts one"
+    sentence = (
+        f"no scheduler answers at {endpoint}: there is no such socket file; "
+        f"`caesura scheduler --endpoint {endpoint}` starts one"
+    )
     assert set(refusals(endpoint)) == {sentence}
 
 
@@ -73,7 +76,10 @@ def test_somebody_else_at_the_port_is_told_at_once():
         thread.start()
         endpoint = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         try:
-            said = f"what listens at {endpoint} broke the connection off: it is no scheduler, one that asks for keys "
+            said = (
+                f"what listens at {endpoint} broke the connection off: "
+                "it is no scheduler, one that asks for keys "
+            )
             assert all(each.startswith(said) for each in refusals(endpoint))
         finally:
             other.shutdown(socket.SHUT_RDWR)

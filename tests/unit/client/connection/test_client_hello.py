@@ -41,7 +41,10 @@ OTHERS = {refuse: "2.7", accept: "2.7", know_nothing: r"0 \(it knows no hello\)"
 
 @pytest.mark.parametrize("greet", OTHERS, ids=lambda greet: greet.__name__)
 def test_another_version_fails_every_call_with_both_versions(endpoint, greet, connect):
-    sentence = rf"^this client \(caesura .*\) speaks wire {OURS}, the engine at {endpoint} speaks wire {OTHERS[greet]} "
+    sentence = (
+        rf"^this client \(caesura .*\) speaks wire {OURS}, "
+        rf"the engine at {endpoint} speaks wire {OTHERS[greet]} "
+    )
     with FakeScheduler(endpoint, greet=greet) as fake, connect(endpoint) as client:
         for call in (client.status, client.pause, lambda **_: client.generate([1], timeout=PATIENCE)):
             with pytest.raises(VersionMismatch, match=sentence):

@@ -235,7 +235,7 @@ def test_delays_double_up_to_the_longest():
     assert [policy.delay(count) for count in (0, 1, 2, 6, 7, 10_000)] == [0.5, 1.0, 2.0, 30.0, 30.0, 30.0]
 
 
-# -- what may be tried again ---------------------------------------------------------------------------------------
+# -- retries ---------------------------------------------------------------------------------------
 
 
 def test_exceptions_say_what_may_be_tried_again():
@@ -243,7 +243,7 @@ def test_exceptions_say_what_may_be_tried_again():
     assert not any(kind("x").retryable for kind in (EngineError, InvalidRequest, WeightMismatch))
 
 
-# -- systemd's protocol --------------------------------------------------------------------------------------------
+# -- systemd's protocol ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("abstract", [False, True])

@@ -223,16 +223,20 @@ def test_unknown_keys_of_openai_routes_are_named_once_in_the_log(server, caplog)
     said = [each.getMessage() for each in caplog.records if each.name.endswith("serve.bodies")]
     of_asked = [
         (
-            "the key max_tokenz is not known and ignored (did you mean max_tokens?); requests with it are not "
-            "mentioned again"
+            "the key max_tokenz is not known and ignored (did you mean max_tokens?); "
+            "requests with it are not mentioned again"
         ),
         "the key \\x1b[2Jlonger is not known and ignored; requests with it are not mentioned again",
         (
-            "the key do_sample is not known and ignored (temperature = 0 decodes greedily, any other samples); "
+            "the key do_sample is not known and ignored "
+            "(temperature = 0 decodes greedily, any other samples); "
             "requests with it are not mentioned again"
         ),
     ]
-    of_long = "the key max_new_tokens is not known and ignored (did you mean max_tokens?); requests with it are not mentioned again"
+    of_long = (
+        "the key max_new_tokens is not known and ignored (did you mean max_tokens?); "
+        "requests with it are not mentioned again"
+    )
     assert said == [
         *(f"/v1/completions: {each}" for each in [*of_asked, of_long]),
         *(f"/v1/chat/completions: {each}" for each in of_asked),

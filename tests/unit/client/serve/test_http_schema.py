@@ -248,7 +248,8 @@ def test_every_sampling_parameter_arrives():
 def test_per_prompt_lists():
     job = plan(
         '{"input_ids": [[1], [2]], "return_logprob": [true, false], "logprob_start_len": [0, 3], '
-        '"top_logprobs_num": 2, "token_ids_logprob": [[4], [5, 6]], "cache_salt": ["a", "b"], "extra_key": "k"}'
+        '"top_logprobs_num": 2, "token_ids_logprob": [[4], [5, 6]], '
+        '"cache_salt": ["a", "b"], "extra_key": "k"}'
     )
     assert [r.return_logprob for r in job.requests] == [True, False]
     assert [r.logprob_start_len for r in job.requests] == [0, 3]

@@ -287,9 +287,8 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 @pytest.mark.parametrize(("name", "tied"), CASES)
 def test_equal_to_save_pretrained(tmp_path: Path, name: str, tied: bool):
     model = build(tmp_path, name, tied)
-    spelled = (
-        as_before_version_5 if name in WHOLE else str
-    )  # checkpoints of some still are, and engines take both
+    # checkpoints of some still are, and engines take both
+    spelled = as_before_version_5 if name in WHOLE else str
     saved = {spelled(key): value for key, value in load_file(tmp_path / "model.safetensors").items()}
     sent = [(spelled(key), value) for key, value in checkpoint_tensors(model)]
     assert sorted(name for name, _ in sent) == sorted(saved)

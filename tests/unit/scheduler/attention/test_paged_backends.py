@@ -35,7 +35,7 @@ COMPILED = {"kv_heads": 2, "group": 3, "size": 20}
 class Scene:
     """Rows of (earlier tokens, new tokens), with random K and V in scattered pages.
 
-    ``kind``: ``sdpa``, ``compiled``, or ``latents``, whose values are the first ``value_size`` elements of a key.
+    ``kind``: ``sdpa``, ``compiled``, or ``latents``: values are the first ``value_size`` elements of a key.
     """
 
     def __init__(

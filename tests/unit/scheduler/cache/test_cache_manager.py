@@ -253,7 +253,7 @@ TestManagerWithWindowsUnderPressure = ManagerWithWindowsUnderPressure.TestCase
 TestManagerWithoutPrefixCache = ManagerWithoutPrefixCache.TestCase
 
 
-# -- named cases -------------------------------------------------------------------------------------------------
+# -- named cases -----------------------------------------------------------------------------------
 
 
 def make(num_pages=50, prefix_cache=True):
@@ -504,7 +504,7 @@ def test_misuse_is_refused_and_changes_nothing():
     manager.check()
 
 
-# -- the check itself: every kind of damage is seen and named -----------------------------------------------------
+# -- the check itself: every kind of damage is seen and named --------------------------------------
 
 
 @pytest.mark.parametrize("count,more", [(16, ""), (17, r" … \(17 in all\)")])

@@ -167,7 +167,9 @@ def test_a_counter_is_somebody_elses_after_its_request():
     leaving: Request = world.requests[0]
     world.table.release(leaving)
     (new,) = make_requests(
-        GenerateReqInput(input_ids=tokens, sampling_params=SamplingParams(frequency_penalty=1.0, temperature=0.0)),
+        GenerateReqInput(
+            input_ids=tokens, sampling_params=SamplingParams(frequency_penalty=1.0, temperature=0.0)
+        ),
         client=b"c", seed=0, limit=60, eos_token_ids=EOS, arrival=0.0,
     )  # fmt: skip
     world.requests[0], world.outputs[0] = new, []
@@ -217,7 +219,9 @@ def test_a_row_depends_on_itself_alone():
         GenerateReqInput(
             input_ids=[n, 5, 5], return_logprob=True, return_raw_logprob=True, top_logprobs_num=n % 3,
             token_ids_logprob=[7],
-            sampling_params=SamplingParams(seed=n, temperature=0.8, repetition_penalty=1.0 + 0.3 * (n % 2), logit_bias={3: 1.5}),
+            sampling_params=SamplingParams(
+                seed=n, temperature=0.8, repetition_penalty=1.0 + 0.3 * (n % 2), logit_bias={3: 1.5}
+            ),
         )
         for n in range(4)
     ]  # fmt: skip

@@ -346,9 +346,11 @@ def test_the_longest_task_comes_first() -> None:
 
 
 @pytest.mark.parametrize("change", [
-    {"q": torch.zeros(3, 4, 8).bfloat16()}, {"q": torch.zeros(3, 5, 8)}, {"q": torch.zeros(3, 4, 16)[..., ::2]},
+    {"q": torch.zeros(3, 4, 8).bfloat16()}, {"q": torch.zeros(3, 5, 8)},
+    {"q": torch.zeros(3, 4, 16)[..., ::2]},
     {"keys": torch.zeros(2, 2, 8, 16).transpose(2, 3)}, {"values": torch.zeros(2, 2, 16, 4)},
-    {"keys": torch.zeros(2, 1, 16, 8), "values": torch.zeros(2, 1, 16, 8)}, {"keys": torch.zeros(3, 2, 16, 8)},
+    {"keys": torch.zeros(2, 1, 16, 8), "values": torch.zeros(2, 1, 16, 8)},
+    {"keys": torch.zeros(3, 2, 16, 8)},
     {"table": torch.zeros(3, 1, dtype=torch.int64)}, {"table": torch.zeros(3, 2, dtype=torch.int32)[:, ::2]},
     {"out": torch.zeros(3, 31)}, {"out": torch.zeros(2, 32)}, {"out": torch.zeros(32, 3).T},
     {"tasks": np.zeros((3, 4), dtype=np.int32)}, {"tasks": np.zeros((3, 8), dtype=np.int64)[:, ::2]},
@@ -397,8 +399,9 @@ from caesura.scheduler.kernels.attention_form import PLAIN, AttentionForm
 for isa in instruction_sets():
     for dtype in native.FLOATS:
         for size, group in ((5, 3), (16, 1), (33, 2), (80, 7), (128, 2)):
-            for form in (PLAIN, AttentionForm(window=37, softcap=9.0, sinks=torch.zeros(2 * group, dtype=dtype))):
-                scene = Scene([100, 47, 1, 130], 2, group, size, dtype, 0, form, size + 3 if form is PLAIN else size)
+            bent = AttentionForm(window=37, softcap=9.0, sinks=torch.zeros(2 * group, dtype=dtype))
+            for form, value_size in ((PLAIN, size + 3), (bent, size)):
+                scene = Scene([100, 47, 1, 130], 2, group, size, dtype, 0, form, value_size)
                 with threads(2):
                     pieces = [Piece(1, 46, 47), Piece(2, 0, 1), Piece(0, 33, 100), Piece(3, 0, 130)]
                     assert all(out.isfinite().all() for out in scene.attend(pieces))

@@ -359,7 +359,8 @@ def test_gathered_rows_are_the_table_s(dtype):
 ])  # fmt: skip
 def test_oversized_requests_are_refused(change):
     given = {
-        "x": torch.zeros(4, 64), "weight": torch.zeros(64, 64), "bias": torch.zeros(40), "out": torch.zeros(4, 40)
+        "x": torch.zeros(4, 64), "weight": torch.zeros(64, 64),
+        "bias": torch.zeros(40), "out": torch.zeros(4, 40),
     }  # fmt: skip
     linear.linear(*given.values())
     with pytest.raises(ValueError, match="packed rows"):
@@ -368,7 +369,8 @@ def test_oversized_requests_are_refused(change):
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("rows,start", [
-    (torch.zeros(2, 30), 63), (torch.zeros(2, 30), -1), (torch.zeros(2, 60), 0), (torch.zeros(2, 30).double(), 0),
+    (torch.zeros(2, 30), 63), (torch.zeros(2, 30), -1),
+    (torch.zeros(2, 60), 0), (torch.zeros(2, 30).double(), 0),
     (torch.zeros(30, 2).T, 0),
 ])  # fmt: skip
 def test_rows_that_do_not_fit_are_refused(rows, start):

@@ -224,13 +224,17 @@ def product(x, store, bias):
 
 with native.limited_to("amx") as possible:
     assert possible
-    for rows, outputs, inputs in ((1, 1, 2), (16, 32, 32), (17, 33, 30), (33, 97, 98), (70, 64, 64), (300, 40, 34)):
+    for rows, outputs, inputs in (
+        (1, 1, 2), (16, 32, 32), (17, 33, 30), (33, 97, 98), (70, 64, 64), (300, 40, 34)
+    ):
         w, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(rows, inputs + 2).bfloat16()[:, 1:-1]
         bias = torch.randn(outputs).bfloat16()
         store = torch.zeros(linear.storage_shape(outputs, inputs, w.dtype), dtype=w.dtype)
         linear.pack_rows(store, w, 0)
         y = product(x, store, bias)
-        torch.testing.assert_close(y.double(), x.double() @ w.double().T + bias.double(), rtol=0.01, atol=0.02)
+        torch.testing.assert_close(
+            y.double(), x.double() @ w.double().T + bias.double(), rtol=0.01, atol=0.02
+        )
         assert torch.equal(y, torch.cat([product(x[i : i + 1], store, bias) for i in range(rows)]))
         assert torch.equal(y[: rows // 2], product(x[: rows // 2], store, bias))
     with native.limited_to("avx512bf16"):

@@ -303,15 +303,22 @@ import inspect, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from caesura.scheduler.kernels import triton_sampler as kernels
-POINTERS = {"greedy": "i1", "uniforms": "fp64", "top_k": "i64", "candidate_indices": "i32", "listed": "i32", "token_ids": "i64"}
+POINTERS = {
+    "greedy": "i1", "uniforms": "fp64", "top_k": "i64",
+    "candidate_indices": "i32", "listed": "i32", "token_ids": "i64",
+}
 NUMBERS = ("row_stride", "vocab_size", "blocks")
-SIZES = {"num_blocks": 1024, "capacity": kernels._CANDIDATES, "group": kernels._GROUP, "width": kernels._BLOCK, "tile": kernels._TILE}
+SIZES = {
+    "num_blocks": 1024, "capacity": kernels._CANDIDATES,
+    "group": kernels._GROUP, "width": kernels._BLOCK, "tile": kernels._TILE,
+}
 for function, options in ((kernels._measure, {}), (kernels._draw, {"num_warps": kernels._WARPS})):
     names = inspect.signature(function.fn).parameters
     signature = {name: "*" + POINTERS.get(name, "fp32") for name in names}
     signature |= {name: "i32" for name in NUMBERS} | {name: "constexpr" for name in SIZES if name in names}
     signature["logits"] = "*bf16"
-    source = ASTSource(fn=function, signature=signature, constexprs={name: SIZES[name] for name in SIZES if name in names})
+    constexprs = {name: SIZES[name] for name in SIZES if name in names}
+    source = ASTSource(fn=function, signature=signature, constexprs=constexprs)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     print(function.fn.__name__, len(compiled.asm["cubin"]) > 0, compiled.metadata.shared < 100_000)
 """

@@ -320,7 +320,9 @@ def test_process_memory_by_kind(tmp_path):
     host = make_host(
         tmp_path,
         {
-            "proc/self/status": "Name:\tx\nVmRSS:\t 90 kB\nRssAnon:\t 50 kB\nRssFile:\t 30 kB\nRssShmem:\t 10 kB\n"
+            "proc/self/status": (
+                "Name:\tx\nVmRSS:\t 90 kB\nRssAnon:\t 50 kB\nRssFile:\t 30 kB\nRssShmem:\t 10 kB\n"
+            ),
         },
     )
     assert host.memory_reserved() == 50 * KB

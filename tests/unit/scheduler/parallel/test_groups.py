@@ -210,7 +210,8 @@ for isa in instruction_sets():
     def run(rank):
         group = host_group.join(own[rank], rank, RANKS, 60.0)
         sums = [rank_jobs.large_sum(group, 300_001, dtype) for dtype in (torch.float32, torch.bfloat16)]
-        found[rank] = rank_jobs.rounds(group, 8, 60), sums, rank_jobs.give_up(group, 1), rank_jobs.begin_anew(group)
+        rounds = rank_jobs.rounds(group, 8, 60)
+        found[rank] = rounds, sums, rank_jobs.give_up(group, 1), rank_jobs.begin_anew(group)
         group.close()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]

@@ -113,7 +113,11 @@ def test_neighbours_come_as_they_lie(
         assert piece.rows.data_ptr() % piece.rows.itemsize == 0
         held = piece.rows.contiguous().view(torch.uint8).numpy().tobytes()
         parts[piece.name] = parts.get(piece.name, b"") + held
-    expected = {n: data[slice(*h["data_offsets"])] for n, h in header.items() if n not in skipped}  # type: ignore[misc]
+    expected = {
+        n: data[slice(*h["data_offsets"])]  # type: ignore[misc]
+        for n, h in header.items()
+        if n not in skipped
+    }
     assert parts == expected
 
 
