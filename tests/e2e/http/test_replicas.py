@@ -134,7 +134,7 @@ def test_replicas_empty_their_device_caches_as_asked(pair, models, asks):
     assert emptied("continue") == [False] * 2, "the commit has done what was asked"
 
 
-def test_the_server_says_what_is_behind_its_port(pair):
+def test_the_server_lists_its_replicas(pair):
     found = info(pair)
     assert (found["dp_size"], found["tp_size"], len({*states(pair, "pid")})) == (2, 1, 2)
     assert [each["name"] for each in found["replicas"]] == ["replica-0", "replica-1"]
