@@ -146,6 +146,9 @@ def test_the_server_lists_its_replicas(pair):
     assert [each["dp_rank"] for each in pair.get("/get_load").json()] == [0, 1]
     assert "2 replicas" in pair.announced
     assert "caesura:replica_up{model_name" in pair.get("/metrics").text
+    shown = pair.get("/dashboard/data").json()
+    assert [each["name"] for each in shown["replicas"]] == ["replica-0", "replica-1"]
+    assert len(shown["ticks"][-1][7]) == 2, "the load of each"
 
 
 def test_no_series_of_the_metrics_occurs_twice(pair):
