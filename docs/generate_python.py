@@ -89,7 +89,7 @@ class Plain(ast.NodeTransformer):
         return f"`{ast.unparse(self.visit(node))}`".replace("|", "\\|")
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        """Return an alias of the module."""
+        """Spell out an alias of the module."""
         kind = self._names.get(node.id)
         if get_origin(kind) is Annotated:
             return ast.Name(get_args(kind)[0].__name__)
@@ -98,7 +98,7 @@ class Plain(ast.NodeTransformer):
         return node
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        """One type with arguments."""
+        """Return the type without its constraints."""
         self.generic_visit(node)
         if ast.unparse(node.value) == "Annotated" and isinstance(node.slice, ast.Tuple):
             return node.slice.elts[0]

@@ -35,7 +35,7 @@ def on_startup(*, command: str, dirty: bool) -> None:
     """
     folder = ROOT / "build" / "package" / "caesura"
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("__init__.py", "client", "io_struct"):
+    for name in ("__init__.py", "client", "io_struct", "process"):
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(ROOT / name)
 

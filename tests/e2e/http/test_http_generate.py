@@ -346,6 +346,13 @@ def test_routed_experts_are_int32_of_every_position_but_the_last(tmp_path):
             shape = (3 + len(answer["output_ids"]) - 1 - start, 2, 3)
             assert flat.size == math.prod(shape)
             assert set(flat.tolist()) <= set(range(5))
+            null = engine.generate(
+                [5, 6, 7],
+                return_routed_experts=True,
+                routed_experts_start_len=start,
+                routed_experts_dtype=None,
+            )["meta_info"]
+            assert null["routed_experts"] == meta["routed_experts"]
             narrow = engine.generate(
                 [5, 6, 7],
                 return_routed_experts=True,
