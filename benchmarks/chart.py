@@ -49,7 +49,7 @@ class Bar:
     """Length of the bar."""
     figure: str
     ratio: str
-    """How many times as good as vLLM; empty where vLLM has no figure."""
+    """Ratio to vLLM's figure, as text, above 1 where better; empty without a figure of vLLM."""
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,8 @@ def run_shape(
                     threads=options.threads,
                     repeat=repeat,
                     log=work / f"{workload.shape}-{engine.name}-{repeat}.log",
-                    progress=lambda stage: status.update(f"{label}: {stage}"),  # noqa: B023 (called in this pass)
+                    # Called in this pass only.
+                    progress=lambda stage: status.update(f"{label}: {stage}"),  # noqa: B023
                 )
             runs.append(run)
             console.print(f"[dim]{label}: {'failed' if run['error'] else 'done'}[/dim]")

@@ -116,7 +116,8 @@ _FORWARDED = {"ignore_unknown_options": True, "allow_extra_args": True}
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def scheduler(arguments: tuple[str, ...]) -> None:
     """Run a scheduler in the foreground. `caesura scheduler --help` lists the options."""
-    os.execv(sys.executable, engine_command(*arguments))  # noqa: S606 (its own interpreter; replaces this process)
+    # Its own interpreter, with its own command, replaces this process.
+    os.execv(sys.executable, engine_command(*arguments))  # noqa: S606
 
 
 @cli.command(add_help_option=False, context_settings=_FORWARDED)

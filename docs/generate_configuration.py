@@ -18,7 +18,7 @@ from caesura.scheduler.__main__ import command
 
 DOCUMENT = Path(__file__).parent / "reference" / "configuration.md"
 _STATED = re.compile(r"\s*\[(env|default): ([^\]]*)\]")
-"""What some help texts say of a default or a variable themselves."""
+"""Default or variable that a help text states itself."""
 
 
 def table(described: click.Command) -> str:

@@ -29,7 +29,7 @@ INSIDE = (TokenDetails, io_struct.SamplingMask, io_struct.RoutedExperts)
 
 
 def structs() -> Iterator[Any]:
-    """Return values with fields that clients take and return, ordered by name."""
+    """Yield the values with fields that clients take and return, ordered by name."""
     for module in (client, text):
         for name in module.__all__:
             value = getattr(module, name)

@@ -1,8 +1,8 @@
 """Writes the generated parts of docs/reference/wire.md from the structs that are the wire, so that the two
 cannot drift.
 
-Invariants: a field's meaning is the docstring below it; without one, it is that of a field of the same name and
-type, or what the struct says that is its type. Its type and default are what the decoder checks. Run
+Invariants: a field's meaning is the docstring below it; without one, it is that of a field of the same name
+and type, or what the struct says that is its type. Its type and default are what the decoder checks. Run
 ``python docs/generate_wire.py`` after a change of ``io_struct/`` (``--check``: see :mod:`generated_parts`).
 """
 
@@ -38,28 +38,68 @@ ANSWERS = {
     "UpdateWeightsFromCheckpointEngineReqInput": "WeightUpdateReqOutput",
     "UpdateWeightsFromDistributedReqInput": "WeightUpdateReqOutput",
 }
-"""Where the answer to ``XReqInput`` is not ``XReqOutput``."""
+"""Answers whose name is not that of their request: ``XReqOutput`` to ``XReqInput``."""
 LIMITS = (
     ("io_struct.base", "MAX_HEADER_BYTES", "bytes", "a header; more is `malformed_message`"),
     ("io_struct.base", "MAX_FRAME_BYTES", "bytes", "a frame (`ZMQ_MAXMSGSIZE`); ZeroMQ drops the connection"),
     ("io_struct.base", "MAX_MESSAGE_BYTES", "bytes", "all frames of a message; more is `malformed_message`"),
     ("io_struct.base", "MAX_FRAMES", "frames", "of a message, header included; more is `malformed_message`"),
-    ("scheduler.messaging.router_socket", "OVERLONG_MESSAGES", "messages", "over these limits, from one client; then it counts as gone"),
+    (
+        "scheduler.messaging.router_socket", "OVERLONG_MESSAGES", "messages",
+        "over these limits, from one client; then it counts as gone",
+    ),
     ("io_struct.base", "MAX_ID_LENGTH", "characters", "a message id or request id"),
     ("io_struct.generate", "MAX_SAMPLES", "samples", "`n` of one request"),
     ("process.contract", "MAX_IPC_PATH", "bytes", "the path of an `ipc://` endpoint"),
-    ("scheduler.messaging.router_socket", "HIGH_WATER_MARK", "messages", "unsent to one client inside ZeroMQ (`ZMQ_SNDHWM`)"),
-    ("scheduler.messaging.router_socket", "RECEIVE_HIGH_WATER_MARK", "messages", "unread from one client (`ZMQ_RCVHWM`)"),
-    ("scheduler.messaging.send_queues", "MAX_PENDING_DELTA_TOKENS", "tokens", "streamed and not taken by one client; more are dropped"),
-    ("scheduler.messaging.send_queues", "MAX_PENDING_MESSAGES", "replies and results", "not taken by one client; then it is gone"),
-    ("scheduler.messaging.send_queues", "MAX_PENDING_BYTES", "bytes", "of them; then the client counts as gone"),
-    ("scheduler.messaging.send_queues", "MAX_ALL_PENDING_BYTES", "bytes", "not taken by all clients; who has the most counts as gone"),
-    ("scheduler.messaging.router_socket", "MESSAGES_PER_DRAIN", "messages", "taken from the socket between two steps"),
-    ("scheduler.messaging.router_socket", "FRAMES_PER_DRAIN", "frames", "behind headers, taken from the socket between two steps"),
-    ("scheduler.messaging.command_queue", "MAX_PENDING_COMMANDS", "commands", "under way, queued or waiting; more are `queue_full`"),
-    ("scheduler.messaging.answers", "STORED_ANSWERS", "message ids", "of commands whose answers are stored for retries at least, if each takes no more than a kilobyte"),
-    ("scheduler.runtime.config", "RESULT_BYTES", "bytes", "of results stored for retries and for clients that could not be reached, unless `--result-bytes` says another number; the oldest go first. Images: 64 MiB"),
-    ("scheduler.messaging.answers", "REMEMBERED_IDS", "message ids", "answered before those, whose retries are `answer_forgotten`"),
+    (
+        "scheduler.messaging.router_socket", "HIGH_WATER_MARK", "messages",
+        "unsent to one client inside ZeroMQ (`ZMQ_SNDHWM`)",
+    ),
+    (
+        "scheduler.messaging.router_socket", "RECEIVE_HIGH_WATER_MARK", "messages",
+        "unread from one client (`ZMQ_RCVHWM`)",
+    ),
+    (
+        "scheduler.messaging.send_queues", "MAX_PENDING_DELTA_TOKENS", "tokens",
+        "streamed and not taken by one client; more are dropped",
+    ),
+    (
+        "scheduler.messaging.send_queues", "MAX_PENDING_MESSAGES", "replies and results",
+        "not taken by one client; then it is gone",
+    ),
+    (
+        "scheduler.messaging.send_queues", "MAX_PENDING_BYTES", "bytes",
+        "of them; then the client counts as gone",
+    ),
+    (
+        "scheduler.messaging.send_queues", "MAX_ALL_PENDING_BYTES", "bytes",
+        "not taken by all clients; who has the most counts as gone",
+    ),
+    (
+        "scheduler.messaging.router_socket", "MESSAGES_PER_DRAIN", "messages",
+        "taken from the socket between two steps",
+    ),
+    (
+        "scheduler.messaging.router_socket", "FRAMES_PER_DRAIN", "frames",
+        "behind headers, taken from the socket between two steps",
+    ),
+    (
+        "scheduler.messaging.command_queue", "MAX_PENDING_COMMANDS", "commands",
+        "under way, queued or waiting; more are `queue_full`",
+    ),
+    (
+        "scheduler.messaging.answers", "STORED_ANSWERS", "message ids",
+        "of commands whose answers are stored for retries at least, if each takes no more than a kilobyte",
+    ),
+    (
+        "scheduler.runtime.config", "RESULT_BYTES", "bytes",
+        ("of results stored for retries and for clients that could not be reached, "
+         "unless `--result-bytes` says another number; the oldest go first. Images: 64 MiB"),
+    ),
+    (
+        "scheduler.messaging.answers", "REMEMBERED_IDS", "message ids",
+        "answered before those, whose retries are `answer_forgotten`",
+    ),
 )  # fmt: skip
 
 
@@ -92,7 +132,7 @@ def meanings(cls: Any) -> dict[str, str]:
 
 
 def meaning_elsewhere(field: wire_types.Field) -> str:
-    """Return the meaning of another field of the same name and type, or what the struct says that is its type."""
+    """Return the meaning of such a field elsewhere, by name and type, or the summary of its struct."""
     if text := documented_fields().get((field.name, type_text(field.type))):
         return text
     kind = field.type.item_type if isinstance(field.type, wire_types.ListType) else field.type

@@ -55,7 +55,7 @@ def resolved(page: str, target: str) -> str:
 
 
 def is_address(target: str) -> bool:
-    """Whether a target leads out of the repository."""
+    """Return True if a target leads out of the repository."""
     return re.match(r"[a-z]+:", target) is not None
 
 

@@ -16,7 +16,7 @@ from page_links import is_address, links, resolved, with_links
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = "repository/"
-"""Where the site has files that do not lie in docs/."""
+"""Folder of the site for files that do not lie in docs/."""
 LANGUAGES = {
     ".py": "python",
     ".sh": "sh",

@@ -41,9 +41,8 @@ def update(url: str, policy: torch.nn.Module, version: int) -> None:
 
 
 def main(url: str, model_path: str, steps: int = 30) -> list[float]:
-    torch.set_num_threads(
-        1
-    )  # the other cores are the engine's: threads of both on one core wait for each other
+    # the other cores are the engine's: threads of both on one core wait for each other
+    torch.set_num_threads(1)
     policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     optimizer, rewards = torch.optim.Adam(policy.parameters(), lr=5e-3), []
     for step in range(steps):

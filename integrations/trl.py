@@ -44,9 +44,9 @@ class Rollouts:
     ) -> None:
         """
         Args:
-        sync_weights: False: somebody else keeps the engine's weights up to date.
-        timeout: seconds for one batch, or None.
-        chat_template_kwargs: go to the tokenizer's ``apply_chat_template``.
+            sync_weights: False: somebody else keeps the engine's weights up to date.
+            timeout: seconds for one batch, or None.
+            chat_template_kwargs: go to the tokenizer's ``apply_chat_template``.
         """
         self._client = client
         self._sync_weights = sync_weights
@@ -146,6 +146,6 @@ def sampling_params(args: Any) -> SamplingParams:
 
 
 def checkpoint_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Return the parameters of a transformers model by their names in the checkpoint; tied ones once."""
+    """Yield the parameters of a transformers model by their names in the checkpoint; tied ones once."""
     for name, parameter in model.named_parameters():
         yield name.removeprefix("_orig_mod.").replace("._orig_mod.", "."), parameter.detach()

@@ -46,11 +46,11 @@ class RolloutWorker:
     ) -> None:
         """
         Args:
-        dataset: rows with a ``prompt``; gone through again and again.
-        reward_funcs: called as TRL calls them, in a thread; the rewards of one completion are added up.
-        processing_class: the tokenizer.
-        args: the trainer's ``AsyncGRPOConfig``: sampling, ``num_generations``, ``queue_maxsize``.
-        groups_in_flight: prompts that are generated at the same time.
+            dataset: rows with a ``prompt``; gone through again and again.
+            reward_funcs: called as TRL calls them, in a thread; the rewards of one completion are added up.
+            processing_class: the tokenizer.
+            args: the trainer's ``AsyncGRPOConfig``: sampling, ``num_generations``, ``queue_maxsize``.
+            groups_in_flight: prompts that are generated at the same time.
         """
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(max(0, args.queue_maxsize))
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -93,7 +93,8 @@ class RolloutWorker:
     def _run(self) -> None:
         try:
             asyncio.run(self._produce())
-        except Exception as error:  # noqa: BLE001  the edge of a thread: check_health raises it in the trainer
+        # The edge of a thread: check_health raises the error in the trainer.
+        except Exception as error:  # noqa: BLE001
             self._failure = error
 
     async def _produce(self) -> None:

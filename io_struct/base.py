@@ -67,7 +67,7 @@ class FramedMessage(Message, kw_only=True, forbid_unknown_fields=False, dict=Tru
         return frames
 
     def with_buffers(self, buffers: Sequence[bytes | memoryview]) -> Self:
-        """Return a copy with its frames."""
+        """Set its frames, and return it."""
         self.__dict__["_buffers"] = buffers
         return self
 

@@ -20,7 +20,9 @@ def _messages(base: type[Message]) -> Iterator[type[Message]]:
 REQUESTS = {kind.__name__: kind for kind in _messages(Request)}
 ToScheduler: Any = Union[tuple(REQUESTS.values())]  # noqa: UP007
 """Messages that a scheduler accepts: every request."""
-ToClient: Any = Union[tuple(kind for kind in _messages(Message) if not issubclass(kind, Request))]  # noqa: UP007
+ToClient: Any = Union[  # noqa: UP007
+    tuple(kind for kind in _messages(Message) if not issubclass(kind, Request))
+]
 """Messages that a client accepts: every other one."""
 
 Answer = Reply | BatchTokenOutput | images.GenerateImagesReqOutput | Keepalive
@@ -133,7 +135,7 @@ class UnreadReply(msgspec.Struct):
     """:class:`BatchTokenOutput`: the terminal results, each to be read by itself."""
 
     def results(self) -> Iterator[GenerateReqOutput | str]:
-        """Return the terminal results, or the rid of one that cannot be read (empty: nor can that)."""
+        """Yield the terminal results, or the rid of one that cannot be read (empty: nor can that)."""
         for raw in self.finished:
             try:
                 yield _result.decode(raw)

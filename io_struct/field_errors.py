@@ -160,13 +160,13 @@ def advice(name: str, names: Sequence[str]) -> str | None:
 
 
 def other_name(name: str, names: Sequence[str]) -> str | None:
-    """Which of ``names`` is what another engine calls ``name``."""
+    """Return the one of ``names`` that another engine calls ``name``, or None."""
     found = (ours for ours, others in _NAMES_ELSEWHERE.items() if ours in names and name in others.split())
     return next(found, None)
 
 
 def nearest(name: str, names: Sequence[str]) -> str | None:
-    """Which of ``names`` was probably meant; None where none resembles ``name``."""
+    """Return the one of ``names`` that was probably meant, or None if none resembles ``name``."""
     name = name[:_MAX_NAME]
     if (other := other_name(name, names)) is not None:
         return other
@@ -183,7 +183,7 @@ def nearest(name: str, names: Sequence[str]) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """``value`` in a sentence: as Python writes it, shortened."""
+    """Return ``value`` for a sentence: as Python writes it, shortened."""
     if isinstance(value, str) and len(value) > _MAX_SHOWN:
         return f"{value[:_MAX_SHOWN]!r}… ({len(value)} characters)"
     if isinstance(value, (list, tuple, dict, bytes)) and len(value) > _MAX_SHOWN:

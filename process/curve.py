@@ -124,9 +124,8 @@ class Handshakes:
         server.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
         server.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
         server.setsockopt(zmq.ZAP_DOMAIN, b"caesura")
-        server.setsockopt(
-            zmq.ZAP_ENFORCE_DOMAIN, 1
-        )  # without it ZeroMQ accepts everybody while nobody answers
+        # without it ZeroMQ accepts everybody while nobody answers
+        server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self._authorized = authorized
         self._peer = peer
         self.socket = context.socket(zmq.REP)

@@ -181,9 +181,8 @@ class LogHandler(logging.StreamHandler[TextIO | QueuedStream]):
         if count == REPEATS:
             timer = threading.Timer(max(0.0, since + REPEAT_WINDOW_S - now), self._tell, (site, since))
             timer.daemon = True
-            with contextlib.suppress(
-                RuntimeError
-            ):  # no further thread can be started: the number comes at the end
+            # no further thread can be started: the number comes at the end
+            with contextlib.suppress(RuntimeError):
                 timer.start()
         return count < REPEATS
 

@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported and collected lives as long as the process."""
+    """Freeze what has been imported and collected: it lives as long as the process."""
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -82,9 +82,10 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _checkpoint(tmp_path_factory: pytest.TempPathFactory, name: str, *, seed: int) -> Path:
+    # imports transformers, for seconds, which most tests do without
     from support.checkpoints import (
         make_checkpoint,
-    )  # imports transformers, for seconds, which most tests do without
+    )
 
     path = tmp_path_factory.mktemp("models") / name
     make_checkpoint(path, "qwen3", tied=True, seed=seed)

@@ -1,4 +1,4 @@
-"""What the GPU benchmark measures with."""
+"""Parameters of the GPU benchmark: models, prompts, concurrencies and time limits."""
 
 import hashlib
 from dataclasses import dataclass

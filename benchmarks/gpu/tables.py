@@ -1,4 +1,4 @@
-"""What a run found, for people; a section that is missing or failed is a row that says so."""
+"""Tables of a run's results; a section that is missing or has failed is a row that says so."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an update's bytes cost without an engine: one reference per transport, each between two threads.
+"""Reference costs of an update's bytes without an engine: one reference per transport, between two threads.
 
 Invariant: a reference moves the same bytes from where the trainer has them to where the engine would want
 them, in one copy at the end of the plainest road of that kind, and does nothing else.
@@ -43,7 +43,7 @@ class BareZeroMQ:
         self._weights = weights
         self._bucket_bytes = bucket_bytes
         self.memory = torch.zeros_like(flat_bytes(weights[0]))
-        """Where the bytes end up."""
+        """Destination of the bytes."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         endpoint = f"ipc://{folder}/bare.sock"
         self._router = context.socket(zmq.ROUTER)
@@ -89,7 +89,7 @@ class BareGloo:
         self._bytes = [flat_bytes(one) for one in weights]
         self._bucket_bytes = bucket_bytes
         self.memory = torch.zeros_like(self._bytes[0])
-        """Where the bytes end up."""
+        """Destination of the bytes."""
         self._start, self._copied = threading.Semaphore(0), threading.Semaphore(0)
         self._ending = False
         store = HashStore()

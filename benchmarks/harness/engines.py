@@ -1,4 +1,4 @@
-"""Which engines take part, how each one's process is started, and what one start measures.
+"""The engines that take part, the start of each one's process, and the measurements of one start.
 
 Every engine gets the same checkpoint, prompts, context length, KV capacity and thread count, in a process of
 its own. Thread and allocator variables of the caller's environment are removed first, so that what decides is

@@ -1,4 +1,4 @@
-"""What every benchmark has in common: command line, first lines, tables, result files, and turns.
+"""Common parts of all benchmarks: command line, first lines, tables, result files, and turns.
 
 Invariant: what is compared takes turns in an order that rotates, so that a machine that slows down slows all
 of it.

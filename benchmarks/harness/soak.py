@@ -82,7 +82,7 @@ class Series:
 
 @dataclass
 class Cost:
-    """What the empty-cache step takes and what it does to the steps after it."""
+    """Costs of the empty-cache step: its own time, and the time of the steps after it."""
 
     emptying: list[float] = field(default_factory=list)
     """Seconds of each call."""

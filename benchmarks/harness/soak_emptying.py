@@ -1,4 +1,4 @@
-"""What the empty-cache step of a continue prevents, and what it costs.
+"""The growth that the empty-cache step of a continue prevents, and the step's cost.
 
 An engine for each mode, with and without the step, as it is (``plain``) and with a derivation that fragments
 the allocator (``fragmenting``, ``soak_engine.py``): scratch tensors of all sizes whose lifetimes interleave

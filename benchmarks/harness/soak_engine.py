@@ -67,7 +67,7 @@ class FragmentingQwen3(qwen3.Qwen3ForCausalLM):
         self._scratch = Scratch(first.device, seed=0)
 
     def finalize_weights(self) -> None:
-        """As every model does at a commit, with scratch memory."""
+        """Finalize the weights, and allocate scratch memory as a derivation of tensors does."""
         super().finalize_weights()
         self._scratch.churn()
 

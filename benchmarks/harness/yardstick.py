@@ -1,4 +1,4 @@
-"""How fast this machine is right now, in three small loops that have nothing of the engine in them.
+"""Speed of this machine right now, from three small loops that share nothing with the engine.
 
 A time divided by the loop that resembles it holds from machine to machine, and from hour to hour on a shared
 one, far better than the time itself.

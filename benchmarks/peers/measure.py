@@ -1,4 +1,4 @@
-"""What is measured on an engine that can pause, and how: the same code for every such engine.
+"""Measurements of an engine that can pause: the same code for every such engine.
 
 Invariants:
 - All times are taken in the process that uses the engine, around calls a trainer would make, with one clock.

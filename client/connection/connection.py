@@ -97,8 +97,7 @@ class _InFlight(Generic[WaiterT, OutputT]):
         self.rid = request.id if request.rid is None else request.rid
         self.frame = frame
         self.waiter = waiter
-        # A bad n (a string, 0) travels on: the engine refuses it with its own error, whatever is expected
-        # here.
+        # A bad n (a string, 0) travels on: the engine refuses it with its own error.
         self.n = n if isinstance(n, int) else 1
         self._outputs: dict[int, OutputT] = {}
 
@@ -193,9 +192,8 @@ class Generation(_InFlight[WaiterT, GenerateOutput], Generic[WaiterT, QueueT]):
     def _end(self, result: list[GenerateOutput] | EngineError) -> None:
         super()._end(result)
         if self.deltas is not None:
-            self.deltas.put_nowait(
-                None
-            )  # after the waiter: a reader that sees the end may ask for the result
+            # after the waiter: a reader that sees the end may ask for the result
+            self.deltas.put_nowait(None)
 
 
 class ImageGeneration(_InFlight[WaiterT, ImageOutput]):

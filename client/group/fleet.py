@@ -129,17 +129,17 @@ class Fleet:
     ) -> None:
         """
         Args:
-        members: addresses of the engines; all must run when the fleet is opened, or one that is adopted.
-        owner: owner token of the fleet's pauses. None means a random one.
-        verify: what members compare before a commit, and an engine that joins is compared by.
-        patience_s: seconds that a generation waits for a member that serves. None means without limit.
-        keepalive_timeout: seconds without a message after which a member with requests counts as gone.
-        look_interval_s: seconds between looks at the members, which bring restarted ones back.
-        lease_s: seconds of the lease of the fleet's pauses, which a thread renews. When it expires
-            because this process has died, an engine ends the fleet's session and continues if its weights
-            are valid.
-        adopt: take over engines whose former fleet's process has died. ``any``: even if none has complete
-            weights; requests then wait for an update.
+            members: addresses of the engines; all must run when the fleet is opened, or one that is adopted.
+            owner: owner token of the fleet's pauses. None means a random one.
+            verify: what members compare before a commit, and an engine that joins is compared by.
+            patience_s: seconds that a generation waits for a member that serves. None means without limit.
+            keepalive_timeout: seconds without a message after which a member with requests counts as gone.
+            look_interval_s: seconds between looks at the members, which bring restarted ones back.
+            lease_s: seconds of the lease of the fleet's pauses, which a thread renews. When it expires
+                because this process has died, an engine ends the fleet's session and continues if its weights
+                are valid.
+            adopt: take over engines whose former fleet's process has died. ``any``: even if none has complete
+                weights; requests then wait for an update.
         """
         if lease_s is not None and not lease_s > 0:
             raise InvalidRequest(

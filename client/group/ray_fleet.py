@@ -122,9 +122,8 @@ class EngineActor:
     def replica(self, client_key: str) -> Replica:
         """Return the engine's address, and have it accept ``client_key`` instead of a former fleet's."""
         if self._folder is not None and client_key != self._client_key:
-            part = (
-                self._folder / f"part{SECRET_SUFFIX}"
-            )  # replaced at once: the engine may read it at any time
+            # replaced at once: the engine may read it at any time
+            part = self._folder / f"part{SECRET_SUFFIX}"
             with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(key_file(client_key.encode()))
             part.replace(self._folder / f"fleet{PUBLIC_SUFFIX}")

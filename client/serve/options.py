@@ -28,7 +28,7 @@ OPEN_TO_ALL = (
     "generate, abort the generations of others, pause, replace the weights, have the scheduler connect to "
     "any address and have files under --weights-root read"
 )
-"""What anyone who reaches a server without keys can do."""
+"""Actions open to anyone who can reach a server without keys."""
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 PATH = click.Path()
 

@@ -15,8 +15,6 @@ from ..exceptions import InvalidRequest
 
 
 class StopStrings:
-    """An automaton of the stop strings of a request."""
-
     """The stop strings of one request: an automaton that all samples of the request share."""
 
     __slots__ = ("depth", "fail", "first", "longest", "next")

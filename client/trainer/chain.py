@@ -198,9 +198,8 @@ def join_links(
     for number, (link, ranks) in enumerate(zip(links, receivers, strict=True)):
         pair = engines[number : number + 2]
         mark_present(store, link, backend)
-        tickets += invite(
-            pair, address, store.port, link, backend, limits, first_rank=0, ranks=[1, ranks]
-        )  # one rank of an engine sends, and all receive
+        # one rank of an engine sends, and all receive
+        tickets += invite(pair, address, store.port, link, backend, limits, first_rank=0, ranks=[1, ranks])
     await_ranks(tickets, limits[0])
 
 

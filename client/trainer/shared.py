@@ -103,9 +103,8 @@ class SharedTensors:
             name: dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             for name, tensor in tensors.items()
         }
-        manifest(
-            (name, torch.empty(0, dtype=cast)) for name, cast in dtypes.items()
-        )  # raises for a bad dtype
+        # raises for a bad dtype
+        manifest((name, torch.empty(0, dtype=cast)) for name, cast in dtypes.items())
         sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items()}
         self.memory = SharedBucket(sum(padded(size) for size in sizes.values()))
         """The memory of all tensors."""

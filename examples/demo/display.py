@@ -1,4 +1,4 @@
-"""What a person sees while the demo runs: a live panel on a terminal, plain lines elsewhere.
+"""Displays of a running demo: a live panel on a terminal, plain lines elsewhere.
 
 Invariant: displays only read the history; the run goes the same way with any of them.
 """

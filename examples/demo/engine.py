@@ -1,4 +1,4 @@
-"""What the run needs of whatever samples for it, and how it is started: one engine over its socket, or
+"""The interface that the run samples through, and its two implementations: one engine over its socket, or
 several behind HTTP.
 """
 

@@ -1,4 +1,4 @@
-"""What a run has seen so far: written by the loop, read by the display and the report.
+"""History of a run: written by the loop, read by the display and the report.
 
 Units: seconds, milliseconds and MB (2^20 bytes) as the names say; rewards and shares in [0, 1].
 """

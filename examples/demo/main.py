@@ -102,10 +102,11 @@ def _failed(console: Console, reason: str, log: Path) -> int:
 
 
 def _finish(console: Console, settings: Settings, history: History) -> int:
+    # matplotlib's import is a second that the run need not wait for
     from .report import (
         write_report,
         write_summary,
-    )  # matplotlib's import is a second that the run need not wait for
+    )
 
     summary = write_summary(history.summary(), settings.out_dir)
     report = write_report(history, settings, settings.out_dir)

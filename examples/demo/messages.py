@@ -1,4 +1,4 @@
-"""What crosses the pipe between the run and its trainer process: msgpack structs, nothing pickled.
+"""Messages between the run and its trainer process: msgpack structs, nothing pickled.
 
 Order: ``Initialised``, then ``WarmupProgress`` …, then ``WarmupDone``, all unasked. Then the run says
 ``Connect``; from then on there is one ``StepDone`` for each ``TrainBatch`` and one ``Pushed`` for each

@@ -18,7 +18,7 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What the runs of both demos are told."""
+    """Settings that both demos have."""
 
     out_dir: Path = Path("demo_out")
     seed: int = 0

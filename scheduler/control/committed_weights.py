@@ -190,9 +190,8 @@ class WeightsFile:
         if self._record is None:
             return
         source, digest, lost = self._record.source, self._record.digest, self._record.lost
-        if (
-            session.touched
-        ):  # a folder is always a complete checkpoint, so it replaces whatever was written before it
+        if session.touched:
+            # A folder is always a complete checkpoint, so it replaces whatever was written before it.
             from_disk = session.source == "disk" and session.model_path is not None
             source = os.path.abspath(session.model_path or "") if from_disk else None
             digest, lost = session.digest if from_disk else None, None
@@ -280,9 +279,8 @@ class WeightsFile:
         self._record = record
         folder, name = os.path.split(self._path)
         temporary = os.path.join(folder, f".{name}.new")
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # a killed engine's; opening a FIFO there would never return
+        # A killed engine's may be there; opening a FIFO would never return.
+        with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         encoded = msgspec.json.encode(record)

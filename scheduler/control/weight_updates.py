@@ -522,7 +522,6 @@ def _warn_of_commit(counts: LoadCounts, before: WeightStamp, after: WeightStamp)
     elif before.version == after.version:
         logger.warning(
             "weight update changed %d tensors and left the label at %r (epoch %d): send weight_version with "
-            "the"
-            " update, so that its tokens can be told from those of older weights",
+            "the update, so that its tokens can be told from those of older weights",
             counts.changed_tensors, after.version, after.epoch,
         )  # fmt: skip

@@ -20,9 +20,8 @@ def check_weights(engine: "Engine", request: WeightsCheckerReqInput, sender: Sen
     """Compute checksums, or overwrite all weights, to prove that an update writes each of them."""
     engine.state.require_resident("weights")
     if request.action == "reset_tensors":
-        engine.updates.poison(
-            "reset by weights_checker"
-        )  # before the first write: no step uses these weights
+        # Before the first write: no step uses these weights.
+        engine.updates.poison("reset by weights_checker")
         yield from barrier(engine)
         elsewhere = engine.executor.call("reset_tensors")
         for slot, start, rows in garbage(engine.model):

@@ -159,7 +159,8 @@ class DecodeGraphs:
                 with torch.inference_mode(), self._on_stream():
                     self.captured[size] = self._capture(size, pool)
                 yield
-        except Exception as error:  # noqa: BLE001  what compilers of kernels raise is no RuntimeError, and eager steps serve
+        # Compilers of kernels raise other errors than RuntimeError, and eager steps serve instead.
+        except Exception as error:  # noqa: BLE001
             self.drop()
             # Out of memory may pass; what cannot be captured never can.
             self._failed = not isinstance(error, torch.OutOfMemoryError)

@@ -59,7 +59,8 @@ class QwenImage(PackedFamily):
     ) -> tuple[list[list[int]], list[list[int]]]:
         length = max(len(ids[0]), len(against[0]))
         padding = [self.tokenizers[0].pad_token_id]
-        return tuple([each[0] + padding * (length - len(each[0]))] for each in (ids, against))  # type: ignore[return-value]
+        one, other = ([each[0] + padding * (length - len(each[0]))] for each in (ids, against))
+        return one, other
 
     def encoded_tokens(self, ids: Sequence[Sequence[int]], max_sequence_length: int) -> int:
         return len(ids[0]) - _CUT

@@ -59,9 +59,8 @@ class BoundDeviceModule:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.module, name)
-        if (
-            self.device.index is None or self.device.type == "mps"
-        ):  # MPS has one device, its functions no parameter
+        # MPS has one device, its functions no parameter.
+        if self.device.index is None or self.device.type == "mps":
             return found
         if name in _TAKE_DEVICE:
             return partial(found, self.device)

@@ -134,7 +134,8 @@ class CommandQueue:
             answer = stop.value
         except CaesuraError as error:
             answer, failed = error.to_reply(message_id), error.code == ErrorCode.OUT_OF_MEMORY
-        except Exception as error:  # noqa: BLE001  an unforeseen error must be answered, and the loop must go on
+        # An unforeseen error must be answered, and the loop must go on.
+        except Exception as error:  # noqa: BLE001
             answer, failed = defect(name, message_id, error), True
         if failed or engine.state.weights == "poisoned" != weights:
             engine.device_cache.after_failure(name)

@@ -101,7 +101,8 @@ class Dispatcher:
                 answers = self._begin(client, message, buffers)
         except CaesuraError as error:
             answers, failed = [error.to_reply(message.id)], error.code == ErrorCode.OUT_OF_MEMORY
-        except Exception as error:  # noqa: BLE001  an unforeseen error must be answered, and the loop must go on
+        # An unforeseen error must be answered, and the loop must go on.
+        except Exception as error:  # noqa: BLE001
             answers, failed = [defect(name, message.id, error)], True
         if failed:
             engine.device_cache.after_failure(name)

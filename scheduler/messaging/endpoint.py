@@ -170,8 +170,7 @@ def _checked_tcp(endpoint: str, *, has_keys: bool) -> tuple[str, int]:
         raise _bad_endpoint(
             endpoint,
             "other hosts can reach this address, so clients must show keys: `caesura keygen DIR` writes "
-            "some, "
-            "curve_secret_key_file and curve_authorized_clients name them; or bind a loopback address",
+            "some, curve_secret_key_file and curve_authorized_clients name them; or bind a loopback address",
         )
     return f"[{address}]" if address.version == 6 else str(address), int(port)
 

@@ -23,7 +23,7 @@ _ORIGINAL = "original_max_position_embeddings"
 def refused_attention(config: dict[str, Any], family: Family) -> list[str]:
     """Return attention fields that ask for something that the forward does not do."""
     types = config.get("layer_types")
-    known = {_FULL, *([] if family.window == "ignored" else [_SLIDING]), *([_LINEAR] if family.delta else [])}
+    known = [_FULL, *([] if family.window == "ignored" else [_SLIDING]), *([_LINEAR] if family.delta else [])]
     fits = types is None if not isinstance(types, list) else all(kind in known for kind in types)
     found = [] if fits else ["layer_types"]
     if not _serves_rope(config, family):

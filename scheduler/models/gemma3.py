@@ -22,7 +22,7 @@ FAMILIES = {
         query_scalar=256,
         activation=("hidden_activation", ("gelu_pytorch_tanh",)),
         tied=True,
-        only={"use_bidirectional_attention": (False, None)},
+        only={"use_bidirectional_attention": (False, None, "", [], {})},
     )
 }
 

@@ -1,7 +1,5 @@
 """GLM-4 with experts: GLM-4.5 and its kin (GLM-4.5 Team, 2025, arXiv:2508.06471)."""
 
-from dataclasses import replace
-
 from ..layers.parameters import Placement
 from .config import ModelConfig
 from .config_moe import DEEPSEEK_V3
@@ -10,11 +8,19 @@ from .family import Family
 
 FAMILIES = {
     "Glm4MoeForCausalLM": Family(
+        absent={
+            "n_routed_experts": 128,
+            "moe_intermediate_size": 1408,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+        },
         num_kv_heads=8,
         partial_rotary=0.5,
         qk_norm="use_qk_norm",
         mtp_layers=True,
-        moe=replace(DEEPSEEK_V3, count=128, width=1408, first_dense=1, groups=1, top_groups=1, scale=1.0),
+        moe=DEEPSEEK_V3,  # whose defaults null means
     )
 }
 

@@ -38,7 +38,7 @@ class Wakeup:
 
 
 class Worker:
-    """Thread that runs callables in order; gloo keeps memory for every thread that calls it."""
+    """Thread that runs callables in order: one for each group, as gloo keeps memory for every thread."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

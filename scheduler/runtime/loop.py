@@ -118,9 +118,8 @@ class Scheduler:
         if engine.router.socket in events:
             with engine.stages.stage("receive"):
                 engine.guard.run("receiving messages", self._drain_socket)
-        for (
-            fd
-        ) in engine.shutdown.fds:  # after the socket: messages received before the signal are still started
+        # After the socket: messages received before the signal are still started.
+        for fd in engine.shutdown.fds:
             if fd in events:
                 engine.shutdown.on_readable(fd)
         if engine.router.has_backlog:

@@ -123,10 +123,8 @@ def _start(config: EngineConfig, shutdown: Shutdown, cleanup: contextlib.ExitSta
     raise_limit()
     try:
         torch.empty(0, device=None if config.device == "auto" else config.device)
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # the device is unknown, not built into torch, or not present
+    # The device is unknown, not built into torch, or not present.
+    except (RuntimeError, AssertionError) as error:
         raise _refused("device", config.device, error) from error
     try:
         resolved = config.resolve()

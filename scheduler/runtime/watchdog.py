@@ -1,7 +1,7 @@
 """The engine's only hang detector: ends the process when the loop hangs, after printing all stacks.
 
 Invariants:
-- The loop pays one attribute write per tick. Time in ``poll`` and in operations declared as long does not
+- The loop pays three attribute writes per tick. Time in ``poll`` and in operations declared as long does not
   count; that of a stopped process (SIGSTOP) does, that of a suspended machine does not.
 - After half of the timeout the stacks are printed to stderr; after all of it the process exits with
   :data:`EXIT_HUNG`, a status that no other exit has. Both happen even if a C call holds the GIL forever: the

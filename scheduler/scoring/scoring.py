@@ -216,7 +216,8 @@ class Scoring:
                     next(self._work)
             except StopIteration:
                 self._work = None
-            except Exception as error:  # noqa: BLE001  an error between chunks leaves an unknown state: fail everything
+            # An error between chunks leaves an unknown state: everything fails.
+            except Exception as error:  # noqa: BLE001
                 failure = _failure(error)
             if failure is not None:
                 self._fail_all(failure)
@@ -248,7 +249,8 @@ class Scoring:
             chunk, failure = self._plan(), None
             try:
                 yield from self._compute(chunk)
-            except Exception as error:  # noqa: BLE001  a chunk may fail in any way; its messages must be answered
+            # A chunk may fail in any way; its messages must be answered.
+            except Exception as error:  # noqa: BLE001
                 failure = _failure(error)
             if failure is not None:  # outside of the handler: no traceback keeps the chunk's tensors alive
                 self._fail({span.sequence.message.id for span in chunk}, failure)

@@ -218,7 +218,8 @@ def test_every_cited_invariant_is_defined():
 
 def test_these_checks_find_violations(files):
     assert overlong("a\n" + "b" * 121 + "\n| " + "c" * 121 + "\nhttps://" + "d" * 121) == [2]
-    text = "`loop.py` `scheduler/runtime/loop.py` `models/NAME.py` `cpu/linear.cpp` `circle.py` `heduler/loop.py`"
+    text = "`loop.py` `scheduler/runtime/loop.py` `models/NAME.py` `cpu/linear.cpp` "
+    text += "`circle.py` `heduler/loop.py`"
     assert missing(text, files) == ["circle.py", "heduler/loop.py"]
     page = "# A `b`: c\n[1](#a-b-c) [2](#a) [3](../README.md) [4](README.md) `[5](x)` [6](https://x)\n"
     page += "```python\nhandlers[7](x)\n# no heading\n```\n[8](#no-heading) [9](#d)\n## D\n## D\n"

@@ -1,4 +1,4 @@
-"""What a contributor meets first agrees: version, changelog, Python versions, hooks, workflow."""
+"""Files that a contributor meets first agree: version, changelog, Python versions, hooks, workflow."""
 
 import importlib.metadata
 import re

@@ -65,7 +65,7 @@ def members(cls: type) -> dict[str, bool]:
 
 
 def silent(kind: type) -> list[str]:
-    """What a reader of the page of ``kind`` finds without a word."""
+    """Return the public members of ``kind`` without a docstring."""
     explained: dict[str, bool] = {}
     for cls in reversed(kind.__mro__):
         if cls.__module__.startswith("caesura."):

@@ -1,4 +1,4 @@
-"""What every test file has to leave to ``tests/conftest.py``."""
+"""Rules for every test file: what is left to ``tests/conftest.py``."""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -66,7 +66,7 @@ def test_no_wait_that_is_meant_to_succeed_has_a_limit_of_its_own():
 
 
 def trees_of(words: Iterable[str]) -> Iterator[tuple[str, ast.Module]]:
-    """Of the files in whose text one of ``words`` stands: to parse all takes seconds."""
+    """Yield the syntax tree of each file whose text has one of ``words``: to parse all takes seconds."""
     for path in FILES:
         source = path.read_text(encoding="utf-8")
         if any(word in source for word in words):

@@ -1,4 +1,4 @@
-"""What every struct of the wire promises, checked on the structs themselves and on their sources."""
+"""Rules for every struct of the wire, checked on the structs themselves and on their sources."""
 
 import ast
 import inspect

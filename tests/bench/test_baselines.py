@@ -1,4 +1,4 @@
-"""What counts as slower, what an update of the baselines records, and the workload itself at a small size."""
+"""Baselines: which figures count as slower, what an update records, and the workload at a small size."""
 
 import json
 from itertools import repeat

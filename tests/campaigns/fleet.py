@@ -145,7 +145,8 @@ class RayReplicas:
     async def restart(self, name: str) -> None:
         before = self._killed.pop(name)
         async with asyncio.timeout(RECOVERY_S):
-            while (replica := self._fleet.replica(name)) is None or replica.start == before:  # noqa: ASYNC110  (Ray's work is waited for)
+            # Ray's work is waited for.
+            while (replica := self._fleet.replica(name)) is None or replica.start == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
 
@@ -357,9 +358,8 @@ async def _ray_fleet(_: Path, model: Path, count: int) -> AsyncIterator[tuple[Fl
 
     from caesura.client.group.ray_fleet import Placement, RolloutFleet
 
-    ray.init(
-        num_cpus=count, include_dashboard=False, log_to_driver=False
-    )  # by name: engines share what there is
+    # by name: engines share what there is
+    ray.init(num_cpus=count, include_dashboard=False, log_to_driver=False)
     try:
         async with RolloutFleet(
             model,

@@ -3,8 +3,9 @@
     make mutation MUTATION_ARGS="--per-module 40 --seed 1 --json mutants.json"
     make mutation MUTATION_ARGS="--module scheduler/cache/manager.py --again mutants.json"   # its survivors
 
-Changes are cosmic-ray's, drawn by seed; docs/contributing/testing.md says what is never drawn and how a mutant
-is judged. The process never imports ``caesura``: each run is a fork that imports what the copy holds then.
+Changes are cosmic-ray's, drawn by seed; docs/contributing/testing.md says what is never drawn and how a
+mutant is judged. The process never imports ``caesura``: each run is a fork that imports what the copy holds
+then.
 What is slow to import (torch, pytest, Hypothesis) is imported here, once.
 """
 
@@ -43,7 +44,7 @@ EQUIVALENTS = Path(__file__).with_name("equivalents.json")
 KILLED, SURVIVED, TIMEOUT, EQUIVALENT = "killed", "survived", "timeout", "equivalent"
 COLUMNS = ("module", "drawn", "killed", "of these by time", "survived", "equivalent", "score")
 WIDER_S = 40.0
-"""Of the wider tests, the fastest that take so long together are run."""
+"""Seconds that the wider tests of a mutant may take together: the fastest are run."""
 PATIENCE, LEAST_S = 5.0, 30.0
 """The limit of a run: so many times what its tests take, and this."""
 LEFT_OUT = (".git", ".venv", ".check", "__pycache__", ".*_cache", ".hypothesis", "build", "demo_out")
@@ -88,7 +89,7 @@ MODULES = {
         _loop("scripted_loop"),
     ),
 }
-"""Which modules are mutated, the tests that are near to them, and wider ones."""
+"""Mutated modules, each with the tests that are near to it, and wider ones."""
 
 Span = tuple[tuple[int, int], tuple[int, int]]
 """Line from 1 and column from 0 of the start and the end."""
@@ -100,7 +101,7 @@ class Place(NamedTuple):
     start: tuple[int, int]
     operator: str
     occurrence: int
-    """Which of the operator's places in this source."""
+    """Index of the place among the operator's places in this source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ def changed_source(source: str, place: Place) -> str | None:
 
 
 def places_of_interest(source: str, places: Iterable[Place]) -> list[Place]:
-    """Those of ``places`` that are not excluded by rule, in the order of the source."""
+    """Return the ``places`` that no rule excludes, in the order of the source."""
     tree = ast.parse(source)
     excluded, defaults = list(_excluded(tree)), list(_defaults(tree))
 

@@ -12,7 +12,7 @@ from campaigns.faults.known import make_versions
 
 SEED = 20
 ORDER = sorted(KINDS, key=lambda name: KINDS[name].weight, reverse=True)
-"""What ends an engine comes last."""
+"""Kinds in the order of the run: those that end an engine come last."""
 
 
 @pytest.fixture(scope="module")

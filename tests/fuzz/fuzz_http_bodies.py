@@ -32,7 +32,7 @@ CONTROL = [
 
 
 class Request:
-    """As much of a request as ``read_control`` looks at."""
+    """The part of a request that ``read_control`` looks at."""
 
     query_params: ClassVar[dict[str, str]] = {}
 

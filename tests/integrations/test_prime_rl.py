@@ -17,7 +17,7 @@ PROMPT = [5, 6, 7, 8]
 
 
 class Renderer:
-    """Of prompts that are ids already."""
+    """Renderer of prompts that are ids already."""
 
     supports_tools = True
 

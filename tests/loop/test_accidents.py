@@ -93,7 +93,7 @@ def leave(driver: EngineDriver, client: str, rid: str) -> None:
 
 
 def test_a_session_commits_while_the_engine_is_busy(driver):
-    """Its barrier holds back new steps; otherwise one would always be in flight."""
+    """The session's barrier holds back new steps; otherwise one would always be in flight."""
     rid = driver.generate(SHORT, 200)
     driver.tick(3)
     session_id = driver.begin()
@@ -153,7 +153,7 @@ def test_a_session_that_expires_while_its_checkpoint_is_looked_at(driver, other_
     assert (status.weights, status.weights_epoch) == ("valid", 0)
 
 
-def test_update_that_aborts_all_may_flush_what_was_frozen(driver, other_model):
+def test_update_that_aborts_all_may_flush_frozen_requests(driver, other_model):
     rid = driver.generate(SHORT, 50)
     driver.tick(5)
     driver.call(PauseGenerationReqInput(mode="in_place"))

@@ -29,9 +29,9 @@ from caesura.scheduler.runtime.config import EngineConfig
 
 PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(45)], [9], [11, 3, 96, 40, 12, 4, 8, 31, 60, 2]]
 SIZES = 5
-"""Of the ladder up to 10 rows."""
+"""Rungs of the ladder up to 10 rows."""
 GRAPHS = 2 * SIZES
-"""Of hidden states, and of head and sampler."""
+"""Graphs of hidden states, and of head and sampler."""
 
 
 @pytest.fixture(scope="module")

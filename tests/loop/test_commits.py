@@ -1,4 +1,4 @@
-"""What a commit checks and warns of, tick by tick."""
+"""Checks and warnings of a commit, tick by tick."""
 
 import pytest
 from safetensors.torch import load_file

@@ -1,4 +1,4 @@
-"""When the device allocator is emptied."""
+"""Emptying of the device allocator: at which points, and never elsewhere."""
 
 import logging
 
@@ -64,7 +64,7 @@ def test_continue_empties_while_still_paused_and_says_so(driver, allocator, capl
 
 
 def test_new_allocations_do_not_count_as_freed(driver, allocator):
-    """Less than nothing cannot have been freed; the two readings beside it say what the process did in all."""
+    """A freed figure is never negative; the two readings beside it say what the process did in all."""
     driver.call(Pause())
     allocator.reserved = 8 * MIB - 4096
     reply = driver.call(Continue())

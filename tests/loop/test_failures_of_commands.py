@@ -83,7 +83,7 @@ Release = ReleaseMemoryOccupationReqInput
 @pytest.mark.parametrize("call", [0, 1])
 @pytest.mark.parametrize("stage", OCCUPATION_STAGES)
 def test_a_release_or_a_resume_that_fails(driver, monkeypatch, tiny_model, stage, call, error):
-    """Nothing is launched on memory that may not be there, and the same command sent again sets it right."""
+    """No step is launched on memory that may not be there, and the same command sent again repairs it."""
     rids = submit(driver, new_tokens=25)
     driver.tick(5)
     driver.call(PauseGenerationReqInput(mode="retract"))

@@ -45,7 +45,7 @@ def check_it(driver: EngineDriver, rid: str) -> None:
     check_everybody(driver, {})
 
 
-# -- messages -----------------------------------------------------------------------------------------------------------
+# -- messages ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("after", [2**63 - 1, 2**63, 2**64 - 1])
@@ -112,7 +112,7 @@ def test_a_decoder_without_memory_answers_by_id(driver, monkeypatch):
 
 
 class Odd:
-    """Nothing that can be encoded."""
+    """A value that cannot be encoded."""
 
 
 def returns(value):
@@ -140,7 +140,9 @@ def raises(error):
     raises(CaesuraError(ErrorCode.NOT_IDLE, "no", what=BUG)),
     lambda engine, request, sender: 5,
     lambda engine, request, sender: iter([3]),
-], ids=["none", "text", "odd", "odd-detail", "odd-set", "exception-detail", "no-generator", "odd-iterator"])  # fmt: skip
+], ids=[
+    "none", "text", "odd", "odd-detail", "odd-set", "exception-detail", "no-generator", "odd-iterator",
+])  # fmt: skip
 def test_unanswerable_requests_get_an_error(driver, operation, monkeypatch):
     rid = one_lives(driver)
     monkeypatch.setitem(COMMANDS, FlushCacheReqInput, operation)
@@ -203,7 +205,7 @@ def test_commands_that_wait_are_limited(driver, monkeypatch):
     assert driver.result(rid).finish_reason.type == "length"
 
 
-# -- timers and what runs beside --------------------------------------------------------------------------------------
+# -- timers and what runs beside -----------------------------------------------------------------------------
 
 
 def lease(driver: EngineDriver, action: str) -> None:
@@ -293,7 +295,7 @@ def test_a_ledger_that_is_wrong_ends_an_engine_that_checks_it(driver, monkeypatc
         driver.tick(3)
 
 
-# -- the end ------------------------------------------------------------------------------------------------------------
+# -- the end -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [BUG, KeyboardInterrupt(), SystemExit(3), MemoryError()], ids=repr)

@@ -1,4 +1,4 @@
-"""The memory of image engines: what samples hold together, and steps, requests and prompts that cannot fit."""
+"""Memory of image engines: what samples hold together, and steps, requests and prompts that cannot fit."""
 
 import numpy as np
 import pytest

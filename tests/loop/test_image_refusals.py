@@ -1,4 +1,4 @@
-"""What an image engine refuses, and how."""
+"""Refusals of an image engine, and their words."""
 
 import numpy as np
 import pytest

@@ -47,7 +47,7 @@ def by_diffusers(pipeline, results, **options):
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
-def test_ode_is_what_diffusers_makes(driver, pipeline, guidance):
+def test_ode_equals_diffusers(driver, pipeline, guidance):
     results = run(driver, request(n=3, guidance_scale=guidance, negative_prompt="blue"))
     options = {"prompt": ["a red"] * 3, "negative_prompt": ["blue"] * 3, "guidance_scale": guidance}
     latents = by_diffusers(pipeline, results, **options, output_type="latent")
@@ -297,7 +297,7 @@ def test_prompts_in_two_forms_must_make_embeddings_of_one_length(driver, given):
 
 
 def test_noise_too_small_to_be_seen_has_a_log_probability(driver):
-    """Of numbers that float32 does not hold, whose squares would be 0."""
+    """The square of such noise would be 0 in float32."""
     for noise_level in (1e-22, 1e-30, 1e-300):
         result = run(driver, request(sde=SdeParams(type="sde", noise_level=noise_level)))[0]
         assert np.isfinite(tensors_of(result)["log_probs"]).all()

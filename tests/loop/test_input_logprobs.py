@@ -117,12 +117,18 @@ def test_an_abort_after_a_retract_gives_the_logprobs_of_the_tokens_sampled_and_n
 
 
 VOCAB, EOS, NEW = 97, (2,), 14
+
+
+def greedy(**penalties) -> SamplingParams:
+    return SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True, **penalties)
+
+
 PARAMS = [
-    SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True),
-    SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True, frequency_penalty=1.7, repetition_penalty=1.4),
-    SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True, presence_penalty=2.0, logit_bias={7: 3.5}),
-    SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True, repetition_penalty=0.7),
-]  # fmt: skip
+    greedy(),
+    greedy(frequency_penalty=1.7, repetition_penalty=1.4),
+    greedy(presence_penalty=2.0, logit_bias={7: 3.5}),
+    greedy(repetition_penalty=0.7),
+]
 
 
 @pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])

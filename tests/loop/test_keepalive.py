@@ -1,4 +1,4 @@
-"""Who is told, every two seconds, that the engine lives: everybody who waits for it, and nobody else."""
+"""Keepalive messages go every two seconds to everybody who waits for the engine, and to nobody else."""
 
 import pytest
 from support.scripted import EngineDriver

@@ -234,7 +234,7 @@ def test_a_retry_with_the_same_rid_attaches_while_live(driver):
     assert driver.call(AbortReq(rid="r1")).aborted == 0
 
 
-# -- the warning of a pause without a lease ----------------------------------------------------------------------------
+# -- the warning of a pause without a lease ------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ def test_each_pause_is_warned_of_and_an_ownerless_one_too(driver, time_of_all, c
     assert warned(caplog) == []
 
 
-def test_the_warning_says_what_continue_would_refuse(driver, time_of_all, caplog):
+def test_the_warning_names_the_refusal_of_continue(driver, time_of_all, caplog):
     driver.call(PauseGenerationReqInput(mode="abort"))
     driver.engine.updates.poison("a test")
     time_of_all.now += 61

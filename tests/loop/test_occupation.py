@@ -34,7 +34,7 @@ from caesura.scheduler.memory.residency import MEMORY_TAGS, StorageComponent
 from caesura.scheduler.messaging.status import status as engine_status
 
 ALL = ["kv_cache", "weights"]
-"""What an engine without captured graphs can have released."""
+"""Memory that an engine without captured graphs can release."""
 VOCAB = 97
 PROMPT = [3 + 7 * i % 90 for i in range(40)]
 SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
@@ -95,7 +95,7 @@ def ok(reply: Message) -> Message:
     return reply
 
 
-# -- the orders that trainers use ----------------------------------------------------------------------------------
+# -- the orders that trainers use ----------------------------------------------------------------------------
 
 
 def test_flush_release_all_then_weights_update_and_continue_before_the_cache_is_back(real, models, cold):
@@ -159,10 +159,10 @@ def test_a_frozen_request_goes_on_under_weights_that_were_released(driver, other
     assert result.weight_versions[-1].stale_kv
 
 
-# -- replies and status --------------------------------------------------------------------------------------------
+# -- replies and status --------------------------------------------------------------------------------------
 
 
-def test_sizes_are_told_once_and_the_log_says_what_it_brought(driver, caplog):
+def test_sizes_are_reported_once_and_the_log_has_the_gain(driver, caplog):
     sizes = driver.status().device_memory
     taken = {tag: driver.engine.residency.occupied_bytes(tag) for tag in ALL}
     with caplog.at_level(logging.INFO, logger="caesura"):
@@ -262,7 +262,7 @@ def test_the_gate_closes_before_the_memory_goes_and_opens_after_it_is_back(drive
     assert synchronized == [set(), emptied, emptied, set()], "all of it is there before the reply"
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------------------
 
 
 def test_kv_that_requests_hold_is_not_released(driver):
@@ -288,7 +288,7 @@ def test_an_engine_without_captured_graphs_serves_while_their_tag_is_released(re
     assert generate(real) == cold
 
 
-def test_a_release_frees_what_was_taken(real):
+def test_a_release_frees_the_allocated_memory(real):
     """Pages that nothing has been written to since the resume are nobody's."""
     sizes = real.status().device_memory
     taken = real.engine.residency.occupied_bytes("kv_cache")
@@ -382,7 +382,7 @@ def test_a_resume_without_enough_memory_changes_nothing(driver, monkeypatch):
     assert resume(driver) == []
 
 
-# -- any order -----------------------------------------------------------------------------------------------------
+# -- any order -----------------------------------------------------------------------------------------------
 
 
 class Physics:

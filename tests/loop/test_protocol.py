@@ -41,7 +41,7 @@ SENDERS = st.sampled_from(
 )
 RARELY = st.sampled_from([False, False, False, True])
 NAMES = st.sampled_from(["none", "none", "session", "session", "begin", "stale", "foreign"])
-"""What a message carries as its session id."""
+"""Kinds of session id that a message carries."""
 LABELS = st.sampled_from([None, None, "x", "y"])
 MODES = st.sampled_from(["abort", "retract", "in_place"])
 

@@ -24,7 +24,8 @@ from caesura.scheduler.executor.workers import Workers
 
 pytestmark = pytest.mark.slow  # workers take seconds to start
 LENGTHS = (100, 30, 200, 210, 180, 170, 205, 90)
-"""Of prompts: twice as many tokens as layers with a window have pages for, so pages beyond theirs are in use.
+"""Tokens of the prompts: twice as many as layers with a window have pages for, so pages beyond theirs are in
+use.
 """
 
 
@@ -61,7 +62,7 @@ def test_layers_with_a_window_have_their_own_pages_on_every_rank(family, tmp_pat
 
 @dataclass
 class Engine:
-    """Of two ranks, and what it is to become."""
+    """An engine of two ranks, and the checkpoint that it is to become."""
 
     driver: EngineDriver
     first: Path
@@ -120,7 +121,7 @@ def rank_1_fails_at(monkeypatch, method: str) -> None:
 
 
 def test_a_rank_that_fails_ends_the_wait_of_the_others(driver, model, monkeypatch):
-    """Of these, one waits for a broadcast that never comes."""
+    """One of the others waits for a broadcast that never comes."""
     trainer = PlainTrainer(world_size=4)
     trainer.beside(trainer.join)
     driver.call(trainer.init_message(), max_ticks=100_000)

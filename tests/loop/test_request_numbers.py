@@ -60,7 +60,7 @@ def test_numbers_at_the_ends_of_their_ranges_are_sampled_with(tiny_model, params
 
 
 def test_logits_that_are_not_finite_once_edited_blame_the_edits_too(driver):
-    """Whose logits nothing has edited is told to check the weights, and nothing else."""
+    """A request whose logits nothing has edited is told to check the weights, and nothing else."""
     for params, words in (
         (SamplingParams(max_new_tokens=4, repetition_penalty=1e-6), "repetition_penalty = 1e-06"),
         (SamplingParams(max_new_tokens=4), "the model's logits are not finite: check the weights"),

@@ -1,4 +1,4 @@
-"""Whose session is it: pieces, ends and settlements of somebody else."""
+"""Ownership of a session: pieces, ends and settlements of somebody else."""
 
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def checksum_of(driver: EngineDriver, path: Path) -> str:
     return checksum(driver)
 
 
-# -- explicit sessions -------------------------------------------------------------------------------------------------
+# -- explicit sessions ---------------------------------------------------------------------------------------
 
 
 def test_pieces_and_the_end_name_their_session(driver, other_model):
@@ -152,7 +152,7 @@ def test_force_aborts_whatever_is_open(driver, other_model):
     assert (driver.status().session, driver.status().weights) == (None, "poisoned")
 
 
-# -- implicit sessions -------------------------------------------------------------------------------------------------
+# -- implicit sessions ---------------------------------------------------------------------------------------
 
 
 def test_an_implicit_session_takes_no_piece_of_another_sender(driver, tiny_model, other_model):
@@ -214,14 +214,14 @@ def test_an_implicit_session_is_ended_by_its_sender_alone(driver, other_model):
     assert driver.call(EndWeightUpdateReqInput(owner="a")).committed
 
 
-# -- who settles -------------------------------------------------------------------------------------------------------
+# -- who settles ---------------------------------------------------------------------------------------------
 
 
 SETTLES = {"flush": FlushCacheReqInput, "continue": ContinueGenerationReqInput}
 
 
 @pytest.mark.parametrize("command", list(SETTLES))
-def test_somebody_else_does_not_commit_half_an_update(driver, other_model, command):
+def test_other_owners_do_not_commit_half_an_update(driver, other_model, command):
     driver.call(PauseGenerationReqInput())
     Pieces(driver, other_model).send(0)
     assert_error(driver.call(SETTLES[command](), "other"), "session_open")
@@ -256,7 +256,7 @@ def test_a_lease_serves_nothing_that_a_foreign_flush_would_have_committed(driver
     assert (status.generation, status.weights, status.weights_epoch) == ("paused", "poisoned", 0)
 
 
-# -- those who are gone ------------------------------------------------------------------------------------------------
+# -- those who are gone --------------------------------------------------------------------------------------
 
 
 def vanish(driver: EngineDriver, name: str) -> None:
@@ -304,11 +304,11 @@ def test_a_message_that_names_the_session_keeps_it(tiny_model, other_model):
         assert driver.call(EndWeightUpdateReqInput(session_id=session_id)).committed
 
 
-# -- leases ------------------------------------------------------------------------------------------------------------
+# -- leases --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("parked", ["flush", "join"])
-def test_a_parked_command_of_somebody_else_is_no_sign_of_life(driver, monkeypatch, parked):
+def test_a_parked_command_of_another_owner_is_no_sign_of_life(driver, monkeypatch, parked):
     clock = clock_of(monkeypatch, ["control.engine_state"])
     driver.generate([5, 6, 7], 200)
     driver.tick(3)
@@ -323,7 +323,7 @@ def test_a_parked_command_of_somebody_else_is_no_sign_of_life(driver, monkeypatc
     assert driver.status().generation == "running"
 
 
-def test_a_pause_that_nobody_owns_is_not_adopted(driver, monkeypatch):
+def test_a_pause_without_an_owner_is_not_adopted(driver, monkeypatch):
     """Else the lease of one trainer continues the pause of another."""
     clock = clock_of(monkeypatch, ["control.engine_state"])
     driver.call(PauseGenerationReqInput())
@@ -352,7 +352,7 @@ def test_the_lease_of_one_does_not_end_the_session_of_another(driver, other_mode
     assert driver.call(EndWeightUpdateReqInput(session_id=opened.session_id), "other").committed
 
 
-# -- refused before the first byte -------------------------------------------------------------------------------------
+# -- refused before the first byte ---------------------------------------------------------------------------
 
 
 def one_tensor(driver: EngineDriver, other_model: Path, **fields: object) -> Message:
@@ -387,7 +387,7 @@ def test_rows_that_cannot_be_taken_are_refused_before_the_first_byte(driver, oth
 
 
 @pytest.mark.parametrize("refusal", ["mismatch", "session_open", "no_session"])
-def test_a_refused_update_aborts_nobody(driver, tiny_model, other_model, refusal):
+def test_a_refused_update_aborts_no_request(driver, tiny_model, other_model, refusal):
     rid = driver.generate([5, 6, 7, 8], 50)
     driver.tick(3)
     if refusal == "session_open":

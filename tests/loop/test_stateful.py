@@ -53,7 +53,7 @@ NEW_TOKENS = st.one_of(st.integers(1, 24), st.sampled_from([1, 2, 16, 60]))
 
 @dataclass(frozen=True)
 class Ask:
-    """What a generate request is made from."""
+    """Parameters of a generate request."""
 
     length: int
     new_tokens: int
@@ -107,14 +107,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.guests = ["guest-0", "guest-1"]
         self.num_guests = 2
 
-    # -- the engine as seen from outside ---------------------------------------------------------------------------
+    # -- the engine as seen from outside ---------------------------------------------------------------------
 
     @property
     def live(self) -> set[str]:
         return {request.rid for request in self.driver.engine.live}
 
     def status(self):
-        """What a status request would be answered now, without the tick that sending one takes."""
+        """Return the status as a request would find it now, without the tick that sending one takes."""
         return engine_status(self.driver.engine, "probe")
 
     def answer_to(self, message_id: str) -> Message:
@@ -196,7 +196,7 @@ class EngineMachine(RuleBasedStateMachine):
         for submitted in self.submitted.values():
             submitted.aborted |= submitted.message.id in self.live
 
-    # -- rules ------------------------------------------------------------------------------------------------------
+    # -- rules -----------------------------------------------------------------------------------------------
 
     @initialize(asks=st.lists(ASKS, min_size=1, max_size=4))
     def begin_with_work(self, asks):
@@ -409,7 +409,7 @@ class EngineMachine(RuleBasedStateMachine):
         setattr(self.driver.runner, where, refuse)
         self.errors_injected += 1
 
-    # -- what must always hold --------------------------------------------------------------------------------------
+    # -- what must always hold -------------------------------------------------------------------------------
 
     @invariant()
     def ledger(self):
@@ -427,7 +427,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert (status.weights_epoch, status.weight_version) == (model.epoch, model.labels[model.epoch])
         assert (status.session is not None) == model.session
 
-    # -- the end ----------------------------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------------------
 
     def teardown(self):
         try:
@@ -539,7 +539,7 @@ class Lifecycle:
 
 
 def check_result(submitted: Submitted, result: GenerateReqOutput, vocab_size: int) -> None:
-    """Tokens are the scripted model's, everything beside them is as long, and the reason for the end is true."""
+    """Tokens are the scripted model's, all beside them is as long, and the reason for the end is true."""
     message, tokens = submitted.message, tokens_of(result)
     params, reason = message.sampling_params, result.finish_reason
     assert tokens == expected_tokens(message.input_ids, result, vocab_size)

@@ -1,4 +1,4 @@
-"""The line about load and the throughput of status: over which time, how often, and never while nothing runs."""
+"""The log line about load and the throughput of status: over which time, how often, never while idle."""
 
 import logging
 

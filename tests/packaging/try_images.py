@@ -47,7 +47,8 @@ from pathlib import Path
 out = Path("demo_out")
 assert (out / "report.html").stat().st_size > 0
 (kernels,) = [line for line in (out / "engine.log").read_text().splitlines() if " kernels: " in line]
-print(json.dumps({**json.loads((out / "summary.json").read_text()), "kernels": kernels.partition(" kernels: ")[2]}))
+summary = json.loads((out / "summary.json").read_text())
+print(json.dumps({**summary, "kernels": kernels.partition(" kernels: ")[2]}))
 """
 
 
@@ -278,7 +279,7 @@ def try_demo(buildah: Buildah, folder: Path) -> None:
 
 
 def engine_status(engine: Container, process: "subprocess.Popen[bytes]") -> dict[str, Any]:
-    """What ``caesura status`` in the engine's own image says, once it answers."""
+    """Return the answer of ``caesura status`` in the engine's own image, once there is one."""
     answers: list[str] = []
 
     def asked() -> bool:

@@ -18,7 +18,7 @@ class Sender:
         self.parts = list(buckets(load_file(path / "model.safetensors").items(), bucket_bytes))
 
     def send(self, number: int, frames: list[memoryview] | None = None, **fields: object) -> Message:
-        """Bucket ``number``, with these fields of the message, and ``frames`` in place of its own; its answer."""
+        """Send bucket ``number`` with these fields, and ``frames`` in place of its own; return the answer."""
         specs, real = as_frames(self.parts[number])
         message = UpdateWeightsFromTensorReqInput(specs=specs, **fields)
         self.driver.send(message, buffers=real if frames is None else frames)

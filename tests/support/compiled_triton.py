@@ -22,7 +22,7 @@ class Compiled:
 
     @property
     def usage(self) -> dict[str, int]:
-        """Registers of a thread (``REG``), and the bytes that did not fit into them (``STACK``, ``LOCAL``)."""
+        """Registers of a thread (``REG``), and bytes that did not fit into them (``STACK``, ``LOCAL``)."""
         import triton
 
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -36,7 +36,7 @@ class Compiled:
 
 
 class _Driver:
-    """As much of a driver as compiling asks for."""
+    """The part of a driver that compiling asks for."""
 
     def get_current_device(self) -> int:
         return 0

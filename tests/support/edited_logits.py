@@ -1,4 +1,4 @@
-"""What a sample's next token is computed from, in plain Python and float64."""
+"""Edited logits, from which a sample's next token is computed, in plain Python and float64."""
 
 import math
 

@@ -62,7 +62,10 @@ _COMMAND_LINE = (
 )
 _TRANSFORMERS = ("caesura.scheduler.models.transformers_backend.model",)
 _IMAGES = ("caesura.scheduler.images.runner", "caesura.scheduler.images.sd3", "diffusers.AutoencoderKL")
-_START = "import sys; sys.path.append(sys.argv[1]); from support import template_process; sys.path.pop(); template_process.serve(int(sys.argv[2]), *sys.argv[3:])"
+_START = (
+    "import sys; sys.path.append(sys.argv[1]); from support import template_process; sys.path.pop(); "
+    "template_process.serve(int(sys.argv[2]), *sys.argv[3:])"
+)
 
 
 class Template:
@@ -73,7 +76,7 @@ class Template:
     ) -> None:
         self.pid = pid
         self.is_gone = False
-        """Whether it has ended unasked."""
+        """True once the process has ended unasked."""
         self._channel = channel
         self._process = process
         self._lock = threading.Lock()
@@ -109,7 +112,7 @@ class Template:
         return None
 
     def fork(self, arguments: dict[str, Any]) -> int | None:
-        """The process id of the fork that goes on as ``Popen`` with these arguments would; None if none can."""
+        """Return the process id of a fork that continues as ``Popen`` would with these arguments, or None."""
         request = _request(arguments)
         if os.getpid() != self._owner or _inherited() != self._inherited:
             return None
@@ -134,7 +137,7 @@ class Template:
         return int(said) if said else None
 
     def is_outdated(self) -> bool:
-        """Whether this process has changed for good since it started the template. To be asked once a start."""
+        """Return True if this process has changed for good since the template started. Call once a start."""
         if self._process is None or os.getpid() != self._owner:
             return False
         here = _inherited(), _read_at_start(os.environ)

@@ -42,7 +42,7 @@ from caesura import scheduler
 DEVICE = torch.device("cuda:0")
 _PRODUCT = os.path.join(scheduler.__path__[0], "")
 _LAUNCHER = "triton_launch.py"
-"""Who calls it, launches."""
+"""File whose callers launch kernels."""
 
 _GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -80,7 +80,7 @@ _WAITS = frozenset(
         "unique_dim",
     }
 )
-"""What tells the host a value or a size that depends on values."""
+"""Operations that give the host a value, or a size that depends on values."""
 _NO_LAUNCH = frozenset(
     {
         "_has_same_storage_numel", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach",
@@ -103,14 +103,14 @@ class Event:
     kind: str
     """``launch``; ``wait``; ``mixed``, of devices; ``h2d`` or ``d2h``, a copy that waits for nothing."""
     name: str
-    """Of the operation or the kernel."""
+    """Name of the operation or the kernel."""
     phase: str
     where: str
     """The product's line."""
     elements: int = 0
-    """Of the largest tensor that it reads or writes."""
+    """Elements of the largest tensor that is read or written."""
     nbytes: int = 0
-    """That it reads and writes."""
+    """Bytes that are read and written."""
 
 
 @dataclass(slots=True)
@@ -295,7 +295,7 @@ def _where() -> str:
 
 class _Event:
     def record(self) -> None:
-        """Nothing is pending."""
+        """Do nothing: no work is pending."""
 
     def query(self) -> bool:
         return True
@@ -334,7 +334,7 @@ class FakeGraph:
 
 
 class FakeCuda:
-    """As much of ``torch.cuda`` as the scheduler asks for, on a Hopper device."""
+    """The part of ``torch.cuda`` that the scheduler uses, on a Hopper device."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -382,7 +382,7 @@ class FakeCuda:
 
 @contextmanager
 def fake_cuda() -> Iterator[Tracer]:
-    """Inside, ``cuda:0`` is a fake device, and what is done with it is recorded; a guard has been registered."""
+    """Make ``cuda:0`` a fake device, and record its use; a guard has been registered."""
     tracer = Tracer()
     device = FakeCuda(tracer)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The kernel that rotates and stores, by torch, as one operation that a recorded graph holds and runs again."""
+"""The kernel that rotates and stores, by torch, as one operation that a recorded graph runs again."""
 
 import torch
 from torch import Tensor

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 CALLS: list[str] = []
-"""What was planned and run since it was cleared."""
+"""Plans and runs since the list was cleared."""
 
 
 @torch.library.custom_op("fake_flashinfer::attend", mutates_args=())
@@ -95,7 +95,7 @@ def append_paged_kv_cache(
 
 
 class _Wrapper:
-    """What both wrappers share: plans as tensors, and attention over them."""
+    """Common part of both wrappers: plans as tensors, and attention over them."""
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         assert kv_layout == "HND"

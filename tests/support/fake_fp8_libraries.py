@@ -196,7 +196,7 @@ def scaled_mm(
     *,
     output_dtype: torch.dtype,
 ) -> Tensor:
-    """torch's block-scaled product as cuBLASLt takes it: strides, and scales of b padded to a multiple of 4."""
+    """Multiply by torch's block-scaled product as cuBLASLt takes it: strides, and b's scales padded to 4."""
     recipes = functional.ScalingType
     assert (recipe_a, recipe_b) == (recipes.BlockWise1x128, recipes.BlockWise128x128)
     assert a.dtype == b.dtype == FP8

@@ -216,7 +216,7 @@ def silent(request: object) -> list[object]:
 
 
 def answer(request: Request) -> Iterable[Message]:
-    """What a healthy engine would say to anything, at once."""
+    """Return the answers of a healthy engine to any request, at once."""
     match request:
         case GenerateReqInput():
             return [echo(request)]

@@ -38,7 +38,7 @@ def check_everybody(driver: EngineDriver, rids: dict[str, list[int]]) -> list[Ge
 
 
 def results_of(driver: EngineDriver, rids: dict[str, list[int]]) -> list[GenerateReqOutput]:
-    """Of everybody, when all have ended; their tokens are the model's."""
+    """Run until all have ended, and return their results, whose tokens are the model's."""
     driver.run_until_idle()
     found = [driver.result(rid) for rid in rids]
     for prompt, result in zip(rids.values(), found, strict=True):
@@ -65,7 +65,7 @@ def another(error: Exception) -> Exception:
 
 
 class Fault:
-    """Lets calls of ``owner.name`` raise: those in ``calls``, counted from 0, before or after what they do."""
+    """Failures of calls of ``owner.name``: those in ``calls``, from 0, before or after what they do."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ def recorded() -> dict[str, dict[str, inspect.Signature]]:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Of a function or a method."""
+    """One call of a function or a method."""
 
     name: str
     arguments: dict[str, Any]

@@ -142,7 +142,7 @@ def build_attention(
     *,
     compiled: bool = False,
 ) -> tuple[MHAPool | MLAPool, AttentionBackend]:
-    """What torch's own operations attend with, or ``compiled`` ones that serve the kernel of all layers, too."""
+    """Build a pool and its backend: torch's operations, or ``compiled`` ones for the kernel of all layers."""
     config, mla = model.config, model.config.mla
     if mla is not None:
         latents = MLAPool(

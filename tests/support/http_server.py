@@ -32,7 +32,7 @@ def front_end(
     metrics: Metrics | None = None,
     **options: Any,
 ) -> FrontEnd:
-    """The state of handlers over ``client``, or where there is no engine; ``options`` as :class:`ServeOptions`."""
+    """Build the handlers' state over ``client``, or without an engine; ``options`` are ServeOptions'."""
     client = client or AsyncSchedulerClient(NO_ENGINE, connect_timeout=0.0)
     manager = TokenizerManager(client, tokenizer, context_length=context_length)
     return FrontEnd(

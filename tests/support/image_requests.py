@@ -9,7 +9,7 @@ from support.scripted import EngineDriver
 from caesura.io_struct import GenerateImagesReqInput, GenerateImagesReqOutput, Request, SdeParams, TensorSpec
 
 STEPS, TEXT = 5, 12
-"""Of :func:`request`: denoising steps, and tokens of T5."""
+"""Denoising steps, and tokens of T5, of :func:`request`."""
 
 
 def request(**fields: Any) -> GenerateImagesReqInput:

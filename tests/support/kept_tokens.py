@@ -1,4 +1,4 @@
-"""What top-k, top-p and min-p keep, token by token in float64."""
+"""Tokens that top-k, top-p and min-p keep, one by one in float64."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ sampled.
 
 
 def kept_tokens(logits: np.ndarray, params: SamplingParams, slack: float = 0.0) -> set[int]:
-    """Of float32 ``logits`` [V]. ``slack`` is added to the bounds, relatively."""
+    """Return the tokens kept of float32 ``logits`` [V]. ``slack`` is added to the bounds, relatively."""
     if params.temperature < 1e-6:
         return {int(np.argmax(logits))}
     scaled = logits / np.float32(params.temperature)

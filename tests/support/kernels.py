@@ -1,4 +1,4 @@
-"""What the kernels' tests share: each instruction set in turn, a number of threads, and how exact a dtype is."""
+"""Parameters of the kernels' tests: instruction sets in turn, a number of threads, a dtype's precision."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -23,7 +23,7 @@ _lock = threading.RLock()
 
 
 class Event:
-    """Of the moment at which it was recorded."""
+    """The moment of a stream at which the event was recorded."""
 
     def __init__(self, stream: "Stream") -> None:
         self._stream = stream
@@ -73,7 +73,7 @@ class Stream(TorchDispatchMode):
 
 
 class LaggingDevice:
-    """As much of ``torch.cuda`` as a load uses.
+    """The part of ``torch.cuda`` that a load uses.
 
     Attributes:
         writing: the stream on which weights are written.

@@ -1,4 +1,4 @@
-"""Which lane of tests a value of a parameter belongs to."""
+"""Lanes of tests to which the values of a parameter belong."""
 
 from collections.abc import Iterable
 from typing import Any

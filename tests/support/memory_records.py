@@ -24,15 +24,20 @@ def cycles(count: int, *, grows: int = 0, label: str = "step") -> list[MemoryEve
             "other": full - 80 * MIB - number * grows,
         }
         common = {"reserved": full, "by_tag": MemoryByTag(**parts), "weights_epoch": number}
+        update = f"disk, version '{label} {number}'"
         after = base + grows
         events += [
             memory_event(seq, "pause", detail="in_place", **{**common, "reserved": base + 5 * MIB}),
-            memory_event(seq + 1, "update_begin", detail=f"disk, version '{label} {number}'", **common),
-            memory_event(seq + 2, "update_commit", detail=f"disk, version '{label} {number}', 9 tensors", **common),
+            memory_event(seq + 1, "update_begin", detail=update, **common),
+            memory_event(seq + 2, "update_commit", detail=f"{update}, 9 tensors", **common),
             memory_event(
-                seq + 3, "continue", returned=5 * MIB, residual=grows - 5 * MIB, **{**common, "reserved": after}
+                seq + 3,
+                "continue",
+                returned=5 * MIB,
+                residual=grows - 5 * MIB,
+                **{**common, "reserved": after},
             ),
-        ]  # fmt: skip
+        ]
         base = after
     return events
 

@@ -41,7 +41,7 @@ class Event:
 
 
 class Stream(TorchDispatchMode):
-    """What is given to it while it is current happens later: when somebody waits for it."""
+    """A stream whose operations happen later: when somebody waits for it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ def rename_tensors(path: str | Path, rename: Callable[[str], str]) -> None:
 
 
 def alone(name: str) -> str:
-    """What a tensor of the language model is called where there is nothing else."""
+    """Return the name that a tensor of the language model has in a checkpoint of the language model alone."""
     for prefix in ("model.language_model.", "language_model.model."):
         if name.startswith(prefix):
             return f"model.{name.removeprefix(prefix)}"
@@ -88,7 +88,7 @@ def alone(name: str) -> str:
 
 
 def in_modules(name: str) -> str:
-    """What the modules of transformers 5 call a tensor of a checkpoint."""
+    """Return the name that the modules of transformers 5 give to a tensor of a checkpoint."""
     own = alone(name)
     if own.startswith("lm_head."):
         return own
@@ -100,7 +100,7 @@ def in_modules(name: str) -> str:
 
 
 def as_before_version_5(name: str) -> str:
-    """What transformers 4 called it, in Gemma 3 and Mistral 3."""
+    """Return the name that transformers 4 gave to it, in Gemma 3 and Mistral 3."""
     own = alone(name)
     if own == name and not own.startswith("lm_head."):
         return name.removeprefix("model.")

@@ -10,7 +10,7 @@ from .checkpoints import copy_configs, edit_config
 
 GROUP = 32
 SHAPE = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "num_local_experts": 3}
-"""Of the smallest model whose experts are made of whole groups, of two in one direction."""
+"""Sizes of the smallest model whose experts are made of whole groups, of two in one direction."""
 CONFIG = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
@@ -20,7 +20,7 @@ CONFIG = {
         "lm_head",
     ],
 }
-"""As in the published checkpoints."""
+"""Quantization config, as in the published checkpoints."""
 
 
 def element(code: int) -> float:

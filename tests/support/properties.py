@@ -1,4 +1,4 @@
-"""How many examples a property is tried with."""
+"""Number of examples that a property is tried with."""
 
 from hypothesis import settings
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Sender:
-    """Who sends a command: a socket, and the owner token in the message."""
+    """Sender of a command: a socket, and the owner token in the message."""
 
     client: str
     owner: str | None = None
@@ -39,7 +39,7 @@ class Protocol:
     """An engine as its clients see it, when no command is under way."""
 
     names: frozenset[str]
-    """Of all tensors."""
+    """Names of all tensors."""
     mode: str | None = None
     pauser: Sender | None = None
     lease: str | None = None
@@ -50,7 +50,7 @@ class Protocol:
     written: set[str] = field(default_factory=set)
     """Since the last commit or poisoning."""
     contents: dict[str, int] = field(default_factory=dict)
-    """Which checkpoint each tensor is of."""
+    """Number of the checkpoint that each tensor is of."""
 
     def pause(self, sender: Sender, mode: str, lease: str | None) -> str:
         if lease is not None and sender.owner is None:

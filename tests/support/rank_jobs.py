@@ -1,4 +1,4 @@
-"""What ranks compute for tests of several of them."""
+"""Jobs that ranks compute for tests of several of them."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from caesura.scheduler.runtime.config import EngineConfig
 def logits_of(
     group: TensorParallel, path: str, dtype: torch.dtype, tokens: list[int], compiled: bool
 ) -> Tensor:
-    """Of a prompt in two chunks and then one token at a time, beside a second request; [T, vocab]."""
+    """Return logits [T, vocab] of a prompt in two chunks and then token by token, beside a second request."""
     model = load_model(path, dtype, 4096, group)
     paged = PagedModel(model, dtype, parallel=group, compiled=compiled)
     sequence, other = Sequence(tokens), Sequence(tokens[::-1])
@@ -102,7 +102,7 @@ def barrier(group: TensorParallel) -> None:
 
 
 def bits_each_way(group: TensorParallel, path: str, dtype: torch.dtype, length: int) -> list[Tensor]:
-    """Logits of a prompt and two more tokens: all layers in one call, by three threads, and layer by layer."""
+    """Return logits of a prompt and two tokens: all layers in one call, by three threads, layer by layer."""
     found = []
     for threads, at_once in ((1, True), (3, True), (1, False)):
         model = load_model(path, dtype, 1 << 20, group)

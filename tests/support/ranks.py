@@ -18,7 +18,7 @@ from caesura.scheduler.weights.transports import disk
 from .waiting import PATIENCE_S
 
 ANSWER_S = 120.0
-"""How long a test waits for its ranks: longer than any of them takes on a busy machine."""
+"""Seconds that a test waits for its ranks: longer than any of them takes on a busy machine."""
 Job = Callable[..., Any]
 
 
@@ -65,7 +65,7 @@ class Ranks:
         return self.results()
 
     def kill(self, rank: int) -> None:
-        """As the system kills a process: nothing of it runs any more."""
+        """Kill a rank as the system kills a process: nothing of it runs any more."""
         pid = self.processes[rank].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -113,4 +113,4 @@ def _answer(job: Job, group: TensorParallel, arguments: tuple[Any, ...]) -> Any:
 
 
 class _RaisedError(Exception):
-    """What a rank has raised, as text: errors of the wire cannot be rebuilt from their arguments."""
+    """An exception of a rank, as text: errors of the wire cannot be rebuilt from their arguments."""

@@ -45,7 +45,7 @@ USED = {
     ),
     "flashinfer.mla": ("MLAPlanMetadata.csr",),
 }
-"""What the engine calls, by the module that it is imported from."""
+"""Names that the engine calls, by the module that it imports them from."""
 
 
 class Sources:
@@ -76,7 +76,7 @@ class Sources:
         return name, ast.parse(self._read(f"{path}/__init__.py"))
 
     def definition(self, module: str, name: str) -> tuple[str, ast.ClassDef | ast.FunctionDef]:
-        """Where ``name`` is defined that ``module`` has, and how: of several definitions, the last."""
+        """Return the module and node that define ``name`` of ``module``; of several definitions, the last."""
         package, tree = self.module(module)
         defined = [
             node
@@ -112,7 +112,7 @@ class Sources:
 
 
 def module_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a module, those below its conditions too; what is defined in a function is none of them."""
+    """Yield the statements of a module, those below its conditions too, but none of a function's."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try | ast.With):

@@ -25,7 +25,7 @@ DIRECTIONS = {"to_scheduler": ToScheduler, "to_client": ToClient}
 
 
 def values(kind: wire_types.Type, name: str) -> list[Any]:
-    """What a field of that type may hold: several where it takes several structs, else one."""
+    """Return values that a field of that type may hold: several where it takes several structs, else one."""
     match kind:
         case wire_types.StructType():
             return list(structs(kind))

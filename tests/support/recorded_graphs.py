@@ -22,10 +22,10 @@ class Event:
     """Complete as soon as it is recorded."""
 
     def record(self) -> None:
-        """Nothing is pending."""
+        """Do nothing: no work is pending."""
 
     def synchronize(self) -> None:
-        """Nothing is pending."""
+        """Do nothing: no work is pending."""
 
 
 class Stream:
@@ -36,7 +36,7 @@ class Stream:
         self._log.append("wait")
 
     def synchronize(self) -> None:
-        """Nothing is pending."""
+        """Do nothing: no work is pending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def _found(leaf: Any) -> Any:
 
 
 class RecordingDevice:
-    """As much of ``torch.cuda`` as a runner uses."""
+    """The part of ``torch.cuda`` that a runner uses."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -142,7 +142,7 @@ class RecordingDevice:
         return self._current
 
     def synchronize(self) -> None:
-        """Nothing is pending."""
+        """Do nothing: no work is pending."""
 
     def memory_reserved(self) -> int:
         return 1000 * self.captures

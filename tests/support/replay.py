@@ -41,7 +41,7 @@ def replayed(model: transformers.Qwen3MoeForCausalLM, expert_ids: torch.Tensor) 
 
 @torch.inference_mode()
 def chosen_experts(model: transformers.Qwen3MoeForCausalLM, tokens: list[int]) -> torch.Tensor:
-    """What ``model`` itself chooses for ``tokens``: int64 [T, layers, k], sorted."""
+    """Return the experts that ``model`` itself chooses for ``tokens``: int64 [T, layers, k], sorted."""
     found: dict[int, torch.Tensor] = {}
     hooks = [
         layer.mlp.gate.register_forward_hook(lambda _, __, output, i=i: found.__setitem__(i, output[2]))

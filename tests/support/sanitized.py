@@ -40,7 +40,7 @@ def _compiled(operation: str, flags: tuple[str, ...]) -> Path:
 
 
 def run_sanitized(program: str, folder: Path, *operations: str, flags: tuple[str, ...] = ()) -> str:
-    """What ``program`` prints when ``native.cpp`` and these operations' files serve it."""
+    """Return what ``program`` prints when ``native.cpp`` and these operations' files serve it."""
     try:
         runtime = subprocess.run(
             ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True

@@ -93,7 +93,7 @@ def expert_rows(
 
 
 def expected_experts(prompt: list[int], result: GenerateReqOutput, layers: int, top_k: int) -> np.ndarray:
-    """What the scripted router said when each position of ``result`` was first computed."""
+    """Return the scripted router's choices when each position of ``result`` was first computed."""
     tokens = [*prompt, *tokens_of(result)]
     if len(tokens) == len(prompt):
         return np.empty((0, layers, top_k), np.uint8)
@@ -155,12 +155,12 @@ class ScriptedRunner:
     """Samples the step's tokens, given what the scripted model says (int64 [S]). None: these it is."""
     window_pages: int | None = None
     window: int = 0
-    """Of layers that give pages back: in their storage every step must find what all layers have of its
-    windows.
+    """Tokens of the window of layers that give pages back: in their storage every step must find what all
+    layers have of its windows.
     """
     state_rows: int = 0
-    """Of layers with a state per sequence, which must say the same as all KV of its row. A step overwrites it
-    at once, and what is there until the step has been computed is of no use.
+    """Number of rows of the layers' states per sequence. A state must say the same as all KV of its row. A
+    step overwrites it at once, and what is there until the step has been computed is of no use.
     """
 
     def __post_init__(self) -> None:
@@ -287,7 +287,7 @@ class ScriptedRunner:
         self.last[slots] = tokens
 
     def synchronize(self) -> None:
-        """Nothing is asynchronous here."""
+        """Do nothing: no work is asynchronous here."""
 
     def on_stream(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -325,7 +325,7 @@ class _Inbox:
 
 
 class _Replies(dict[str, Message]):
-    """What has been answered, by message id; popping one takes in what is on its way, without a tick."""
+    """Replies by message id; popping one takes in what is on its way, without a tick."""
 
     def __init__(self, collect: Callable[[], None]) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ class _Replies(dict[str, Message]):
 
 
 def open_checkpoints_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a thread beside the loop: how many steps run meanwhile would depend on how busy the machine is."""
+    """Read checkpoints without a thread, whose speed would decide how many steps run meanwhile."""
     monkeypatch.setattr("caesura.scheduler.runtime.background.in_thread", lambda run: run())
 
 

@@ -63,13 +63,13 @@ FOREIGN = ("update, foreign", "end, foreign", "end, force")
 
 
 class Recipes:
-    """How to get an engine into each state, and what each command sends."""
+    """Recipes to get an engine into each state, and the messages of each command."""
 
     def __init__(self, driver: EngineDriver, other_model: Path, broken_model: Path) -> None:
         self.driver = driver
         self.other, self.broken = str(other_model), str(broken_model)
         self.session_id: str | None = None
-        """What calls and ends say that belong to the open session; None: none is."""
+        """Id that calls and ends of the open session carry, or None without a session."""
 
     def enter(self, state: str) -> None:
         driver = self.driver

@@ -45,7 +45,7 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 
 
 def serve(descriptor: int, *imports: str) -> None:
-    """Answer the requests on a socket; returns in no process but a forked one, when that has run its program."""
+    """Answer the requests on a socket. Return only in a forked process that has run its program."""
     channel = socket.socket(fileno=descriptor)
     _import(imports)
     if platform.machine() not in _CLONE_NUMBER:
@@ -84,14 +84,13 @@ def _end(program: Callable[[], None]) -> NoReturn:
 
 
 def _import(names: Iterable[str]) -> None:
-    """Import modules as an engine would, with what libraries read from the environment when they are loaded."""
+    """Import modules as an engine would, with what libraries read from the environment as they load."""
     mine = dict(os.environ)
     os.environ.update(settings())
     for name in names:
         if name not in sys.modules:
-            with contextlib.suppress(
-                ImportError
-            ):  # of an extra that is not installed, which the fork will say
+            # of an extra that is not installed, which the fork will say
+            with contextlib.suppress(ImportError):
                 importlib.import_module(name)
     os.environ.clear()
     os.environ.update(mine)

@@ -24,7 +24,7 @@ _WORK = range(200_000)
 
 
 class Slowness:
-    """How much longer fixed work takes than the fastest time that it has taken here."""
+    """Ratio of the time of fixed work now to the fastest time that it has taken here."""
 
     def __init__(self) -> None:
         self._fastest_s = min(self._work_s() for _ in range(3))

@@ -1,4 +1,4 @@
-"""What the engine's modules use of torch and Triton, and what their oldest allowed versions have.
+"""Names of torch and Triton that the engine's modules use, and those of their oldest allowed versions.
 
 ``torch_floor.json`` lists the names of those versions. It is written by them, in an environment that has
 them, when the floor in ``pyproject.toml`` moves or something is used whose names are not in it yet:
@@ -60,7 +60,7 @@ def recorded() -> tuple[dict[str, str], dict[str, set[str]]]:
 
 
 def missing(source: str, known: dict[str, set[str]]) -> Iterator[str]:
-    """What a module uses that the recorded versions do not have, or that is not recorded."""
+    """Yield the names that a module uses and the recorded versions do not have, or that are not recorded."""
     names, attributes = used(source)
     for name in sorted(names):
         owner, _, last = name.rpartition(".")

@@ -161,7 +161,7 @@ class TracedEngine:
     runner: ModelRunner
     vocab_size: int
     started: Record
-    """What its start did: warm-up in the phase ``start``, graphs in the phases ``capture`` and ``capture
+    """Record of the start: warm-up in the phase ``start``, graphs in the phases ``capture`` and ``capture
     head``.
     """
 
@@ -243,10 +243,8 @@ def _choose_products(model: str, tracer: Tracer, patch: pytest.MonkeyPatch) -> N
     patch.setattr(fp8_products, "dense_for", lambda device: fp8_products.DENSE[dense][1])
     for module in (fp8_products, experts):
         patch.setattr(module, "experts_for", lambda device: fp8_products.EXPERTS[grouped][1])
-    deep_gemm = ModuleType("deep_gemm")
-    deep_gemm.m_grouped_fp8_gemm_nt_contiguous = lambda a, b, d, grouped_layout: tracer.launch(  # type: ignore[attr-defined]
-        "m_grouped_fp8_gemm_nt_contiguous", a, b, d, grouped_layout
-    )
+    deep_gemm, name = ModuleType("deep_gemm"), "m_grouped_fp8_gemm_nt_contiguous"
+    setattr(deep_gemm, name, lambda a, b, d, grouped_layout: tracer.launch(name, a, b, d, grouped_layout))
     patch.setitem(sys.modules, "deep_gemm", deep_gemm)
 
 

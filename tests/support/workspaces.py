@@ -1,4 +1,4 @@
-"""What lies behind a workspace, for tests of who takes how much."""
+"""Storage behind a workspace, for tests of how much each user takes."""
 
 from torch import Tensor
 

@@ -88,14 +88,14 @@ class PageData(msgspec.Struct, kw_only=True):
     """Tokens, or denoise steps of images, per second. None: unknown."""
     model_name: str = ""
     status: GetStatusReqOutput | None
-    """None: the engine has never answered."""
+    """Status of the engine, or None before its first answer."""
     history: GetMemoryHistoryReqOutput | None
     """Memory events after the one that was asked for. None: no answer."""
     ticks: list[Tick] = []
     """Ticks after the time that was asked for."""
     latencies: list[Percentiles] = []
     update: UpdateTimes | None = None
-    """None: no update since this server began to look."""
+    """Times of the last update, or None if this server has seen none."""
     replicas: list[ReplicaView] = []
     image: Picture | None = None
     """The last image. None: there is none, or the page has it."""

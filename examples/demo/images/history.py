@@ -1,4 +1,4 @@
-"""What a run of the image demo leaves to tell."""
+"""History of a run of the image demo."""
 
 from dataclasses import dataclass, field
 from statistics import median

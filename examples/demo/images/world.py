@@ -1,4 +1,4 @@
-"""What is drawn and what it is worth: prompts, true pictures, and the reward that looks at a picture.
+"""World of the image demo: prompts, true pictures, and the reward of a picture.
 
 Pictures are float32 [n, 3, 32, 32] in [-1, 1]: one coloured shape on an off-white ground.
 """

@@ -215,9 +215,8 @@ def opening_of(message: object, device_uuid: str) -> SharedMemory:
     if found["dtype"] != Global("torch", "uint8") or len(shape) != 1 or found["stride"] not in ((1,), [1]):
         raise _malformed("its buffer is no flat tensor of uint8")
     fields = {name: found[name] for name in CudaIPCHandle.__struct_fields__ if name in found}
-    fields["device_uuid"] = (
-        device_uuid  # instead of "device", the server's own number of what must be the same one
-    )
+    # Instead of "device", the server's own number of what must be the same one.
+    fields["device_uuid"] = device_uuid
     try:
         handle = msgspec.convert(fields, CudaIPCHandle, builtin_types=(bytes,))  # no base64
     except msgspec.ValidationError as error:

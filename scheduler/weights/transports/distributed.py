@@ -144,8 +144,7 @@ class Group:
         return CaesuraError(
             ErrorCode.GROUP_ERROR,
             f"weight update group {member.group_name!r} at {member.address} (this engine is rank "
-            f"{member.rank} of"
-            f" {member.world_size}): {reason}",
+            f"{member.rank} of {member.world_size}): {reason}",
             **asdict(member),
             **detail,
         )

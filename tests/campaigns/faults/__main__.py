@@ -98,9 +98,8 @@ def run(options: argparse.Namespace, versions_in: Path, outcomes: list[Outcome])
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # a run of hours that is stopped prints its table
+    # a run of hours that is stopped prints its table
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     outcomes: list[Outcome] = []
     try:
         with tempfile.TemporaryDirectory(prefix="caesura-faults-") as folder:

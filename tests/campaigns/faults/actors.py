@@ -39,20 +39,20 @@ T = TypeVar("T")
 
 GROUP_TIMEOUT_S = 5.0
 CONNECT_S = 10.0
-"""How long a client that begins while the engine restarts waits for it."""
+"""Seconds that a client waits for an engine that restarts."""
 BUCKET_BYTES = 128 << 10
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Errand:
-    """What an actor is to do."""
+    """Instructions of one actor."""
 
     endpoint: str
     work: Literal["update", "pause", "release", "stream", "mute", "write", "http", "http-update"]
     seed: int = 0
     mode: PauseMode | None = "in_place"
-    """Of the pause around the work. None: the engine goes on meanwhile."""
+    """Mode of the pause around the work, or None to let the engine go on."""
     transport: Transport = "disk"
     folder: Path | None = None
     label: str = ""
@@ -60,7 +60,7 @@ class Errand:
     """Within a session that the trainer begins and ends."""
     lease_s: float = 1.0
     hold_s: float = 0.0
-    """How long a pause or a release lasts."""
+    """Seconds that a pause or a release lasts."""
     timeout_s: float = 20.0
     attempts: int = 3
     prompt: tuple[int, ...] = (5,)

@@ -37,7 +37,7 @@ class Outcome:
     number: int
     kind: str
     seconds: float = 0.0
-    """Of everything, checks included."""
+    """Seconds of the whole fault, checks included."""
     recovery: float = 0.0
     """From the end of the fault until a new request was answered by a healthy engine."""
     facts: dict[str, Any] = field(default_factory=dict)

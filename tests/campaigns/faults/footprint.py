@@ -1,4 +1,4 @@
-"""What a process holds beside its own life: descriptors, threads, children, shared memory, resident bytes."""
+"""Resources of a process: descriptors, threads, children, shared memory, resident bytes."""
 
 import os
 import time
@@ -23,10 +23,10 @@ class Footprint:
     """Mappings and descriptors of memfds and of files in /dev/shm."""
     resident: int
     kinds: str = ""
-    """What descriptors and threads are, for the report."""
+    """Kinds of the descriptors and threads, for the report."""
 
     def over(self, baseline: "Footprint") -> list[str]:
-        """What is more than in ``baseline``, as text; empty if nothing is."""
+        """Return a line for each count that exceeds ``baseline``'s."""
         found = []
         for name in (field.name for field in fields(self) if field.type in (int, "int")):
             slack = RESIDENT_SLACK if name == "resident" else 0

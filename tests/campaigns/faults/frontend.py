@@ -11,7 +11,7 @@ END_S = 20.0
 
 
 class FrontEnd:
-    """As a context manager: it serves ``endpoint``, and is gone afterwards."""
+    """A ``caesura serve`` of ``endpoint``, as a context manager that ends it."""
 
     def __init__(self, endpoint: str, weights_root: Path | None = None) -> None:
         command = [sys.executable, "-c", "from caesura.client.cli import main; main()", "serve"]

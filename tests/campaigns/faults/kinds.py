@@ -14,7 +14,7 @@ class Kind:
     name: str
     happen: Happen
     weight: int
-    """How often it is drawn, beside the others; expensive ones are drawn seldom."""
+    """Weight in the draw among all kinds; expensive ones are drawn seldom."""
 
 
 KINDS: dict[str, Kind] = {}

@@ -22,7 +22,7 @@ HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4, 2, 16, 512
 FIRST_TOKEN = 2
 """Below are the ids of beginning and end."""
 LAYER_SCALE = 0.05
-"""Of what attention and MLP add to the residual stream, against embeddings of unit scale."""
+"""Scale of what attention and MLP add to the residual stream; embeddings have unit scale."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""What was asked of an engine and what came back: every accepted request ends once, with the tokens that its
-spans promise.
+"""Ledger of requests and answers: every accepted request ends once, with the tokens that its spans promise.
 
 Invariants:
 - The ledger sees terminal messages as they arrive, before any client library has merged or dropped one.
@@ -51,7 +50,7 @@ class Account:
     """One sample that was asked for."""
 
     last_token: int
-    """Of its prompt."""
+    """Last token of the prompt."""
     new_tokens: int
     ends: int = 0
     streamed: dict[int, int] = field(default_factory=dict)

@@ -29,10 +29,10 @@ from .witness import Witness, greedy
 
 ENGINE = Path(__file__).with_name("fault_engine.py")
 PATIENT_LEASE_S = 30.0
-"""Of a trainer that nothing happens to: a busy machine must not let it expire."""
+"""Seconds of the lease of an undisturbed trainer: a busy machine must not let it expire."""
 SESSION_DEADLINE_S = 2.0
 ENGINE_DESCRIPTORS = 512
-"""That the engine may have open."""
+"""Limit of the engine's open descriptors."""
 HEALING_S = 15.0
 """In which leases and deadlines must have run out, on a busy machine too."""
 DEADLINE_S = 60.0
@@ -40,7 +40,7 @@ DEADLINE_S = 60.0
 STATUS_S = 10.0
 POLL_S = 0.02
 UNLABELLED = "default"
-"""What an engine calls the weights that it was started with."""
+"""Label of the weights that an engine was started with."""
 
 _processes = multiprocessing.get_context("forkserver")
 # What takes long to import. Not the actors' own module, which a fork server does not find: it has no sys.path
@@ -70,7 +70,7 @@ class Actor:
 
     @property
     def outcome(self) -> tuple[Any, ...] | None:
-        """How it ended, as far as it said; None: it has not."""
+        """Event that tells the actor's end, or None before it."""
         self._read()
         return next((event for event in self.events if event[0] != "at"), None)
 
@@ -145,7 +145,7 @@ class Life:
         return pids
 
     def wait(self, condition: Callable[[], object], seconds: float = DEADLINE_S) -> bool:
-        """Whether ``condition`` came true within ``seconds``."""
+        """Return True if ``condition`` came true within ``seconds``."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
@@ -270,7 +270,7 @@ class Life:
         )
 
     def _force(self, status: GetStatusReqOutput) -> None:
-        """As the successor of a dead trainer would."""
+        """Free the engine from a dead trainer, as its successor would."""
         try:
             if status.session is not None:
                 end = EndWeightUpdateReqInput(commit=False, force=True)

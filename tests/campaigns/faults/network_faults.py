@@ -10,7 +10,7 @@ from .proxies import ByteProxy, Damage, Direction, FrameProxy, Harmful
 from .scene import Scene
 
 SHORT_PATIENCE_S = 1.5
-"""Of an actor whose answers may be lost; it asks three times."""
+"""Seconds that an actor waits whose answers may be lost; it asks three times."""
 DELAYS_S = (0.001, 0.01, 0.05)
 
 

@@ -90,7 +90,7 @@ def _signal_trainer(scene: Scene, number: int) -> None:
 
 @kind("frontend-kill", 1)
 def frontend_kill(scene: Scene) -> None:
-    """What it had asked for ends; the engine serves others."""
+    """Kill a front end: its requests end, and the engine serves others."""
     _signal_front_end(scene, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""What lies between a client and the scheduler, and goes wrong when told to.
+"""Proxies between a client and the scheduler that fail when told to.
 
 Invariants:
 - Each proxy runs in one thread of its own until :meth:`close`; faults are switched on and off from the
@@ -126,7 +126,7 @@ class ByteProxy:
 
 @dataclass
 class Harmful:
-    """What is to happen to the next messages of one direction."""
+    """Damage to do to the next messages of one direction."""
 
     damage: Damage
     direction: Direction

@@ -1,4 +1,4 @@
-"""What one fault happens in: requests in flight, a trainer or client at work, and what is expected of each.
+"""Scene of one fault: requests in flight, a trainer or client at work, and the expected end of each.
 
 Everything is drawn from the fault's own random numbers, so that one fault can be repeated alone.
 """
@@ -28,12 +28,12 @@ PHASES = {
     "http": ("streaming",),
     "http-update": ("pause", "update", "continue"),
 }
-"""Where a fault may meet an errand; a phase that stands twice is met twice as often."""
+"""Phases of each errand in which a fault may meet it; a phase that stands twice is met twice as often."""
 UPDATING = ("update", "release", "write", "http-update")
 DELAYS_S = (0.0001, 0.1)
 """Seconds after the beginning of a phase, drawn evenly by their logarithms."""
 HOLDS_S = (0.05, 0.2, 0.5, 2.5)
-"""How long something stands still; the longest is longer than leases and sessions last."""
+"""Seconds that something stands still; the longest exceeds leases and session deadlines."""
 HOLD_WEIGHTS = (4, 4, 2, 1)
 
 
@@ -61,11 +61,11 @@ class Scene:
     answers_all: bool = False
     """Even so, every request must have been answered."""
     cleared_at: float = 0.0
-    """When the fault was over (monotonic); recovery is measured from there."""
+    """Monotonic second at which the fault was over; recovery is measured from there."""
     short: list[str] = field(default_factory=list)
     """Requests of the witness that end by themselves."""
     handles: list[GenerationHandle] = field(default_factory=list)
-    """Of the client library."""
+    """Handles of the client library."""
     prompts: dict[str, int] = field(default_factory=dict)
     """Last token of the prompt of each handle, by rid."""
 

@@ -224,7 +224,7 @@ def test_an_engine_that_is_told_to_end_costs_none_of_many_requests(engines, laun
 
 
 def test_a_sink_that_raises_ends_its_own_request_of_a_fleet(engines):
-    """Its engine is told to stop, and the other requests end as they would have."""
+    """The engine of that request is told to stop, and the other requests end as they would have."""
 
     class Broken:
         def on_tokens(self, delta: TokenDelta) -> None:

@@ -142,7 +142,7 @@ def test_members_empty_their_device_caches_as_asked(engines, other_model, asks):
     run(engines, body)
 
 
-def test_a_refusal_by_one_member_updates_nobody(engines, tensors):
+def test_a_refusal_by_one_member_updates_no_member(engines, tensors):
     async def body(fleet: Fleet) -> None:
         first, second = fleet.members
         epochs = [member.epoch for member in fleet.members]

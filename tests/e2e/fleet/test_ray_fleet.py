@@ -39,7 +39,8 @@ def run(fleet: Callable[[], RolloutFleet], body: Callable[[RolloutFleet], Awaita
 
 
 async def whole(fleet: RolloutFleet, count: int) -> None:
-    while sum(member.serves for member in fleet.members) < count:  # noqa: ASYNC110  (Ray's work is waited for)
+    # Ray's work is waited for.
+    while sum(member.serves for member in fleet.members) < count:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
 
 

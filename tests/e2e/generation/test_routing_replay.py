@@ -167,7 +167,7 @@ def test_from_the_end_of_the_prompt(driver):
     assert torch.equal(rows_of(finished(driver, whole))[30:], rows_of(finished(driver, tail)))
 
 
-# -- all of it at once --------------------------------------------------------------------------------------------
+# -- all of it at once ---------------------------------------------------------------------------------------
 
 REQUESTS, NEW_TOKENS, PROMPT = 96, 40, 24
 WARM_UP = 12

@@ -107,9 +107,8 @@ def shows_the_pause(engine, page, other_model):
     page.until(lambda: page.text("generation") == "PAUSED in place")
     assert f"by trainer {HOSTILE}" in page.text("generation-note"), "what is told is text"
     before = page.text("generation-note")
-    page.until(
-        lambda: page.text("generation-note") != before
-    )  # its age rises: the page lives while the engine rests
+    # its age rises: the page lives while the engine rests
+    page.until(lambda: page.text("generation-note") != before)
     page.until(lambda: page.browser.find_elements(By.CSS_SELECTOR, "#timeline rect.pause"))
 
     engine.update_weights_from_disk(str(other_model), weight_version=f"step 1 {HOSTILE}", flush_cache=False)

@@ -74,7 +74,7 @@ def pickled(value: object) -> str:
 
 @dataclass
 class FlattenedTensorMetadata:
-    """As SGLang's, by name and fields."""
+    """SGLang's struct, by name and fields."""
 
     name: str
     shape: torch.Size
@@ -86,7 +86,7 @@ class FlattenedTensorMetadata:
 
 @dataclass
 class LocalSerializedTensor:
-    """As SGLang's, by name and fields."""
+    """SGLang's struct, by name and fields."""
 
     values: list[bytes]
 

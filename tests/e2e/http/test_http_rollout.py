@@ -79,7 +79,7 @@ def test_the_defaults_of_python_are_those_of_http(server):
     assert not torch.equal(picture["generated_output"], over_http["generated_output"])
 
 
-def test_a_learner_recomputes_what_comes_with_each_output(server, sd3):
+def test_a_learner_recomputes_the_log_probabilities_of_each_output(server, sd3):
     found = rollouts(server)
     assert [each["seed"] for each in found] == [7, 8, 9]
     transformer = load_pipeline(sd3).transformer
@@ -168,7 +168,7 @@ def test_a_language_model_says_that_it_makes_no_images(tiny_model):
 
 
 def test_latents_count_with_the_channels_of_the_model(tmp_path):
-    """Of 16 channels where an image has 4 x 4 pixels to a latent: four bytes for each pixel."""
+    """A model of 16 channels and 4 x 4 pixels to a latent takes four bytes for each pixel."""
     dense = make_sd3(tmp_path / "sd3", channels=16)
     body = {**BODY, "width": 64, "height": 64, "num_inference_steps": 256, "num_outputs_per_prompt": 256}
     with served("--model", str(dense)) as found:

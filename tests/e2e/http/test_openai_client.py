@@ -25,7 +25,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-# -- models, keys and errors ----------------------------------------------------------------------------------------
+# -- models, keys and errors ---------------------------------------------------------------------------------
 
 
 def test_models(served):
@@ -158,9 +158,8 @@ def test_answers_have_the_types_of_the_official_client(served, stream, n):
         assert found
         for text in found:
             given = json.loads(text)
-            if (
-                stream and kind is Completion
-            ):  # its chunks have no type of their own, and no reason until the last
+            # its chunks have no type of their own, and no reason until the last
+            if stream and kind is Completion:
                 given["choices"] = [
                     {**each, "finish_reason": each["finish_reason"] or "stop"} for each in given["choices"]
                 ]
@@ -180,7 +179,7 @@ def test_prompt_ids_are_told_at_the_top_too(served):
     assert answer.prompt_token_ids == served.tokenizer.encode("once")
 
 
-# -- completions ----------------------------------------------------------------------------------------------------
+# -- completions ---------------------------------------------------------------------------------------------
 
 
 def test_completion_is_the_engines(served):

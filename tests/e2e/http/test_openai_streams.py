@@ -103,7 +103,7 @@ def test_a_stream_left_early_is_aborted(served):
         served.engine.continue_generation()
 
 
-# -- chats ----------------------------------------------------------------------------------------------------------
+# -- chats ---------------------------------------------------------------------------------------------------
 
 
 def test_chat_uses_the_template(served):
@@ -179,7 +179,7 @@ def test_impossible_tokens_have_a_finite_logprob(served):
     assert all(isinstance(other.logprob, float) for other in entry.top_logprobs)
 
 
-# -- asyncio, aborts, pauses ----------------------------------------------------------------------------------------
+# -- asyncio, aborts, pauses ---------------------------------------------------------------------------------
 
 
 def test_many_at_once(served):

@@ -26,8 +26,14 @@ def step_7(served: Served) -> str:
     """Other weights, where a trainer would have written them."""
     path = served.path.parent / "step_7"
     make_checkpoint(
-        path, "qwen3-moe", vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=1, max_position_embeddings=512, seed=6
-    )  # fmt: skip
+        path,
+        "qwen3-moe",
+        vocab_size=VOCABULARY,
+        bos_token_id=0,
+        eos_token_id=1,
+        max_position_embeddings=512,
+        seed=6,
+    )
     return str(path)
 
 

@@ -68,7 +68,7 @@ class Stage:
         return self.driver.engine.state.step
 
     def play(self, arrivals: list[Arrival], pause_before: int | None = None, mode: str = "in_place"):
-        """[(tokens, logprobs)] per sample and the number of steps; paused once before step ``pause_before``."""
+        """Return [(tokens, logprobs)] per sample and the number of steps; pause before ``pause_before``."""
         driver, first, rids = self.driver, self.step, []
         driver.call(FlushCacheReqInput(torch_empty_cache=False))
         assert driver.status().kv.free == driver.status().kv.total
@@ -118,7 +118,7 @@ def arrivals(stage):
     return workload if stage.driver.config.pipeline_depth else with_shared_prefixes_and_stops
 
 
-def test_the_workload_is_what_it_says(stage, arrivals):
+def test_the_workload_is_reproducible_and_depends_on_its_seed(stage, arrivals):
     outputs, steps = stage.play(arrivals(7))
     assert steps == NUM_STEPS, "NUM_STEPS must cover the workload"
     again, _ = stage.play(arrivals(7))

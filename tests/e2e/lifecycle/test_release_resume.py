@@ -1,4 +1,4 @@
-"""Release and resume in a process of its own: the system's count falls and comes back, and so do the tokens."""
+"""Release and resume in a process of its own: the system's count falls and recovers, and so do the tokens."""
 
 import re
 
@@ -80,7 +80,7 @@ def engine(tiny_model):
 
 
 def emptied(engine, cause: str) -> bool:
-    """Whether the last event of ``cause`` says that something was given back, be it 0 bytes."""
+    """Return True if the last event of ``cause`` says that something was given back, be it 0 bytes."""
     events = [event for event in engine.memory_history().events if event.cause == cause]
     return events[-1].returned is not None
 
@@ -112,7 +112,7 @@ CYCLES = 8
 LINE = re.compile(r"INFO .*continue_generation: reserved ([\d.]+) MB -> ([\d.]+) MB \(freed (-?[\d.]+) MB\)")
 
 
-def test_every_continue_says_what_it_gave_back_and_reserved_memory_does_not_climb(tmp_path):
+def test_every_continue_reports_freed_memory_and_reserved_memory_does_not_climb(tmp_path):
     shape = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 4, "mlp_only_layers": []}
     folders = [tmp_path / name for name in ("one", "two")]
     for seed, folder in enumerate(folders):

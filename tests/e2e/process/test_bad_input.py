@@ -385,7 +385,7 @@ def test_a_message_id_means_one_body(driver, second):
     assert driver.status().generation == "running", "and no second pause"
 
 
-def test_a_conflict_does_not_disturb_what_runs(driver, second):
+def test_a_conflict_does_not_disturb_running_requests(driver, second):
     rid = driver.generate([5, 6], 20, id="same")
     driver.tick(3)
     second.send(GenerateReqInput(id="same", input_ids=[7]))

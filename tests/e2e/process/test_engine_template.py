@@ -1,4 +1,4 @@
-"""What tests fork instead of executing it."""
+"""The template process that tests fork instead of executing engines."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
     reason=f"{engine_template.VARIABLE} is not set: nothing is forked",
 )
 
-WHAT_IT_SEES = """
+SELF_REPORT = """
 import gc, json, os, resource, signal, sys, threading
 status = open("/proc/self/status").read().splitlines()
 print(json.dumps({
@@ -29,7 +29,8 @@ print(json.dumps({
     "processes": [os.getppid(), os.getpgrp() == os.getpid(), os.getsid(0)],
     "descriptors": {name: os.get_inheritable(int(name)) for name in os.listdir("/proc/self/fd")
                     if os.path.exists(f"/proc/self/fd/{name}")},
-    "streams": [[s.encoding, s.errors, s.line_buffering, s.fileno()] for s in (sys.stdin, sys.stdout, sys.stderr)],
+    "streams": [[s.encoding, s.errors, s.line_buffering, s.fileno()]
+                for s in (sys.stdin, sys.stdout, sys.stderr)],
     "limits": {n: resource.getrlimit(getattr(resource, n)) for n in dir(resource) if n.startswith("RLIMIT_")},
     "signals": [line for line in status if line.startswith(("SigBlk", "SigIgn", "SigCgt", "Umask"))],
     "handlers": [str(signal.getsignal(n)).partition(" at ")[0] for n in signal.valid_signals()],
@@ -43,7 +44,7 @@ print(sys.stdin.read() + "that was the input", file=sys.stderr)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def of_this_moment() -> None:
+def new_template() -> None:
     engine_template.close()
     engine_template.install()
 
@@ -73,13 +74,13 @@ def forked(start, **options) -> bool:
 
 
 @pytest.mark.parametrize("options", [{}, {"process_group": 0, "stdin": subprocess.DEVNULL}])
-def test_a_program_finds_what_it_would_have_found(start, tmp_path, monkeypatch, options):
+def test_a_forked_program_finds_the_same_process_state(start, tmp_path, monkeypatch, options):
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "another now")
     reader, writer = os.pipe()
     found = []
     for executed in (False, True):
         process = start(
-            WHAT_IT_SEES,
+            SELF_REPORT,
             "serves",
             "é",
             executed=executed,
@@ -188,7 +189,8 @@ import functools, subprocess
 import psutil
 from caesura.client.launch import launcher
 executed, execute = [], subprocess.Popen._execute_child
-subprocess.Popen._execute_child = functools.wraps(execute)(lambda *given: executed.append(1) or execute(*given))
+counted = functools.wraps(execute)(lambda *given: executed.append(1) or execute(*given))
+subprocess.Popen._execute_child = counted
 with launcher.Popen(launcher.engine_command("--no-such-option"), stderr=subprocess.PIPE, text=True) as child:
     is_ours = child.pid in [other.pid for other in psutil.Process().children()]
     error = child.stderr.read()

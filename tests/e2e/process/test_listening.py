@@ -1,4 +1,4 @@
-"""What the processes really listen on, read from the kernel's tables."""
+"""Sockets on which the processes really listen, read from the kernel's tables."""
 
 import os
 import subprocess

@@ -37,7 +37,7 @@ with (
     for trainer in trainers:
         trainer.close()
 """
-"""What the parts of docs/howto/several-engines.md say that they go on from."""
+"""Beginnings that the parts of docs/howto/several-engines.md say they go on from."""
 
 
 def block_of(page: Path, number: int) -> str:

@@ -26,9 +26,8 @@ def command_of(unit: Path) -> list[str]:
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_systemd_accepts_the_unit(unit, tmp_path):
-    text = unit.read_text().replace(
-        command_of(unit)[0], sys.executable
-    )  # verify wants a program that is there
+    # verify wants a program that is there
+    text = unit.read_text().replace(command_of(unit)[0], sys.executable)
     copy = tmp_path / unit.name
     copy.write_text(text)
     done = subprocess.run(
@@ -119,7 +118,7 @@ def test_only_the_stage_that_builds_has_a_compiler_and_it_fails_without_kernels(
     assert [line for line in runtime if line.startswith("USER ")] == ["USER caesura"]
 
 
-def test_the_image_runs_what_is_restarted():
+def test_the_images_run_serve_and_supervise():
     lines = dockerfile()
     commands = [yaml.safe_load(line.removeprefix("CMD ")) for line in lines if line.startswith("CMD ")]
     assert [command[0] for command in commands] == ["serve", "supervise"]

@@ -1,4 +1,4 @@
-"""A supervised scheduler that is killed, stopped and refused, with real processes and clients that try again."""
+"""A supervised scheduler, killed, stopped and refused, with real processes and clients that try again."""
 
 import json
 import os
@@ -196,10 +196,10 @@ def test_a_supervisor_that_is_killed_takes_its_scheduler_with_it_and_the_next_on
         assert list(tmp_path.glob("caesura-*")) == [second.folder]
 
 
-# -- over HTTP -----------------------------------------------------------------------------------------------------
+# -- over HTTP -----------------------------------------------------------------------------------------------
 
 
-def test_http_says_what_may_be_tried_again_and_finds_the_new_engine(tiny_model, other_model):
+def test_http_marks_retryable_errors_and_finds_the_new_engine(tiny_model, other_model):
     root = ("--weights-root", str(other_model.parent))
     with served("--model", str(tiny_model), "--restart", *root) as engine:
         before = engine.get("/server_info").json()
@@ -267,7 +267,7 @@ def test_a_server_ends_with_an_engine_that_was_told_to(tiny_model):
     assert "was told to end" in error
 
 
-# -- as a service --------------------------------------------------------------------------------------------------
+# -- as a service --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["supervise", "serve"])

@@ -1,4 +1,4 @@
-"""An update that a parameter server drives over checkpoint-engine's protocol, against real engine processes."""
+"""Updates by a parameter server over checkpoint-engine's protocol, against real engine processes."""
 
 import os
 from collections.abc import Iterator
@@ -394,7 +394,7 @@ def test_hostile_messages_are_refused_and_never_run(engine, pool, models, tmp_pa
 
 
 def test_a_message_that_would_run_alone_counts_as_an_exception(engine, pool, tmp_path):
-    """What would have been made by a call is only ever read as the server's exception."""
+    """An object that a call would make is only ever read as the server's exception."""
     with ParameterServer(4096) as server:
         update = start(pool, engine, server)
         server.tell(Malice(tmp_path / "owned"))

@@ -74,7 +74,7 @@ def checksum_of(engine: SchedulerClient, weights: dict[str, torch.Tensor]) -> st
 
 
 def settled(sender: ControlClient) -> str:
-    """State of the weights after everything that ``sender`` has sent: messages of one connection keep their order."""
+    """Return the state of the weights after all that ``sender`` has sent: a connection keeps its order."""
     eventually(lambda: sender.status(timeout=PATIENCE).session is None)
     sender.check_weights(timeout=PATIENCE)  # a command: it runs behind all others
     return sender.status(timeout=PATIENCE).weights
@@ -99,7 +99,7 @@ def test_memory_that_was_given_up_waiting_for_keeps_its_bytes(engine, trainer, t
 
 
 @pytest.mark.parametrize("transport", ["tensor", "ipc"])
-def test_a_begin_that_nobody_waits_for_opens_nothing(engine, trainer, other_model, transport):
+def test_a_begin_after_its_caller_timed_out_opens_nothing(engine, trainer, other_model, transport):
     update = getattr(trainer, f"update_weights_from_{transport}")
     with stopped(engine.status().pid), pytest.raises(TimedOut):
         update(weights_of(other_model).items(), bucket_bytes=SMALL, timeout=0.1)

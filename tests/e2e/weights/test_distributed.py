@@ -189,7 +189,9 @@ def test_destroy_ends_an_init_that_waits(driver, trainer):
 
 
 @pytest.mark.parametrize("fields,code", [
-    ({"rank": 2}, "invalid_request"), ({"world_size": 10**9}, "invalid_request"), ({"backend": "nccl"}, "unsupported"),
+    ({"rank": 2}, "invalid_request"),
+    ({"world_size": 10**9}, "invalid_request"),
+    ({"backend": "nccl"}, "unsupported"),
 ])  # fmt: skip
 def test_inits_that_cannot_be_right_are_refused_at_once(driver, trainer, fields, code):
     assert_error(driver.call(trainer.init_message(**fields), max_ticks=3), code)

@@ -177,7 +177,7 @@ def test_released_weights_come_back_by_an_update(folder, family: str) -> None:
 
 
 Forms = list[tuple[Path, Path]]
-"""Folders to update from, each with the one that a cold start of its weights reads; the engine starts from the first."""
+"""Folders to update from, each with the one of its cold start; the engine starts from the first."""
 
 
 @pytest.fixture(scope="module", params=[*quick(["tied", "untied"]), "fp8"])
@@ -192,7 +192,7 @@ def forms(request, tmp_path_factory) -> Forms:
 
 
 def fp8_forms(root: Path) -> Forms:
-    """FP8 weights, and others as FP8, as bfloat16, and with every second projection as bfloat16 without scales."""
+    """Write FP8 weights, and others as FP8, as bfloat16, and with half the projections as plain bfloat16."""
     for seed in range(2):
         make_checkpoint(root / f"plain{seed}", "qwen3", dtype=torch.bfloat16, seed=seed)
         make_fp8_checkpoint(root / f"plain{seed}", root / f"fp8-{seed}", (16, 32))

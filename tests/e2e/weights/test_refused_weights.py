@@ -52,7 +52,8 @@ def folder(tmp_path, tiny_model):
 def test_a_state_dict_updates_and_wrong_names_are_told(engine, tiny_model, folder, transport):
     weights = load_file(tiny_model / "model.safetensors")
     wrapped = {f"module.{name}": tensor for name, tensor in weights.items()}
-    said = rf"all {len(weights)} names begin with 'module\.', which the checkpoint's names do not; module\..* \[\d+.*is not in"
+    said = rf"all {len(weights)} names begin with 'module\.', which the checkpoint's names do not; "
+    said += r"module\..* \[\d+.*is not in"
     with pytest.raises(WeightMismatch, match=said):
         updated(engine, transport, wrapped, folder)
     assert updated(engine, transport, weights, folder, weight_version=7).weight_version == "7"

@@ -217,7 +217,7 @@ def test_a_failing_block_aborts_its_session(engine, family):
 
 
 def test_shared_memory_that_could_fault_the_engine_is_refused(engine, family):
-    """Unsealed, of another size, another inode, a plain file, a process that is gone: errors, never a SIGBUS."""
+    """Memory unsealed, of another size or inode, a plain file, a process that is gone: errors, no SIGBUS."""
     (bucket,) = buckets(list(weights_of(family[0]).items())[:1])
     with SharedBucket(bucket.nbytes) as memory:
         specs = memory.fill(bucket)

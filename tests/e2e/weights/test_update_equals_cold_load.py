@@ -154,7 +154,7 @@ class TestPoisoned:
         return Path(shutil.copytree(checkpoint("qwen3", 2), tmp_path / "torn"))
 
     def is_written(self, driver: EngineDriver) -> bool:
-        """Whether an update has written some of its bytes."""
+        """Return True if an update has written some of its bytes."""
         progress = driver.status().update
         if progress is None or progress.written_bytes == 0:
             return False

@@ -54,7 +54,7 @@ def test_a_bucket_as_a_parameter_server_pickles_it(protocol):
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
-def test_an_exception_is_its_name_and_what_it_says(protocol):
+def test_an_exception_becomes_its_name_and_arguments(protocol):
     error = RuntimeError("rank 3", 7)
     error.add_note("n")
     found = parse(pickle.dumps(error, protocol))
@@ -72,14 +72,15 @@ class Plain:
 
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text() | st.binary() | st.floats(allow_nan=False),
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70)
+    | st.text() | st.binary() | st.floats(allow_nan=False),
     lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
     max_leaves=30,
 )  # fmt: skip
 
 
 @given(PLAIN, st.sampled_from([3, 4, 5]))
-def test_plain_fields_are_what_the_unpickler_makes_of_them(value, protocol):
+def test_plain_fields_equal_those_of_the_unpickler(value, protocol):
     data = pickle.dumps(value, protocol)
     found = parse(data)
     assert found == pickle.loads(data)

@@ -362,9 +362,8 @@ def test_only_our_own_kind_is_touched(parent):
     opened = left_by_the_dead(parent, "caesura-open")
     opened.chmod(0o755)
     foreign = left_by_the_dead(parent, "other-dead")
-    left_by_the_dead(
-        parent, "caesura-keys", "server.key_secret", "client.key"
-    )  # by hand: no lock beside them
+    # by hand: no lock beside them
+    left_by_the_dead(parent, "caesura-keys", "server.key_secret", "client.key")
     another = parent / "caesura-fleet-ab12cd34"  # of something else of ours, before it has put anything in
     another.mkdir(mode=0o700)
     target = left_by_the_dead(parent, "target")

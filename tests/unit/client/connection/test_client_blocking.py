@@ -364,9 +364,8 @@ def test_missing_engine_is_an_error_and_the_request_is_dropped(endpoint, connect
         with pytest.raises(EngineDied, match="there is no such socket file"):
             client.pause()
         with FakeScheduler(endpoint) as fake:
-            while (
-                True
-            ):  # finding it may take longer than the short timeout; each failed try leaves nothing behind
+            # finding it may take longer than the short timeout; each failed try leaves nothing behind
+            while True:
                 try:
                     client.status(timeout=PATIENCE)
                     break

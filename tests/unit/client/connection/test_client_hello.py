@@ -41,7 +41,10 @@ OTHERS = {refuse: "2.7", accept: "2.7", know_nothing: r"0 \(it knows no hello\)"
 
 @pytest.mark.parametrize("greet", OTHERS, ids=lambda greet: greet.__name__)
 def test_another_version_fails_every_call_with_both_versions(endpoint, greet, connect):
-    sentence = rf"^this client \(caesura .*\) speaks wire {OURS}, the engine at {endpoint} speaks wire {OTHERS[greet]} "
+    sentence = (
+        rf"^this client \(caesura .*\) speaks wire {OURS}, "
+        rf"the engine at {endpoint} speaks wire {OTHERS[greet]} "
+    )
     with FakeScheduler(endpoint, greet=greet) as fake, connect(endpoint) as client:
         for call in (client.status, client.pause, lambda **_: client.generate([1], timeout=PATIENCE)):
             with pytest.raises(VersionMismatch, match=sentence):
@@ -101,7 +104,7 @@ def test_one_hello_for_a_connection_and_a_new_incarnation_after_it(endpoint):
         assert incarnations[0] != incarnations[1]
 
 
-def test_an_engine_that_refuses_the_hello_as_it_stops_is_asked_again(endpoint):
+def test_hello_is_retried_after_a_stopping_engine_refused_it(endpoint):
     refusals = []
 
     def stopping(hello):

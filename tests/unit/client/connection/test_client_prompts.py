@@ -53,7 +53,10 @@ def test_a_dict_is_sampling_parameters(fake, generate):
     assert sent(fake).sampling_params == SamplingParams(seed=4)
 
 
-TEXT = "is text, and the scheduler takes token ids: tokenize it first, or give text to caesura.client.text.TextClient"
+TEXT = (
+    "is text, and the scheduler takes token ids: tokenize it first, "
+    "or give text to caesura.client.text.TextClient"
+)
 
 
 @pytest.mark.parametrize(

@@ -170,9 +170,8 @@ def test_death_in_use_fails_waiters_with_the_exit_code(directory, capsys):
     with launch(directory, "die-on-generate") as client:
         with pytest.raises(EngineDied, match="ended with status 3 while it was in use: last words"):
             client.generate([1], timeout=PATIENCE)
-        with pytest.raises(
-            EngineDied, match="ended with status 3"
-        ):  # for good: nothing will listen there again
+        # for good: nothing will listen there again
+        with pytest.raises(EngineDied, match="ended with status 3"):
             client.status(timeout=PATIENCE)
 
 

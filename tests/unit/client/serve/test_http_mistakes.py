@@ -223,23 +223,27 @@ def test_unknown_keys_of_openai_routes_are_named_once_in_the_log(server, caplog)
     said = [each.getMessage() for each in caplog.records if each.name.endswith("serve.bodies")]
     of_asked = [
         (
-            "the key max_tokenz is not known and ignored (did you mean max_tokens?); requests with it are not "
-            "mentioned again"
+            "the key max_tokenz is not known and ignored (did you mean max_tokens?); "
+            "requests with it are not mentioned again"
         ),
         "the key \\x1b[2Jlonger is not known and ignored; requests with it are not mentioned again",
         (
-            "the key do_sample is not known and ignored (temperature = 0 decodes greedily, any other samples); "
+            "the key do_sample is not known and ignored "
+            "(temperature = 0 decodes greedily, any other samples); "
             "requests with it are not mentioned again"
         ),
     ]
-    of_long = "the key max_new_tokens is not known and ignored (did you mean max_tokens?); requests with it are not mentioned again"
+    of_long = (
+        "the key max_new_tokens is not known and ignored (did you mean max_tokens?); "
+        "requests with it are not mentioned again"
+    )
     assert said == [
         *(f"/v1/completions: {each}" for each in [*of_asked, of_long]),
         *(f"/v1/chat/completions: {each}" for each in of_asked),
     ]
 
 
-def test_the_log_does_not_grow_with_what_clients_make_up(caplog):
+def test_the_log_does_not_grow_with_invented_keys(caplog):
     keys = UnknownKeys()
     for number in range(3):
         body = json.dumps({"prompt": [1], **{f"{number}_{i}": 0 for i in range(MAX_KEYS)}}).encode()
@@ -248,7 +252,7 @@ def test_the_log_does_not_grow_with_what_clients_make_up(caplog):
     assert caplog.messages[-1].endswith("nor are further unknown keys")
 
 
-def test_a_route_that_there_is_not_is_told_the_nearest(server):
+def test_an_unknown_route_is_answered_with_the_nearest(server):
     status, answer = post(server, "/pause_generatoin", {})
     assert (status, sentence_of(answer)) == (
         404,

@@ -125,7 +125,7 @@ def test_the_page_has_no_other_tables_of_fields():
         ("`/inference/v1/generate`", tokens.REFUSED, ("priority", "return_token_ids")),
     ],
 )
-def test_the_page_says_what_the_code_does(name, refused, ignored):
+def test_the_page_agrees_with_the_code(name, refused, ignored):
     verdicts = {field: row.verdict for field, row in tables()[name].items()}
     assert {field for field, verdict in verdicts.items() if verdict == "refused"} == set(refused)
     assert {field for field, verdict in verdicts.items() if verdict == "ignored"} == set(ignored)
@@ -248,7 +248,8 @@ def test_every_sampling_parameter_arrives():
 def test_per_prompt_lists():
     job = plan(
         '{"input_ids": [[1], [2]], "return_logprob": [true, false], "logprob_start_len": [0, 3], '
-        '"top_logprobs_num": 2, "token_ids_logprob": [[4], [5, 6]], "cache_salt": ["a", "b"], "extra_key": "k"}'
+        '"top_logprobs_num": 2, "token_ids_logprob": [[4], [5, 6]], '
+        '"cache_salt": ["a", "b"], "extra_key": "k"}'
     )
     assert [r.return_logprob for r in job.requests] == [True, False]
     assert [r.logprob_start_len for r in job.requests] == [0, 3]

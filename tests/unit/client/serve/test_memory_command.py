@@ -151,7 +151,12 @@ def test_fetching_follows_the_pages_and_then_asks_for_news_only(endpoint):
 
 
 def text_of(renderable, width=120):
-    console = Console(width=width, force_terminal=False, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(
+        width=width,
+        force_terminal=False,
+        record=True,
+        file=open("/dev/null", "w"),  # noqa: SIM115
+    )
     with console.file:
         console.print(renderable)
     return console.export_text()

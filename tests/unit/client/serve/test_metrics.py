@@ -124,20 +124,24 @@ async def _what_a_scrape_says(tmp_path):
 def test_a_scrape_says_what_happened(tmp_path):
     found = asyncio.run(_what_a_scrape_says(tmp_path))
     expected = {
-        ("engine_up",): 1, ("engine_state", "paused"): 1, ("engine_state", "running"): 0, ("pause_mode", "in_place"): 1,
+        ("engine_up",): 1, ("engine_state", "paused"): 1, ("engine_state", "running"): 0,
+        ("pause_mode", "in_place"): 1,
         ("weights_state", "valid"): 1, ("memory_released", "kv_cache"): 0, ("pause_age_seconds",): 1.5,
         ("num_running_reqs",): 2, ("num_paused_reqs",): 2, ("num_queue_reqs",): 1, ("num_used_tokens",): 32,
         ("max_total_num_tokens",): 112, ("token_usage",): 32 / 112, ("cache_hit_rate",): 0.25,
         ("prompt_tokens_total",): 200, ("cached_tokens_total",): 50, ("generation_tokens_total",): 34,
-        ("num_requests_total",): 7, ("num_aborted_requests_total",): 2, ("finished_requests_total", "stop"): 5,
+        ("num_requests_total",): 7, ("num_aborted_requests_total",): 2,
+        ("finished_requests_total", "stop"): 5,
         ("pauses_total", "in_place"): 3, ("pause_seconds_total", "in_place"): 4.5,
         ("weight_updates_total", "committed", "disk"): 2, ("weight_updates_total", "failed", "disk"): 1,
-        ("memory_reserved_bytes",): 3 << 20, ("memory_bytes", "weights"): 2 << 20, ("memory_bytes", "kv"): 1 << 20,
+        ("memory_reserved_bytes",): 3 << 20,
+        ("memory_bytes", "weights"): 2 << 20, ("memory_bytes", "kv"): 1 << 20,
         ("component_bytes", "vae"): 4096, ("prompt_cache_bytes",): 3 << 10,
         ("prompt_cache_hits_total",): 8, ("prompt_cache_misses_total",): 5,
         ("step_token_limit",): 64, ("failed_steps_total",): 1,
         ("num_http_reqs",): 1, ("http_requests_total", "stop"): 1, ("http_requests_total", "length"): 1,
-        ("control_calls_total", "pause_generation", "ok"): 2, ("control_seconds_total", "pause_generation", "ok"): 0.75,
+        ("control_calls_total", "pause_generation", "ok"): 2,
+        ("control_seconds_total", "pause_generation", "ok"): 0.75,
         ("control_calls_total", "flush_cache", "error"): 1, ("errors_total", "not_idle"): 1,
         ("e2e_request_latency_seconds_count",): 2, ("e2e_request_latency_seconds_bucket", "0.5"): 1,
         ("time_to_first_token_seconds_count",): 1, ("time_to_first_token_seconds_bucket", "0.2"): 1,
@@ -217,7 +221,7 @@ def test_every_series_names_the_model_and_media_types_say_their_charset_once(tmp
             assert all(sample.labels["model_name"] == "policy" for sample in family.samples)
 
 
-def test_all_who_ask_at_once_cost_the_engine_one_status(tmp_path):
+def test_simultaneous_scrapes_cost_the_engine_one_status(tmp_path):
     async def ask():
         async with served(tmp_path) as it:
             await asyncio.gather(*(it.http.get("/metrics") for _ in range(20)))
@@ -293,7 +297,7 @@ def test_the_page_is_open_and_its_data_is_not(tmp_path):
     assert told.headers["cache-control"] == "no-store"
 
 
-def test_the_policy_allows_what_is_on_the_page_and_nothing_else(tmp_path):
+def test_the_content_policy_allows_only_the_pages_own_parts(tmp_path):
     async def ask():
         async with served(tmp_path) as it:
             return await it.http.get("/dashboard")

@@ -114,7 +114,7 @@ def test_special_tokens_are_shown_on_request(tokenizer):
     assert tokenizer.encode(shown, add_special_tokens=False)[0] == output[0]
 
 
-# Text between the characters, as runs of byte tokens are decoded when they end; and what never is a character.
+# Text between characters, since runs of byte tokens are decoded when they end; and bytes of no character.
 FLOODS = {
     **{
         text: lambda tokenizer, text=text: tokenizer.encode(

@@ -248,7 +248,7 @@ def test_updates_at_once_have_a_memory_each():
     assert shared.take(64) is bucket
 
 
-def test_a_bucket_never_has_more_pieces_than_a_message_may_have_frames():
+def test_pieces_of_a_bucket_stay_within_the_frames_of_a_message():
     tensors = [(f"t{number}", torch.zeros(1)) for number in range(MAX_FRAMES + 5)]
     sizes = [len(bucket.pieces) for bucket in buckets(tensors)]
     assert sizes == [MAX_FRAMES - 1, 6]
@@ -287,9 +287,8 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 @pytest.mark.parametrize(("name", "tied"), CASES)
 def test_equal_to_save_pretrained(tmp_path: Path, name: str, tied: bool):
     model = build(tmp_path, name, tied)
-    spelled = (
-        as_before_version_5 if name in WHOLE else str
-    )  # checkpoints of some still are, and engines take both
+    # checkpoints of some still are, and engines take both
+    spelled = as_before_version_5 if name in WHOLE else str
     saved = {spelled(key): value for key, value in load_file(tmp_path / "model.safetensors").items()}
     sent = [(spelled(key), value) for key, value in checkpoint_tensors(model)]
     assert sorted(name for name, _ in sent) == sorted(saved)

@@ -43,22 +43,36 @@ BUDGETS = {
     "qwen2/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
     "qwen3/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
     "qwen3 tied/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
-    "qwen3 by torch/flashinfer": Budget(layer=21, mixed_layer=22, around=35, plan=0, copies=2, mixed_copies=2),
+    "qwen3 by torch/flashinfer": Budget(
+        layer=21, mixed_layer=22, around=35, plan=0, copies=2, mixed_copies=2
+    ),
     "qwen3 fp8/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
-    "qwen3 fp8 torch/flashinfer": Budget(layer=37, mixed_layer=38, around=43, plan=0, copies=2, mixed_copies=2),
-    "qwen3 fp8 blackwell/flashinfer": Budget(layer=29, mixed_layer=30, around=35, plan=0, copies=2, mixed_copies=2),
+    "qwen3 fp8 torch/flashinfer": Budget(
+        layer=37, mixed_layer=38, around=43, plan=0, copies=2, mixed_copies=2
+    ),
+    "qwen3 fp8 blackwell/flashinfer": Budget(
+        layer=29, mixed_layer=30, around=35, plan=0, copies=2, mixed_copies=2
+    ),
     "qwen3_moe/flashinfer": Budget(layer=13, mixed_layer=14, around=20, plan=0, copies=2, mixed_copies=2),
-    "qwen3_moe by torch/flashinfer": Budget(layer=42, mixed_layer=43, around=57, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe by torch/flashinfer": Budget(
+        layer=42, mixed_layer=43, around=57, plan=0, copies=2, mixed_copies=2
+    ),
     "qwen3_moe fp8/flashinfer": Budget(layer=10, mixed_layer=11, around=17, plan=0, copies=2, mixed_copies=2),
-    "qwen3_moe fp8 deep_gemm/flashinfer": Budget(layer=57, mixed_layer=58, around=64, plan=0, copies=2, mixed_copies=2),
-    "qwen3_moe fp8 blackwell/flashinfer": Budget(layer=61, mixed_layer=62, around=68, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe fp8 deep_gemm/flashinfer": Budget(
+        layer=57, mixed_layer=58, around=64, plan=0, copies=2, mixed_copies=2
+    ),
+    "qwen3_moe fp8 blackwell/flashinfer": Budget(
+        layer=61, mixed_layer=62, around=68, plan=0, copies=2, mixed_copies=2
+    ),
     "gpt_oss/flashinfer": Budget(layer=20, mixed_layer=22, around=27, plan=0, copies=3, mixed_copies=3),
     "qwen3/triton": Budget(layer=10, mixed_layer=30, around=16, plan=2, copies=1, mixed_copies=4),
     "qwen3/sdpa": Budget(layer=28, mixed_layer=38, around=33, plan=8, copies=4, mixed_copies=4),
     "deepseek_v2/flashinfer": Budget(layer=19, mixed_layer=20, around=19, plan=0, copies=2, mixed_copies=2),
     "deepseek_v2/sdpa": Budget(layer=31, mixed_layer=52, around=28, plan=5, copies=4, mixed_copies=6),
-    "deepseek_v3 fp8/flashinfer": Budget(layer=19, mixed_layer=20, around=21, plan=0, copies=2, mixed_copies=2),
-}  # fmt: skip
+    "deepseek_v3 fp8/flashinfer": Budget(
+        layer=19, mixed_layer=20, around=21, plan=0, copies=2, mixed_copies=2
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)

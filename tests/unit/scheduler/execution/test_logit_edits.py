@@ -156,7 +156,7 @@ def test_every_token_is_drawn_from_the_defined_logits(sent, events, dtype):
             world.step(everybody if event == "step" else everybody[number % len(sent) :])
 
 
-def test_a_counter_is_somebody_elses_after_its_request():
+def test_a_slots_next_request_starts_with_fresh_counters():
     message = GenerateReqInput(
         input_ids=[5, 5, 6], sampling_params=SamplingParams(repetition_penalty=1.5, temperature=0.0, seed=0)
     )
@@ -167,7 +167,9 @@ def test_a_counter_is_somebody_elses_after_its_request():
     leaving: Request = world.requests[0]
     world.table.release(leaving)
     (new,) = make_requests(
-        GenerateReqInput(input_ids=tokens, sampling_params=SamplingParams(frequency_penalty=1.0, temperature=0.0)),
+        GenerateReqInput(
+            input_ids=tokens, sampling_params=SamplingParams(frequency_penalty=1.0, temperature=0.0)
+        ),
         client=b"c", seed=0, limit=60, eos_token_ids=EOS, arrival=0.0,
     )  # fmt: skip
     world.requests[0], world.outputs[0] = new, []
@@ -178,7 +180,7 @@ def test_a_counter_is_somebody_elses_after_its_request():
     assert world.table.sampling.num_counters == 2
 
 
-def test_rows_without_extras_are_no_business_of_the_special_sampler():
+def test_rows_without_extras_skip_the_special_sampler():
     plain = GenerateReqInput(input_ids=[3], sampling_params=SamplingParams(top_p=0.5, seed=1))
     greedy = GenerateReqInput(input_ids=[3], sampling_params=SamplingParams(temperature=0.0, seed=1))
     world = World([plain, greedy], torch.float32)
@@ -188,7 +190,7 @@ def test_rows_without_extras_are_no_business_of_the_special_sampler():
     assert batch.min_p is None
 
 
-def test_prompts_are_recorded_once_and_computed_again_until_they_are():
+def test_prompts_are_computed_again_until_recorded_whole():
     message = GenerateReqInput(
         input_ids=list(range(8)), return_logprob=True, logprob_start_len=3, top_logprobs_num=1
     )
@@ -217,7 +219,9 @@ def test_a_row_depends_on_itself_alone():
         GenerateReqInput(
             input_ids=[n, 5, 5], return_logprob=True, return_raw_logprob=True, top_logprobs_num=n % 3,
             token_ids_logprob=[7],
-            sampling_params=SamplingParams(seed=n, temperature=0.8, repetition_penalty=1.0 + 0.3 * (n % 2), logit_bias={3: 1.5}),
+            sampling_params=SamplingParams(
+                seed=n, temperature=0.8, repetition_penalty=1.0 + 0.3 * (n % 2), logit_bias={3: 1.5}
+            ),
         )
         for n in range(4)
     ]  # fmt: skip

@@ -245,7 +245,7 @@ def test_float16_is_computed_in_float32_and_rounded_once(size: int, group: int, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_later_tokens_cannot_show_even_if_they_are_not_finite(dtype: torch.dtype) -> None:
+def test_non_finite_later_tokens_do_not_leak(dtype: torch.dtype) -> None:
     """A weight of zero times infinity would be NaN: what a query may not see is left out."""
 
     def steps(scene: Scene) -> None:
@@ -264,9 +264,7 @@ def test_later_tokens_cannot_show_even_if_they_are_not_finite(dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [40, 65])
-def test_earlier_tokens_cannot_show_either_once_the_window_has_left_them(
-    dtype: torch.dtype, window: int
-) -> None:
+def test_non_finite_tokens_before_the_window_do_not_leak(dtype: torch.dtype, window: int) -> None:
     form = AttentionForm(window=window)
 
     def steps(scene: Scene) -> None:
@@ -330,7 +328,7 @@ def test_a_plan_covers_every_token_once(rows, group) -> None:
     assert sorted(seen) == list(range(sum(q_lens)))
 
 
-def test_rows_that_decode_are_planned_as_beside_a_prompt() -> None:
+def test_decoding_rows_are_planned_alike_with_and_without_a_prompt() -> None:
     kv_lens = [5, 300, 300, 1, 64, 17]
     beside = plan_tasks([1] * 6 + [2], [*kv_lens, 2], 3)
     assert np.array_equal(plan_tasks([1] * 6, kv_lens, 3), beside[beside[:, 0] < 6])
@@ -346,9 +344,11 @@ def test_the_longest_task_comes_first() -> None:
 
 
 @pytest.mark.parametrize("change", [
-    {"q": torch.zeros(3, 4, 8).bfloat16()}, {"q": torch.zeros(3, 5, 8)}, {"q": torch.zeros(3, 4, 16)[..., ::2]},
+    {"q": torch.zeros(3, 4, 8).bfloat16()}, {"q": torch.zeros(3, 5, 8)},
+    {"q": torch.zeros(3, 4, 16)[..., ::2]},
     {"keys": torch.zeros(2, 2, 8, 16).transpose(2, 3)}, {"values": torch.zeros(2, 2, 16, 4)},
-    {"keys": torch.zeros(2, 1, 16, 8), "values": torch.zeros(2, 1, 16, 8)}, {"keys": torch.zeros(3, 2, 16, 8)},
+    {"keys": torch.zeros(2, 1, 16, 8), "values": torch.zeros(2, 1, 16, 8)},
+    {"keys": torch.zeros(3, 2, 16, 8)},
     {"table": torch.zeros(3, 1, dtype=torch.int64)}, {"table": torch.zeros(3, 2, dtype=torch.int32)[:, ::2]},
     {"out": torch.zeros(3, 31)}, {"out": torch.zeros(2, 32)}, {"out": torch.zeros(32, 3).T},
     {"tasks": np.zeros((3, 4), dtype=np.int32)}, {"tasks": np.zeros((3, 8), dtype=np.int64)[:, ::2]},
@@ -397,8 +397,9 @@ from caesura.scheduler.kernels.attention_form import PLAIN, AttentionForm
 for isa in instruction_sets():
     for dtype in native.FLOATS:
         for size, group in ((5, 3), (16, 1), (33, 2), (80, 7), (128, 2)):
-            for form in (PLAIN, AttentionForm(window=37, softcap=9.0, sinks=torch.zeros(2 * group, dtype=dtype))):
-                scene = Scene([100, 47, 1, 130], 2, group, size, dtype, 0, form, size + 3 if form is PLAIN else size)
+            bent = AttentionForm(window=37, softcap=9.0, sinks=torch.zeros(2 * group, dtype=dtype))
+            for form, value_size in ((PLAIN, size + 3), (bent, size)):
+                scene = Scene([100, 47, 1, 130], 2, group, size, dtype, 0, form, value_size)
                 with threads(2):
                     pieces = [Piece(1, 46, 47), Piece(2, 0, 1), Piece(0, 33, 100), Piece(3, 0, 130)]
                     assert all(out.isfinite().all() for out in scene.attend(pieces))

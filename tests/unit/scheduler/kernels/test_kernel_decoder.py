@@ -299,7 +299,8 @@ def kernel_of(*layers, last_norm=None, head_eps=1e-6, experts=None):
 
 @pytest.mark.parametrize("changed", [
     {"input_norm": torch.ones(23)}, {"input_norm": torch.ones(48)[::2]}, {"mlp_norm": None}, {"q_norm": None},
-    {"qkv": torch.zeros(64, 24)}, {"qkv": None}, {"down": torch.zeros(32, 32)}, {"gate_up": torch.zeros(96, 32).bfloat16()},
+    {"qkv": torch.zeros(64, 24)}, {"qkv": None},
+    {"down": torch.zeros(32, 32)}, {"gate_up": torch.zeros(96, 32).bfloat16()},
     {"qkv_bias": torch.zeros(63)}, {"o_bias": torch.zeros(24).bfloat16()}, {"k_norm": torch.ones(16)},
 ])  # fmt: skip
 def test_layers_that_would_be_misread_are_refused(changed):
@@ -335,7 +336,8 @@ def test_experts_that_would_be_misread_are_refused(changed):
 
 
 @pytest.mark.parametrize("changed", [
-    {"top_k": 0}, {"top_k": 4}, {"in_groups": replace(GROUPS, groups=2)}, {"in_groups": replace(GROUPS, top_groups=4)},
+    {"top_k": 0}, {"top_k": 4},
+    {"in_groups": replace(GROUPS, groups=2)}, {"in_groups": replace(GROUPS, top_groups=4)},
     {"in_groups": replace(GROUPS, best_two=True)}, {"in_groups": replace(GROUPS, top_groups=1)},
 ])  # fmt: skip
 def test_choices_that_the_kernel_cannot_make_are_refused(changed):

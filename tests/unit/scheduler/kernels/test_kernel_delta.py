@@ -237,10 +237,13 @@ from test_kernel_delta import Layer, StateSegment, StateShape, StateStep
 for isa in instruction_sets():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for key, value in ((1, 1), (5, 100), (64, 33), (16, 256)):
-            layer = Layer(StateShape(key_heads=2, value_heads=4, key_size=key, value_size=value, kernel=4), dtype, key > 5)
+            shape = StateShape(key_heads=2, value_heads=4, key_size=key, value_size=value, kernel=4)
+            layer = Layer(shape, dtype, key > 5)
             layer.step(layer.draw(7, 24).to(dtype), list(range(1, 8)), compiled=True)
             segments = [StateSegment(1, 12, None, 2, 3), StateSegment(12, 20, 2, 2, None)]
-            step = StateStep(rows=torch.tensor([1, 2]), sources=torch.tensor([8]), segments=segments, kept=None)
+            step = StateStep(
+                rows=torch.tensor([1, 2]), sources=torch.tensor([8]), segments=segments, kept=None
+            )
             layer.run(layer.draw(20, 24).to(dtype), step, 1, compiled=True)
     print(isa)
 """

@@ -99,7 +99,7 @@ def test_gate(dtype, rows, size, seed, bend) -> None:
             assert_near(out, bent(gate, up, bend), 2)
 
 
-def test_a_clamped_gate_is_cut_where_gpt_oss_cuts_it() -> None:
+def test_a_clamped_gate_is_cut_like_gpt_oss() -> None:
     gate = torch.tensor([-1e4, -9, -7, 0, 7, 7.5, 1e30, torch.inf, -torch.inf, torch.nan, 2.0, 2.0])
     up = torch.tensor([1.0, 9, -9, 5, 7, 7.5, -7.5, 1.0, 1.0, 1.0, torch.nan, -torch.inf])
     for _ in instruction_sets():
@@ -275,9 +275,11 @@ X = torch.zeros(3, 8)
 @pytest.mark.parametrize("call", [
     lambda: rms_norm(X, X[0].bfloat16(), EPS), lambda: rms_norm(X.T, torch.zeros(3), EPS),
     lambda: rms_norm(X, torch.zeros(7), EPS), lambda: rms_norm(X, X[0], EPS, residual=torch.zeros(2, 8)),
-    lambda: rms_norm(X, X[0], EPS, residual=torch.zeros(8, 3).T), lambda: rms_norm(X, X[0], EPS, out=torch.zeros(3, 7)),
+    lambda: rms_norm(X, X[0], EPS, residual=torch.zeros(8, 3).T),
+    lambda: rms_norm(X, X[0], EPS, out=torch.zeros(3, 7)),
     lambda: rms_norm(X.double(), X[0].double(), EPS),
-    lambda: gate_mul(X.T), lambda: gate_mul(X, torch.zeros(3, 8)), lambda: gate_mul(X, torch.zeros(3, 4).bfloat16()),
+    lambda: gate_mul(X.T), lambda: gate_mul(X, torch.zeros(3, 8)),
+    lambda: gate_mul(X, torch.zeros(3, 4).bfloat16()),
     lambda: gate_mul(torch.zeros(3, 7)),
 ])  # fmt: skip
 def test_misreadable_tensors_are_refused(call) -> None:
@@ -289,7 +291,8 @@ def test_misreadable_tensors_are_refused(call) -> None:
 @pytest.mark.parametrize("change", [
     {"qkv": torch.zeros(4, 6, 16)[..., ::2]}, {"qkv": torch.zeros(6, 4, 8).transpose(0, 1)},
     {"qkv": torch.zeros(4, 7, 8)}, {"qkv": torch.zeros(4, 6, 7)}, {"cos": torch.zeros(4, 1, 3)},
-    {"sin": torch.zeros(4, 1, 8)[..., :4]}, {"sin": torch.zeros(3, 1, 4)}, {"cos": torch.zeros(4, 1, 4).bfloat16()},
+    {"sin": torch.zeros(4, 1, 8)[..., :4]}, {"sin": torch.zeros(3, 1, 4)},
+    {"cos": torch.zeros(4, 1, 4).bfloat16()},
     {"slots": torch.zeros(4, dtype=torch.int32)}, {"slots": torch.zeros(8, dtype=torch.int64)[::2]},
     {"slots": torch.zeros(3, dtype=torch.int64)}, {"keys": torch.zeros(2, 2, 8, 8)},
     {"values": torch.zeros(2, 2, 8, 16).transpose(2, 3)}, {"out": torch.zeros(4, 3, 8)},
@@ -299,7 +302,8 @@ def test_misreadable_tensors_are_refused(call) -> None:
 def test_invalid_rope_parameters_are_refused(change) -> None:
     for _ in instruction_sets():
         given = {
-            "qkv": torch.zeros(4, 6, 8), "num_heads": 2, "cos": torch.zeros(4, 1, 4), "sin": torch.zeros(4, 1, 4),
+            "qkv": torch.zeros(4, 6, 8), "num_heads": 2,
+            "cos": torch.zeros(4, 1, 4), "sin": torch.zeros(4, 1, 4),
             "slots": torch.zeros(4, dtype=torch.int64), "keys": torch.zeros(2, 2, 16, 8),
             "values": torch.zeros(2, 2, 16, 8),
         }  # fmt: skip

@@ -56,7 +56,7 @@ def test_choice_is_the_largest_and_weights_are_softmax(case):
         ).all(), name
 
 
-def test_not_a_number_shows_in_every_weight_of_its_token_only():
+def test_nan_shows_in_all_weights_of_its_token_only():
     values = torch.randn(4, 37, generator=torch.Generator().manual_seed(0))
     clean = values.clone()
     values[1, 5] = torch.nan
@@ -202,7 +202,8 @@ def test_long_rows_go_through_several_chunks():
 ])  # fmt: skip
 def test_products_that_do_not_fit_are_refused(change):
     given = {
-        "x": torch.zeros(6, 64), "out": torch.zeros(6, 40), "ids": torch.zeros(3, 2, dtype=torch.int64), "experts": 4
+        "x": torch.zeros(6, 64), "out": torch.zeros(6, 40),
+        "ids": torch.zeros(3, 2, dtype=torch.int64), "experts": 4,
     } | change  # fmt: skip
     product = experts.GroupedProduct(torch.zeros(4 * 64, 64), 4, 40, 64)
     with pytest.raises(ValueError, match="no product"):
@@ -274,8 +275,11 @@ def forward(dtype, tokens, count, k, outputs, inputs):
 for isa in native.ISAS[1:]:
     with native.limited_to(isa) as possible:
         for dtype in native.FLOATS if possible else ():
-            tokens = 300 if dtype == torch.bfloat16 else 60  # more than AMX has in a chunk, or than wait unpacked
-            for shape in ((1, 1, 1, 1, 2), (13, 5, 3, 33, 30), (3, 40, 17, 64, 32), (tokens, 2, 2, 97, 98), (0, 4, 2, 8, 8)):
+            tokens = 300 if dtype == torch.bfloat16 else 60  # more than an AMX chunk, or than wait unpacked
+            for shape in (
+                (1, 1, 1, 1, 2), (13, 5, 3, 33, 30), (3, 40, 17, 64, 32),
+                (tokens, 2, 2, 97, 98), (0, 4, 2, 8, 8),
+            ):
                 forward(dtype, *shape)
 print("clean")
 """

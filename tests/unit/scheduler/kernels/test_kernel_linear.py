@@ -289,7 +289,7 @@ def test_equality_sees_every_bit_of_the_rows_and_no_other(case, data):
 
 
 @pytest.mark.usefixtures("kernels")
-def test_an_update_writes_what_differs_and_says_so(isa):
+def test_an_update_returns_true_if_rows_differed(isa):
     w = torch.randn(50, 70, generator=torch.Generator().manual_seed(4)).bfloat16()
     storage = torch.zeros(linear.storage_shape(*w.shape, w.dtype), dtype=w.dtype)
     assert linear.update_rows(storage, w[10:40], 10)
@@ -359,7 +359,8 @@ def test_gathered_rows_are_the_table_s(dtype):
 ])  # fmt: skip
 def test_oversized_requests_are_refused(change):
     given = {
-        "x": torch.zeros(4, 64), "weight": torch.zeros(64, 64), "bias": torch.zeros(40), "out": torch.zeros(4, 40)
+        "x": torch.zeros(4, 64), "weight": torch.zeros(64, 64),
+        "bias": torch.zeros(40), "out": torch.zeros(4, 40),
     }  # fmt: skip
     linear.linear(*given.values())
     with pytest.raises(ValueError, match="packed rows"):
@@ -368,7 +369,8 @@ def test_oversized_requests_are_refused(change):
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("rows,start", [
-    (torch.zeros(2, 30), 63), (torch.zeros(2, 30), -1), (torch.zeros(2, 60), 0), (torch.zeros(2, 30).double(), 0),
+    (torch.zeros(2, 30), 63), (torch.zeros(2, 30), -1),
+    (torch.zeros(2, 60), 0), (torch.zeros(2, 30).double(), 0),
     (torch.zeros(30, 2).T, 0),
 ])  # fmt: skip
 def test_rows_that_do_not_fit_are_refused(rows, start):

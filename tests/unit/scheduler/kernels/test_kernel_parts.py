@@ -162,8 +162,8 @@ def test_a_choice_by_groups_with_nan_stays_within_the_experts() -> None:
 def test_choices_by_groups_that_do_not_fit_are_refused() -> None:
     by = GroupRouting(groups=2, top_groups=1, sigmoid=True, best_two=False, scale=1.0)
     for logits, bias in (
-        (torch.zeros(3, 4).bfloat16(), None), (torch.zeros(4, 3).T, None), (torch.zeros(3, 4), torch.zeros(3)),
-        (torch.zeros(3, 4), torch.zeros(4).double()),
+        (torch.zeros(3, 4).bfloat16(), None), (torch.zeros(4, 3).T, None),
+        (torch.zeros(3, 4), torch.zeros(3)), (torch.zeros(3, 4), torch.zeros(4).double()),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="no choice"):
             experts.route_in_groups(logits, bias, 1, by, normalize=True)
@@ -205,8 +205,10 @@ def test_latents_that_would_be_misread_are_refused() -> None:
     }  # fmt: skip
     rotate_latents(**right, interleaved=True)
     for name, wrong in (
-        ("q_rope", torch.zeros(2, 3, 6)), ("kv", torch.zeros(2, 8)), ("cos", torch.zeros(2, 1, 3)), ("keys", torch.zeros(9, 2).T),
-        ("norm", (torch.zeros(6), 1e-6)), ("queries", torch.zeros(2, 3, 18)[..., :9]), ("sin", torch.zeros(2, 1, 2).bfloat16()),
+        ("q_rope", torch.zeros(2, 3, 6)), ("kv", torch.zeros(2, 8)),
+        ("cos", torch.zeros(2, 1, 3)), ("keys", torch.zeros(9, 2).T),
+        ("norm", (torch.zeros(6), 1e-6)), ("queries", torch.zeros(2, 3, 18)[..., :9]),
+        ("sin", torch.zeros(2, 1, 2).bfloat16()),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="no rotation"):
             rotate_latents(**(right | {name: wrong}), interleaved=True)

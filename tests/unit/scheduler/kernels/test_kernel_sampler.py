@@ -193,7 +193,8 @@ def test_agrees_with_torch_at_a_large_vocabulary(dtype, spread):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("parameters", [
-    {"top_p": 0.9}, {"top_k": 30, "temperature": 1.5}, {"min_p": 0.02}, {"top_k": 300, "top_p": 0.8, "min_p": 0.01}
+    {"top_p": 0.9}, {"top_k": 30, "temperature": 1.5},
+    {"min_p": 0.02}, {"top_k": 300, "top_p": 0.8, "min_p": 0.01},
 ])  # fmt: skip
 def test_draws_follow_the_kept_distribution(dtype, parameters):
     draws = 20_000
@@ -289,16 +290,21 @@ def bits(out: SamplerOutput) -> torch.Tensor:
     return torch.stack([out.token_ids, *(f.view(torch.int32).long() for f in floats)], 1)
 
 
+@pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_does_not_depend_on_the_others_or_on_threads(dtype):
-    rows = mixed(3000, dtype)
+def test_a_row_does_not_depend_on_the_others_or_on_threads(dtype, filtered):
+    rows, rounds = mixed(3000, dtype), 8
+
+    def sampled(index):
+        return bits(rows.select(index).compiled(filtered=filtered))
+
+    order = np.tile(np.arange(len(rows.logits)), rounds)
     for isa in instruction_sets():
-        alone = torch.cat([bits(rows.select(slice(i, i + 1)).compiled()) for i in range(len(rows.logits))])
+        alone = torch.cat([sampled(slice(i, i + 1)) for i in range(len(rows.logits))]).repeat(rounds, 1)
         for count in (1, 2, 3):
             with threads(count):
-                assert torch.equal(bits(rows.compiled()), alone), (isa, count)
-                backwards = rows.select(np.arange(len(rows.logits))[::-1].copy())
-                assert torch.equal(bits(backwards.compiled()).flip(0), alone), (isa, count)
+                assert torch.equal(sampled(order), alone), (isa, count)
+                assert torch.equal(sampled(order[::-1].copy()).flip(0), alone), (isa, count)
 
 
 def test_unfiltered_and_greedy_rows_do_not_notice_filters():
@@ -330,7 +336,7 @@ def test_unfiltered_rows_draw_the_tokens_of_torch(dtype, vocab_size):
     expected = rows.in_torch(filtered=False)
     for _ in instruction_sets():
         found = rows.compiled(filtered=False)
-        # float32 sums in another order move the boundaries between tokens by about 1e-7: hardly a uniform can tell.
+        # float32 sums in another order move the bounds of tokens by about 1e-7: hardly a uniform can tell.
         assert torch.equal(found.token_ids, expected.token_ids)
         for name in ("logprobs", "raw_logprobs"):
             mine, theirs = getattr(found, name), getattr(expected, name)
@@ -393,7 +399,8 @@ def test_rows_may_have_a_stride():
 @pytest.mark.parametrize("filtered", [False, True])
 def test_tensors_that_do_not_fit_are_refused(change, filtered):
     given = {
-        "logits": torch.zeros(3, 10), "temperature": torch.ones(3), "greedy": torch.zeros(3, dtype=torch.bool),
+        "logits": torch.zeros(3, 10),
+        "temperature": torch.ones(3), "greedy": torch.zeros(3, dtype=torch.bool),
         "uniforms": torch.zeros(3).double(), "token_ids": torch.zeros(3, dtype=torch.int64),
         "logprobs": torch.zeros(3), "raw_logprobs": None,
     }  # fmt: skip
@@ -422,8 +429,10 @@ def samples(dtype, vocabulary, spread, temperature, top_k):
     logits[1, vocabulary // 2], logits[2], logits[3, : vocabulary // 2] = torch.nan, -torch.inf, -torch.inf
     tokens, logprobs = torch.empty(9, dtype=torch.int64), torch.empty(3, 9)
     RowSampler(vocabulary).sample(
-        logits, torch.full((9,), temperature), torch.arange(9) % 5 == 0, torch.rand(9).double(), tokens, *logprobs,
-        top_k=torch.full((9,), top_k), top_p=torch.tensor([1.0, 0.0, 0.5] * 3), min_p=torch.tensor([0.0] * 5 + [0.1] * 4),
+        logits, torch.full((9,), temperature), torch.arange(9) % 5 == 0,
+        torch.rand(9).double(), tokens, *logprobs,
+        top_k=torch.full((9,), top_k), top_p=torch.tensor([1.0, 0.0, 0.5] * 3),
+        min_p=torch.tensor([0.0] * 5 + [0.1] * 4),
     )
 
 

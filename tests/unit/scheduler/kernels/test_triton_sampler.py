@@ -209,7 +209,7 @@ def test_a_row_does_not_depend_on_its_neighbours(in_triton):
 
 
 @interpreted
-def test_only_what_is_wanted_is_returned(in_triton):
+def test_only_requested_outputs_are_returned(in_triton):
     batch = batch_of(2, 10)
     batch.want_raw = batch.want_sampled = False
     batch.min_p = None
@@ -269,7 +269,7 @@ def test_one_graph_serves_every_way_of_sampling(in_triton):
 
 
 @interpreted
-def test_the_warm_up_compiles_what_special_rows_use(in_triton, monkeypatch):
+def test_the_warm_up_compiles_kernels_for_special_rows(in_triton, monkeypatch):
     ordinary = in_triton(50, 2, torch.bfloat16)
     special, compiled = SpecialSampler(ordinary, 50, torch.device("cpu")), []
     kernels_sample = triton_sampler.TritonSampler.sample
@@ -289,7 +289,7 @@ def test_the_warm_up_compiles_what_special_rows_use(in_triton, monkeypatch):
 
 
 @interpreted
-def test_a_vocabulary_that_is_too_large_is_torchs(monkeypatch):
+def test_torch_samples_a_vocabulary_that_is_too_large(monkeypatch):
     monkeypatch.setattr(triton_sampler, "LARGEST_VOCABULARY", 9)
     monkeypatch.setattr(sampler_module, "best", lambda *of: kernels.TRITON)
     sampler = Sampler(10, 2, "cpu", torch.float32)
@@ -303,15 +303,22 @@ import inspect, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from caesura.scheduler.kernels import triton_sampler as kernels
-POINTERS = {"greedy": "i1", "uniforms": "fp64", "top_k": "i64", "candidate_indices": "i32", "listed": "i32", "token_ids": "i64"}
+POINTERS = {
+    "greedy": "i1", "uniforms": "fp64", "top_k": "i64",
+    "candidate_indices": "i32", "listed": "i32", "token_ids": "i64",
+}
 NUMBERS = ("row_stride", "vocab_size", "blocks")
-SIZES = {"num_blocks": 1024, "capacity": kernels._CANDIDATES, "group": kernels._GROUP, "width": kernels._BLOCK, "tile": kernels._TILE}
+SIZES = {
+    "num_blocks": 1024, "capacity": kernels._CANDIDATES,
+    "group": kernels._GROUP, "width": kernels._BLOCK, "tile": kernels._TILE,
+}
 for function, options in ((kernels._measure, {}), (kernels._draw, {"num_warps": kernels._WARPS})):
     names = inspect.signature(function.fn).parameters
     signature = {name: "*" + POINTERS.get(name, "fp32") for name in names}
     signature |= {name: "i32" for name in NUMBERS} | {name: "constexpr" for name in SIZES if name in names}
     signature["logits"] = "*bf16"
-    source = ASTSource(fn=function, signature=signature, constexprs={name: SIZES[name] for name in SIZES if name in names})
+    constexprs = {name: SIZES[name] for name in SIZES if name in names}
+    source = ASTSource(fn=function, signature=signature, constexprs=constexprs)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     print(function.fn.__name__, len(compiled.asm["cubin"]) > 0, compiled.metadata.shared < 100_000)
 """

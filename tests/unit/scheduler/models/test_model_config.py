@@ -204,6 +204,7 @@ UNSUPPORTED = [
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["rope_parameters"]),
     ({"rope_scaling": "linear"}, ["rope_scaling"]),
     ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
+    ({"layer_types": [["full_attention"], {}]}, ["layer_types"]),
     ({"dtype": "float8_e4m3fn"}, ["dtype"]),
     ({"torch_dtype": "int8"}, ["torch_dtype"]),
     ({"architectures": ["MistralForCausalLM"], "layer_types": ["chunked_attention"] * 2}, ["layer_types"]),
@@ -236,6 +237,7 @@ def test_unsupported_config_fields_are_refused_by_name(changes: dict[str, Any], 
         {"mlp_bias": False, "quantization_config": None, "partial_rotary_factor": 1.0, "rope_scaling": None},
         {"architectures": ["MistralForCausalLM"], "sliding_window": 256},
         {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+        {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": ""},
         {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, **SLIDING},
         {
             "architectures": ["Qwen2ForCausalLM"],
@@ -248,6 +250,16 @@ def test_unsupported_config_fields_are_refused_by_name(changes: dict[str, Any], 
 )
 def test_fields_that_ask_for_nothing_are_accepted(changes: dict[str, Any]) -> None:
     parse_model_config({**MINIMAL, **changes})
+
+
+def test_absent_expert_fields_of_glm_are_its_own_and_null_is_deepseeks() -> None:
+    glm = {**MINIMAL, "architectures": ["Glm4MoeForCausalLM"], "use_qk_norm": True, "head_dim": 16}
+    absent = parse_model_config(glm).moe
+    null = parse_model_config({**glm, "n_routed_experts": None, "routed_scaling_factor": None}).moe
+    assert absent is not None
+    assert null is not None
+    assert (absent.num_experts, absent.num_groups, absent.routed_scale) == (128, 1, 1.0)
+    assert (null.num_experts, null.num_groups, null.routed_scale) == (256, 1, 2.5)
 
 
 @pytest.mark.parametrize(

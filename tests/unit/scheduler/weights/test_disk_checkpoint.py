@@ -76,7 +76,7 @@ def test_any_bucket_gives_the_same_tensors(
     }
 
 
-def test_pieces_stay_within_the_bucket_and_are_made_in_it(tmp_path: Path) -> None:
+def test_pieces_are_made_within_the_bucket(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
     workspace = Workspace()
     bucket = workspace.take("disk", (64,), torch.uint8)
@@ -113,7 +113,11 @@ def test_neighbours_come_as_they_lie(
         assert piece.rows.data_ptr() % piece.rows.itemsize == 0
         held = piece.rows.contiguous().view(torch.uint8).numpy().tobytes()
         parts[piece.name] = parts.get(piece.name, b"") + held
-    expected = {n: data[slice(*h["data_offsets"])] for n, h in header.items() if n not in skipped}  # type: ignore[misc]
+    expected = {
+        n: data[slice(*h["data_offsets"])]  # type: ignore[misc]
+        for n, h in header.items()
+        if n not in skipped
+    }
     assert parts == expected
 
 

@@ -41,7 +41,7 @@ class Nccl:
         self.aborted = threading.Event()
         self.ended = threading.Event()
         self.coming: list[Tensor] = []
-        """Tensors that the trainer broadcasts. Once empty, a broadcast waits for the test's end, as NCCL for ranks."""
+        """Tensors that the trainer broadcasts; then a broadcast waits until the test ends."""
         self.unwaited, self.most_unwaited = 0, 0
         self.made.append(self)
 
