@@ -460,7 +460,7 @@ def test_the_file_is_private_small_and_complete(start, folder, tmp_path):
 
 @contextmanager
 def full_disk(limit: int = 64) -> Iterator[None]:
-    """No file of this process can be written beyond its first ``limit`` bytes; needs no privileges."""
+    """Limit every file that this process writes to ``limit`` bytes; needs no privileges."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:

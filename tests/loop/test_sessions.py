@@ -324,7 +324,7 @@ def test_a_parked_command_of_another_owner_is_no_sign_of_life(driver, monkeypatc
 
 
 def test_a_pause_without_an_owner_is_not_adopted(driver, monkeypatch):
-    """Else the lease of one trainer continues the pause of another."""
+    """The lease of one trainer would continue the pause of another."""
     clock = clock_of(monkeypatch, ["control.engine_state"])
     driver.call(PauseGenerationReqInput())
     driver.call(PauseGenerationReqInput(owner="late", lease_s=5.0), "other")

@@ -440,7 +440,7 @@ def test_a_refused_request_is_refused_again(driver):
 
 
 def test_a_defect_in_a_handler_is_answered_and_the_loop_goes_on(driver, monkeypatch, caplog):
-    """Whatever a command runs into, its caller hears of it and nobody else notices."""
+    """The caller hears of any error of its command, and no other client does."""
     rid = driver.generate([5, 6], 8)
     driver.call(PauseGenerationReqInput(mode="retract"))
     with monkeypatch.context() as defect:
