@@ -29,10 +29,10 @@ from ....io_struct import (
     InitWeightsUpdateGroupReqInput,
     UpdateWeightsFromDistributedReqInput,
 )
+from ....process.contract import is_loopback
 from ....transfer.process_group import (
     Membership,
     await_ranks,
-    is_loopback,
     keys_of,
     make_backend,
     ranks_seen,
