@@ -75,7 +75,7 @@ class Round:
     """Updates that were aborted everywhere and sent again."""
     requests: int = 0
     recovery_s: float = 0.0
-    """From the kill until the replica serves again."""
+    """Seconds from the kill until the replica serves again."""
     lost: int = 0
     wrong: int = 0
     mixed: int = 0

@@ -175,7 +175,7 @@ def draw(
     seed: int,
     apply: Callable[[str, Place], str | None] = changed_source,
 ) -> list[Mutant]:
-    """At most ``count`` mutants, each place as likely as any other; in the order of the source."""
+    """Return at most ``count`` mutants, each place as likely as any other, in the order of the source."""
     drawn: dict[str, Mutant] = {}
     for place in random.Random(seed).sample(places, len(places)):
         if len(drawn) == count:
@@ -247,7 +247,7 @@ def _function_around(tree: ast.Module, line: int) -> str:
 
 
 def _compiles(source: str) -> bool:
-    """Without a warning: where warnings are errors, ``is 1`` would be found by any test that imports it."""
+    """Return True if ``source`` compiles without a warning: any test that imports it would find one."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:

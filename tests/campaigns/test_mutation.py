@@ -214,7 +214,7 @@ print(json.dumps({
 
 
 def test_one_mutant_is_killed_and_one_survives(tmp_path):
-    """In a process of its own, as the tool is: it forks, and must not have imported the package."""
+    """The tool runs in a process of its own: it forks, and must not have imported the package."""
     tree, folder = tmp_path / "tree", tmp_path / "sandbox"
     (tree / "tests").mkdir(parents=True)
     folder.mkdir()

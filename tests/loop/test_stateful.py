@@ -504,7 +504,7 @@ class Submitted:
     waiters: list[str]
     """Clients that must get every sample: the sender, and whoever repeated the message."""
     aborted: bool = False
-    """Somebody or something may have aborted it."""
+    """True if somebody or something may have aborted it."""
     vanished: bool = False
     """A waiter has left: stream deltas may have gone to either."""
 

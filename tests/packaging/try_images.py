@@ -328,7 +328,7 @@ def ask(port: int, path: str, body: object | None = None) -> Any:
 
 
 def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:
-    """Until it holds, two minutes at most and as long as ``process`` lives."""
+    """Wait until ``condition`` holds, two minutes at most and as long as ``process`` lives."""
     deadline = time.monotonic() + START_S
     while not condition():
         if process.poll() is not None:

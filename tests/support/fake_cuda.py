@@ -301,7 +301,7 @@ class _Event:
         return True
 
     def synchronize(self) -> None:
-        """Whoever waits for an event waits for what stands before it."""
+        """Do nothing: a wait for an event is a wait for what stands before it."""
 
 
 class _Stream:
@@ -309,7 +309,7 @@ class _Stream:
         self._tracer = tracer
 
     def wait_stream(self, other: "_Stream") -> None:
-        """On the device."""
+        """Do nothing: the wait is the device's."""
 
     def synchronize(self) -> None:
         self._tracer.waited("Stream.synchronize")

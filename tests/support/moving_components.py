@@ -35,7 +35,7 @@ class Event:
         self.target = stream.done + len(stream.pending)
 
     def query(self) -> bool:
-        """Whoever polls gives the copies time: one is done at every look."""
+        """Do one copy, and return True if the event has passed: whoever polls gives the copies time."""
         self.stream.run(1)
         return self.stream.done >= self.target
 

@@ -15,7 +15,7 @@ from caesura.client import SchedulerClient, launch_scheduler
 from caesura.client.text.tokenizer import TextTokenizer
 
 NAME = "tiny/qwen"
-"""With a slash, as folders and hub names have."""
+"""Name of the model, with a slash as folders and hub names have."""
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}[tools {{ tools | length }}]{% endif %}"
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}</>"
@@ -84,7 +84,7 @@ def messages(text: str) -> list[dict[str, str]]:
 
 
 def wait_until_idle(served: Served) -> None:
-    """Until the engine has nothing to do; paused, it never has by itself."""
+    """Wait until the engine has nothing to do; paused, it never has by itself."""
     eventually(lambda: live(served) == 0)
 
 

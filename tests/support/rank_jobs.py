@@ -60,7 +60,7 @@ def large_sum(group: TensorParallel, elements: int, dtype: torch.dtype) -> Tenso
 
 
 def reduce_for_ever(group: TensorParallel) -> tuple[float, str]:
-    """Until a rank is lost: seconds that the last collective took, and the error."""
+    """Reduce until a rank is lost; return the seconds of the last collective, and the error."""
     x = torch.ones(4096)
     while True:
         began = monotonic()

@@ -25,8 +25,8 @@ class _ReplayedRouter(torch.nn.Module):
 
 @contextmanager
 def replayed(model: transformers.Qwen3MoeForCausalLM, expert_ids: torch.Tensor) -> Iterator[None]:
-    """Inside, ``model`` takes for token ``t`` and layer ``l`` the experts ``expert_ids[t, l]`` (int64, one
-    sequence).
+    """Let ``model`` take for token ``t`` and layer ``l`` the experts ``expert_ids[t, l]`` (int64, one
+    sequence) in the block.
     """
     sparse = {i: layer.mlp for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")}
     routers = {i: mlp.gate for i, mlp in sparse.items()}

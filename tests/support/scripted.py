@@ -246,7 +246,7 @@ class ScriptedRunner:
         return before
 
     def _go_on(self, batch: ForwardBatch, states: np.ndarray) -> None:
-        """From each row's state to its next, which must be that of all its KV."""
+        """Advance each row's state to its next, which must be that of all its KV."""
         step, cells = batch.states, self.kv[batch.kv_slots.numpy()]
         assert step is not None
         rows = step.rows.tolist()

@@ -39,7 +39,7 @@ class Outcome:
     seconds: float = 0.0
     """Seconds of the whole fault, checks included."""
     recovery: float = 0.0
-    """From the end of the fault until a new request was answered by a healthy engine."""
+    """Seconds from the end of the fault until a healthy engine has answered a new request."""
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 

@@ -28,7 +28,7 @@ def set_clock(file: Path, offset_s: float) -> None:
 
 
 def follow_clock(file: Path) -> None:
-    """From now on the wall clock of this process is what :func:`set_clock` says."""
+    """Make the wall clock of this process follow :func:`set_clock`."""
     original = time.time
     with file.open("rb") as source:
         shared = mmap.mmap(source.fileno(), _OFFSET.size, access=mmap.ACCESS_READ)

@@ -20,7 +20,7 @@ from checkpoints import random_tensor, write_checkpoint
 VOCAB, HIDDEN, LAYERS, CONTEXT = 256, 64, 6, 4096
 HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4, 2, 16, 512
 FIRST_TOKEN = 2
-"""Below are the ids of beginning and end."""
+"""First id above those of beginning and end."""
 LAYER_SCALE = 0.05
 """Scale of what attention and MLP add to the residual stream; embeddings have unit scale."""
 

@@ -34,9 +34,9 @@ SESSION_DEADLINE_S = 2.0
 ENGINE_DESCRIPTORS = 512
 """Limit of the engine's open descriptors."""
 HEALING_S = 15.0
-"""In which leases and deadlines must have run out, on a busy machine too."""
+"""Seconds in which leases and deadlines must have run out, on a busy machine too."""
 DEADLINE_S = 60.0
-"""For everything that must happen."""
+"""Seconds for everything that must happen."""
 STATUS_S = 10.0
 POLL_S = 0.02
 UNLABELLED = "default"

@@ -55,11 +55,11 @@ class Scene:
     rng: random.Random
     problems: list[Problem] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    """For the report: what was drawn, and how the actors ended."""
+    """Facts for the report: what was drawn, and how the actors ended."""
     ends_engine: bool = False
     """The fault is expected to end the engine."""
     answers_all: bool = False
-    """Even so, every request must have been answered."""
+    """True if every request must have been answered even so."""
     cleared_at: float = 0.0
     """Monotonic second at which the fault was over; recovery is measured from there."""
     short: list[str] = field(default_factory=list)

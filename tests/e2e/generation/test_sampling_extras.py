@@ -166,7 +166,7 @@ def test_pauses_change_no_number(served):
         assert output.num_retractions >= (mode == "retract")
 
 
-def test_streams_carry_what_the_result_carries(served):
+def test_streams_carry_the_fields_of_results(served):
     params = SamplingParams(max_new_tokens=9, temperature=1.0, seed=5, presence_penalty=0.5, ignore_eos=True)
     handle = served.client.submit(
         PROMPTS[0], params, stream=True, return_logprob=True, top_logprobs_num=2, token_ids_logprob=[1]

@@ -172,7 +172,7 @@ def test_no_throughput_is_drawn_into_a_pause(engine, page):
 
 @contextlib.contextmanager
 def paused(engine):
-    """Since when."""
+    """Pause the engine in the block, and yield the time of the pause."""
     engine.pause("in_place")
     try:
         yield fetch(engine, timeout=None).events[-1].at

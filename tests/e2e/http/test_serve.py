@@ -409,7 +409,7 @@ def served_alone(model: Path) -> Iterator[tuple[ServedEngine, int]]:
 
 
 @pytest.mark.long
-def test_a_signal_ends_what_goes_on_for_ever_on_an_engine_that_stays(tiny_model):
+def test_a_signal_ends_endless_requests_on_a_foreign_engine(tiny_model):
     with served_alone(tiny_model) as (engine, _):
         engine.ok("/pause_generation", {"mode": "in_place"})
         whole, found = in_background(
@@ -431,7 +431,7 @@ def test_a_signal_ends_what_goes_on_for_ever_on_an_engine_that_stays(tiny_model)
 
 
 @pytest.mark.long
-def test_a_stderr_that_nobody_reads_stops_nothing(tiny_model):
+def test_an_unread_stderr_stops_nothing(tiny_model):
     with served("--model", str(tiny_model), "--restart") as engine:
         assert engine.process.stderr is not None
         fcntl.fcntl(engine.process.stderr, fcntl.F_SETPIPE_SZ, 4096)

@@ -118,7 +118,7 @@ def arrivals(stage):
     return workload if stage.driver.config.pipeline_depth else with_shared_prefixes_and_stops
 
 
-def test_the_workload_is_what_it_says(stage, arrivals):
+def test_the_workload_is_reproducible_and_depends_on_its_seed(stage, arrivals):
     outputs, steps = stage.play(arrivals(7))
     assert steps == NUM_STEPS, "NUM_STEPS must cover the workload"
     again, _ = stage.play(arrivals(7))

@@ -108,7 +108,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
-def test_garbage_is_answered_and_disturbs_nobody(client, launched, kind):
+def test_garbage_is_answered_and_disturbs_no_client(client, launched, kind):
     running = client.submit([5, 6, 7], SHORT)
     with RawClient(launched.endpoint) as raw:
         reply = assert_error(raw.call(*GARBAGE[kind]), "malformed_message")
@@ -119,7 +119,7 @@ def test_garbage_is_answered_and_disturbs_nobody(client, launched, kind):
     assert len(running.result(timeout=PATIENCE).output_ids) == 40
 
 
-def test_sockets_of_other_kinds_disturb_nobody(client, launched):
+def test_sockets_of_other_kinds_disturb_no_client(client, launched):
     with zmq.Context() as context, contextlib.ExitStack() as sockets:
         for kind in (zmq.REQ, zmq.ROUTER, zmq.PUSH, zmq.SUB, zmq.PAIR):
             socket = sockets.enter_context(context.socket(kind))
