@@ -69,9 +69,7 @@ LONG = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory):
-    """``folder(family, seed)``: a checkpoint of a family that the engine has a file for, or an architecture
-    of transformers.
-    """
+    """Yield ``folder(family, seed)``: a checkpoint of a family with a file here, or of transformers."""
     root = tmp_path_factory.mktemp("families")
 
     @cache
@@ -283,7 +281,7 @@ class Roads:
         }
 
     def send(self, road: str, folder: Path, seed: int = 0) -> Message:
-        """All tensors of ``folder``, in the order that ``seed`` says; the answer that committed them."""
+        """Send all tensors of ``folder`` in the order of ``seed``; return the answer that committed them."""
         weights = weights_of(folder)
         names = sorted(weights)
         random.Random(seed).shuffle(names)
