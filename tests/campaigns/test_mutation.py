@@ -60,7 +60,7 @@ def test_bounded():
 
 
 def places_of(text):
-    """Every place of ``text`` in the source, for an operator of that name."""
+    """Return every place of ``text`` in the source, for an operator of that name."""
     found = []
     for number, line in enumerate(SOURCE.splitlines(), 1):
         start = line.find(text)
@@ -71,7 +71,7 @@ def places_of(text):
 
 
 def replaced(source, place):
-    """A change made without cosmic-ray: ``operator`` names the old text, ``NEW`` the new one."""
+    """Make a change without cosmic-ray: ``operator`` names the old text, ``NEW`` the new one."""
     line, column = place.start
     lines = source.splitlines(keepends=True)
     old = lines[line - 1]

@@ -107,7 +107,7 @@ def send(driver, prompt, new_tokens, seed=0, **fields):
 
 
 def rows_of(record):
-    """[tokens, vocabulary], in the order of ids."""
+    """Return the rows [tokens, vocabulary], in the order of ids."""
     ids = np.frombuffer(record.ids, "<i4").reshape(-1, VOCAB)
     values = np.frombuffer(record.logprobs, "<f4").reshape(-1, VOCAB)
     rows = np.empty_like(values)

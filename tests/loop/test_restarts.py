@@ -471,7 +471,7 @@ def full_disk(limit: int = 64) -> Iterator[None]:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of two pages at ``folder``; the test is skipped where it cannot be mounted."""
+    """Mount a file system of two pages at ``folder``; skip the test where that cannot be done."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8k,mode=0700", "tmpfs", str(folder)]
     try:

@@ -34,7 +34,7 @@ def clock(monkeypatch):
 
 
 def size_of(path: Path) -> tuple[int, int]:
-    """Tensors and bytes of a checkpoint."""
+    """Return the numbers of tensors and bytes of a checkpoint."""
     tensors = load_file(path / "model.safetensors").values()
     return len(tensors), sum(tensor.nbytes for tensor in tensors)
 

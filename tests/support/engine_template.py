@@ -87,7 +87,7 @@ class Template:
 
     @classmethod
     def start(cls) -> "Template | None":
-        """One for this process; None where there can be none."""
+        """Start a template for this process, or return None where there can be none."""
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             process = subprocess.Popen(

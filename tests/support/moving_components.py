@@ -191,7 +191,7 @@ class Model:
             assert bool((tensor == value).all()), f"layer {number}"
 
     def one_pass(self) -> int:
-        """A stage that uses all layers in order; the most bytes that were on the device."""
+        """Run a stage that uses all layers in order; return the most bytes that were on the device."""
         exhaust(self.manager.bring(["model"]))
         at_layer = self.manager.use("model")
         most = 0

@@ -43,7 +43,7 @@ class Served:
 
 @contextmanager
 def serve_openai(path: Path) -> Iterator[Served]:
-    """A model in ``path``, its engine and the server in front."""
+    """Serve a model in ``path``: its engine, and the server in front."""
     make_byte_level(path, vocab_size=VOCABULARY, chat_template=TEMPLATE)
     make_checkpoint(
         path,

@@ -59,7 +59,7 @@ def chosen_experts(model: transformers.Qwen3MoeForCausalLM, tokens: list[int]) -
 def output_logprobs(
     model: transformers.Qwen3MoeForCausalLM, prompt: list[int], output: list[int], expert_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Log-probabilities of ``output`` after ``prompt``, routed as ``expert_ids`` [prompt + output - 1,
+    """Return log-probabilities of ``output`` after ``prompt``, routed as ``expert_ids`` [prompt + output - 1,
     layers, k].
     """
     tokens = torch.tensor([prompt + output])

@@ -71,7 +71,7 @@ class Campaign:
             yield self.one(number)
 
     def draw(self, number: int) -> tuple[str, random.Random]:
-        """Kind of a fault, and the random numbers of its details."""
+        """Return the kind of a fault, and the random numbers of its details."""
         rng = random.Random(f"{self._seed}:{number}")
         found = rng.choices(self._kinds, [kind.weight for kind in self._kinds])[0]
         return found.name, rng

@@ -21,7 +21,7 @@ _OFFSET = struct.Struct("d")
 
 
 def set_clock(file: Path, offset_s: float) -> None:
-    """The wall clock of the engine that was started with ``file`` is so much ahead from now on."""
+    """Set how far the wall clock of the engine that was started with ``file`` is ahead from now on."""
     mode = "r+b" if file.exists() else "wb"
     with file.open(mode) as target:
         target.write(_OFFSET.pack(offset_s))

@@ -68,7 +68,7 @@ class SuccessorShape:
         return shapes
 
     def tensor(self, name: str, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
-        """Embeddings of unit scale, the head permuted from them, small layers, norms close to one."""
+        """Draw embeddings of unit scale, the head permuted from them, small layers, norms close to one."""
         shape = self.tensor_shapes()[name]
         if name == "lm_head.weight":
             table = self.tensor("model.embed_tokens.weight", seed=seed, dtype=dtype)

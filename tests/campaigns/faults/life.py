@@ -159,7 +159,7 @@ class Life:
             self.witness.pump(min(left, POLL_S))
 
     def status(self) -> GetStatusReqOutput:
-        """Raises TimedOut, or Gone."""
+        """Return the engine's status, or raise TimedOut or Gone."""
         try:
             return self.client.status(timeout=STATUS_S)
         except EngineDied as error:

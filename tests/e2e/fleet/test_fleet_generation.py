@@ -109,9 +109,9 @@ def run(engines: list[SchedulerClient], body: Callable[[Fleet], Awaitable[None]]
 
 
 async def moved(fleet: Fleet, params: SamplingParams, *seams: int, **options: Any) -> list[GenerateOutput]:
-    """The outputs of a request whose engine is taken out of routing when its samples have ``seams`` tokens
-    together; every token comes once, in order. It is asked again if an engine was done before this process
-    came to fence it, or was fenced before it had made a token.
+    """Return the outputs of a request whose engine is taken out of routing when its samples have ``seams``
+    tokens together; every token comes once, in order. It is asked again if an engine was done before this
+    process came to fence it, or was fenced before it had made a token.
     """
     for _ in range(ATTEMPTS):
         before = fleet.dispatcher.moved

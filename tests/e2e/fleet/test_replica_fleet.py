@@ -45,7 +45,7 @@ def processes(tiny_model) -> Iterator[ReplicaProcesses]:
 def run(
     processes: ReplicaProcesses, body: Callable[[ReplicaFleet], Awaitable[None]], *, model: Path | None = None
 ) -> None:
-    """``body`` on a fleet. Afterwards all replicas must serve and run, without any more commands."""
+    """Run ``body`` on a fleet. Afterwards all replicas must serve and run, without any more commands."""
 
     async def main() -> None:
         async with (

@@ -38,7 +38,7 @@ class Served:
         return found[0, len(prompt) :].tolist()
 
     def rows(self, tokens: list[int]) -> torch.Tensor:
-        """Log-softmax [tokens, vocabulary] after each of ``tokens``."""
+        """Return the log-softmax [tokens, vocabulary] after each of ``tokens``."""
         with torch.inference_mode():
             return torch.log_softmax(self.reference(torch.tensor([tokens])).logits[0].float(), -1)
 

@@ -79,7 +79,7 @@ class Page:
         return tuple(self.browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]"))
 
     def requests(self) -> list[str]:
-        """Addresses that the page has asked for since the last call."""
+        """Return the addresses that the page has asked for since the last call."""
         events = (json.loads(entry["message"])["message"] for entry in self.browser.get_log("performance"))
         sent = (event["params"] for event in events if event["method"] == "Network.requestWillBeSent")
         return [

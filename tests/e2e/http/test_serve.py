@@ -43,7 +43,7 @@ def wait_until_queued(server: ServedEngine, requests: int = 1) -> None:
 
 
 def fails(*arguments: str, **options) -> str:
-    """stderr of a command that must fail soon."""
+    """Return the stderr of a command that must fail soon."""
     done = engine_template.run(engine_template.CLI, "serve", *arguments, **options)
     assert done.returncode != 0
     return done.stderr
@@ -403,7 +403,7 @@ def test_a_server_whose_engine_is_gone_refuses_at_once(tiny_model):
 
 @contextlib.contextmanager
 def served_alone(model: Path) -> Iterator[tuple[ServedEngine, int]]:
-    """A server over an engine that is somebody else's, and the engine's process."""
+    """Yield a server over a foreign engine, and the engine's process."""
     with launch_scheduler(model, num_threads=1) as client, served("--endpoint", client.endpoint) as engine:
         yield engine, client.status().pid
 

@@ -27,7 +27,7 @@ def experts(tmp_path_factory):
 
 
 def attach(server: ServedEngine, expected: dict[str, object]) -> None:
-    """slime's check of an external engine: each of its own settings that it compares must be equal."""
+    """Check an external engine as slime does: each of its own settings that it compares must be equal."""
     for path in ("/server_info", "/get_server_info"):
         actual = server.get(path).json()
         for name, value in expected.items():
@@ -142,7 +142,7 @@ def whole_distributions(server, prompt, output_ids):
 
 
 def assert_kept(kept, distribution, sampled, logprob):
-    """``kept`` is the shortest prefix of the descending distribution that reaches top_p."""
+    """Assert that ``kept`` is the shortest prefix of the descending distribution that reaches top_p."""
     assert sampled in kept
     values = sorted((distribution[token] for token in kept), reverse=True)
     assert values == pytest.approx(sorted(distribution.values(), reverse=True)[: len(values)], abs=1e-5)

@@ -52,7 +52,7 @@ def workload(seed: int) -> list[Arrival]:
 
 
 def with_shared_prefixes_and_stops(seed: int) -> list[Arrival]:
-    """Also what a pipeline of depth 1 learns a step late."""
+    """Draw arrivals that also have what a pipeline of depth 1 learns a step late."""
     stops = list(range(3, 97, 9))
     return [*workload(seed), Arrival(3, text(40, 6), sampled(9, seed + 4, n=3, stop_token_ids=stops))]
 

@@ -68,7 +68,7 @@ def engine(tiny_model, tmp_path_factory):
 
 
 def state(client: SchedulerClient) -> dict[str, object]:
-    """Everything in status that a refused request must not change."""
+    """Return everything in status that a refused request must not change."""
     status = msgspec.structs.asdict(client.status(timeout=PATIENCE))
     volatile = {
         "id", "step", "last_step_age_s", "generated_tokens", "uptime_s", "stages", "device_memory",

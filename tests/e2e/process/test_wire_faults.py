@@ -67,7 +67,7 @@ def launch(model: Path, log: Path, **options: object) -> LaunchedScheduler:
 
 @pytest.fixture(scope="module")
 def launched(long_model, tmp_path_factory):
-    """One engine for everything that it must survive."""
+    """Launch one engine for everything that it must survive."""
     launched = launch(long_model, tmp_path_factory.mktemp("log") / "engine.log")
     with launched:
         yield launched
@@ -197,7 +197,7 @@ def test_an_idle_engine_sleeps(client, launched):
 
 
 def cpu_share(pid: int, seconds: float = 1.5) -> float:
-    """CPU seconds per second, over a while (the quantity is a rate: nothing is waited for)."""
+    """Measure the CPU seconds per second, over a while (a rate: nothing is waited for)."""
     process = psutil.Process(pid)
     before = process.cpu_times()
     time.sleep(seconds)

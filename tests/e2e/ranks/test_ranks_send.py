@@ -27,7 +27,7 @@ def engines(tiny_model) -> Iterator[dict[str, SchedulerClient]]:
 
 
 def assert_all_have(engines: dict[str, SchedulerClient], path: Path, label: str) -> None:
-    """The same bytes as a reload, on every rank."""
+    """Assert that every rank has the same bytes as after a reload."""
     for client in engines.values():
         before, status = client.check_weights().total, client.status()
         assert (status.weights, status.weight_version, status.session) == ("valid", label, None)
