@@ -145,10 +145,13 @@ class WeightSending:
             for batch in batches:
                 while (buffer := transmission.room()) is None:
                     yield Wait.CHANGE
+                    group.joined()  # not any more where it has been destroyed
                 yield from self._fill(buffer, batch, slots)
+                group.joined()  # nor is there a thread that would send
                 transmission.send(nbytes_of(batch))
             while not transmission.is_over():
                 yield Wait.CHANGE
+                group.joined()
         finally:
             self._under_way -= 1
             transmission.close()
