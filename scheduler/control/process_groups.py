@@ -41,6 +41,7 @@ from ..weights.mismatches import Mismatches
 from ..weights.reading import Held, is_divided, read_into, require_placeable
 from ..weights.source import chosen
 from ..weights.transports.broadcasts import Batch, batches_of, nbytes_of
+from ..weights.transports.distributed import LEAVE_S
 from .engine_state import Sender
 from .operations import Operation, Wait, waiting
 
@@ -48,9 +49,6 @@ if TYPE_CHECKING:
     from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
-
-LEAVE_S = 2.0
-"""Longest wait until a process group is destroyed: one that is broken may block until its own timeout."""
 
 
 def init_group(engine: "Engine", request: InitWeightsUpdateGroupReqInput, sender: Sender) -> Operation:
