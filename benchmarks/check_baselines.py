@@ -83,7 +83,7 @@ class Verdict:
 
     @property
     def is_regression(self) -> bool:
-        """True if the time is much slower than its baseline, or gone."""
+        """Return True if the time is much slower than its baseline, or gone."""
         return self.word in ("much slower", "gone")
 
     @property

@@ -22,7 +22,7 @@ _STATED = re.compile(r"\s*\[(env|default): ([^\]]*)\]")
 
 
 def table(described: click.Command) -> str:
-    """Every option that ``--help`` lists, in its order."""
+    """Return the table of all options that ``--help`` lists, in its order."""
     rows = ["| option | default | meaning |", "|---|---|---|"]
     for option in described.params:
         if isinstance(option, click.Option) and not option.hidden:

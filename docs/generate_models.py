@@ -20,7 +20,7 @@ DOCUMENT = ROOT / "docs" / "reference" / "models.md"
 
 
 def table() -> str:
-    """One row per architecture, with its largest difference."""
+    """Return the table of architectures, each with its largest difference."""
     sys.path.insert(0, str(ROOT / "tests"))
     from support.architectures import ARCHITECTURES
     from support.foreign_comparison import compare

@@ -40,7 +40,7 @@ def structs() -> Iterator[Any]:
 
 
 def section(cls: Any) -> Iterator[str]:
-    """Heading, docstring and the table of fields, properties and methods."""
+    """Yield the heading, docstring and table of fields, properties and methods."""
     yield f"### {cls.__name__}"
     yield wrapped(markdown(inspect.getdoc(cls)))
     docs = field_docs(cls)

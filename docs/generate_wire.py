@@ -104,7 +104,7 @@ LIMITS = (
 
 
 def field_docs(owner: Any) -> dict[str, str]:
-    """Field or member name to the docstring below it, in the class body of ``owner`` alone."""
+    """Return the docstring below each field or member in the class body of ``owner`` alone, by name."""
     module = ast.parse(inspect.getsource(sys.modules[owner.__module__]))
     body = next(
         node.body for node in module.body if isinstance(node, ast.ClassDef) and node.name == owner.__name__
@@ -122,7 +122,7 @@ def field_docs(owner: Any) -> dict[str, str]:
 
 
 def meanings(cls: Any) -> dict[str, str]:
-    """Field name to its meaning, of the fields of ``cls`` and its bases."""
+    """Return the meaning of each field of ``cls`` and its bases, by name."""
     info = wire_types.type_info(cls)
     assert isinstance(info, wire_types.StructType)
     own: dict[str, str] = {}
@@ -164,7 +164,7 @@ def markdown(docstring: str | None) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Paragraphs in lines of at most :data:`LINE` characters."""
+    """Return paragraphs in lines of at most :data:`LINE` characters."""
     fill = partial(textwrap.fill, width=LINE, break_long_words=False, break_on_hyphens=False)
     return "\n\n".join(map(fill, text.split("\n\n")))
 
@@ -221,7 +221,7 @@ def default_text(field: wire_types.Field) -> str:
 
 
 def section(cls: Any) -> Iterator[str]:
-    """Heading, docstring and field table of one struct."""
+    """Yield the heading, docstring and field table of one struct."""
     yield f"### {cls.__name__}"
     yield wrapped(markdown(inspect.getdoc(cls)))
     base = next(each for each in cls.__mro__[1:] if each.__module__.startswith("caesura."))
@@ -251,7 +251,7 @@ def with_bases(messages: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def sections(classes: Iterator[Any] | tuple[Any, ...]) -> str:
-    """Several structs."""
+    """Return the sections of several structs."""
     return "\n\n".join(part for cls in classes for part in section(cls) if part)
 
 
@@ -283,7 +283,7 @@ def records() -> str:
 
 
 def errors() -> str:
-    """Codes and their meanings."""
+    """Return the table of codes and their meanings."""
     docs = field_docs(ErrorCode)
     rows = [f"| `{code.value}` | {docs[code.name]} |" for code in ErrorCode]
     return "\n".join(["| code | meaning |", "|---|---|", *rows])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def generate(page: str, parts: Mapping[str, Callable[[], str]]) -> str:
-    """``page`` with all its generated parts up to date.
+    """Return ``page`` with all its generated parts up to date.
 
     Raises:
         ValueError: a part's marks are missing.

@@ -15,7 +15,7 @@ _HEADING = re.compile(r"^#{1,6} +(?P<title>.+?) *$", re.MULTILINE)
 
 
 def links(text: str) -> list[str]:
-    """Every target, as it is written."""
+    """Return every target, as it is written."""
     found: list[str] = []
 
     def remember(target: str) -> str:
@@ -27,7 +27,7 @@ def links(text: str) -> list[str]:
 
 
 def with_links(text: str, change: Callable[[str], str]) -> str:
-    """``text`` with each link's target replaced by what ``change`` makes of it."""
+    """Return ``text`` with each link's target replaced by what ``change`` makes of it."""
     return "".join(
         part
         if is_code

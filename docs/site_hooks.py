@@ -63,7 +63,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links of the repository as links of the site."""
+    """Return ``markdown`` with links of the repository as links of the site."""
     source = page.file.src_uri
     path = source.removeprefix(OUTSIDE) if source.startswith(OUTSIDE) else posixpath.join("docs", source)
 

@@ -51,7 +51,7 @@ def train(client: SchedulerClient, folders: list[Path]) -> None:
 
 
 def main() -> None:
-    """Everything, into a temporary folder but for the picture."""
+    """Make everything but the picture in a temporary folder."""
     with tempfile.TemporaryDirectory() as scratch:
         folders = [Path(scratch) / name for name in ("tiny-policy", "tiny-policy-next")]
         for seed, folder in enumerate(folders):

@@ -75,7 +75,7 @@ class Run:
         self._folders: dict[tuple[str, int], Path] = {}
 
     def left_s(self) -> float:
-        """Seconds until no section begins any more."""
+        """Return the seconds until no section begins any more."""
         return max(0.0, self._until - time.monotonic())
 
     @property

@@ -131,7 +131,7 @@ class Feeder:
         self._workload = workload
         self._random = random.Random(seed)
         self._slots: dict[str, int] = {}
-        """By rid, which of the requests that run side by side it is."""
+        """Place of each live request among those that run side by side, by rid."""
         self._submitted = 0
         self._arrivals: list[Arrival] = []
         self._sampling = set(range(workload.requests))

@@ -71,7 +71,7 @@ class Series:
     continued: list[int] = field(default_factory=list)
     """Reserved after the continue."""
     allocated: list[int] = field(default_factory=list)
-    """In use at the pause."""
+    """Bytes in use at the pause."""
     anonymous: list[int] = field(default_factory=list)
     shared: list[int] = field(default_factory=list)
     """Resident memory of the engine's process, after the continue."""

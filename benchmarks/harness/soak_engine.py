@@ -29,7 +29,7 @@ SCRATCH_BYTES = (64 << 10, 8 << 20)
 """Smallest and largest; glibc treats blocks below and above 128 KB differently."""
 SURVIVORS, SURVIVOR_BYTES = 128, 64 << 10
 SURVIVORS_REPLACED = 16
-"""By each derivation: a survivor outlives eight of them, on average."""
+"""Survivors that each derivation replaces: one outlives eight derivations, on average."""
 
 
 class Scratch:

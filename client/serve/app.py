@@ -161,7 +161,7 @@ async def front_end(
         vocab_size=status.vocab_size,
     )
     manager = TokenizerManager(client, tokenizer, context_length=status.context_len)
-    counters = metrics.Metrics(options.max_connections)
+    counters = metrics.Metrics(options.max_connections, fleet)
     front = FrontEnd(manager=manager, options=options, metrics=counters, fleet=fleet)
     await front.metrics.engine.look(client)  # so that there is always a last status
     return front

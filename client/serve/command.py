@@ -7,14 +7,13 @@ import resource
 import socket
 import ssl
 import sys
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ...process import private_directory
 from ...process.log import server_log
 from ..exceptions import EngineError, InvalidRequest
-from ..group.processes import ReplicaProcesses
 from ..launch.launcher import LaunchedScheduler, engine_command
 from ..launch.supervisor import (
     RestartPolicy,
@@ -38,7 +37,10 @@ from .options import (
     warn,
 )
 
-StartedT = TypeVar("StartedT", Supervisor, ReplicaProcesses)
+if TYPE_CHECKING:
+    from ..group.processes import ReplicaProcesses
+
+StartedT = TypeVar("StartedT", Supervisor, "ReplicaProcesses")
 
 MAX_DESCRIPTORS = 1 << 20
 _NEEDS_EXTRA = 'the HTTP server needs additional packages: pip install "caesura[serve]"'
@@ -116,7 +118,7 @@ def _run(
 
 def _launch(
     options: ServeOptions, scheduler_arguments: list[str]
-) -> LaunchedScheduler | Supervisor | ReplicaProcesses:
+) -> "LaunchedScheduler | Supervisor | ReplicaProcesses":
     arguments = ["--model", str(options.model), *scheduler_arguments, "--log-format", options.log_format]
     keys: dict[str, Any] = {
         "curve_server_key": options.curve_server_key,
@@ -140,6 +142,8 @@ def _launch(
     )
     if options.replicas == 1:
         return _started(supervised(arguments, None, policy, **keys))
+    from ..group.processes import ReplicaProcesses  # with the whole group, which no other command needs
+
     try:
         replicas = ReplicaProcesses(arguments, options.replicas, policy, **keys)
     except InvalidRequest as error:

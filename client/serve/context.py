@@ -57,7 +57,6 @@ class FrontEnd:
         self.client = manager.client
         self.options = options
         self.metrics = metrics
-        metrics.engine.fleet = fleet
         self.workers = Workers()
         self.last_image = LastImage()
         self.unknown_keys = UnknownKeys()

@@ -34,17 +34,20 @@ _DEFAULT_WORKSPACE_BYTES = 64 << 20
 
 @dataclass(slots=True, kw_only=True)
 class _Queries:
+    """The same stretch of new tokens in each row of a group: c tokens of n rows."""
+
     tokens: Tensor | slice
-    """Latents to attend over: of one row those that its last token sees, of several all."""
+    """Tokens of the step, row by row: n * c of them."""
     length: int
-    """Latents to attend over: of one row those that its last token sees, of several all that were gathered.
-    """
+    """Latents to attend over: of one row those that its last token sees, of several all."""
     positions: Tensor
     """int64 [n, c, 1]: the last position that each token sees."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Group:
+    """Rows with equally many new tokens, padded to P pages: L = P * page_size."""
+
     num_rows: int
     pages: Tensor
     """int64 [n * P]: pages of the pool."""

@@ -158,13 +158,14 @@ class SamplingBatch:
 
 
 class StateSegment(NamedTuple):
-    """Neighbouring query tokens of one prefilling row, between two of its states; all of it on the host."""
+    """Tokens [start, end) of the step's T: of one prefilling row, between two of its states; on the host."""
 
     start: int
     end: int
     source: int | None
     """Row of states that they begin from, or None if nothing comes before."""
     target: int
+    """Row of states that they end in."""
     kept: int | None
     """Another row that is to have the state after them, if any."""
 
@@ -214,6 +215,7 @@ class ForwardBatch:
     page_table_host: np.ndarray | None = None
     """``page_table`` on the host, valid while the step is planned."""
     slots: Tensor = field(metadata=column("row", torch.int64))
+    """int64 [R]: request slot of each row."""
     sample_tokens: Tensor = field(metadata=column("sample", torch.int64))
     """int64 [S]: index into [0, T) of each token whose successor is sampled; decode rows first."""
     sample_slots: Tensor = field(metadata=column("sample", torch.int64))

@@ -88,7 +88,10 @@ class SamplerOutput:
     sampled_logprobs: Tensor | None
     """float32: in the filtered, renormalised distribution; 0 for greedy rows. None when not wanted."""
     last_kept: Tensor | None = None
-    """int64: last token in descending order that the filters keep, -1 if all are; None if not known."""
+    """int64: last token in descending order that the filters keep, or None if not known.
+
+    It is the token itself in greedy rows, and -1 where all are kept.
+    """
     further: FurtherLogprobs | None = None
     inputs: FurtherLogprobs | None = None
 
@@ -401,7 +404,10 @@ def _shortlist(needed: int, vocab_size: int) -> int:
 
 
 def _descending(rows: _Probabilities, index: Tensor, length: int, vocab_size: int) -> Tensor:
-    """Return the best tokens of rows ``index`` [f], from the blocks with the largest maxima; lower first."""
+    """Return the ``length`` best tokens of rows ``index`` [f], in order; of equal ones the lower first.
+
+    The n best of a row lie in its n blocks with the largest maxima, so a short list needs no whole row.
+    """
     if length == vocab_size:
         scaled = rows.scaled[:, :vocab_size].index_select(0, index)
         return scaled.sort(dim=1, descending=True, stable=True).indices

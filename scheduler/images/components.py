@@ -52,7 +52,7 @@ _NOT_FORWARD = (
     "architectures",
     "_commit_hash",
 )
-"""Fields of a component's config.json that change nothing of what it computes."""  # fmt: skip
+"""Fields of a component's config.json that change nothing of what it computes."""
 
 
 def read_index(folder: str | Path) -> dict[str, Any]:

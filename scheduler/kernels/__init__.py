@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def why_not_triton(device: torch.device) -> str | None:
 
 
 class Elementwise(Protocol):
-    """Functions of ``elementwise.py`` and ``triton_elementwise.py``."""
+    """Functions that ``elementwise.py`` and ``triton_elementwise.py`` both have, checked against each."""
 
     def rms_norm(
         self,
@@ -106,7 +106,9 @@ def elementwise_for(device: torch.device, dtype: torch.dtype) -> Elementwise | N
     """Return the module for tensors of ``dtype`` on ``device``, or None if torch serves."""
     by = best("elementwise", device, dtype)
     if by == TRITON:
-        return cast("Elementwise", triton_for("elementwise", device, dtype))
+        from . import triton_elementwise  # needs Triton
+
+        return triton_elementwise
     return None if by == TORCH else elementwise
 
 

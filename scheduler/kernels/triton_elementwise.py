@@ -22,14 +22,14 @@ from torch.nn import functional
 
 from . import self_test
 from .attention_form import Bend, HeadNorms
+from .elementwise import BENDS
 from .triton_launch import Launcher
 
 _HEADS = 4
-"""Heads of a program that rotates: with heads of 128 in two bytes a warp reads 16 bytes per thread."""
+"""Heads of a program that rotates: with heads of 128 in two bytes a thread reads 16 bytes of each half."""
 _GATED = 1024
 _ELEMENTS_PER_WARP = 512
 """Elements of a normalised row per warp: 16 to a thread."""
-_BENDS: dict[Bend, int] = {"silu": 0, "gelu_tanh": 1, "clamped": 2}
 _AGREEMENT = 1e-4
 """Largest difference from torch's result in a float32 self-test: several times that of exponentials."""
 
@@ -218,7 +218,7 @@ def gate_mul(gate_up: Tensor, out: Tensor | None = None, *, bend: Bend = "silu")
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
     if rows:
         grid = rows, triton.cdiv(size, _GATED), 1
-        constants = size, _GATED, _BENDS[bend]
+        constants = size, _GATED, BENDS[bend]
         _launch_gate_mul(grid, (gate_up, out), (gate_up.stride(0), out.stride(0)), constants, 4)
     return out
 

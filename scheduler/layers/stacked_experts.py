@@ -96,6 +96,8 @@ class StackedSlot(WeightSlot):
 
 
 class _Rows:
+    """The same experts, each as [out, in]; ``factors``: float32 [out, in / 32]."""
+
     def __init__(self, experts: Sequence[Sequence[WeightSlot]]) -> None:
         self._parts = experts
 

@@ -278,12 +278,13 @@ def test_nothing_is_ever_unpickled():
     assert wrong == []
 
 
-def test_the_client_imports_neither_torch_nor_the_engine():
+def test_the_client_imports_neither_torch_nor_the_engine_nor_what_one_command_needs():
     program = (
         "import sys, caesura.client, caesura.client.cli\n"
         "heavy = {name for name in sys.modules if name.split('.')[0] in ('torch', 'numpy', 'transformers')}\n"
-        "engine = {name for name in sys.modules if name.startswith('caesura.scheduler')}\n"
-        "print(sorted(heavy | engine))\n"
+        "of_others = ('caesura.scheduler', 'caesura.client.group', 'caesura.client.serve.app')\n"
+        "ours = {name for name in sys.modules if name.startswith(of_others)}\n"
+        "print(sorted(heavy | ours))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")

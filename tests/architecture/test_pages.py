@@ -43,7 +43,7 @@ PROSE = re.compile(r'""".*?"""|#[^\n]*', re.DOTALL)
 
 
 def overlong(text: str) -> list[int]:
-    """Numbers of the lines that a reader must scroll to see: tables and addresses cannot be broken."""
+    """Return the lines that a reader must scroll to see: tables and addresses cannot be broken."""
     lines = enumerate(text.splitlines(), 1)
     return [
         number
@@ -58,9 +58,7 @@ def missing(text: str, files: set[str]) -> list[str]:
 
 
 def broken(page: str, text: str) -> list[str]:
-    """Links of a page at the path ``page`` that lead to no file, or to no heading, or to one of several with
-    the same name.
-    """
+    """Return links of ``page`` that lead to no file or heading, or to one of several with the same name."""
     found = []
     for link in links(text):
         target, _, anchor = link.partition("#")

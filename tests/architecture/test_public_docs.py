@@ -29,7 +29,7 @@ PUBLIC = sorted(
 
 
 def documented(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, bool]]:
-    """Names that ``body`` assigns, as attributes of ``owner`` where one is given."""
+    """Yield the names that ``body`` assigns, as attributes of ``owner`` where one is given."""
     for statement, below in pairwise([*body, ast.Pass()]):
         targets = statement.targets if isinstance(statement, ast.Assign) else []
         targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets

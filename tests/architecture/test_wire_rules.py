@@ -85,7 +85,7 @@ def test_every_answer_carries_the_id_it_answers():
 
 
 def structs_in(root: object) -> set[type]:
-    """All structs that a message of ``root`` can contain, itself included."""
+    """Return all structs that a message of ``root`` can contain, itself included."""
     found: set[type] = set()
     waiting = [wire_types.type_info(root)]
     while waiting:
@@ -140,9 +140,7 @@ def test_absence_is_defined(kind):
 
 
 def says_what_none_means(text: str) -> bool:
-    """A sentence about None, or the case in which the field is set (``stop: …``), which leaves None for all
-    others.
-    """
+    """Return True for a sentence about None, or for the case in which a field is set (``stop: …``)."""
     return "None" in text or re.match(r"`\w+`( and `\w+`)*:", text) is not None
 
 

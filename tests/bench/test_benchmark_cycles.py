@@ -106,7 +106,7 @@ def test_the_load_is_steady_when_everybody_has_sampled_since(feeder, submitted):
 
 
 @pytest.mark.parametrize("reason", ["length", "abort"])
-def test_only_who_succeeds_an_aborted_request_is_waited_for(feeder, submitted, reason):
+def test_only_successors_of_aborted_requests_are_awaited(feeder, submitted, reason):
     rids = [request.id for request in submitted.requests]
     feeder.take(tokens(1, rids), 0.0)
     feeder.take(tokens(2, [], ended=rids[:1], reason=reason), 0.1)

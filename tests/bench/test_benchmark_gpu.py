@@ -183,7 +183,7 @@ def test_a_run_that_is_killed_leaves_the_sections_it_had_done(tmp_path):
     assert json.loads(json_path.read_text())["ceilings"]["flops"] > 0
 
 
-def test_a_device_that_is_lost_is_noticed_and_what_was_found_is_taken_over(tmp_path, monkeypatch):
+def test_a_lost_device_is_noticed_and_earlier_findings_are_kept(tmp_path, monkeypatch):
     first = make_run(tmp_path)
     first.section("ceilings", limits.ceilings)
     first.small()
@@ -259,7 +259,7 @@ def smoke(tmp_path: Path, *sections: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.slow
-def test_the_smoke_run_of_what_is_there(tmp_path):
+def test_the_smoke_run_covers_the_installed_parts(tmp_path):
     found, _ = smoke(tmp_path, "versions", "ceilings", "plans", "tests")
     assert found["versions"]["packages"]["torch"] == torch.__version__
     assert found["versions"]["why_not"]["triton"]

@@ -186,7 +186,7 @@ def test_ratios_above_one_mean_that_caesura_is_better() -> None:
     assert "slow" not in rows["disk update, p50"]["figures"]
 
 
-def test_footnotes_explain_dashes_and_name_what_is_wrong() -> None:
+def test_footnotes_explain_dashes_and_name_errors() -> None:
     wrong = result("vLLM", 1.0, [0.1])
     wrong["rollouts"][0]["tokens"] -= 1
     wrong["updates"]["changed"] = False

@@ -138,14 +138,14 @@ def simulated(parents: list[int], buckets: int, bucket_s: float) -> float:
 
 @settings(max_examples=examples(60))
 @given(engines=st.integers(1, 40), buckets=st.integers(1, 30), hop_s=st.floats(0, 3))
-def test_a_chain_takes_what_its_links_take(engines, buckets, hop_s):
+def test_a_chain_takes_as_long_as_its_links(engines, buckets, hop_s):
     update = FanOut(engines=engines, bucket=SIZES["weights"] / buckets, hop_s=hop_s, **SIZES)
     assert update.chain() == pytest.approx(simulated(list(range(engines)), buckets, update.bucket_s))
 
 
 @settings(max_examples=examples(60))
 @given(engines=st.integers(1, 70), buckets=st.integers(1, 30))
-def test_a_tree_takes_what_its_links_take(engines, buckets):
+def test_a_tree_takes_as_long_as_its_links(engines, buckets):
     """Exactly where it is full; else at most that."""
     update = FanOut(engines=engines, bucket=SIZES["weights"] / buckets, hop_s=0.5, **SIZES)
     parents = [0, *((number + 2) // 2 for number in range(engines - 1))]
@@ -173,7 +173,7 @@ def test_copies_that_leave_the_trainer():
     assert update.seconds("one by one") > update.seconds("binomial") > update.seconds("tree")
 
 
-def test_the_page_says_what_the_model_says():
+def test_the_page_agrees_with_the_model():
     page = (Path(__file__).parents[2] / "docs" / "explanation" / "scale.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([a-z ]+) \| (\d+) MiB \| ([\d,.]+) \| ([\d,]+) \|$", page, re.MULTILINE)
     assert [road for road, *_ in rows] == [*ROADS, "chain"]

@@ -60,7 +60,7 @@ def test_one_reward_at_the_end_gives_the_usual_group_advantage():
         assert row == pytest.approx([value] * 3, abs=1e-5)
 
 
-def test_a_token_is_not_judged_by_what_came_before_it():
+def test_the_reward_of_a_token_ignores_earlier_tokens():
     first, second = group_advantages([make_sample([0.5, 0.25]), make_sample([0.0, 0.25])])
     assert first[0] > 0 > second[0]
     assert first[1] == second[1] == 0.0

@@ -75,7 +75,7 @@ class Round:
     """Updates that were aborted everywhere and sent again."""
     requests: int = 0
     recovery_s: float = 0.0
-    """From the kill until the replica serves again."""
+    """Seconds from the kill until the replica serves again."""
     lost: int = 0
     wrong: int = 0
     mixed: int = 0
@@ -166,7 +166,7 @@ class Campaign:
         self._updates = 0
 
     async def play(self, number: int) -> Round:
-        """One kill, and everything until the fleet is whole again and every request has ended."""
+        """Play one kill, until the fleet is whole again and every request has ended."""
         phase = PHASES[number % len(PHASES)]
         transport = TRANSPORTS[(number // len(PHASES)) % len(TRANSPORTS)]
         self.random = random.Random(f"{self.seed} {number}")

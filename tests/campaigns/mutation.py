@@ -148,7 +148,7 @@ def all_places(source: str) -> list[Place]:
 
 
 def changed_source(source: str, place: Place) -> str | None:
-    """``source`` with the change at ``place`` made, or None where the operator sees nothing to change."""
+    """Return ``source`` with the change at ``place``, or None where the operator finds nothing to change."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
@@ -175,7 +175,7 @@ def draw(
     seed: int,
     apply: Callable[[str, Place], str | None] = changed_source,
 ) -> list[Mutant]:
-    """At most ``count`` mutants, each place as likely as any other; in the order of the source."""
+    """Return at most ``count`` mutants, each place as likely as any other, in the order of the source."""
     drawn: dict[str, Mutant] = {}
     for place in random.Random(seed).sample(places, len(places)):
         if len(drawn) == count:
@@ -187,7 +187,7 @@ def draw(
 
 
 def statement_lines(source: str, line: int) -> range:
-    """Lines of the innermost statement at ``line``; of one with a body, those of its head."""
+    """Return the lines of the innermost statement at ``line``, without the body of a compound one."""
     best, size = range(line, line + 1), float("inf")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.stmt | ast.ExceptHandler):
@@ -247,7 +247,7 @@ def _function_around(tree: ast.Module, line: int) -> str:
 
 
 def _compiles(source: str) -> bool:
-    """Without a warning: where warnings are errors, ``is 1`` would be found by any test that imports it."""
+    """Return True if ``source`` compiles without a warning: any test that imports it would find one."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
@@ -295,7 +295,7 @@ class Reach:
             self.failed.add(report.nodeid)
 
     def tests(self, module: str, lines: range, paths: Sequence[str]) -> list[str]:
-        """Tests in ``paths`` that pass and execute one of ``lines`` of ``module``, the fastest first."""
+        """Return tests in ``paths`` that pass and execute one of the ``lines``, the fastest first."""
         wanted = {(module, line) for line in lines}
         return [
             test
@@ -436,7 +436,7 @@ def attempt(
 def outcome(
     mutant: Mutant, verdict: str, seconds: float = 0.0, tests: int = 0, by: str = ""
 ) -> dict[str, Any]:
-    """``tests``: how many execute its statement; ``by``: the first failure, or why it is equivalent."""
+    """Return a mutant's row: ``tests`` that execute its statement; ``by``, a failure or equivalence."""
     return {
         "module": mutant.module,
         "line": mutant.place.start[0],
@@ -450,7 +450,7 @@ def outcome(
 
 
 def table(outcomes: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a row for each module and one for all. The score is killed / (drawn - equivalent)."""
+    """Return a row for each module and one for all. The score is killed / (drawn - equivalent)."""
     rows = []
     for name in [*dict.fromkeys(each["module"] for each in outcomes), "all"]:
         verdicts = [each["verdict"] for each in outcomes if name in (each["module"], "all")]

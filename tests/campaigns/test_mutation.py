@@ -60,7 +60,7 @@ def test_bounded():
 
 
 def places_of(text):
-    """Every place of ``text`` in the source, for an operator of that name."""
+    """Return every place of ``text`` in the source, for an operator of that name."""
     found = []
     for number, line in enumerate(SOURCE.splitlines(), 1):
         start = line.find(text)
@@ -71,7 +71,7 @@ def places_of(text):
 
 
 def replaced(source, place):
-    """A change made without cosmic-ray: ``operator`` names the old text, ``NEW`` the new one."""
+    """Make a change without cosmic-ray: ``operator`` names the old text, ``NEW`` the new one."""
     line, column = place.start
     lines = source.splitlines(keepends=True)
     old = lines[line - 1]
@@ -214,7 +214,7 @@ print(json.dumps({
 
 
 def test_one_mutant_is_killed_and_one_survives(tmp_path):
-    """In a process of its own, as the tool is: it forks, and must not have imported the package."""
+    """The tool runs in a process of its own: it forks, and must not have imported the package."""
     tree, folder = tmp_path / "tree", tmp_path / "sandbox"
     (tree / "tests").mkdir(parents=True)
     folder.mkdir()

@@ -48,7 +48,7 @@ STRUCTS = [*codec.ToScheduler.__args__, *codec.ToClient.__args__]
 
 
 def mutate(data: bytes, max_size: int, seed: int) -> bytes:
-    """Another frame: one value, field or type of this one is another one, or some of its bytes are."""
+    """Change one value, field or type of a frame, or some of its bytes."""
     rng = random.Random(seed)
     if rng.random() < 0.5:  # every kind, since coverage keeps only few
         data = msgspec.msgpack.encode({"type": rng.choice(STRUCTS).__struct_config__.tag, "id": "m"})

@@ -29,7 +29,7 @@ LATENTS = Shape(
 
 
 @pytest.mark.parametrize("shape", [HEADS, LATENTS], ids=["heads", "latents"])
-def test_the_best_that_is_installed_serves(shape):
+def test_the_best_installed_backend_serves(shape):
     found = choose(EngineConfig(model_path="m", device="cuda:0"), shape)
     if find_spec("flashinfer") is not None:
         assert (found.by, found.reason) == ("flashinfer", None)

@@ -79,7 +79,7 @@ def assert_close(found, expected) -> None:
         assert logprobs[:agreed] == pytest.approx(expected_logprobs[:agreed], rel=0, abs=TOLERANCE)
 
 
-def test_replayed_steps_are_those_of_an_eager_engine_through_updates_and_releases(paths, backend):
+def test_replayed_steps_equal_eager_ones_across_updates_and_releases(paths, backend):
     expected = []
     for path in paths:
         with engine(path, cuda_graphs=False, attention_backend="sdpa") as driver:
@@ -142,7 +142,7 @@ def test_replayed_steps_sample_like_eager_ones(paths, backend):
         assert_close(sampled(driver), expected)
 
 
-def test_the_graphs_memory_goes_with_their_tag_and_steps_take_no_more(paths, backend):
+def test_releasing_the_tag_frees_graph_memory_and_replays_allocate_none(paths, backend):
     with engine(paths[0], attention_backend=backend) as driver:
         generate(driver)
         reserved = []

@@ -76,7 +76,7 @@ def test_updates_through_one_export_equal_cold_loads_and_hold_no_memory(engine, 
     assert min(free[10:]) >= min(free[:10]) - MIB, "something stays mapped from update to update"
 
 
-def test_a_bucket_that_was_never_opened_is_freed_with_its_owner():
+def test_an_unopened_bucket_is_freed_with_its_owner():
     before = torch.cuda.memory_allocated(DEVICE)
     for _ in range(5):
         SharedBucket(64 * MIB, DEVICE).close()

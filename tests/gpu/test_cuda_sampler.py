@@ -93,7 +93,7 @@ def test_broken_rows_are_marked_and_disturb_no_other(by):
         assert torch.equal(mine[~broken], theirs[~broken])
 
 
-def test_a_row_in_triton_is_bit_for_bit_what_it_is_alone(by):
+def test_triton_rows_do_not_depend_on_their_batch(by):
     if by != kernels.TRITON:
         pytest.skip("torch chooses its reductions by shape")
     logits, batch = torch.randn((ROWS, 32_000), generator=torch.Generator().manual_seed(3)), batch_of(32_000)

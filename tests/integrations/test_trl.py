@@ -92,7 +92,7 @@ def test_a_grpo_trainer_samples_under_the_weights_that_it_has(policy, client, tm
     assert max(gaps) < 1e-4
 
 
-def test_parameters_of_the_sampler_mean_what_they_mean_in_trl():
+def test_sampler_parameters_have_the_meaning_of_trl():
     config = trl.GRPOConfig(use_cpu=True, bf16=False, **WIDE_OPEN)
     assert sampling_params(config) == SamplingParams(max_new_tokens=12, temperature=TEMPERATURE, top_k=0)
     config = trl.GRPOConfig(use_cpu=True, bf16=False, top_k=5, min_p=0.1, top_p=0.9)

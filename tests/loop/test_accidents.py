@@ -153,7 +153,7 @@ def test_a_session_that_expires_while_its_checkpoint_is_looked_at(driver, other_
     assert (status.weights, status.weights_epoch) == ("valid", 0)
 
 
-def test_update_that_aborts_all_may_flush_what_was_frozen(driver, other_model):
+def test_update_that_aborts_all_may_flush_frozen_requests(driver, other_model):
     rid = driver.generate(SHORT, 50)
     driver.tick(5)
     driver.call(PauseGenerationReqInput(mode="in_place"))

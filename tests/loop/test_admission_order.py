@@ -131,7 +131,7 @@ def test_a_request_that_cannot_be_started_ends_alone(driver, monkeypatch, stage,
     check_nothing_is_left(driver)
 
 
-def test_a_start_that_fails_once_ends_nobody(driver, monkeypatch):
+def test_a_start_that_fails_once_ends_no_request(driver, monkeypatch):
     runs = driver.generate([5, 6, 7], 40)
     driver.tick(4)
     rid = driver.generate(PREFIX, 5)

@@ -163,7 +163,7 @@ def test_an_engine_starts_where_kernels_cannot_be_compiled(paths, expected, devi
 
 
 def test_latent_attention_is_captured_too(tmp_path, device, monkeypatch):
-    """By FlashInfer's kernels for latents; prompts as well, since 128 is a multiple of the heads."""
+    """FlashInfer's kernels for latents serve prompts as well, since 128 is a multiple of the heads."""
     make_checkpoint(tmp_path, "deepseek-v3", seed=2)
     monkeypatch.setattr(flashinfer_mla, "why_not", lambda *of: None)
     monkeypatch.setattr(flashinfer_mla, "import_module", lambda name: fake_flashinfer)

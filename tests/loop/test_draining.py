@@ -50,7 +50,7 @@ def test_a_second_message_ends_the_drain(driver, order):
     assert len(result.output_ids) > 0, "with what it had"
 
 
-def test_the_deadline_ends_what_is_left(driver):
+def test_the_deadline_ends_the_remaining_requests(driver):
     rid = driver.generate(PROMPT, 200)
     driver.tick()
     assert driver.call(PauseGenerationReqInput(mode="in_place")).mode == "in_place"

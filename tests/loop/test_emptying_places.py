@@ -65,7 +65,7 @@ def derivations_into(log: list[str], driver: EngineDriver, monkeypatch) -> None:
     monkeypatch.setattr(model, "finalize_weights", lambda: (log.append("derived"), derive()))
 
 
-def test_start_empties_what_loading_left(tiny_model, allocator):
+def test_start_empties_leftovers_of_loading(tiny_model, allocator):
     with EngineDriver(str(tiny_model)):
         assert allocator.log == ["emptied"]
 
@@ -191,7 +191,7 @@ def test_bytes_are_counted_by_place(driver, allocator):
     assert totals == {"start": (1, 4 * MIB), "flush": (2, 4 * MIB), "continue": (1, 0)}
 
 
-def test_flush_logs_what_it_gave_back(driver, allocator, caplog):
+def test_flush_logs_freed_memory(driver, allocator, caplog):
     with caplog.at_level(logging.INFO, logger="caesura"):
         driver.call(FlushCacheReqInput())
     lines = [
@@ -227,7 +227,7 @@ def test_one_call_of_a_session_that_asks_is_enough(driver, allocator, other_mode
     assert allocator.log == ["emptied"]
 
 
-def test_a_session_that_nobody_asked_empties_nothing(driver, allocator, other_model):
+def test_a_session_without_a_request_to_empty_empties_nothing(driver, allocator, other_model):
     session = driver.call(BeginWeightUpdateReqInput()).session_id
     for number in range(2):
         Sender(driver, other_model).send(number, session_id=session, flush_cache=False)

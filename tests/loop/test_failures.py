@@ -141,7 +141,7 @@ def test_a_stage_that_fails_for_some_time(driver, monkeypatch, stage):
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=["accelerator", "allocator", "python"])
 @pytest.mark.parametrize("stage", quick(COMPUTING))
-def test_memory_that_is_short_once_ends_nobody(driver, stage, error):
+def test_memory_that_is_short_once_ends_no_request(driver, stage, error):
     for number in range(12):
         raised, due = [], len(driver.runner.launches) + number
 
@@ -265,7 +265,7 @@ def test_steps_grow_again(driver):
     assert tokens_of(driver.result(rid)) == expected_tokens(PROMPTS[1], driver.result(rid), VOCAB)
 
 
-def test_the_step_after_a_lost_one_ends_nobody(tiny_model):
+def test_the_step_after_a_lost_one_ends_no_request(tiny_model):
     with EngineDriver(str(tiny_model), pipeline_depth=1, chunked_prefill_size=32) as driver:
         guilty = driver.generate(PROMPTS[0], 20)
         driver.tick(5)

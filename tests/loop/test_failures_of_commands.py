@@ -36,7 +36,7 @@ UPDATE_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
     "flush": lambda driver: (driver.engine.cache, "flush"),
 }
 BEFORE_THE_FIRST_BYTE = ("open", "check", "synchronize", "retract")
-"""With a running engine, whose steps an update stops before it writes."""
+"""Stages of an update before its first write, on a running engine, whose steps it stops first."""
 
 
 @pytest.mark.parametrize("error", [BUG, NO_MEMORY[1]], ids=["bug", "memory"])

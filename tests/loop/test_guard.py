@@ -1,4 +1,4 @@
-"""Whatever a message or a timer does, the loop goes on and the sender hears."""
+"""The loop goes on and the sender hears, whatever a message or a timer does."""
 
 from time import monotonic
 

@@ -107,7 +107,7 @@ def send(driver, prompt, new_tokens, seed=0, **fields):
 
 
 def rows_of(record):
-    """[tokens, vocabulary], in the order of ids."""
+    """Return the rows [tokens, vocabulary], in the order of ids."""
     ids = np.frombuffer(record.ids, "<i4").reshape(-1, VOCAB)
     values = np.frombuffer(record.logprobs, "<f4").reshape(-1, VOCAB)
     rows = np.empty_like(values)
@@ -140,7 +140,7 @@ def test_every_position_of_a_prompt_in_chunks_and_beside_others(models):
     assert float((given - models.logprobs(late)[:-1]).abs().max()) < TOLERANCE
 
 
-def test_a_kept_prefix_gives_what_computing_it_gives(models):
+def test_a_kept_prefix_equals_its_recomputation(models):
     driver, prompt = models.driver, prompt_of(83, 1)
     first = send(driver, prompt, 30)
     driver.run_until_idle()

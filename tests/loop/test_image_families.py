@@ -34,7 +34,7 @@ def run(driver, **fields):
 
 
 @pytest.mark.parametrize("guidance", [True, False], ids=["dev", "schnell"])
-def test_flux_is_what_diffusers_makes(tmp_path, guidance):
+def test_flux_equals_diffusers(tmp_path, guidance):
     path = make_flux(tmp_path / "flux", guidance=guidance)
     pipeline = load_pipeline(path, FluxPipeline)
     with EngineDriver(str(path), scripted=False) as driver:
@@ -66,7 +66,7 @@ def test_flux_takes_no_negative_prompt(tmp_path):
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
-def test_qwen_image_is_what_diffusers_makes(tmp_path, guidance):
+def test_qwen_image_equals_diffusers(tmp_path, guidance):
     path = make_qwen_image(tmp_path / "qwen")
     pipeline = load_pipeline(path, QwenImagePipeline)
     with EngineDriver(str(path), scripted=False) as driver:

@@ -79,7 +79,7 @@ def test_samples_wait_rather_than_hold_more_than_they_may(driver, mode):
 
 
 def test_a_large_sample_keeps_its_place_and_starts_alone(driver):
-    """Whatever it takes: nothing would be there sooner by waiting for more."""
+    """The sample's size does not matter: nothing would be there sooner by waiting for more."""
     sample, prompt = announced(driver, request())
     driver.engine.batcher.limit.device = prompt + sample
     small, large, last = request(), request(width=32, height=32), request()

@@ -166,7 +166,7 @@ def test_traced_calls_find_the_weights_wherever_they_come_to(pipelines, expected
 
 
 @pytest.mark.parametrize(("frozen", "transformer"), STRATEGIES)
-def test_images_are_the_same_and_memory_is_what_the_strategies_say(pipelines, expected, frozen, transformer):
+def test_strategies_keep_images_and_have_their_stated_memory(pipelines, expected, frozen, transformer):
     with engine(pipelines("sd3"), frozen, transformer) as driver:
         sizes = {each.name: each.nbytes for each in driver.status().components}
         moving = dict.fromkeys((*ENCODERS, "vae"), frozen) | {"transformer": transformer}
@@ -197,7 +197,7 @@ def test_images_are_the_same_and_memory_is_what_the_strategies_say(pipelines, ex
 
 @pytest.mark.parametrize("family", ["flux", "qwen"])
 @pytest.mark.parametrize("how", ["offload", "layerwise"])
-def test_every_family_computes_with_what_comes(pipelines, expected, family, how):
+def test_every_family_computes_with_moving_components(pipelines, expected, family, how):
     with engine(pipelines(family), how, how) as driver:
         same(run(driver, *messages()), expected(family)[1])
         assert driver.status().device_memory.components_peak < sum(
@@ -243,7 +243,9 @@ def send_tensors(driver, path, component, **fields):
         ("layerwise", "layerwise", 3, "disk"),
     ],
 )
-def test_an_update_of_what_is_away_is_a_cold_load(pipelines, expected, frozen, transformer, ticks, transport):
+def test_an_update_of_offloaded_components_is_a_cold_load(
+    pipelines, expected, frozen, transformer, ticks, transport
+):
     other = pipelines("sd3", 20)
     with engine(pipelines("sd3"), frozen, transformer) as driver:
         waiting = messages() if ticks else ()
@@ -283,7 +285,7 @@ def test_checksums_are_those_of_the_weights_while_steps_come_and_go(pipelines, e
         assert {kind for kind, _ in seen} >= {"encode", "denoise"}
 
 
-def test_a_release_loses_only_what_has_no_copy(pipelines, expected):
+def test_a_release_loses_only_components_without_a_copy(pipelines, expected):
     with engine(pipelines("sd3"), "offload", "layerwise") as driver:
         driver.call(PauseGenerationReqInput())
         driver.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
@@ -317,7 +319,7 @@ def test_a_release_heals_nothing(pipelines, expected):
         assert checksums(driver) == expected("sd3")[0]
 
 
-def test_every_tensor_of_what_is_away_is_written(pipelines, expected):
+def test_every_tensor_of_offloaded_components_is_written(pipelines, expected):
     with engine(pipelines("sd3"), "layerwise", "offload") as driver:
         run(driver, *messages())
         driver.call(WeightsCheckerReqInput(action="reset_tensors"))
@@ -330,7 +332,7 @@ def test_every_tensor_of_what_is_away_is_written(pipelines, expected):
         same(run(driver, *messages()), expected("sd3")[1])
 
 
-def test_values_that_are_not_finite_are_found_in_what_is_away(pipelines, tmp_path):
+def test_non_finite_values_are_found_in_offloaded_components(pipelines, tmp_path):
     with engine(pipelines("sd3"), "offload", "layerwise", check_finite=True) as driver:
         for component in ("vae", "transformer"):
             slots = driver.engine.model.weight_slots()

@@ -72,7 +72,7 @@ def test_a_running_engine_begins_its_samples_again(driver, other_sd3):
         assert result.num_retractions == 1
 
 
-def test_a_changed_text_encoder_encodes_again_what_has_not_begun(driver, other_sd3):
+def test_a_changed_text_encoder_encodes_waiting_prompts_again(driver, other_sd3):
     begun = driver.send(request())
     driver.tick(3)
     driver.call(PauseGenerationReqInput(mode="in_place"))

@@ -47,7 +47,7 @@ def by_diffusers(pipeline, results, **options):
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
-def test_ode_is_what_diffusers_makes(driver, pipeline, guidance):
+def test_ode_equals_diffusers(driver, pipeline, guidance):
     results = run(driver, request(n=3, guidance_scale=guidance, negative_prompt="blue"))
     options = {"prompt": ["a red"] * 3, "negative_prompt": ["blue"] * 3, "guidance_scale": guidance}
     latents = by_diffusers(pipeline, results, **options, output_type="latent")

@@ -56,7 +56,7 @@ def test_a_flush_that_waits_does_not_commit_half_an_update(driver, other_model):
         assert slots[name].read().equal(tensor), name
 
 
-def test_a_manifest_may_name_what_the_model_skips(driver, other_model):
+def test_a_manifest_may_name_skipped_tensors(driver, other_model):
     """A tied model's state dict carries its head; the session must not wait for it."""
     tensors = load_file(other_model / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -68,7 +68,7 @@ def test_a_manifest_may_name_what_the_model_skips(driver, other_model):
     assert (reply.committed, reply.skipped_tensors) == (True, 1)
 
 
-def test_an_answer_may_quote_what_is_no_text(driver, tmp_path, other_model):
+def test_an_answer_may_quote_undecodable_names(driver, tmp_path, other_model):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_bytes((other_model / "config.json").read_bytes())

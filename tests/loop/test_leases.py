@@ -284,7 +284,7 @@ def test_each_pause_is_warned_of_and_an_ownerless_one_too(driver, time_of_all, c
     assert warned(caplog) == []
 
 
-def test_the_warning_says_what_continue_would_refuse(driver, time_of_all, caplog):
+def test_the_warning_names_the_refusal_of_continue(driver, time_of_all, caplog):
     driver.call(PauseGenerationReqInput(mode="abort"))
     driver.engine.updates.poison("a test")
     time_of_all.now += 61

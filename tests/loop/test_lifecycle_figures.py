@@ -41,7 +41,7 @@ def pauses(driver: EngineDriver) -> list[tuple[str, int, float]]:
     return [(total.mode, total.count, total.seconds) for total in driver.status().totals.pauses]
 
 
-def test_a_pause_says_what_it_holds(driver, caplog):
+def test_a_pause_reports_the_requests_it_holds(driver, caplog):
     driver.generate([5] * 4, 100)
     driver.generate([6] * 20, 100)
     driver.generate([7] * 4, 100)
@@ -70,7 +70,7 @@ def test_a_pause_that_aborts_says_how_many_and_sends_them_first(driver):
     assert {driver.result(rid).finish_reason.message for rid in rids} == {"Aborted by pause_generation"}
 
 
-def test_a_flush_says_what_it_freed(driver):
+def test_a_flush_reports_freed_tokens(driver):
     driver.generate(list(range(3, 43)), 2)
     driver.run_until_idle()
     cached = driver.status().kv.cached
@@ -81,7 +81,7 @@ def test_a_flush_says_what_it_freed(driver):
     assert driver.status().kv.cached == 0
 
 
-def test_a_refused_flush_says_what_is_pending(driver):
+def test_a_refused_flush_reports_pending_requests(driver):
     driver.generate([5] * 4, 100)
     driver.generate([6] * 20, 100)
     driver.generate([7] * 4, 100)

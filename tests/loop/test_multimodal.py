@@ -141,7 +141,7 @@ def test_fully_ignored_updates_commit_nothing_when_poisoned(tmp_path):
 
 
 def test_fully_ignored_broadcasts_are_received(tmp_path):
-    """Else its rank 0 would wait, and what it sends next would be taken for what it sent before."""
+    """The trainer's rank 0 would wait otherwise, and its next tensors would be taken for the ignored ones."""
     for seed in (0, 1):
         make_multimodal_checkpoint(tmp_path / str(seed), QWEN, seed=seed)
     tensors, trainer = load_file(tmp_path / "1" / "model.safetensors"), PlainTrainer()

@@ -162,7 +162,7 @@ def test_a_frozen_request_goes_on_under_weights_that_were_released(driver, other
 # -- replies and status --------------------------------------------------------------------------------------
 
 
-def test_sizes_are_told_once_and_the_log_says_what_it_brought(driver, caplog):
+def test_sizes_are_reported_once_and_the_log_has_the_gain(driver, caplog):
     sizes = driver.status().device_memory
     taken = {tag: driver.engine.residency.occupied_bytes(tag) for tag in ALL}
     with caplog.at_level(logging.INFO, logger="caesura"):
@@ -288,7 +288,7 @@ def test_an_engine_without_captured_graphs_serves_while_their_tag_is_released(re
     assert generate(real) == cold
 
 
-def test_a_release_frees_what_was_taken(real):
+def test_a_release_frees_the_allocated_memory(real):
     """Pages that nothing has been written to since the resume are nobody's."""
     sizes = real.status().device_memory
     taken = real.engine.residency.occupied_bytes("kv_cache")

@@ -32,7 +32,7 @@ def operations(path: str) -> list[dict]:
     return [event for event in events if event.get("cat") == "cpu_op"]
 
 
-def test_a_trace_ends_after_its_steps_and_holds_what_they_computed(driver, folder):
+def test_a_trace_ends_after_its_steps_and_has_their_operations(driver, folder):
     started = driver.call(Start(num_steps=3, record_shapes=True))
     assert (started.num_steps, Path(started.path).parent) == (3, folder)
     driver.generate([5, 6, 7], 3)

@@ -108,7 +108,7 @@ def driver(model) -> Iterator[EngineDriver]:
 
 
 def rank_1_fails_at(monkeypatch, method: str) -> None:
-    """It is told something else that it cannot do."""
+    """Let rank 1 fail in ``method``: it is told something else that it cannot do."""
     send = Workers.send_to
 
     def changed(self, rank, frames):

@@ -111,7 +111,7 @@ def test_released_weights_come_back_on_every_rank(driver, other_model):
 
 
 def workers_fail_at(patch: pytest.MonkeyPatch, refused: str) -> None:
-    """They are told something else that they cannot do."""
+    """Let the workers fail in ``refused``: they are told something else that they cannot do."""
     call = Executor.call
 
     def changed(self, method, *arguments, **options):

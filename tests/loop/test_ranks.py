@@ -104,7 +104,7 @@ def assert_same_outputs(found, expected) -> None:
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
-def test_two_ranks_sample_what_one_samples(driver, alone):
+def test_two_ranks_sample_the_tokens_of_one(driver, alone):
     assert_same_outputs(outputs(driver), outputs(alone))
     status = driver.status()
     assert [rank.rank for rank in status.ranks] == [1]

@@ -175,7 +175,7 @@ def test_lost_weights_are_refused_until_an_update_is_complete(start, folder, oth
         assert len(tokens_of(driver.result(rid))) == 8
 
 
-def test_the_old_behaviour_still_refuses_who_names_an_epoch(start, other_model):
+def test_the_old_behaviour_refuses_requests_with_an_epoch(start, other_model):
     with start() as driver:
         first = checksum(driver)
         ok(from_tensors(driver, other_model, weight_version="step-17"))
@@ -339,7 +339,7 @@ def test_a_replaced_file_of_the_same_size_and_time_is_noticed(start, folder, tin
             from_disk(driver, folder)
 
 
-def test_a_reply_without_a_state_file_does_not_say_what_is_on_record(tiny_model, folder):
+def test_a_reply_without_a_state_file_omits_the_record(tiny_model, folder):
     with EngineDriver(str(tiny_model)) as driver:
         assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder))).durable is None
 
@@ -444,7 +444,7 @@ def test_two_engines_do_not_share_a_file(start, tiny_model, tmp_path):
         assert driver.status().weights_epoch == 1
 
 
-def test_the_file_is_private_small_and_says_what_it_should(start, folder, tmp_path):
+def test_the_file_is_private_small_and_complete(start, folder, tmp_path):
     path = tmp_path / "weights.json"
     with start() as driver:
         from_disk(driver, folder)
@@ -460,7 +460,7 @@ def test_the_file_is_private_small_and_says_what_it_should(start, folder, tmp_pa
 
 @contextmanager
 def full_disk(limit: int = 64) -> Iterator[None]:
-    """No file of this process can be written beyond its first ``limit`` bytes; needs no privileges."""
+    """Limit every file that this process writes to ``limit`` bytes; needs no privileges."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
@@ -471,7 +471,7 @@ def full_disk(limit: int = 64) -> Iterator[None]:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of two pages at ``folder``; the test is skipped where it cannot be mounted."""
+    """Mount a file system of two pages at ``folder``; skip the test where that cannot be done."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8k,mode=0700", "tmpfs", str(folder)]
     try:

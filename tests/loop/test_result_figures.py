@@ -188,7 +188,7 @@ def test_weights_that_are_committed_while_a_request_waits_open_no_span_of_their_
 
 
 @pytest.mark.parametrize("edited", [False, True])
-def test_logits_that_are_not_finite_say_what_to_check(driver, edited):
+def test_non_finite_logits_name_the_remedy(driver, edited):
     edits = {
         "repetition_penalty": 1.25,
         "frequency_penalty": 0.5,
@@ -276,12 +276,12 @@ def test_spans_are_told_apart_after_many_commits(driver):
 def test_a_result_whose_parts_differ_in_length_is_an_error_not_a_result(driver, monkeypatch, what, lost):
     outputs, spans = RequestTable.outputs, Request.version_spans
 
-    def of_request(table: RequestTable, request: Request) -> OutputArrays:
+    def wrong_outputs(table: RequestTable, request: Request) -> OutputArrays:
         found = outputs(table, request)
         return replace(found, logprobs=np.resize(found.logprobs, len(found.tokens) - lost))
 
     if "logprobs" in what:
-        monkeypatch.setattr(RequestTable, "outputs", of_request)
+        monkeypatch.setattr(RequestTable, "outputs", wrong_outputs)
     if "spans" in what:
         monkeypatch.setattr(Request, "version_spans", lambda request, count: spans(request, count - lost))
     rid = driver.generate(PROMPT, 4)

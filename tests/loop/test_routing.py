@@ -98,7 +98,7 @@ def test_a_row_for_each_position_but_the_last(driver, length, new_tokens):
     assert (result.routed_experts.dtype, result.routed_experts.start) == ("U8", 0)
 
 
-def test_none_for_those_who_did_not_ask(driver):
+def test_routing_is_none_for_requests_without_it(driver):
     rid = driver.generate(prompt_of(5), 3)
     driver.run_until_idle()
     assert driver.result(rid).routed_experts is None
@@ -135,7 +135,7 @@ def test_a_prefix_hit_brings_its_rows(driver):
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", None])
-def test_rows_stay_what_they_were_across_an_update(driver, moe_models, mode, monkeypatch):
+def test_rows_are_unchanged_across_an_update(driver, moe_models, mode, monkeypatch):
     open_checkpoints_at_once(monkeypatch)
     prompt = prompt_of(50)
     rid = ask(driver, prompt, 30)

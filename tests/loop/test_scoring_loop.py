@@ -343,7 +343,7 @@ def test_a_retry_gets_the_same_answer_and_computes_nothing(tiny_model, reference
         assert status_of(driver).scored_tokens == scored
 
 
-def test_shutdown_answers_what_is_under_way(tiny_model, reference, monkeypatch):
+def test_shutdown_answers_messages_under_way(tiny_model, reference, monkeypatch):
     monkeypatch.setattr(scoring, "SLICE_S", 0.0)
     with driver_with(tiny_model, reference, "layerwise") as driver:
         messages = [ScoreReqInput(input_ids=sequences(100), start=[1]) for _ in range(2)]
@@ -437,7 +437,7 @@ def test_a_reference_that_cannot_come_is_a_typed_error(tiny_model, reference, ju
         assert_scores(driver.call(again), again, judge)
 
 
-def test_the_pool_of_the_policy_leaves_room_for_what_is_still_to_come(tiny_model, reference, monkeypatch):
+def test_the_pool_of_the_policy_leaves_room_for_memory_taken_later(tiny_model, reference, monkeypatch):
     from caesura.scheduler.execution import build
 
     sizes = {}

@@ -221,7 +221,7 @@ SETTLES = {"flush": FlushCacheReqInput, "continue": ContinueGenerationReqInput}
 
 
 @pytest.mark.parametrize("command", list(SETTLES))
-def test_somebody_else_does_not_commit_half_an_update(driver, other_model, command):
+def test_other_owners_do_not_commit_half_an_update(driver, other_model, command):
     driver.call(PauseGenerationReqInput())
     Pieces(driver, other_model).send(0)
     assert_error(driver.call(SETTLES[command](), "other"), "session_open")
@@ -308,7 +308,7 @@ def test_a_message_that_names_the_session_keeps_it(tiny_model, other_model):
 
 
 @pytest.mark.parametrize("parked", ["flush", "join"])
-def test_a_parked_command_of_somebody_else_is_no_sign_of_life(driver, monkeypatch, parked):
+def test_a_parked_command_of_another_owner_is_no_sign_of_life(driver, monkeypatch, parked):
     clock = clock_of(monkeypatch, ["control.engine_state"])
     driver.generate([5, 6, 7], 200)
     driver.tick(3)
@@ -323,8 +323,8 @@ def test_a_parked_command_of_somebody_else_is_no_sign_of_life(driver, monkeypatc
     assert driver.status().generation == "running"
 
 
-def test_a_pause_that_nobody_owns_is_not_adopted(driver, monkeypatch):
-    """Else the lease of one trainer continues the pause of another."""
+def test_a_pause_without_an_owner_is_not_adopted(driver, monkeypatch):
+    """The lease of one trainer would continue the pause of another."""
     clock = clock_of(monkeypatch, ["control.engine_state"])
     driver.call(PauseGenerationReqInput())
     driver.call(PauseGenerationReqInput(owner="late", lease_s=5.0), "other")
@@ -387,7 +387,7 @@ def test_rows_that_cannot_be_taken_are_refused_before_the_first_byte(driver, oth
 
 
 @pytest.mark.parametrize("refusal", ["mismatch", "session_open", "no_session"])
-def test_a_refused_update_aborts_nobody(driver, tiny_model, other_model, refusal):
+def test_a_refused_update_aborts_no_request(driver, tiny_model, other_model, refusal):
     rid = driver.generate([5, 6, 7, 8], 50)
     driver.tick(3)
     if refusal == "session_open":

@@ -35,7 +35,7 @@ def test_a_hub_id_is_told_that_nothing_is_downloaded(path):
     )
 
 
-def test_a_folder_that_is_no_model_is_told_what_it_lacks(tmp_path, tiny_model):
+def test_a_folder_without_a_model_is_refused_with_the_missing_file(tmp_path, tiny_model):
     file = tiny_model / "model.safetensors"
     assert (
         refusal(file).message == f"{file}: is a file; a model is a folder with config.json and *.safetensors"

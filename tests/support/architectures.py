@@ -132,7 +132,7 @@ def tiny_config(architecture: str, **changes: Any) -> Any:
 
 
 def tiny_model(architecture: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
-    """A model of this architecture as transformers runs it, every parameter random."""
+    """Return a model of this architecture as transformers runs it, every parameter random."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = (
         getattr(transformers, architecture)._from_config(tiny_config(architecture, **changes), **eager).eval()

@@ -8,7 +8,7 @@ from caesura.scheduler.kernels.attention_form import AttentionForm
 
 
 def attended(products: Tensor, v: Tensor, start: int, form: AttentionForm, scale: float) -> Tensor:
-    """Dense attention of the tokens from position ``start`` on.
+    """Return the dense attention of the tokens from position ``start`` on.
 
     Args:
         products: [kv heads, group, T, S] of queries and keys, not scaled.
@@ -33,7 +33,7 @@ def attended(products: Tensor, v: Tensor, start: int, form: AttentionForm, scale
 
 
 def forms(heads: int, dtype: torch.dtype) -> st.SearchStrategy[AttentionForm]:
-    """Every combination, in windows around what blocks and pages are cut at."""
+    """Return every combination, in windows around what blocks and pages are cut at."""
     scores = st.lists(st.floats(-8, 8), min_size=heads, max_size=heads)
     return st.builds(
         AttentionForm,

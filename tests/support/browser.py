@@ -17,7 +17,7 @@ browsing = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def chromium() -> Iterator[webdriver.Chrome]:
-    """The browser, which notes what pages ask for and complain about."""
+    """Yield the browser, which notes what pages ask for and complain about."""
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):

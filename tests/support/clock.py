@@ -16,7 +16,7 @@ class Clock:
 
 
 def clock_of(monkeypatch: pytest.MonkeyPatch, modules: Iterable[str]) -> Clock:
-    """One clock in place of ``monotonic`` in these modules of ``caesura.scheduler``."""
+    """Put one clock in place of ``monotonic`` in these modules of ``caesura.scheduler``."""
     clock = Clock()
     for module in modules:
         monkeypatch.setattr(f"caesura.scheduler.{module}.monotonic", clock)

@@ -52,7 +52,7 @@ class _Driver:
 
 @contextmanager
 def compiling(cache: Path) -> Iterator[list[Compiled]]:
-    """Inside, every launch of a Triton kernel appends what it compiles to; ``cache`` is an empty folder."""
+    """Yield a list of what each launch of a Triton kernel compiles to; ``cache`` is an empty folder."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 

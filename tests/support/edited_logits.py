@@ -12,7 +12,7 @@ from caesura.scheduler.scheduling.request import Request, RequestTable, make_req
 def edited(
     logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int], eos: tuple[int, ...]
 ) -> list[float]:
-    """``logits`` [V] after penalties, biases and masks, token by token."""
+    """Return ``logits`` [V] after penalties, biases and masks, token by token."""
     found = []
     for token, value in enumerate(logits.tolist()):
         times = output.count(token)
@@ -35,7 +35,7 @@ def log_softmax(values: list[float], temperature: float = 1.0) -> list[float]:
 
 
 def logits_of(*key: int, vocab_size: int) -> np.ndarray:
-    """Float32 logits [V], a function of ``key``; no two are equal, about half are positive."""
+    """Return float32 logits [V], a function of ``key``; no two are equal, about half are positive."""
     generator = torch.Generator().manual_seed(hash(key) % 2**63)
     return (2.0 * torch.randn(vocab_size, generator=generator)).numpy()
 
@@ -43,7 +43,7 @@ def logits_of(*key: int, vocab_size: int) -> np.ndarray:
 def bound(
     messages: list[GenerateReqInput], vocab_size: int, eos: tuple[int, ...] = ()
 ) -> tuple[RequestTable, list[Request]]:
-    """A table with a slot for each message's request, in their order."""
+    """Return a table with a slot for each message's request, in their order, and the requests."""
     table, requests = RequestTable(len(messages), 64, 16, vocab_size), []
     for message in messages:
         seed = message.sampling_params.seed or 0

@@ -30,7 +30,7 @@ from caesura.client.launch import launcher as engines
 from caesura.scheduler.executor import workers
 
 VARIABLE = "CAESURA_TEST_FORK"
-"""Not set, or empty: every process is executed."""
+"""Variable that enables forks; unset or empty, every process is executed."""
 READ_LATER = frozenset({"PYTEST_CURRENT_TEST", "CAESURA_KERNELS", VARIABLE})
 """Variables that nothing reads while it is imported."""
 MODULE, CODE = "-m", "-c"
@@ -87,7 +87,7 @@ class Template:
 
     @classmethod
     def start(cls) -> "Template | None":
-        """One for this process; None where there can be none."""
+        """Start a template for this process, or return None where there can be none."""
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             process = subprocess.Popen(
@@ -202,7 +202,7 @@ def close() -> None:
 
 @contextmanager
 def executing(*, executing: bool = True) -> Iterator[None]:
-    """Inside of the block every process is executed: for tests of what a fork does not show."""
+    """Execute every process that is started in the block: for tests of what a fork does not show."""
     global _executing
     before, _executing = _executing, executing
     try:

@@ -118,7 +118,7 @@ class Record:
     events: list[Event] = field(default_factory=list)
 
     def of(self, kind: str, *phases: str) -> list[Event]:
-        """The events of one kind, in these phases (none given: in all)."""
+        """Return the events of one kind, in these phases (none given: in all)."""
         return [
             event for event in self.events if event.kind == kind and (not phases or event.phase in phases)
         ]
@@ -127,7 +127,7 @@ class Record:
         return len(self.of(kind, *phases))
 
     def told(self, kind: str, *phases: str) -> str:
-        """The events, one a line with how often, for a message."""
+        """Return the events, one a line with how often, for a message."""
         told = Counter(f"{event.phase}: {event.name} at {event.where}" for event in self.of(kind, *phases))
         return "\n".join(f"{count} x {line}" for line, count in told.items())
 
@@ -161,14 +161,14 @@ class Tracer(TorchDispatchMode):
         self.record, self.phase = Record(), phase
 
     def launch(self, name: str, *arguments: Any) -> None:
-        """One call of a kernel that is no operation of torch."""
+        """Record one call of a kernel that is no operation of torch."""
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         if any(tensor.device != DEVICE for tensor in tensors):
             self._note("mixed", name, tensors)
         self._note("launch", name, tensors)
 
     def waited(self, name: str) -> None:
-        """The host waits for the device, other than by an operation of torch."""
+        """Record that the host waits for the device, other than by an operation of torch."""
         self._waits(name, [])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -301,7 +301,7 @@ class _Event:
         return True
 
     def synchronize(self) -> None:
-        """Whoever waits for an event waits for what stands before it."""
+        """Do nothing: a wait for an event is a wait for what stands before it."""
 
 
 class _Stream:
@@ -309,7 +309,7 @@ class _Stream:
         self._tracer = tracer
 
     def wait_stream(self, other: "_Stream") -> None:
-        """On the device."""
+        """Do nothing: the wait is the device's."""
 
     def synchronize(self) -> None:
         self._tracer.waited("Stream.synchronize")

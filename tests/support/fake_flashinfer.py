@@ -32,7 +32,7 @@ def _attend(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Causal attention of [T, heads, size] over HND pages."""
+    """Compute causal attention of [T, heads, size] over HND pages."""
     out = torch.full_like(q, torch.nan).contiguous()
     group = q.shape[1] // k.shape[1]
     for row in range(len(last_page_len)):
@@ -269,7 +269,7 @@ def _attend_latents(
     scale: float,
     causal: bool,
 ) -> None:
-    """Attention of [T, heads, latent + rotated] over [pages, page size, latent + rotated]."""
+    """Compute attention of [T, heads, latent + rotated] over [pages, page size, latent + rotated]."""
     out.fill_(torch.nan)
     for row in range(len(kv_len_arr)):
         pages, length = kv_indices[int(kv_indptr[row]) : int(kv_indptr[row + 1])].long(), int(kv_len_arr[row])

@@ -125,7 +125,7 @@ def rid_of(request: GenerateReqInput) -> str:
 
 
 def echo(request: GenerateReqInput) -> BatchTokenOutput:
-    """The prompt reversed, per sample with the sample's index appended; logprobs as asked for."""
+    """Return the prompt reversed, with the sample's index appended for each sample; logprobs as asked for."""
     outputs = []
     for index in range(request.sampling_params.n):
         tokens = [*reversed(request.input_ids), index]
@@ -195,7 +195,7 @@ def status_reply(request: Request) -> GetStatusReqOutput:
 
 
 def memory_event(seq: int, cause: MemoryCause = "sample", **fields: object) -> MemoryEvent:
-    """Event ``seq`` of an engine that began at second 1,000 and looks every second; 3 MB are reserved."""
+    """Return event ``seq`` of an engine that began at second 1,000 and looks each second; 3 MB reserved."""
     at = 1000.0 + seq
     parts = dict.fromkeys(MemoryByTag.__struct_fields__, 0) | {"weights": 2 << 20, "kv": 1 << 20}
     values: dict[str, object] = {
@@ -312,7 +312,7 @@ class FakeScheduler:
         self._outgoing.put(message)
 
     def next_request(self, kind: type[Request] = Request, timeout: float | None = None) -> Request:
-        """The next request of that kind; others before it are skipped."""
+        """Return the next request of that kind, and skip others before it."""
         while True:
             request = self.requests.get(timeout=timeout)
             if isinstance(request, kind):

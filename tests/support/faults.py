@@ -20,14 +20,14 @@ NO_MEMORY = [
 
 
 def submit(driver: EngineDriver, new_tokens: int = 12, **fields: object) -> dict[str, list[int]]:
-    """All prompts at once: a step then decodes, finishes prompts and begins others."""
+    """Submit all prompts at once: a step then decodes, finishes prompts and begins others."""
     rids = {driver.generate(prompt, new_tokens, stream=True, **fields): prompt for prompt in PROMPTS}
     driver.hear()
     return rids
 
 
 def check_everybody(driver: EngineDriver, rids: dict[str, list[int]]) -> list[GenerateReqOutput]:
-    """Each sample has ended once; what it has are the model's tokens; nothing is held any more."""
+    """Check that each sample has ended once, with the model's tokens, and nothing is held any more."""
     found = results_of(driver, rids)
     again = driver.generate(PROMPTS[1], 5)
     driver.run_until_idle()
@@ -60,7 +60,7 @@ def check_nothing_is_left(driver: EngineDriver) -> None:
 
 
 def another(error: Exception) -> Exception:
-    """One like it: what is raised again and again gathers the frames of each time."""
+    """Return an error like it: what is raised again and again gathers the frames of each time."""
     return type(error)(*error.args)
 
 

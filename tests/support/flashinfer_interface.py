@@ -40,7 +40,7 @@ class Call:
 
     name: str
     arguments: dict[str, Any]
-    """By parameter; defaults are not in it."""
+    """Arguments by parameter, without defaults."""
 
 
 class Interface:

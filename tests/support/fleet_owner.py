@@ -67,19 +67,19 @@ async def main(point: str, lease_s: str, folder: str, *engines: str) -> None:
         done = asyncio.Event()
         call = getattr(first.client, name)
 
-        async def of_first(*args: Any, **options: Any) -> Any:
+        async def update_then_die(*args: Any, **options: Any) -> Any:
             if not point.startswith("one"):
                 die()
             answer = await call(*args, **options)
             done.set()
             return answer
 
-        async def of_second(*args: Any, **options: Any) -> Any:
+        async def die_after_first(*args: Any, **options: Any) -> Any:
             await done.wait()
             die()
 
-        setattr(first.client, name, of_first)
-        setattr(second.client, name, of_second)
+        setattr(first.client, name, update_then_die)
+        setattr(second.client, name, die_after_first)
         await fleet.update(model_path=folder, weight_version="second")
 
 

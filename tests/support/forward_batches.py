@@ -33,7 +33,7 @@ class Row:
 
 
 def forward_batch(rows: list[Row], num_decode: int, page_size: int = 16) -> ForwardBatch:
-    """A batch that samples every token of ``rows``, of which the first ``num_decode`` decode."""
+    """Return a batch that samples every token of ``rows``, of which the first ``num_decode`` decode."""
     q_lens = [len(row.tokens) for row in rows]
     kv_lens = [row.start + len(row.tokens) for row in rows]
     positions = [list(range(row.start, row.start + len(row.tokens))) for row in rows]
@@ -67,7 +67,7 @@ def forward_batch(rows: list[Row], num_decode: int, page_size: int = 16) -> Forw
 def scattered_batch(
     rows: Iterable[tuple[int, int]], num_decode: int, num_pages: int, seed: int = 0
 ) -> ForwardBatch:
-    """A batch of rows (KV that is there, new tokens) whose pages lie anywhere in a pool of ``num_pages``."""
+    """Return a batch of rows (KV that is there, new tokens) whose pages lie anywhere in the pool."""
     ids = list(range(1, num_pages))
     random.Random(seed).shuffle(ids)
     made = [Row([0] * new, start, [ids.pop() for _ in range(-(-(start + new) // 16))]) for start, new in rows]
@@ -105,7 +105,7 @@ def load_model(
     *,
     backend: ModelBackend = "native",
 ) -> CausalLM:
-    """A loaded model on the CPU, or this rank's shard of one."""
+    """Return a loaded model on the CPU, or this rank's shard of one."""
     model = build_model(load_model_config(path, backend), dtype, torch.device("cpu"), parallel)
     load_from_disk(WeightLoader(model), open_checkpoint(path), bucket_bytes)
     model.finalize_weights()

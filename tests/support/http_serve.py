@@ -46,11 +46,11 @@ class ServedEngine:
         self.http = httpx.Client(base_url=self.url, timeout=None)
 
     def post(self, path: str, body: object = None, **options: Any) -> httpx.Response:
-        """A POST of JSON; no body at all where it is None."""
+        """Post JSON, or no body at all where it is None."""
         return self.http.post(path, content=None if body is None else json.dumps(body), **options)
 
     def ok(self, path: str, body: object = None, **options: Any) -> Any:
-        """The JSON of a POST that must succeed."""
+        """Return the JSON of a POST that must succeed."""
         response = self.post(path, {} if body is None else body, **options)
         assert response.status_code == 200, response.text
         return response.json()
@@ -91,7 +91,7 @@ def served(*arguments: str, **options: Any) -> Iterator[ServedEngine]:
 
 
 def make_text_model(path: Path, seed: int = 3) -> Path:
-    """A tiny checkpoint with a byte-level tokenizer and a chat template."""
+    """Write a tiny checkpoint with a byte-level tokenizer and a chat template."""
     from support.checkpoints import make_checkpoint
     from support.tokenizers import make_byte_level
 

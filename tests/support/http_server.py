@@ -45,14 +45,14 @@ def front_end(
 def client_of(
     front: FrontEnd, routes: Sequence[HTTPRouteHandler] = ROUTES, **options: Any
 ) -> TestClient[Litestar]:
-    """A client that calls the application without a socket."""
+    """Return a client that calls the application without a socket."""
     app = create_app(front, routes)
     app.on_shutdown.append(front.client.close)
     return TestClient(app, **{"base_url": "http://127.0.0.1", **options})
 
 
 def routes_served() -> list[tuple[str, str, HTTPRouteHandler]]:
-    """Method, path and handler of every route; a parameter in a path is ``x``."""
+    """Return method, path and handler of every route; a parameter in a path is ``x``."""
     return [
         (method, re.sub(r"{.*?}", "x", path), handler)
         for handler in ROUTES
@@ -90,7 +90,7 @@ def listening(
     tokenizer: TextTokenizer | None = None,
     **options: Any,
 ) -> Iterator[Listening]:
-    """A server on loopback; ``options`` are those of :func:`front_end`."""
+    """Yield a server on loopback; ``options`` are those of :func:`front_end`."""
     listener = socket.create_server(("127.0.0.1", 0))
     ready = threading.Event()
     servers: list[Server] = []

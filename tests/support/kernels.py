@@ -10,7 +10,7 @@ from caesura.scheduler.kernels import native
 
 
 def instruction_sets() -> Iterator[str]:
-    """Each set that can serve here, serving; skips the test where none can."""
+    """Yield each set that can serve here, serving; skip the test where none can."""
     if native.why_not():
         pytest.skip(f"no compiled kernels: {native.why_not()}")
     for name in native.ISAS[1:]:
@@ -20,12 +20,12 @@ def instruction_sets() -> Iterator[str]:
 
 
 def unit(dtype: torch.dtype) -> float:
-    """The largest relative error of a rounding to ``dtype``, where it is not :func:`least`."""
+    """Return the largest relative error of a rounding to ``dtype``, where it is not :func:`least`."""
     return torch.finfo(dtype).eps / 2
 
 
 def least(dtype: torch.dtype) -> float:
-    """The smallest positive number: twice the largest error of a rounding close to zero."""
+    """Return the smallest positive number: twice the largest error of a rounding close to zero."""
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 

@@ -7,13 +7,13 @@ import pytest
 
 
 def quick(values: Iterable[Any], count: int = 1) -> list[Any]:
-    """The first ``count`` values in ``make test``, the others only in ``make test-long``."""
+    """Return the first ``count`` values for ``make test``, and the others for ``make test-long``."""
     values = list(values)
     return [*values[:count], *(_long(value) for value in values[count:])]
 
 
 def every(values: Iterable[Any], nth: int) -> list[Any]:
-    """Every ``nth`` value in ``make test``, the first included, and the others only in ``make test-long``."""
+    """Return every ``nth`` value for ``make test``, from the first, and the others for ``make test-long``."""
     return [_long(value) if number % nth else value for number, value in enumerate(values)]
 
 

@@ -35,7 +35,7 @@ class Event:
         self.target = stream.done + len(stream.pending)
 
     def query(self) -> bool:
-        """Whoever polls gives the copies time: one is done at every look."""
+        """Do one copy, and return True if the event has passed: whoever polls gives the copies time."""
         self.stream.run(1)
         return self.stream.done >= self.target
 
@@ -191,7 +191,7 @@ class Model:
             assert bool((tensor == value).all()), f"layer {number}"
 
     def one_pass(self) -> int:
-        """A stage that uses all layers in order; the most bytes that were on the device."""
+        """Run a stage that uses all layers in order; return the most bytes that were on the device."""
         exhaust(self.manager.bring(["model"]))
         at_layer = self.manager.use("model")
         most = 0

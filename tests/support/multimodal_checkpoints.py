@@ -51,8 +51,8 @@ WHOLE: dict[str, tuple[str, type, type, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
-"""By architecture: the family of the language model, the multimodal config and model, fields of the vision
-tower and of the config.
+"""Family of the language model, multimodal config and model, and fields of the vision tower and of the
+config, by architecture.
 """
 
 

@@ -24,7 +24,7 @@ CONFIG = {
 
 
 def element(code: int) -> float:
-    """E2M1: one bit of sign, two of exponent (bias 1), one of mantissa."""
+    """Decode E2M1: one bit of sign, two of exponent (bias 1), one of mantissa."""
     sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
     magnitude = mantissa * 0.5 if exponent == 0 else (1 + mantissa * 0.5) * 2.0 ** (exponent - 1)
     return -magnitude if sign else magnitude
@@ -39,13 +39,13 @@ SCALES = torch.tensor([scale(exponent) for exponent in range(256)], dtype=torch.
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """[..., groups, 16] and [..., groups] to float64 [..., 32 * groups]."""
+    """Turn [..., groups, 16] and [..., groups] into float64 [..., 32 * groups]."""
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
     return (ELEMENTS[codes.long()] * SCALES[scales.long()].unsqueeze(-1)).flatten(-2)
 
 
 def quantize_mxfp4(value: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., n] to blocks [..., n / 32, 16] and scales [..., n / 32], each value to one that is near."""
+    """Round [..., n] to blocks [..., n / 32, 16] and scales [..., n / 32], each value to one that is near."""
     groups = value.double().unflatten(-1, (-1, GROUP))
     largest = groups.abs().amax(-1, keepdim=True).clamp_min(2.0**-100)
     exponents = (largest / 6).log2().ceil()

@@ -15,7 +15,7 @@ from caesura.client import SchedulerClient, launch_scheduler
 from caesura.client.text.tokenizer import TextTokenizer
 
 NAME = "tiny/qwen"
-"""With a slash, as folders and hub names have."""
+"""Name of the model, with a slash as folders and hub names have."""
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}[tools {{ tools | length }}]{% endif %}"
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}</>"
@@ -43,7 +43,7 @@ class Served:
 
 @contextmanager
 def serve_openai(path: Path) -> Iterator[Served]:
-    """A model in ``path``, its engine and the server in front."""
+    """Serve a model in ``path``: its engine, and the server in front."""
     make_byte_level(path, vocab_size=VOCABULARY, chat_template=TEMPLATE)
     make_checkpoint(
         path,
@@ -84,7 +84,7 @@ def messages(text: str) -> list[dict[str, str]]:
 
 
 def wait_until_idle(served: Served) -> None:
-    """Until the engine has nothing to do; paused, it never has by itself."""
+    """Wait until the engine has nothing to do; paused, it never has by itself."""
     eventually(lambda: live(served) == 0)
 
 

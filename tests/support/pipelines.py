@@ -49,7 +49,7 @@ def tensors_of(result: GenerateImagesReqOutput) -> dict[str, np.ndarray]:
 
 
 def clip_tokenizer() -> CLIPTokenizer:
-    """One token for each letter; the length is that of the encoders."""
+    """Build a tokenizer with one token for each letter, and the encoders' length."""
     vocab = {"<|startoftext|>": 0, "<|pad|>": 1, "<|endoftext|>": 2}
     for letter in "abcdefghijklmnopqrstuvwxyz":
         vocab[letter] = len(vocab)
@@ -97,7 +97,7 @@ def _t5(seed: int) -> T5EncoderModel:
 
 
 def _lively(module: Any) -> Any:
-    """Random modules at their usual scale hardly depend on their input: a defect would not show."""
+    """Scale random modules up: at their usual scale they hardly depend on input, and hide defects."""
     for parameter in module.parameters():
         if parameter.dim() == 2:
             parameter.data.normal_(0, 0.7 * parameter.shape[1] ** -0.5)
@@ -126,7 +126,7 @@ def _vae(seed: int, channels: int = 4) -> AutoencoderKL:
 def make_sd3(
     path: Path, *, seed: int = 0, t5: bool = True, layers: int = 2, channels: int = 4, **scheduler: Any
 ) -> Path:
-    """A pipeline of Stable Diffusion 3 for images of multiples of 8 pixels, about 60,000 parameters."""
+    """Write a pipeline of Stable Diffusion 3 for images of multiples of 8 pixels, about 60,000 parameters."""
     tokenizer = clip_tokenizer()
     vae = _vae(seed, channels)
     transformer = SD3Transformer2DModel(
@@ -159,7 +159,7 @@ def make_sd3(
 
 
 def make_flux(path: Path, *, seed: int = 0, guidance: bool = True) -> Path:
-    """A pipeline of Flux for images of multiples of 8 pixels, with dynamic shifting."""
+    """Write a pipeline of Flux for images of multiples of 8 pixels, with dynamic shifting."""
     tokenizer = clip_tokenizer()
     torch.manual_seed(seed)
     transformer = FluxTransformer2DModel(
@@ -195,7 +195,7 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
 
 
 def make_qwen_image(path: Path, *, seed: int = 0) -> Path:
-    """A pipeline of Qwen-Image for images of multiples of 8 pixels."""
+    """Write a pipeline of Qwen-Image for images of multiples of 8 pixels."""
     tokenizer = qwen_tokenizer()
     torch.manual_seed(seed)
     transformer = QwenImageTransformer2DModel(

@@ -92,7 +92,7 @@ class PlainTrainer:
 
 
 def broadcast_and_die(trainer: PlainTrainer, path: Path, num_tensors: int, joined: Event) -> None:
-    """``joined``: the other rank has, so that it is the broadcasts that fail."""
+    """Broadcast once the other rank has ``joined``, and die: so it is the broadcasts that fail."""
     trainer.join()
     joined.wait()
     trainer.broadcast_each(dict(list(weights_of(path).items())[:num_tensors]))

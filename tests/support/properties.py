@@ -7,6 +7,6 @@ _LEAST = 10
 
 
 def examples(number: int) -> int:
-    """``number`` where the profile tries as many examples as Hypothesis does by default."""
+    """Return ``number`` where the profile tries as many examples as Hypothesis does by default."""
     share = settings().max_examples / _USUAL
     return max(min(number, _LEAST), round(number * share))

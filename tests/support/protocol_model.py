@@ -48,7 +48,7 @@ class Protocol:
     label: str = "default"
     session: Session | None = None
     written: set[str] = field(default_factory=set)
-    """Since the last commit or poisoning."""
+    """Names of tensors written since the last commit or poisoning."""
     contents: dict[str, int] = field(default_factory=dict)
     """Number of the checkpoint that each tensor is of."""
 

@@ -30,7 +30,7 @@ def logits_of(
 
 
 def rounds(group: TensorParallel, seed: int, count: int) -> list[bytes]:
-    """Random collectives, the same kinds and sizes on every rank, other values on each."""
+    """Run random collectives, the same kinds and sizes on every rank, other values on each."""
     choice = torch.Generator().manual_seed(seed)
     own = torch.Generator().manual_seed(1000 * seed + group.rank)
     found = []
@@ -60,7 +60,7 @@ def large_sum(group: TensorParallel, elements: int, dtype: torch.dtype) -> Tenso
 
 
 def reduce_for_ever(group: TensorParallel) -> tuple[float, str]:
-    """Until a rank is lost: seconds that the last collective took, and the error."""
+    """Reduce until a rank is lost; return the seconds of the last collective, and the error."""
     x = torch.ones(4096)
     while True:
         began = monotonic()
@@ -71,7 +71,7 @@ def reduce_for_ever(group: TensorParallel) -> tuple[float, str]:
 
 
 def wait_once(group: TensorParallel) -> str | None:
-    """The error of a barrier. None: there is none."""
+    """Return the error of a barrier, or None without one."""
     try:
         group.barrier()
     except RankLostError as error:
@@ -80,7 +80,7 @@ def wait_once(group: TensorParallel) -> str | None:
 
 
 def give_up(group: TensorParallel, rank: int) -> str | None:
-    """One rank gives up, and then tries; the others wait for it."""
+    """Let one rank give up, and then try; the others wait for it."""
     if group.rank == rank:
         group.abort()
     return wait_once(group)
@@ -122,7 +122,7 @@ def bits_each_way(group: TensorParallel, path: str, dtype: torch.dtype, length: 
 
 
 def alone_and_beside_others(group: TensorParallel, path: str, dtype: torch.dtype) -> list[Tensor]:
-    """Logits of a request by itself, its prompt in chunks of other sizes, and beside other requests."""
+    """Return logits of a request alone, with its prompt in other chunks, and beside other requests."""
     model = load_model(path, dtype, 1 << 20, group)
     found = []
     for chunks, others in (((30,), 0), ((1, 16, 13), 0), ((7, 23), 5)):

@@ -36,7 +36,7 @@ def by_ipc(driver: EngineDriver, path: str | Path) -> Any:
 
 
 def by_broadcast(driver: EngineDriver, path: str | Path) -> Any:
-    """A trainer is rank 0 of three; the engine's ranks are 1 and 2, as SGLang counts them."""
+    """Update from a trainer that is rank 0 of three; the engine's ranks are 1 and 2, as in SGLang."""
     trainer = PlainTrainer(world_size=3)
     trainer.beside(trainer.join)
     reply = driver.call(trainer.init_message(), max_ticks=100_000)

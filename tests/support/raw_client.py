@@ -64,7 +64,7 @@ class RawClient:
         return message
 
     def result(self, rid: str) -> GenerateReqOutput:
-        """The terminal result of the only sample of ``rid``; stream deltas before it are dropped."""
+        """Return the terminal result of the only sample of ``rid``, and drop stream deltas before it."""
         while True:
             message = self.receive()
             assert isinstance(message, BatchTokenOutput), message

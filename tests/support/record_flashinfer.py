@@ -69,7 +69,7 @@ class Sources:
         self._read = lambda name: (root / name).read_text(encoding="utf-8")
 
     def module(self, name: str) -> tuple[str, ast.Module]:
-        """A module's package, which relative imports begin at, and its syntax tree."""
+        """Return a module's package, which relative imports begin at, and its syntax tree."""
         path = name.replace(".", "/")
         if f"{path}.py" in self._names:
             return name.rpartition(".")[0], ast.parse(self._read(f"{path}.py"))
@@ -122,7 +122,7 @@ def module_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def forwards_to(function: ast.FunctionDef) -> str | None:
-    """The method that is given this one's ``**kwargs``, and says what they may be. None: there is none."""
+    """Return the method that is given this one's ``**kwargs``, and says what they may be, or None."""
     for node in ast.walk(function):
         if (
             function.args.kwarg is None

@@ -57,7 +57,7 @@ def values(kind: wire_types.Type, name: str) -> list[Any]:
 
 
 def structs(kind: wire_types.StructType, *, required_only: bool = False) -> Iterator[dict[str, Any]]:
-    """Maps of that struct: one, and one more for each further struct that one of its fields takes."""
+    """Yield maps of that struct: one, and one more for each further struct that one of its fields takes."""
     fields = [field for field in kind.fields if field.required or not required_only]
     choices = {field.encode_name: values(field.type, field.encode_name) for field in fields}
     first = {name: options[0] for name, options in choices.items()}

@@ -164,5 +164,5 @@ def without_compiled_kernels(monkeypatch: Any) -> None:
 
 
 def assert_same(first: Tensor, second: Tensor) -> None:
-    """Equal but for rounding that depends on the number of rows."""
+    """Assert that both are equal but for rounding that depends on the number of rows."""
     torch.testing.assert_close(first, second, atol=2e-5, rtol=1e-4)

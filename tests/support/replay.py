@@ -25,8 +25,8 @@ class _ReplayedRouter(torch.nn.Module):
 
 @contextmanager
 def replayed(model: transformers.Qwen3MoeForCausalLM, expert_ids: torch.Tensor) -> Iterator[None]:
-    """Inside, ``model`` takes for token ``t`` and layer ``l`` the experts ``expert_ids[t, l]`` (int64, one
-    sequence).
+    """Let ``model`` take for token ``t`` and layer ``l`` the experts ``expert_ids[t, l]`` (int64, one
+    sequence) in the block.
     """
     sparse = {i: layer.mlp for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")}
     routers = {i: mlp.gate for i, mlp in sparse.items()}
@@ -59,7 +59,7 @@ def chosen_experts(model: transformers.Qwen3MoeForCausalLM, tokens: list[int]) -
 def output_logprobs(
     model: transformers.Qwen3MoeForCausalLM, prompt: list[int], output: list[int], expert_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Log-probabilities of ``output`` after ``prompt``, routed as ``expert_ids`` [prompt + output - 1,
+    """Return log-probabilities of ``output`` after ``prompt``, routed as ``expert_ids`` [prompt + output - 1,
     layers, k].
     """
     tokens = torch.tensor([prompt + output])

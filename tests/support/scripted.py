@@ -63,7 +63,7 @@ def cell(token: int, epoch: int) -> np.uint64:
 
 
 def next_token(cells: np.ndarray, vocab_size: int) -> int:
-    """The scripted model: a token from all KV of a row (uint64 [length])."""
+    """Return the scripted model's token from all KV of a row (uint64 [length])."""
     with np.errstate(over="ignore"):
         powers = np.cumprod(np.full(len(cells), _MULTIPLIER, np.uint64), dtype=np.uint64)
         mixed = (cells * powers[::-1]).sum(dtype=np.uint64) * _MULTIPLIER + _INCREMENT
@@ -85,9 +85,7 @@ def expected_tokens(prompt: list[int], result: GenerateReqOutput, vocab_size: in
 def expert_rows(
     tokens: np.ndarray, epochs: np.ndarray | int, positions: np.ndarray, layers: int, top_k: int
 ) -> np.ndarray:
-    """The scripted router: expert ids [n, layers, top_k] of ``tokens`` at ``positions`` under the weights of
-    ``epochs``.
-    """
+    """Return the scripted router's ids [n, layers, top_k] of ``tokens`` at ``positions`` under ``epochs``."""
     seeds = np.asarray(tokens) * 5 + np.asarray(epochs) * 83 + np.asarray(positions) * 7
     return (seeds[:, None, None] + np.arange(layers)[:, None] * 31 + np.arange(top_k) * 3) % 251
 
@@ -105,7 +103,7 @@ def expected_experts(prompt: list[int], result: GenerateReqOutput, layers: int, 
 
 
 def fold(state: np.uint64, cells: np.ndarray) -> np.uint64:
-    """The scripted state of a sequence after ``cells``, uint64 [n]."""
+    """Return the scripted state of a sequence after ``cells``, uint64 [n]."""
     with np.errstate(over="ignore"):
         for each in cells:
             state = state * _MULTIPLIER + each
@@ -246,7 +244,7 @@ class ScriptedRunner:
         return before
 
     def _go_on(self, batch: ForwardBatch, states: np.ndarray) -> None:
-        """From each row's state to its next, which must be that of all its KV."""
+        """Advance each row's state to its next, which must be that of all its KV."""
         step, cells = batch.states, self.kv[batch.kv_slots.numpy()]
         assert step is not None
         rows = step.rows.tolist()
@@ -319,7 +317,7 @@ class _Inbox:
         yield from self._receive()
 
     def poll(self, timeout: int | None = None) -> list[tuple[zmq.Socket, int]]:
-        """Stands in for the loop's poller: always something to look at."""
+        """Stand in for the loop's poller: there is always something to look at."""
         self.would_block = timeout != 0
         return [(self._socket, zmq.POLLIN)]
 
@@ -343,7 +341,7 @@ def open_checkpoints_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_piece_per_slice(monkeypatch: pytest.MonkeyPatch, *, writes: bool = False) -> None:
-    """Operations let the loop turn after every piece of their work, and after every write of weights."""
+    """Let the loop turn after every piece of an operation's work, and with ``writes`` after every write."""
     if writes:
         monkeypatch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
     monkeypatch.setattr("caesura.scheduler.messaging.command_queue.SLICE_S", 0.0)
@@ -447,7 +445,7 @@ class EngineDriver:
         self.engine.scheduler.receive(0)
 
     def sleep_s(self, ongoing: Any = None) -> float | None:
-        """Seconds for which the loop would sleep now; None: until a message comes."""
+        """Return the seconds for which the loop would sleep now, or None for until a message comes."""
         return self.engine.scheduler._timeout(ongoing)
 
     def _turn(self) -> None:
@@ -533,7 +531,7 @@ class EngineDriver:
         return reply.session_id
 
     def status(self) -> GetStatusReqOutput:
-        """Status, without a step in between: the engine answers it before it launches one."""
+        """Return the status, without a step in between: the engine answers it before it launches one."""
         reply = self.call(GetStatusReqInput())
         assert isinstance(reply, GetStatusReqOutput), reply
         return reply

@@ -31,7 +31,7 @@ PROMPT = [5, 6, 7, 8]
 
 
 def read_tables() -> tuple[list[str], dict[str, dict[str, str]]]:
-    """(states, command -> state -> "reply → state afterwards") of the tables whose first header is "command".
+    """Return (states, command -> state -> "reply → state afterwards") of the tables headed "command".
 
     A cell without an arrow leaves the state as it is: the last column of the table whose first header is
     "state" says which.

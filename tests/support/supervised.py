@@ -64,7 +64,7 @@ class Supervised:
                 return line
 
     def end(self, number: int | None = signal.SIGTERM) -> int:
-        """The exit status; ``number`` None: it ends by itself."""
+        """Return the exit status after signal ``number``, or without a signal if it is None."""
         if number is not None and self.process.poll() is None:
             self.process.send_signal(number)
         status = self.process.wait(PATIENCE)

@@ -69,7 +69,7 @@ def make_byte_level(folder: Path, *, vocab_size: int = 400, **config: object) ->
 
 
 def make_sentencepiece(folder: Path, *, vocab_size: int = 400, **config: object) -> Path:
-    """A BPE as Llama 2 has: ``▁`` for spaces, and bytes for the characters that the vocabulary lacks."""
+    """Write a BPE as Llama 2 has: ``▁`` for spaces, and bytes for characters that the vocabulary lacks."""
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     # The trainer itself would break ties between characters differently in each run.
@@ -122,7 +122,7 @@ def _save(folder: Path, tokenizer: Tokenizer, config: dict[str, object]) -> Path
 
 
 def pieces(values: Iterable[int], sizes: Iterable[int]) -> list[list[int]]:
-    """The values in parts of these sizes, again and again; what is left over is the last part."""
+    """Cut the values into parts of these sizes, again and again; what is left over is the last part."""
     rest = list(values)
     parts = []
     for size in sizes:

@@ -53,7 +53,7 @@ def used(source: str) -> tuple[set[str], set[str]]:
 
 
 def recorded() -> tuple[dict[str, str], dict[str, set[str]]]:
-    """The versions, and the names in each module, class or value."""
+    """Return the versions, and the names in each module, class or value."""
     read = json.loads(RECORDED.read_text(encoding="utf-8"))
     names = {owner: set(found.split()) for owner, found in read.pop("names").items()}
     return read, names

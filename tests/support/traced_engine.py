@@ -281,7 +281,7 @@ def decode(rows: int = ROWS - 2) -> ForwardBatch:
 
 
 def mixed(prompts: Sequence[int] = (300, 212), rows: int = ROWS // 2) -> ForwardBatch:
-    """``rows`` that decode beside chunks of so many tokens, the last of their prompts."""
+    """Build ``rows`` that decode beside chunks of so many tokens, the last of their prompts."""
     q_lens = [1] * rows + list(prompts)
     kv_lens = [1000 + 7 * row for row in range(rows)] + [length + 128 for length in prompts]
     tokens, count, width = sum(q_lens), len(q_lens), -(-max(kv_lens) // 16)
@@ -319,7 +319,7 @@ def _sampling(**changes: Any) -> ForwardBatch:
 
 
 def special(vocab_size: int) -> ForwardBatch:
-    """Two rows with penalties, one of which begins, one with biases."""
+    """Build two rows with penalties, one of which begins, one with biases."""
     two = torch.ones(2)
     rows = SpecialRows(
         rows=torch.tensor([0, 2, 4]),
@@ -344,7 +344,7 @@ def special(vocab_size: int) -> ForwardBatch:
 
 
 def masked(vocab_size: int) -> ForwardBatch:
-    """A step with filters, of which two rows want to know what these kept."""
+    """Build a step with filters, of which two rows want to know what these kept."""
     none, ids = torch.empty(0), torch.empty(0, dtype=torch.int64)
     rows = SpecialRows(
         rows=torch.tensor([0, 2]),
@@ -370,7 +370,7 @@ def masked(vocab_size: int) -> ForwardBatch:
 
 
 def prompt_logprobs() -> ForwardBatch:
-    """A mixed step that wants them of the tokens of its first chunk."""
+    """Build a mixed step that wants them of the tokens of its first chunk."""
     count = 300
     inputs = InputTokens(
         tokens=ROWS // 2 + torch.arange(count),

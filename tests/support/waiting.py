@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 PATIENCE_S = 86_400.0
-"""No limit, for what must have one: longer than any test."""
+"""Seconds of a limit that is none: longer than any test."""
 
 
 def eventually(condition: Callable[[], T]) -> T:

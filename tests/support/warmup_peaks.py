@@ -57,7 +57,7 @@ WIDE = Shape(
 @dataclass(frozen=True)
 class Peak:
     fits: bool
-    """It did not run out of memory; ``autotune`` logs it instead."""
+    """True if it did not run out of memory; ``autotune`` logs it instead."""
     peak: int
     """Bytes, at most, over what was resident before."""
     kept: int
@@ -124,7 +124,7 @@ def _run(runner: ModelRunner, run: Run, rows: int) -> bool:
 
 @contextmanager
 def _addresses(room: int | None) -> Iterator[None]:
-    """Within the block this process gets ``room`` bytes of addresses beyond what it has."""
+    """Limit this process in the block to ``room`` bytes of addresses beyond what it has."""
     if room is None:
         yield
         return

@@ -6,7 +6,7 @@ from caesura.scheduler.memory.workspace import Workspace
 
 
 def memory_of(workspace: Workspace, purpose: str) -> Tensor | None:
-    """All that is held for ``purpose``, as one row of its dtype. None: nothing was ever taken."""
+    """Return all that is held for ``purpose`` as one row of its dtype, or None if nothing was ever taken."""
     held = workspace._taken.get(purpose)
     return None if held is None else held[0]
 

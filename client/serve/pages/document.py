@@ -82,7 +82,7 @@ class PageData(msgspec.Struct, kw_only=True):
 
     now: float
     answered: bool = True
-    """False: ``status`` is the engine's last."""
+    """True if the engine answers; False if ``status`` is its last answer."""
     age_s: float = 0.0
     throughput: float | None = None
     """Tokens, or denoise steps of images, per second. None: unknown."""

@@ -44,8 +44,8 @@ class Look:
 
 
 class EngineWatch:
-    def __init__(self) -> None:
-        self.fleet: ReplicaFleet | None = None
+    def __init__(self, fleet: "ReplicaFleet | None" = None) -> None:
+        self.fleet = fleet
         self.ticks = Ticks()
         self.last_update: UpdateTimes | None = None
         self._restarts = 0

@@ -42,8 +42,8 @@ Values = float | Mapping[Any, float]
 class Metrics:
     """Counters of the front end; one object per process, used from its event loop."""
 
-    def __init__(self, max_connections: int = 4096) -> None:
-        self.engine = EngineWatch()
+    def __init__(self, max_connections: int = 4096, fleet: "ReplicaFleet | None" = None) -> None:
+        self.engine = EngineWatch(fleet)
         self.connections = Connections(max_connections)
         self._started = 0
         self._finished: Counter[str] = Counter()

@@ -137,7 +137,7 @@ def _require_small(body: RolloutBody, options: dict[str, Any], latent_bytes_per_
         steps = len(options["sigmas"])
     asked = options.get("return_steps", [])
     kept = steps + 1 if asked is None else min(2 * len(asked), steps + 1)
-    width, height = options.get("width", _DEFAULTS.width), options.get("height", _DEFAULTS.width)
+    width, height = options.get("width", _DEFAULTS.width), options.get("height", _DEFAULTS.height)
     pixels = body.num_outputs_per_prompt * width * height
     nbytes = int(pixels * (_IMAGE_BYTES_PER_PIXEL + kept * latent_bytes_per_pixel))
     if nbytes > MAX_ANSWER_BYTES:

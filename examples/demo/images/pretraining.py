@@ -1,4 +1,4 @@
-"""From random weights to a policy with something left to learn.
+"""Pretraining of the demo's policy from random weights; it leaves something to learn.
 
 The VAE learns the pictures. The transformer then learns them by flow matching (Lipman et al., 2022, arXiv
 2210.02747; Esser et al., 2024, arXiv 2403.03206) with captions whose shape is true and whose colour mostly is

@@ -2,7 +2,7 @@
 
 Invariants:
 - What computes a hidden state is the trainer's own code, but for products, embeddings, experts and attention,
-  and on a CPU for what compiled kernels are shown to compute the same (:mod:`.fusion`, :mod:`.fusion`).
+  and on a CPU for what compiled kernels are shown to compute the same (:mod:`.fusion`).
 - On a CPU the modules' calls are traced when the model is built, and repeated without them.
 - All requests of a step are one row [1, T] with the positions of each; nothing but attention looks across
   tokens, which the check at load (:mod:`.self_check`) shows for the weights that are served.
@@ -185,6 +185,12 @@ class _Layer(nn.Module):
 
 
 class LayerByLayer:
+    """Runs a decoder with layers that only note their calls, then each layer, then what follows the last.
+
+    What a layer is called with beside hidden states follows from token ids and positions alone; the check at
+    load compares with the forward that does not stop.
+    """
+
     def __init__(self, decoder: nn.Module, probe: Probe) -> None:
         self._real = probe.layers
         self._noting = [_Layer(layer, probe.returns_tuple) for layer in self._real]

@@ -38,8 +38,7 @@ _STEPS = (((0, 9), (0, 13), (0, 4)), ((4, 5), (13, 21)))
 """First and end of the tokens of each step; the second step decodes request 2 and goes on with request 1."""
 _ROWS = ((0, 1, 2), (2, 1))
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Norm of a token's difference over that of its hidden state; a leak gives 1, rounding a tenth of these.
-"""
+"""Norm of a token's difference over that of its hidden state; a leak gives 1, rounding a tenth of these."""
 
 
 def check(model: "TransformersForCausalLM") -> None:

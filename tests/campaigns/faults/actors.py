@@ -57,7 +57,7 @@ class Errand:
     folder: Path | None = None
     label: str = ""
     explicit: bool = False
-    """Within a session that the trainer begins and ends."""
+    """True if the trainer begins and ends a session around the work."""
     lease_s: float = 1.0
     hold_s: float = 0.0
     """Seconds that a pause or a release lasts."""
@@ -67,9 +67,9 @@ class Errand:
     new_tokens: int = 200
     samples: int = 1
     file_bytes: int | None = None
-    """No file, and no shared memory, may become longer."""
+    """Largest size of a file or of shared memory in bytes, or None without a limit."""
     descriptors: int | None = None
-    """So many more than it has may be opened."""
+    """Number of descriptors that may be opened beyond those at the start, or None without a limit."""
     disk_bytes: int | None = None
     """Size of the private file system that a checkpoint is written to."""
 

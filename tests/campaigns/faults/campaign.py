@@ -39,7 +39,7 @@ class Outcome:
     seconds: float = 0.0
     """Seconds of the whole fault, checks included."""
     recovery: float = 0.0
-    """From the end of the fault until a new request was answered by a healthy engine."""
+    """Seconds from the end of the fault until a healthy engine has answered a new request."""
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class Campaign:
             yield self.one(number)
 
     def draw(self, number: int) -> tuple[str, random.Random]:
-        """Kind of a fault, and the random numbers of its details."""
+        """Return the kind of a fault, and the random numbers of its details."""
         rng = random.Random(f"{self._seed}:{number}")
         found = rng.choices(self._kinds, [kind.weight for kind in self._kinds])[0]
         return found.name, rng

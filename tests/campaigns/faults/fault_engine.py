@@ -21,14 +21,14 @@ _OFFSET = struct.Struct("d")
 
 
 def set_clock(file: Path, offset_s: float) -> None:
-    """The wall clock of the engine that was started with ``file`` is so much ahead from now on."""
+    """Set how far the wall clock of the engine that was started with ``file`` is ahead from now on."""
     mode = "r+b" if file.exists() else "wb"
     with file.open(mode) as target:
         target.write(_OFFSET.pack(offset_s))
 
 
 def follow_clock(file: Path) -> None:
-    """From now on the wall clock of this process is what :func:`set_clock` says."""
+    """Make the wall clock of this process follow :func:`set_clock`."""
     original = time.time
     with file.open("rb") as source:
         shared = mmap.mmap(source.fileno(), _OFFSET.size, access=mmap.ACCESS_READ)

@@ -32,7 +32,7 @@ class FrontEnd:
         return self._process.pid
 
     def close(self) -> None:
-        """Idempotent; a front end that does not end in time is killed."""
+        """End the front end, by a kill if it takes too long; calling it again does nothing."""
         if self._process.poll() is None:
             self._process.terminate()
             try:

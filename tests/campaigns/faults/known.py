@@ -20,7 +20,7 @@ from checkpoints import random_tensor, write_checkpoint
 VOCAB, HIDDEN, LAYERS, CONTEXT = 256, 64, 6, 4096
 HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4, 2, 16, 512
 FIRST_TOKEN = 2
-"""Below are the ids of beginning and end."""
+"""First id above those of beginning and end."""
 LAYER_SCALE = 0.05
 """Scale of what attention and MLP add to the residual stream; embeddings have unit scale."""
 
@@ -68,7 +68,7 @@ class SuccessorShape:
         return shapes
 
     def tensor(self, name: str, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
-        """Embeddings of unit scale, the head permuted from them, small layers, norms close to one."""
+        """Draw embeddings of unit scale, the head permuted from them, small layers, norms close to one."""
         shape = self.tensor_shapes()[name]
         if name == "lm_head.weight":
             table = self.tensor("model.embed_tokens.weight", seed=seed, dtype=dtype)

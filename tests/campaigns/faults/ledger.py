@@ -94,7 +94,7 @@ class Ledger:
         self._problems: list[Problem] = []
 
     def asked(self, rid: str, prompt: Sequence[int], new_tokens: int, samples: int = 1) -> None:
-        """A generate request was sent, greedy and without an end of its own; its message id is its rid."""
+        """Record a greedy generate request without an end of its own; its message id is its rid."""
         for index in range(samples):
             self._accounts[rid, index] = Account(prompt[-1], new_tokens)
 
@@ -129,7 +129,7 @@ class Ledger:
             )
 
     def refused(self, reply: ErrorReply, *, allowed: Sequence[str] = ()) -> None:
-        """An error arrived; as the answer to a generate request it ends all of its samples."""
+        """Record an error; as the answer to a generate request it ends all of its samples."""
         samples = [index for rid, index in self._accounts if rid == reply.id]
         for index in samples:
             self._end(reply.id, index)

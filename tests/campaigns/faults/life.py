@@ -34,9 +34,9 @@ SESSION_DEADLINE_S = 2.0
 ENGINE_DESCRIPTORS = 512
 """Limit of the engine's open descriptors."""
 HEALING_S = 15.0
-"""In which leases and deadlines must have run out, on a busy machine too."""
+"""Seconds in which leases and deadlines must have run out, on a busy machine too."""
 DEADLINE_S = 60.0
-"""For everything that must happen."""
+"""Seconds for everything that must happen."""
 STATUS_S = 10.0
 POLL_S = 0.02
 UNLABELLED = "default"
@@ -159,7 +159,7 @@ class Life:
             self.witness.pump(min(left, POLL_S))
 
     def status(self) -> GetStatusReqOutput:
-        """Raises TimedOut, or Gone."""
+        """Return the engine's status, or raise TimedOut or Gone."""
         try:
             return self.client.status(timeout=STATUS_S)
         except EngineDied as error:

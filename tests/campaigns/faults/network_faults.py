@@ -82,7 +82,7 @@ def _byte_proxy(scene: Scene) -> ByteProxy:
 
 
 def _damage(scene: Scene, damage: Damage) -> None:
-    """The next messages of one direction; the actor's own patience is what ends its waiting."""
+    """Damage the next messages of one direction; the actor's own patience ends its wait."""
     direction: Direction = scene.rng.choice(("to_engine", "to_client"))
     harmful = Harmful(damage, direction, scene.rng, left=scene.rng.choice((1, 1, 2, 5)))
     scene.facts |= {"direction": direction, "messages": harmful.left}

@@ -37,7 +37,7 @@ class ByteProxy:
     def __init__(self, endpoint: str, target: str) -> None:
         self.endpoint = endpoint
         self.delay_s = 0.0
-        """Before each chunk."""
+        """Seconds of delay before each chunk."""
         self._target = _path(target)
         self._stalled = threading.Event()
         self._cut = threading.Event()
@@ -132,7 +132,7 @@ class Harmful:
     direction: Direction
     rng: random.Random
     left: int = 1
-    """So many messages."""
+    """Number of messages left to damage."""
     delay_s: float = 0.3
     done: int = field(default=0, init=False)
 

@@ -19,7 +19,7 @@ FILE = "model.safetensors"
 
 @kind("disk-full", 6)
 def disk_full(scene: Scene) -> None:
-    """A trainer writes to a disk that is too small, does not look, and has the engine load what is there."""
+    """Have a trainer write to a disk that is too small, and have the engine load what is there."""
     version = scene.rng.choice(scene.life.versions)
     size = round((version.folder / FILE).stat().st_size * scene.rng.choice(SHARES))
     small = {"disk_bytes": max(size, 4096)} if scene.rng.random() < 0.5 else {"file_bytes": max(size, 4096)}
@@ -31,7 +31,7 @@ def disk_full(scene: Scene) -> None:
 
 @kind("shm-full", 4)
 def shm_full(scene: Scene) -> None:
-    """A trainer cannot have the shared memory that its update needs."""
+    """Deny a trainer the shared memory that its update needs."""
     actor = scene.trainer(work="update", transport="ipc", file_bytes=scene.rng.choice((0, 4096, 100_000)))
     scene.must_end(actor)
     scene.cleared()
@@ -39,7 +39,7 @@ def shm_full(scene: Scene) -> None:
 
 @kind("checkpoint-vanished", 8)
 def checkpoint_vanished(scene: Scene) -> None:
-    """The folder goes while the engine reads it."""
+    """Remove the folder while the engine reads it."""
     copy = _copy(scene)
     try:
         actor = scene.trainer(work="update", transport="disk", folder=copy.folder, label=copy.label)
@@ -53,7 +53,7 @@ def checkpoint_vanished(scene: Scene) -> None:
 
 @kind("checkpoint-changed", 10)
 def checkpoint_changed(scene: Scene) -> None:
-    """Another version is written over it, or it is cut short, while the engine reads it."""
+    """Write another version over the folder, or cut a file short, while the engine reads it."""
     copy = _copy(scene)
     others = [version for version in scene.life.versions if version.label != copy.label]
     other = scene.rng.choice(others)
@@ -74,7 +74,7 @@ def checkpoint_changed(scene: Scene) -> None:
 
 @kind("client-descriptors", 4)
 def client_descriptors(scene: Scene) -> None:
-    """A client or trainer may open hardly anything; whatever becomes of it, the engine must not mind."""
+    """Let an actor open hardly anything; whatever becomes of it, the engine must not mind."""
     actor = scene.somebody(descriptors=scene.rng.choice((0, 3, 8, 12, 20)))
     scene.life.wait(lambda: actor.outcome is not None or not actor.alive())
     scene.facts["outcome"] = outcome_text(actor)
@@ -100,7 +100,7 @@ def engine_descriptors(scene: Scene) -> None:
 
 @kind("slow-reader", 6)
 def slow_reader(scene: Scene) -> None:
-    """A client asks for much and never reads, then goes."""
+    """Have a client ask for much, never read, and then go."""
     actor = scene.client(work="mute", samples=8, new_tokens=MUTE_TOKENS, hold_s=60.0)
     scene.meet(actor, ("streaming",))
     scene.hold()
@@ -110,7 +110,7 @@ def slow_reader(scene: Scene) -> None:
 
 @kind("clock-jump", 8)
 def clock_jump(scene: Scene) -> None:
-    """The engine's wall clock moves by a day, forwards or backwards, and perhaps back again."""
+    """Move the engine's wall clock by a day, forwards or backwards, and perhaps back again."""
     actor = scene.client() if scene.rng.random() < 0.3 else scene.trainer(lease_s=PATIENT_LEASE_S)
     scene.meet(actor)
     scene.life.set_clock(scene.rng.choice((DAY_S, -DAY_S, 0.0)))

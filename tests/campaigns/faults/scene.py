@@ -55,11 +55,11 @@ class Scene:
     rng: random.Random
     problems: list[Problem] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    """For the report: what was drawn, and how the actors ended."""
+    """Facts for the report: what was drawn, and how the actors ended."""
     ends_engine: bool = False
     """The fault is expected to end the engine."""
     answers_all: bool = False
-    """Even so, every request must have been answered."""
+    """True if every request must have been answered even so."""
     cleared_at: float = 0.0
     """Monotonic second at which the fault was over; recovery is measured from there."""
     short: list[str] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Scene:
         self.life.wait(lambda: self.life.witness.arrived > arrived, 1.0)
 
     def trainer(self, **fields: Any) -> Actor:
-        """One at work: it updates, pauses or releases, drawn unless given."""
+        """Start a trainer that updates, pauses or releases, drawn unless given."""
         version = self.rng.choice(self.life.versions)
         drawn: dict[str, Any] = {
             "endpoint": self.life.endpoint,
@@ -125,7 +125,7 @@ class Scene:
         return self._start(Errand(**drawn))
 
     def http_client(self, front: FrontEnd) -> Actor:
-        """A streaming client of the front end, or a trainer that pauses and updates through it."""
+        """Start a streaming client of the front end, or a trainer that pauses and updates through it."""
         version = self.rng.choice(self.life.versions)
         return self._start(
             Errand(
@@ -172,7 +172,7 @@ class Scene:
             self.signal(pid, signal.SIGCONT)
 
     def must_end(self, actor: Actor, *, well: bool = False) -> None:
-        """``actor`` comes to an end that it can tell; ``well``: without an error."""
+        """Wait until ``actor`` tells its end; with ``well`` it must be without an error."""
         self.life.wait(lambda: actor.outcome is not None or not actor.alive())
         outcome = actor.outcome
         self.facts["outcome"] = outcome_text(actor)

@@ -65,7 +65,7 @@ class Witness:
         self._socket.send(encode(message))
 
     def take_reply(self, message_id: str) -> Message | None:
-        """The reply to a message that was no generation, once; None: it has not come."""
+        """Return the reply to a message that was no generation, once, or None before it has come."""
         return self._replies.pop(message_id, None)
 
     def pump(self, seconds: float) -> bool:

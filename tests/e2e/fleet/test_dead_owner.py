@@ -106,7 +106,7 @@ def test_a_fleet_adopts_the_engines_of_a_dead_one(engines, tiny_model, other_mod
     run(engines, body, adopt=True)
 
 
-def test_adoption_names_what_is_needed_where_no_engine_has_complete_weights(engines, other_model):
+def test_adoption_without_complete_weights_names_the_remedy(engines, other_model):
     killed_owner("all loaded", other_model, endpoints(engines))
     with pytest.raises(WeightsInvalid, match=r"no engine has complete weights .*poisoned.* complete update"):
         run(engines, lambda fleet: fleet.status(), adopt=True)

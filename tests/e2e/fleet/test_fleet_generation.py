@@ -33,8 +33,8 @@ from caesura.io_struct import GenerateReqInput
 from caesura.scheduler.kernels import TORCH, best
 
 DETERMINISTIC = best("linear", "cpu", torch.float32) != TORCH
-"""Then tokens and logprobs are the same bits in every composition of a batch; without, up to the last bits of
-a float32.
+"""True if tokens and logprobs are the same bits in every composition of a batch; else they agree up to the
+last bits of a float32.
 """
 PROMPT = [5, 6, 7, 8]
 NEW = 60
@@ -42,7 +42,7 @@ SEAM = 17
 ATTEMPTS = 20
 SAMPLED = SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=11, ignore_eos=True)
 LONG = msgspec.structs.replace(SAMPLED, max_new_tokens=600)
-"""Not done before this process, which may have to wait for a core, has done something to its engine."""
+"""Sampling of a request that outlasts this process's next action on its engine, even on a busy core."""
 CASES = {
     "greedy": SamplingParams(max_new_tokens=NEW, temperature=0.0, seed=1, ignore_eos=True),
     "sampled": SAMPLED,
@@ -109,9 +109,9 @@ def run(engines: list[SchedulerClient], body: Callable[[Fleet], Awaitable[None]]
 
 
 async def moved(fleet: Fleet, params: SamplingParams, *seams: int, **options: Any) -> list[GenerateOutput]:
-    """The outputs of a request whose engine is taken out of routing when its samples have ``seams`` tokens
-    together; every token comes once, in order. It is asked again if an engine was done before this process
-    came to fence it, or was fenced before it had made a token.
+    """Return the outputs of a request whose engine is taken out of routing when its samples have ``seams``
+    tokens together; every token comes once, in order. It is asked again if an engine was done before this
+    process came to fence it, or was fenced before it had made a token.
     """
     for _ in range(ATTEMPTS):
         before = fleet.dispatcher.moved

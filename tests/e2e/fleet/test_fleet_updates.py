@@ -142,7 +142,7 @@ def test_members_empty_their_device_caches_as_asked(engines, other_model, asks):
     run(engines, body)
 
 
-def test_a_refusal_by_one_member_updates_nobody(engines, tensors):
+def test_a_refusal_by_one_member_updates_no_member(engines, tensors):
     async def body(fleet: Fleet) -> None:
         first, second = fleet.members
         epochs = [member.epoch for member in fleet.members]
@@ -286,7 +286,7 @@ def test_pauses_hold_all_members_and_newcomers(engines, tensors, launch):
 
 @pytest.mark.parametrize(("mode", "lease_s"), [("bogus", 60.0), ("in_place", 1e9)])
 def test_a_pause_that_engines_refuse_is_no_pause(engines, mode, lease_s):
-    """Else a trainer would take the devices of engines that compute on."""
+    """A trainer that took it for one would take the devices of engines that compute on."""
 
     async def body(fleet: Fleet) -> None:
         with pytest.raises(EngineError, match=r"mode|lease_s"):

@@ -45,7 +45,7 @@ def processes(tiny_model) -> Iterator[ReplicaProcesses]:
 def run(
     processes: ReplicaProcesses, body: Callable[[ReplicaFleet], Awaitable[None]], *, model: Path | None = None
 ) -> None:
-    """``body`` on a fleet. Afterwards all replicas must serve and run, without any more commands."""
+    """Run ``body`` on a fleet. Afterwards all replicas must serve and run, without any more commands."""
 
     async def main() -> None:
         async with (
@@ -145,7 +145,7 @@ def test_a_broadcast_that_a_killed_engine_does_not_take_ends_the_wait_of_the_oth
         trainer.close()
 
 
-def test_an_update_reaches_engines_whose_weights_nobody_has(processes, tiny_model, other_model):
+def test_an_update_reaches_engines_after_all_weights_are_lost(processes, tiny_model, other_model):
     async def body(fleet: ReplicaFleet) -> None:
         await fleet.client.update_weights_from_tensor(weights_of(Path(other_model)), weight_version="second")
         await fleet.client.pause("retract")

@@ -207,7 +207,7 @@ def test_a_stream_is_the_result_in_pieces(float32):
     assert len(deltas) > 24, "tokens were meant to come one by one"
 
 
-def test_many_at_once_are_what_each_is_alone(float32):
+def test_batched_requests_equal_single_ones(float32):
     client = float32.client
     client.flush_cache(timeout_s=30)
     prompts = [[3 + (i * i + j * 5) % 90 for j in range(1 + 9 * i)] for i in range(16)]

@@ -152,7 +152,7 @@ def cold_checksums(other):
 
 
 @pytest.mark.parametrize("transport", quick(["disk", "tensor", "ipc", "distributed"]))
-def test_an_update_by_any_transport_writes_what_is_away(moving, sd3, other, cold_checksums, transport):
+def test_any_transport_writes_offloaded_components(moving, sd3, other, cold_checksums, transport):
     engine = moving
     for component in ("transformer", "text_encoder_2", "vae"):
         engine.update_weights_from_disk(sd3, component=component)
@@ -205,7 +205,7 @@ def test_a_broadcast_update(at_first, other):
     assert {n: s for n, s in engine.check_weights().checksums.items() if n.startswith("transformer.")} == ours
 
 
-def test_a_part_of_a_transformer_poisons_nothing_and_names_what_is_wrong(engine, other):
+def test_a_partial_transformer_is_refused_by_name_and_poisons_nothing(engine, other):
     tensors = state(other, "vae")
     with pytest.raises(WeightMismatch) as refused:
         engine.update_weights_from_tensor(tensors)

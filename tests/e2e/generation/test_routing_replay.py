@@ -73,9 +73,7 @@ def rows_of(output: GenerateOutput) -> torch.Tensor:
 
 
 def check_replay(model, prompt: list[int], output: GenerateOutput, until: int | None = None) -> None:
-    """Rows replayed give the first ``until`` logprobs (None: all), and differ from what any other experts
-    give.
-    """
+    """Check that replayed rows give the first ``until`` logprobs (None: all), and other experts do not."""
     tokens = output.output_ids[:until]
     rows = rows_of(output)[: len(prompt) + len(tokens) - 1]
     assert len(tokens) > 0
@@ -184,7 +182,7 @@ def job(number: int) -> tuple[list[int], dict[str, object]]:
 
 
 def policy_gradient(model, outputs: dict[int, GenerateOutput], shift: int = 0) -> tuple[float, float]:
-    """(effective sample size as a share, loss) of what a trainer computes on ``outputs``."""
+    """Return (effective sample size as a share, loss) of what a trainer computes on ``outputs``."""
     ratios, terms = [], []
     rewards = {
         number: sum(t % 2 == 0 for t in output.output_ids) / NEW_TOKENS for number, output in outputs.items()

@@ -38,7 +38,7 @@ class Served:
         return found[0, len(prompt) :].tolist()
 
     def rows(self, tokens: list[int]) -> torch.Tensor:
-        """Log-softmax [tokens, vocabulary] after each of ``tokens``."""
+        """Return the log-softmax [tokens, vocabulary] after each of ``tokens``."""
         with torch.inference_mode():
             return torch.log_softmax(self.reference(torch.tensor([tokens])).logits[0].float(), -1)
 
@@ -166,7 +166,7 @@ def test_pauses_change_no_number(served):
         assert output.num_retractions >= (mode == "retract")
 
 
-def test_streams_carry_what_the_result_carries(served):
+def test_streams_carry_the_fields_of_results(served):
     params = SamplingParams(max_new_tokens=9, temperature=1.0, seed=5, presence_penalty=0.5, ignore_eos=True)
     handle = served.client.submit(
         PROMPTS[0], params, stream=True, return_logprob=True, top_logprobs_num=2, token_ids_logprob=[1]

@@ -81,7 +81,7 @@ async def read(stream):
     return [samples[index] for index in sorted(samples)]
 
 
-def test_stop_strings_cut_what_would_have_been_said(engine, tokenizer):
+def test_stop_strings_cut_the_unstopped_text(engine, tokenizer):
     options = {"prompt": "The pause", "return_logprob": True, "top_logprobs_num": 2}
 
     async def body(manager):
@@ -132,7 +132,7 @@ def test_the_engine_stops_at_a_stop_string(engine, tokenizer):
     run(engine, tokenizer, body)
 
 
-def test_hundreds_of_streams_say_what_single_calls_say(engine, tokenizer):
+def test_hundreds_of_streams_equal_single_calls(engine, tokenizer):
     async def body(manager):
         requests = [
             GenerationRequest(
@@ -297,7 +297,7 @@ def test_a_text_call_that_times_out_or_is_closed_is_aborted(engine, tokenizer, t
     wait_until_idle(engine)
 
 
-def test_mistakes_in_commands_say_what_was_meant(engine):
+def test_mistakes_in_commands_name_the_remedy(engine):
     with pytest.raises(MalformedMessage, match=r"did you mean 'in_place'\?"):
         engine.pause("keep")
     with pytest.raises(InvalidRequest, match="lease_s needs an owner: any name"):
@@ -308,7 +308,7 @@ def test_mistakes_in_commands_say_what_was_meant(engine):
         pass
 
 
-def test_mistakes_in_calls_for_text_say_what_was_meant(engine, text_client):
+def test_mistakes_in_calls_for_text_name_the_remedy(engine, text_client):
     with pytest.raises(TypeError, match=r"stop .*TextClient"):
         SamplingParams(stop=["\n"])
     with pytest.raises(TypeError, match=r"stop: .*TextClient"):

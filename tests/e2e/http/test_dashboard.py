@@ -79,7 +79,7 @@ class Page:
         return tuple(self.browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]"))
 
     def requests(self) -> list[str]:
-        """Addresses that the page has asked for since the last call."""
+        """Return the addresses that the page has asked for since the last call."""
         events = (json.loads(entry["message"])["message"] for entry in self.browser.get_log("performance"))
         sent = (event["params"] for event in events if event["method"] == "Network.requestWillBeSent")
         return [
@@ -172,7 +172,7 @@ def test_no_throughput_is_drawn_into_a_pause(engine, page):
 
 @contextlib.contextmanager
 def paused(engine):
-    """Since when."""
+    """Pause the engine in the block, and yield the time of the pause."""
     engine.pause("in_place")
     try:
         yield fetch(engine, timeout=None).events[-1].at

@@ -63,7 +63,7 @@ def test_one_prompt_gives_a_dictionary_with_every_key(server):
         assert name in meta
 
 
-def test_text_in_and_out_and_what_ended_it(server):
+def test_text_in_and_out_with_the_finish_reason(server):
     whole = server.generate(text="Hello world", sampling_params={"max_new_tokens": 12})
     ids = server.ok("/tokenize", {"prompt": "Hello world"})["tokens"]
     assert server.generate(ids, sampling_params={"max_new_tokens": 12})["output_ids"] == whole["output_ids"]
@@ -162,7 +162,7 @@ def test_a_stream_does_not_wait_for_its_end(server):
     assert len(frames[0]["output_ids"]) < len(frames[-1]["output_ids"]) == 400
 
 
-def test_a_batched_stream_says_whose_each_event_is(server):
+def test_events_of_a_batched_stream_name_their_prompt(server):
     frames = stream(server, input_ids=[[5, 6], [7]], sampling_params={"n": 2})
     last = {frame["index"]: frame for frame in frames}
     assert sorted(last) == [0, 1, 2, 3]
@@ -239,7 +239,7 @@ def wait_for_load(server: ServedEngine, count: int) -> None:
     eventually(lambda: load() == count)
 
 
-def test_an_abort_gives_what_there_is(server):
+def test_an_abort_returns_the_output_so_far(server):
     server.ok("/pause_generation", {"mode": "in_place"})
     try:
         calls = [

@@ -118,7 +118,7 @@ def test_a_seed_left_out_is_drawn_and_told(server):
     assert again["data"][0]["b64_json"] == first["data"][0]["b64_json"]
 
 
-def test_an_abort_answers_with_what_there_is(server):
+def test_an_abort_marks_unfinished_images(server):
     answers = []
     body = {"rid": "long", "num_inference_steps": 900, "n": 2}
     thread = threading.Thread(target=lambda: answers.append(post(server, **body)))
@@ -263,7 +263,7 @@ def test_extremes_of_a_trajectory_are_400(server, changes):
 @pytest.mark.parametrize(
     "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/generate"]
 )
-def test_routes_of_language_models_say_what_to_call(server, path):
+def test_routes_of_language_models_name_the_route_to_call(server, path):
     response = httpx.post(f"{server.url}{path}", json={"prompt": "a", "messages": []}, timeout=None)
     assert response.status_code == 400, response.text
     assert "/v1/images/generations" in response.text

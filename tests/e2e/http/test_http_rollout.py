@@ -79,7 +79,7 @@ def test_the_defaults_of_python_are_those_of_http(server):
     assert not torch.equal(picture["generated_output"], over_http["generated_output"])
 
 
-def test_a_learner_recomputes_what_comes_with_each_output(server, sd3):
+def test_a_learner_recomputes_the_log_probabilities_of_each_output(server, sd3):
     found = rollouts(server)
     assert [each["seed"] for each in found] == [7, 8, 9]
     transformer = load_pipeline(sd3).transformer

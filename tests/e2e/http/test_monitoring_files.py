@@ -28,7 +28,7 @@ def scrape(url: str) -> dict[str, set[str]]:
 
 
 @pytest.mark.slow
-def test_every_expression_names_what_a_running_server_exposes(tiny_model):
+def test_expressions_name_metrics_of_a_running_server(tiny_model):
     arguments = ["--model", str(tiny_model), "--replicas", "2", "--kv-pool-tokens", "1024"]
     with served(*arguments) as server:
         server.ok("/generate", {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}})
@@ -44,7 +44,7 @@ def test_every_expression_names_what_a_running_server_exposes(tiny_model):
                 assert set(re.findall(r"(\w+)=", matchers)) <= exposed[name], expression
 
 
-def test_the_alerts_say_what_to_do():
+def test_alerts_have_severity_and_model():
     rules = [rule for group in ALERTS for rule in group["rules"]]
     assert {rule["alert"] for rule in rules} >= {
         "PausedTooLong", "WeightsPoisoned", "EngineRestarts", "QueueTooLong", "MemoryGrows"

@@ -241,7 +241,7 @@ def test_logprobs_of_completions(served):
 
 
 def check_offsets(tokenizer: TextTokenizer, text: str, ids: list[int], offsets: list[int]) -> None:
-    """Every offset counts the whole characters of the bytes before its token."""
+    """Check that every offset counts the whole characters of the bytes before its token."""
     tokens = TokenText(tokenizer)
     data = [b"" if token in tokenizer.skipped else tokens.data(token) for token in ids]
     assert b"".join(data).decode("utf-8", "replace") == text

@@ -134,7 +134,7 @@ def test_replicas_empty_their_device_caches_as_asked(pair, models, asks):
     assert emptied("continue") == [False] * 2, "the commit has done what was asked"
 
 
-def test_the_server_says_what_is_behind_its_port(pair):
+def test_the_server_lists_its_replicas(pair):
     found = info(pair)
     assert (found["dp_size"], found["tp_size"], len({*states(pair, "pid")})) == (2, 1, 2)
     assert [each["name"] for each in found["replicas"]] == ["replica-0", "replica-1"]
@@ -146,6 +146,9 @@ def test_the_server_says_what_is_behind_its_port(pair):
     assert [each["dp_rank"] for each in pair.get("/get_load").json()] == [0, 1]
     assert "2 replicas" in pair.announced
     assert "caesura:replica_up{model_name" in pair.get("/metrics").text
+    shown = pair.get("/dashboard/data").json()
+    assert [each["name"] for each in shown["replicas"]] == ["replica-0", "replica-1"]
+    assert len(shown["ticks"][-1][7]) == 2, "the load of each"
 
 
 def test_no_series_of_the_metrics_occurs_twice(pair):

@@ -43,7 +43,7 @@ def wait_until_queued(server: ServedEngine, requests: int = 1) -> None:
 
 
 def fails(*arguments: str, **options) -> str:
-    """stderr of a command that must fail soon."""
+    """Return the stderr of a command that must fail soon."""
     done = engine_template.run(engine_template.CLI, "serve", *arguments, **options)
     assert done.returncode != 0
     return done.stderr
@@ -403,13 +403,13 @@ def test_a_server_whose_engine_is_gone_refuses_at_once(tiny_model):
 
 @contextlib.contextmanager
 def served_alone(model: Path) -> Iterator[tuple[ServedEngine, int]]:
-    """A server over an engine that is somebody else's, and the engine's process."""
+    """Yield a server over a foreign engine, and the engine's process."""
     with launch_scheduler(model, num_threads=1) as client, served("--endpoint", client.endpoint) as engine:
         yield engine, client.status().pid
 
 
 @pytest.mark.long
-def test_a_signal_ends_what_goes_on_for_ever_on_an_engine_that_stays(tiny_model):
+def test_a_signal_ends_endless_requests_on_a_foreign_engine(tiny_model):
     with served_alone(tiny_model) as (engine, _):
         engine.ok("/pause_generation", {"mode": "in_place"})
         whole, found = in_background(
@@ -431,7 +431,7 @@ def test_a_signal_ends_what_goes_on_for_ever_on_an_engine_that_stays(tiny_model)
 
 
 @pytest.mark.long
-def test_a_stderr_that_nobody_reads_stops_nothing(tiny_model):
+def test_an_unread_stderr_stops_nothing(tiny_model):
     with served("--model", str(tiny_model), "--restart") as engine:
         assert engine.process.stderr is not None
         fcntl.fcntl(engine.process.stderr, fcntl.F_SETPIPE_SZ, 4096)

@@ -27,7 +27,7 @@ def experts(tmp_path_factory):
 
 
 def attach(server: ServedEngine, expected: dict[str, object]) -> None:
-    """slime's check of an external engine: each of its own settings that it compares must be equal."""
+    """Check an external engine as slime does: each of its own settings that it compares must be equal."""
     for path in ("/server_info", "/get_server_info"):
         actual = server.get(path).json()
         for name, value in expected.items():
@@ -142,7 +142,7 @@ def whole_distributions(server, prompt, output_ids):
 
 
 def assert_kept(kept, distribution, sampled, logprob):
-    """``kept`` is the shortest prefix of the descending distribution that reaches top_p."""
+    """Assert that ``kept`` is the shortest prefix of the descending distribution that reaches top_p."""
     assert sampled in kept
     values = sorted((distribution[token] for token in kept), reverse=True)
     assert values == pytest.approx(sorted(distribution.values(), reverse=True)[: len(values)], abs=1e-5)
@@ -152,7 +152,7 @@ def assert_kept(kept, distribution, sampled, logprob):
     assert logprob == pytest.approx(distribution[sampled] - math.log(masses[-1]), abs=1e-4)
 
 
-def test_slime_reads_what_top_p_kept(dense):
+def test_slime_reads_the_tokens_kept_by_top_p(dense):
     prompt, asked = [5, 6, 7], {**FILTERS, "custom_params": {"return_top_p_token_ids": True}}
     answer = dense.generate(prompt, sampling_params=asked, return_logprob=True)
     meta = answer["meta_info"]
@@ -253,7 +253,7 @@ def test_a_loader_of_the_trainers_is_refused_by_name(experts, path, body):
         ("/init_broadcaster", "/update_weights"),
     ],
 )
-def test_routes_that_are_not_served_say_what_to_do(dense, path, said):
+def test_unserved_routes_name_the_remedy(dense, path, said):
     refused = dense.post(path, {})
     assert refused.status_code == 404
     error = refused.json()

@@ -23,7 +23,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def step_7(served: Served) -> str:
-    """Other weights, where a trainer would have written them."""
+    """Write other weights where a trainer would have written them."""
     path = served.path.parent / "step_7"
     make_checkpoint(
         path,

@@ -52,7 +52,7 @@ def workload(seed: int) -> list[Arrival]:
 
 
 def with_shared_prefixes_and_stops(seed: int) -> list[Arrival]:
-    """Also what a pipeline of depth 1 learns a step late."""
+    """Draw arrivals that also have what a pipeline of depth 1 learns a step late."""
     stops = list(range(3, 97, 9))
     return [*workload(seed), Arrival(3, text(40, 6), sampled(9, seed + 4, n=3, stop_token_ids=stops))]
 
@@ -118,7 +118,7 @@ def arrivals(stage):
     return workload if stage.driver.config.pipeline_depth else with_shared_prefixes_and_stops
 
 
-def test_the_workload_is_what_it_says(stage, arrivals):
+def test_the_workload_is_reproducible_and_depends_on_its_seed(stage, arrivals):
     outputs, steps = stage.play(arrivals(7))
     assert steps == NUM_STEPS, "NUM_STEPS must cover the workload"
     again, _ = stage.play(arrivals(7))

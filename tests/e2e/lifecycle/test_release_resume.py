@@ -112,7 +112,7 @@ CYCLES = 8
 LINE = re.compile(r"INFO .*continue_generation: reserved ([\d.]+) MB -> ([\d.]+) MB \(freed (-?[\d.]+) MB\)")
 
 
-def test_every_continue_says_what_it_gave_back_and_reserved_memory_does_not_climb(tmp_path):
+def test_every_continue_reports_freed_memory_and_reserved_memory_does_not_climb(tmp_path):
     shape = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 4, "mlp_only_layers": []}
     folders = [tmp_path / name for name in ("one", "two")]
     for seed, folder in enumerate(folders):

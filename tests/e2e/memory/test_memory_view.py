@@ -57,7 +57,7 @@ def test_the_start_is_the_first_event(driver, tiny_model):
     assert sum(getattr(parts, tag) for tag in parts.__struct_fields__) == event.reserved
 
 
-def test_a_cycle_is_told_with_what_caused_each_look(driver, other_model):
+def test_a_cycle_is_recorded_with_the_cause_of_each_reading(driver, other_model):
     driver.generate([5, 6, 7], 50)
     driver.tick(3)
     driver.call(PauseGenerationReqInput(mode="in_place"))

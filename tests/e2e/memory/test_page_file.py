@@ -66,7 +66,7 @@ def show(browser, tmp_path):
     assert complaints == []
 
 
-def of_class(chart: ET.Element, kind: str) -> list[ET.Element]:
+def elements_of_class(chart: ET.Element, kind: str) -> list[ET.Element]:
     return [each for each in chart.iter() if each.get("class") == kind]
 
 
@@ -77,7 +77,7 @@ def points(path: ET.Element) -> list[tuple[float, float]]:
 def bands(chart: ET.Element) -> list[tuple[float, float]]:
     return [
         (float(x), float(width))
-        for path in of_class(chart, "band")
+        for path in elements_of_class(chart, "band")
         for x, width in re.findall(r"M([\d.]+),[\d.]+h([\d.]+)", path.get("d"))
     ]
 
@@ -86,7 +86,7 @@ def width_of(chart: ET.Element) -> float:
     return float(chart.get("viewBox").split()[2])
 
 
-def test_a_file_asks_nobody_and_says_what_serves(show, browser):
+def test_a_file_makes_no_requests_and_names_the_model(show, browser):
     browser.get_log("performance")
     page = show(cycles(2))
     assert page.texts("#title") == ["tiny · v0 · paused in place"] == [browser.title]
@@ -117,11 +117,16 @@ def test_every_pause_update_and_continue_is_marked(show, axis):
     timeline, returned = page.chart("timeline"), page.chart("returned")
     for chart in (timeline, returned, page.chart("allocated"), page.chart("parts")):
         assert len(bands(chart)) == 12
-    assert len(of_class(timeline, "pause")) == len(of_class(timeline, "update")) == 12
-    assert len(of_class(timeline, "continue")) == 12
-    assert len(of_class(timeline, "mark failure")) == len(of_class(timeline, "mark idle")) == 1
-    assert (len(of_class(returned, "bar")), len(of_class(returned, "bar elsewhere"))) == (12, 1)
-    assert len(of_class(returned, "left")) == 12
+    assert len(elements_of_class(timeline, "pause")) == len(elements_of_class(timeline, "update")) == 12
+    assert len(elements_of_class(timeline, "continue")) == 12
+    assert (
+        len(elements_of_class(timeline, "mark failure")) == len(elements_of_class(timeline, "mark idle")) == 1
+    )
+    assert (len(elements_of_class(returned, "bar")), len(elements_of_class(returned, "bar elsewhere"))) == (
+        12,
+        1,
+    )
+    assert len(elements_of_class(returned, "left")) == 12
     share = 3 / (events[-1].at - events[0].at) if axis == BY_TIME else 3 / len(events)
     assert bands(timeline)[0][1] == pytest.approx(share * (width_of(timeline) - LEFT - RIGHT), abs=0.2)
 
@@ -141,46 +146,46 @@ def test_the_close_view_has_the_last_events(show):
     page = show(cycles(30))
     page.choose(CLOSE)
     assert len(bands(page.chart("timeline"))) == 12, "48 events, a cycle has four"
-    assert len(of_class(page.chart("returned"), "bar")) == 12
+    assert len(elements_of_class(page.chart("returned"), "bar")) == 12
 
 
 def test_reserved_memory_after_each_continue_is_marked_without_lines(show):
     page = show(cycles(7))
     page.choose(BY_EVENT)
     timeline = page.chart("timeline")
-    (floor,) = of_class(timeline, "line floor")
+    (floor,) = elements_of_class(timeline, "line floor")
     marks = re.findall(r"M([\d.]+),([\d.]+)h0.1", floor.get("d"))
     assert len(marks) == 7
     assert "L" not in floor.get("d")
     heights = {float(y) for _, y in marks}
     assert len(heights) == 1, "nothing grows"
-    (reserved,) = of_class(timeline, "line reserved")
+    (reserved,) = elements_of_class(timeline, "line reserved")
     assert heights < {y for _, y in points(reserved)}
     (x_before, y_before), (x_after, y_after) = points(reserved)[-2:]
     assert x_before == x_after, "the emptying takes no time"
     assert y_before < y_after, "down on the screen"
 
 
-def test_no_line_is_drawn_over_a_time_in_which_nobody_looked(show):
+def test_no_line_spans_a_time_without_readings(show):
     first = [memory_event(1, "start"), memory_event(2), memory_event(3)]
     later = [memory_event(500 + number) for number in range(3)]
     page = show([*first, *later])
     for name in ("timeline", "allocated"):
         kind = "line reserved" if name == "timeline" else "line allocated"
-        before, after = of_class(page.chart(name), kind)
+        before, after = elements_of_class(page.chart(name), kind)
         assert max(x for x, _ in points(before)) < LEFT + 10
         assert min(x for x, _ in points(after)) > LEFT + 10
     page.choose(BY_EVENT)
-    assert len(of_class(page.chart("timeline"), "line reserved")) == 1, "events follow one another"
+    assert len(elements_of_class(page.chart("timeline"), "line reserved")) == 1, "events follow one another"
 
 
-def test_parts_are_stacked_to_what_is_reserved(show):
+def test_parts_stack_up_to_reserved_memory(show):
     events = cycles(4, grows=MIB)
     page = show(events)
     parts = page.chart("parts")
-    layers = {tag: of_class(parts, f"fill-{tag}") for tag in ("runtime", "weights", "kv", "other")}
+    layers = {tag: elements_of_class(parts, f"fill-{tag}") for tag in ("runtime", "weights", "kv", "other")}
     assert all(len(found) == 1 for found in layers.values())
-    assert of_class(parts, "fill-graphs") == []
+    assert elements_of_class(parts, "fill-graphs") == []
     zero = points(layers["runtime"][0])[-1][1]
     tops = points(layers["other"][0])[: 2 * len(events) : 2]
     scale = (zero - tops[1][1]) / events[1].reserved
@@ -201,11 +206,11 @@ def test_older_stretches_are_drawn_before_the_events(show):
     ]  # fmt: skip
     page = show(cycles(3), older)
     timeline = page.chart("timeline")
-    (folded,), (line,) = of_class(timeline, "folded"), of_class(timeline, "line reserved")
+    (folded,), (line,) = elements_of_class(timeline, "folded"), elements_of_class(timeline, "line reserved")
     assert points(folded)[0][0] == LEFT
     assert max(x for x, _ in points(folded)) < min(x for x, _ in points(line))
     page.choose(BY_EVENT)
-    assert of_class(page.chart("timeline"), "folded") == []
+    assert elements_of_class(page.chart("timeline"), "folded") == []
 
 
 def test_the_conclusions(show):
@@ -242,7 +247,7 @@ def test_a_long_record_keeps_its_peak_and_loses_the_bands(show):
     page = show(events)
     page.choose(BY_EVENT)
     timeline = page.chart("timeline")
-    (line,) = of_class(timeline, "line reserved")
+    (line,) = elements_of_class(timeline, "line reserved")
     x, _ = min(points(line), key=lambda point: point[1])
     assert x == pytest.approx(LEFT + 2001 / len(events) * (width_of(timeline) - LEFT - RIGHT), abs=0.2)
     band = page.browser.find_element(By.CSS_SELECTOR, "#timeline .band")
@@ -325,7 +330,7 @@ def test_nothing_is_drawn_from_a_tick_to_one_after_a_gap(browser, tmp_path):
     (tmp_path / "page.html").write_bytes(filed(data))
     page = File(browser, tmp_path / "page.html")
     for name, kind in (("throughput", "tokens"), ("requests", "running"), ("kv", "kv")):
-        before, after = of_class(page.chart(name), f"line {kind}")
+        before, after = elements_of_class(page.chart(name), f"line {kind}")
         assert points(before)[-1][0] < points(after)[0][0]
 
 
@@ -388,7 +393,7 @@ def test_the_line_of_throughput_ends_where_the_pause_begins(browser, tmp_path):
     throughput = page.chart("throughput")
     shaded = bands(throughput)
     assert len(shaded) == 2
-    drawn = [points(path) for path in of_class(throughput, "line tokens")]
+    drawn = [points(path) for path in elements_of_class(throughput, "line tokens")]
     assert len(drawn) == 2
     assert drawn[0][-1][0] == pytest.approx(shaded[0][0], abs=0.2)
     assert drawn[1][0][0] == pytest.approx(sum(shaded[0]), abs=0.2)

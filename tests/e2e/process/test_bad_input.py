@@ -68,7 +68,7 @@ def engine(tiny_model, tmp_path_factory):
 
 
 def state(client: SchedulerClient) -> dict[str, object]:
-    """Everything in status that a refused request must not change."""
+    """Return everything in status that a refused request must not change."""
     status = msgspec.structs.asdict(client.status(timeout=PATIENCE))
     volatile = {
         "id", "step", "last_step_age_s", "generated_tokens", "uptime_s", "stages", "device_memory",
@@ -385,7 +385,7 @@ def test_a_message_id_means_one_body(driver, second):
     assert driver.status().generation == "running", "and no second pause"
 
 
-def test_a_conflict_does_not_disturb_what_runs(driver, second):
+def test_a_conflict_does_not_disturb_running_requests(driver, second):
     rid = driver.generate([5, 6], 20, id="same")
     driver.tick(3)
     second.send(GenerateReqInput(id="same", input_ids=[7]))
@@ -440,7 +440,7 @@ def test_a_refused_request_is_refused_again(driver):
 
 
 def test_a_defect_in_a_handler_is_answered_and_the_loop_goes_on(driver, monkeypatch, caplog):
-    """Whatever a command runs into, its caller hears of it and nobody else notices."""
+    """The caller hears of any error of its command, and no other client does."""
     rid = driver.generate([5, 6], 8)
     driver.call(PauseGenerationReqInput(mode="retract"))
     with monkeypatch.context() as defect:

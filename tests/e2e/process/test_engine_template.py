@@ -74,7 +74,7 @@ def forked(start, **options) -> bool:
 
 
 @pytest.mark.parametrize("options", [{}, {"process_group": 0, "stdin": subprocess.DEVNULL}])
-def test_a_program_finds_what_it_would_have_found(start, tmp_path, monkeypatch, options):
+def test_a_forked_program_finds_the_same_process_state(start, tmp_path, monkeypatch, options):
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "another now")
     reader, writer = os.pipe()
     found = []

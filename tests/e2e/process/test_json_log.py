@@ -1,4 +1,4 @@
-"""With ``--log-format json`` every line of every process is an object with time, level and replica."""
+"""Log lines of every process under ``--log-format json``: objects with time, level and replica."""
 
 import json
 import os

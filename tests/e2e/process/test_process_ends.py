@@ -158,7 +158,7 @@ def test_drained_means_that_requests_end_by_themselves(tiny_model, endpoint):
 
 
 @pytest.mark.long
-def test_a_foreign_client_that_shuts_down_need_not_say_who_it_is(tiny_model, endpoint):
+def test_a_foreign_client_shuts_down_without_an_identity(tiny_model, endpoint):
     with started(tiny_model, "--endpoint", endpoint) as engine, RawClient(engine.ready()) as client:
         client.send(ShutdownReqInput(id="end"))
         status, error = engine.end()
@@ -167,7 +167,7 @@ def test_a_foreign_client_that_shuts_down_need_not_say_who_it_is(tiny_model, end
 
 
 @pytest.mark.long
-def test_a_clone_in_the_current_folder_does_not_hide_what_is_installed(tiny_model, tmp_path, monkeypatch):
+def test_a_clone_in_the_current_folder_does_not_hide_the_installed_package(tiny_model, tmp_path, monkeypatch):
     (tmp_path / "caesura").mkdir()
     (tmp_path / "caesura" / "__init__.py").write_text("raise RuntimeError('the clone')")
     monkeypatch.chdir(tmp_path)
@@ -276,7 +276,7 @@ def test_a_signal_during_the_imports_is_named(tmp_path, number):
 
 
 @pytest.mark.parametrize("number", quick([signal.SIGQUIT, signal.SIGUSR1, signal.SIGXCPU, signal.SIGALRM]))
-def test_a_signal_that_nobody_expects_is_named_before_it_kills(tiny_model, endpoint, number):
+def test_an_unexpected_signal_is_named_before_it_kills(tiny_model, endpoint, number):
     with started(tiny_model, "--endpoint", endpoint) as engine:
         engine.ready()
         engine.process.send_signal(number)
@@ -287,7 +287,7 @@ def test_a_signal_that_nobody_expects_is_named_before_it_kills(tiny_model, endpo
     )
 
 
-def test_a_crash_prints_what_it_was(tiny_model, endpoint):
+def test_a_crash_prints_its_cause(tiny_model, endpoint):
     with started(tiny_model, "--endpoint", endpoint) as engine:
         engine.ready()
         engine.process.send_signal(signal.SIGSEGV)

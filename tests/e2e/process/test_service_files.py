@@ -118,7 +118,7 @@ def test_only_the_stage_that_builds_has_a_compiler_and_it_fails_without_kernels(
     assert [line for line in runtime if line.startswith("USER ")] == ["USER caesura"]
 
 
-def test_the_image_runs_what_is_restarted():
+def test_the_images_run_serve_and_supervise():
     lines = dockerfile()
     commands = [yaml.safe_load(line.removeprefix("CMD ")) for line in lines if line.startswith("CMD ")]
     assert [command[0] for command in commands] == ["serve", "supervise"]

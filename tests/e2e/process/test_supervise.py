@@ -199,7 +199,7 @@ def test_a_supervisor_that_is_killed_takes_its_scheduler_with_it_and_the_next_on
 # -- over HTTP -----------------------------------------------------------------------------------------------
 
 
-def test_http_says_what_may_be_tried_again_and_finds_the_new_engine(tiny_model, other_model):
+def test_http_marks_retryable_errors_and_finds_the_new_engine(tiny_model, other_model):
     root = ("--weights-root", str(other_model.parent))
     with served("--model", str(tiny_model), "--restart", *root) as engine:
         before = engine.get("/server_info").json()

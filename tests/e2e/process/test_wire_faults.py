@@ -67,7 +67,7 @@ def launch(model: Path, log: Path, **options: object) -> LaunchedScheduler:
 
 @pytest.fixture(scope="module")
 def launched(long_model, tmp_path_factory):
-    """One engine for everything that it must survive."""
+    """Launch one engine for everything that it must survive."""
     launched = launch(long_model, tmp_path_factory.mktemp("log") / "engine.log")
     with launched:
         yield launched
@@ -108,7 +108,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
-def test_garbage_is_answered_and_disturbs_nobody(client, launched, kind):
+def test_garbage_is_answered_and_disturbs_no_client(client, launched, kind):
     running = client.submit([5, 6, 7], SHORT)
     with RawClient(launched.endpoint) as raw:
         reply = assert_error(raw.call(*GARBAGE[kind]), "malformed_message")
@@ -119,7 +119,7 @@ def test_garbage_is_answered_and_disturbs_nobody(client, launched, kind):
     assert len(running.result(timeout=PATIENCE).output_ids) == 40
 
 
-def test_sockets_of_other_kinds_disturb_nobody(client, launched):
+def test_sockets_of_other_kinds_disturb_no_client(client, launched):
     with zmq.Context() as context, contextlib.ExitStack() as sockets:
         for kind in (zmq.REQ, zmq.ROUTER, zmq.PUSH, zmq.SUB, zmq.PAIR):
             socket = sockets.enter_context(context.socket(kind))
@@ -197,7 +197,7 @@ def test_an_idle_engine_sleeps(client, launched):
 
 
 def cpu_share(pid: int, seconds: float = 1.5) -> float:
-    """CPU seconds per second, over a while (the quantity is a rate: nothing is waited for)."""
+    """Measure the CPU seconds per second, over a while (a rate: nothing is waited for)."""
     process = psutil.Process(pid)
     before = process.cpu_times()
     time.sleep(seconds)

@@ -46,7 +46,7 @@ def joined(tiny_model, tmp_path_factory) -> Iterator[tuple[LaunchedScheduler, su
     worker.wait()
 
 
-def test_a_joined_rank_samples_what_one_rank_samples(joined, tiny_model):
+def test_a_joined_rank_samples_the_tokens_of_one_rank(joined, tiny_model):
     launched, worker = joined
     assert [rank.pid for rank in launched.client.status().ranks] == [worker.pid]
     found = launched.client.generate(input_ids=PROMPTS, sampling_params=PARAMS, return_logprob=True)

@@ -27,7 +27,7 @@ def engines(tiny_model) -> Iterator[dict[str, SchedulerClient]]:
 
 
 def assert_all_have(engines: dict[str, SchedulerClient], path: Path, label: str) -> None:
-    """The same bytes as a reload, on every rank."""
+    """Assert that every rank has the same bytes as after a reload."""
     for client in engines.values():
         before, status = client.check_weights().total, client.status()
         assert (status.weights, status.weight_version, status.session) == ("valid", label, None)
@@ -36,7 +36,7 @@ def assert_all_have(engines: dict[str, SchedulerClient], path: Path, label: str)
 
 
 @pytest.mark.parametrize("order", ["two one", "one two"])
-def test_ranks_pass_on_and_receive_what_a_trainer_sends_once(engines, tiny_model, other_model, order):
+def test_ranks_receive_and_pass_on_one_send_of_a_trainer(engines, tiny_model, other_model, order):
     params = SamplingParams(max_new_tokens=100, temperature=1.0, seed=3, ignore_eos=True)
     clients = [engines[name] for name in order.split()]
     handles = [client.submit([5, 6, 7], sampling_params=params) for client in clients]

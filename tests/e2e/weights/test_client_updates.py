@@ -99,7 +99,7 @@ def test_memory_that_was_given_up_waiting_for_keeps_its_bytes(engine, trainer, t
 
 
 @pytest.mark.parametrize("transport", ["tensor", "ipc"])
-def test_a_begin_that_nobody_waits_for_opens_nothing(engine, trainer, other_model, transport):
+def test_a_begin_after_its_caller_timed_out_opens_nothing(engine, trainer, other_model, transport):
     update = getattr(trainer, f"update_weights_from_{transport}")
     with stopped(engine.status().pid), pytest.raises(TimedOut):
         update(weights_of(other_model).items(), bucket_bytes=SMALL, timeout=0.1)

@@ -98,7 +98,7 @@ def answer(driver: EngineDriver, message_id: str) -> Message:
 
 @pytest.mark.parametrize("sent", [0, 5])
 def test_a_destroy_ends_an_update_whose_broadcasts_do_not_come(driver, trainer, other_model, sent):
-    """It would wait for each as long as the group allows, and the destroy behind it."""
+    """The update would wait for each as long as the group allows, and the destroy behind it."""
     join(driver, trainer, broadcast_timeout_s=PATIENCE)
     weights, all_sent = weights_of(other_model), threading.Event()
 
@@ -139,7 +139,7 @@ def test_two_groups_at_once_and_buffers_that_stay(driver, tiny_model, other_mode
 
 
 def test_init_waits_beside_the_loop(driver, trainer):
-    """Until the trainer joins, everything else is answered, and the same init may be sent again."""
+    """Everything else is answered until the trainer joins, and the same init may be sent again."""
     message_id = driver.send(trainer.init_message())
     again = trainer.init_message()
     again_id = driver.send(again)

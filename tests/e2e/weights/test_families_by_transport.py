@@ -69,9 +69,7 @@ LONG = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory):
-    """``folder(family, seed)``: a checkpoint of a family that the engine has a file for, or an architecture
-    of transformers.
-    """
+    """Yield ``folder(family, seed)``: a checkpoint of a family with a file here, or of transformers."""
     root = tmp_path_factory.mktemp("families")
 
     @cache
@@ -209,13 +207,19 @@ def launch(path: Path) -> LaunchedScheduler:
     return launch_scheduler(str(path), dtype="float32", num_threads=1, kv_pool_tokens=256)
 
 
+def greedy(client: SchedulerClient) -> list[int]:
+    params = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
+    return list(client.generate([3, 1, 4, 1, 5], sampling_params=params).output_ids)
+
+
 @pytest.fixture(scope="module")
-def cold(forms: Forms) -> dict[Path, str]:
-    totals = {}
+def cold(forms: Forms) -> dict[Path, tuple[str, list[int]]]:
+    """Checksum and tokens of an engine that was started from each folder."""
+    found = {}
     for path in {cold for _, cold in forms}:
         with launch(path) as client:
-            totals[path] = client.check_weights("checksum").total
-    return totals
+            found[path] = client.check_weights("checksum").total, greedy(client)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -255,9 +259,10 @@ def test_update_equals_cold_load(client, group, forms, cold, data, steps, twice,
         for _ in range(1 + twice):
             reply = update_by(client, transport, tensors, path, group, bucket_bytes=bucket_bytes)
             assert reply.committed
-        assert client.check_weights("checksum").total == cold[cold_path]
+        assert client.check_weights("checksum").total == cold[cold_path][0]
     client.continue_generation(torch_empty_cache=False)
     assert client.status().weights == "valid"
+    assert greedy(client) == cold[cold_path][1]
 
 
 class Roads:
@@ -276,7 +281,7 @@ class Roads:
         }
 
     def send(self, road: str, folder: Path, seed: int = 0) -> Message:
-        """All tensors of ``folder``, in the order that ``seed`` says; the answer that committed them."""
+        """Send all tensors of ``folder`` in the order of ``seed``; return the answer that committed them."""
         weights = weights_of(folder)
         names = sorted(weights)
         random.Random(seed).shuffle(names)

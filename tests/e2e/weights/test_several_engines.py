@@ -47,7 +47,7 @@ def totals(engines: Engines) -> list[str]:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 20_000, 1 << 26])
-def test_a_chain_leaves_every_engine_with_what_was_sent(
+def test_a_chain_leaves_every_engine_with_the_sent_weights(
     engines, chain, tiny_model, other_model, bucket_bytes
 ):
     params = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=True)

@@ -40,12 +40,12 @@ pytestmark = pytest.mark.slow  # its engines take seconds to start
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> list[Path]:
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def family(request, tmp_path_factory) -> list[Path]:
     paths = []
     for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float32)):
         paths.append(tmp_path_factory.mktemp("models") / str(seed))
-        make_checkpoint(paths[-1], "qwen3", tied=True, dtype=dtype, seed=seed)
+        make_checkpoint(paths[-1], "qwen3", tied=request.param == "tied", dtype=dtype, seed=seed)
     return paths
 
 

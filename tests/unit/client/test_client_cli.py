@@ -70,7 +70,7 @@ def test_status_is_readable(fake, caesura):
     assert "avx2: linear, sampler; torch: attention (attention_backend = 'sdpa')" in out
 
 
-def test_status_says_whose_the_pause_is_and_until_when(serve, caesura):
+def test_status_shows_the_owner_and_the_lease_of_a_pause(serve, caesura):
 
     def leased(request):
         reply = status_reply(request)
@@ -126,7 +126,7 @@ def test_pause_and_continue(fake, caesura):
     assert (request.torch_empty_cache, request.force) == (False, True)
 
 
-def test_a_pause_with_a_lease_says_until_when_it_holds(fake, caesura):
+def test_a_pause_shows_the_end_of_its_lease(fake, caesura):
     code, out, _ = caesura(
         "pause", "--owner", "me", "--lease", "90", "--mode", "in_place", "--on-lease-expiry", "stay"
     )
@@ -150,7 +150,7 @@ def test_a_lease_needs_an_owner_and_a_length(fake, caesura):
     assert (code, "0.0<x<=86400.0" in err) == (2, True)
 
 
-def test_a_lease_that_another_pause_has_prevented_is_not_promised(serve, caesura):
+def test_a_lease_refused_for_another_owner_is_not_promised(serve, caesura):
 
     def others(request):
         if isinstance(request, RenewPauseLeaseReqInput):
@@ -263,7 +263,7 @@ def test_an_impossible_endpoint_is_one_line(caesura):
     assert err.count("\n") == 1
 
 
-def test_a_missing_endpoint_is_told_where_it_may_stand(caesura, monkeypatch):
+def test_a_missing_endpoint_error_names_the_option_and_the_variable(caesura, monkeypatch):
     monkeypatch.delenv("CAESURA_ENDPOINT", raising=False)
     code, _, err = caesura("status")
     assert code == 2
@@ -271,7 +271,7 @@ def test_a_missing_endpoint_is_told_where_it_may_stand(caesura, monkeypatch):
 
 
 @pytest.mark.parametrize("verb", [["status"], ["pause"], ["serve", "--port", "0"]])
-def test_a_scheduler_that_is_not_there_is_told_in_the_clients_words(caesura, tmp_path, verb):
+def test_a_missing_scheduler_is_reported_in_the_clients_words(caesura, tmp_path, verb):
     endpoint = f"ipc://{tmp_path}/nobody"
     code, _, err = caesura(*verb, "--endpoint", endpoint)
     assert code == 1
@@ -282,7 +282,7 @@ def test_a_scheduler_that_is_not_there_is_told_in_the_clients_words(caesura, tmp
     )
 
 
-def test_a_port_that_is_taken_is_told_with_the_option(caesura):
+def test_a_taken_port_error_names_the_option(caesura):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         code, _, err = caesura("serve", "--model", "/m", "--port", str(port))

@@ -157,11 +157,11 @@ def test_a_wrong_field_is_refused_and_its_caller_found(fields):
 
 
 @pytest.mark.parametrize("value", [5, None, b"x", ["a"], {"a": 1}])
-def test_an_id_that_is_no_string_finds_nobody(value):
+def test_an_id_that_is_no_string_is_not_echoed(value):
     assert refused(packed(type="GetStatusReqInput", id=value)).detail["id"] == ""
 
 
-def test_a_long_id_is_refused_to_the_one_who_sent_it():
+def test_the_refusal_of_a_long_id_echoes_it():
     long = "x" * 129
     assert refused(packed(type="GetStatusReqInput", id=long)).detail["id"] == long
 

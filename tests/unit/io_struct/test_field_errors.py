@@ -85,11 +85,11 @@ def said(message: object) -> str:
         ({**GENERATE, "sampling_params": [1]}, "sampling_params = [1] must be an object"),
     ],
 )
-def test_a_field_that_does_not_fit_is_told_in_a_sentence(message, sentence):
+def test_an_invalid_field_is_refused_in_a_sentence(message, sentence):
     assert said(message) == sentence
 
 
-def test_a_message_of_no_known_type_is_told_the_nearest():
+def test_the_error_for_an_unknown_type_names_the_nearest():
     assert "did you mean GenerateReqInput?" in said({"type": "GenerateRequestInput"})
     assert "not a Caesura message" in said([])
 
@@ -145,14 +145,14 @@ TEXT = (
         ("regex", ""),
     ],
 )
-def test_sampling_parameters_of_another_spelling_are_told_the_right_one(keyword, hint):
+def test_misspelled_sampling_parameters_are_answered_with_the_right_name(keyword, hint):
     with pytest.raises(TypeError) as caught:
         SamplingParams(temperature=0.5, **{keyword: 1})
     assert str(caught.value) == f"SamplingParams: {keyword} is not known{hint}; valid are {SAMPLING}"
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 
-def test_noise_of_another_spelling_is_told_the_right_one():
+def test_misspelled_noise_is_answered_with_the_right_name():
     with pytest.raises(
         TypeError,
         match=r"SdeParams: noise is not known \(did you mean noise_level\?\); valid are type, noise_l",

@@ -54,7 +54,7 @@ def test_a_bucket_as_a_parameter_server_pickles_it(protocol):
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
-def test_an_exception_is_its_name_and_what_it_says(protocol):
+def test_an_exception_becomes_its_name_and_arguments(protocol):
     error = RuntimeError("rank 3", 7)
     error.add_note("n")
     found = parse(pickle.dumps(error, protocol))
@@ -80,7 +80,7 @@ PLAIN = st.recursive(
 
 
 @given(PLAIN, st.sampled_from([3, 4, 5]))
-def test_plain_fields_are_what_the_unpickler_makes_of_them(value, protocol):
+def test_plain_fields_equal_those_of_the_unpickler(value, protocol):
     data = pickle.dumps(value, protocol)
     found = parse(data)
     assert found == pickle.loads(data)

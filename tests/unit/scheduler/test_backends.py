@@ -83,9 +83,7 @@ WRAPPERS = {
 @pytest.mark.parametrize(
     "error", [NO_COMPILER, CompileError("at 12:3: no such type"), OSError("ninja")], ids=repr
 )
-def test_a_library_that_cannot_compute_a_step_gives_way_and_the_reason_is_told(
-    library, caplog, shape, method, error
-):
+def test_a_failing_library_gives_way_and_the_log_has_the_reason(library, caplog, shape, method, error):
     for name in WRAPPERS[shape]:
         setattr(library, name, broken(getattr(library, name), method, error))
         with caplog.at_level(logging.WARNING):
@@ -161,7 +159,7 @@ def test_a_triton_kernel_that_does_not_compile_is_not_chosen(library, monkeypatc
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there CUDA works")
 @pytest.mark.parametrize("mla", [False, True])
-def test_status_says_what_serves_on_cuda_and_why_no_better_one(tiny_model, tmp_path, monkeypatch, mla):
+def test_status_names_the_cuda_backend_and_why_no_better_one_serves(tiny_model, tmp_path, monkeypatch, mla):
     """torch without CUDA fails at the first tensor, as a broken installation would."""
     from support.checkpoints import make_checkpoint
 

@@ -109,7 +109,7 @@ def test_a_larger_card_does_more_at_once(monkeypatch, gigabytes, expected):
     ) == (Sizes(7, expected.chunk_tokens, 0.3))
 
 
-def test_sizes_of_the_cpu_and_of_what_tells_nothing(monkeypatch):
+def test_sizes_of_the_cpu_and_of_devices_without_memory_figures(monkeypatch):
     assert sizes_on(monkeypatch, torch.cpu, "cpu") == Sizes(256, 512, 0.5)
     assert sizes_on(monkeypatch, object(), "xpu") == Sizes(256, 2048, 0.8)
 

@@ -74,7 +74,7 @@ def test_operations_that_transformers_leaves_to_kernels(tmp_path):
 
 
 @needs_kernels
-def test_rows_that_cannot_be_packed_are_torchs(tmp_path):
+def test_torch_computes_rows_that_cannot_be_packed(tmp_path):
     make_checkpoint(tmp_path, "qwen3", intermediate_size=71, dtype=torch.bfloat16)
     config = EngineConfig(model_path=str(tmp_path), device="cpu").resolve()
     odd = what_serves(config, load_model(config))
@@ -143,7 +143,7 @@ def test_a_build_can_ask_for_the_kernels(monkeypatch, value, code):
     assert (done.returncode, done.stdout) == (code, "" if code else "compiled kernels: avx2\n"), done.stderr
 
 
-def test_a_processor_that_cannot_is_no_failure_of_the_build(monkeypatch, capsys):
+def test_a_processor_without_avx2_does_not_fail_the_build(monkeypatch, capsys):
     from caesura.scheduler.kernels import __main__ as command
 
     monkeypatch.setattr(native, "why_not", lambda: native.NO_AVX2)

@@ -122,7 +122,7 @@ def test_a_wrong_command_line_is_status_two(served, arguments):
         ("--max-running-requests", "-1", "max_running_requests"),
     ],
 )
-def test_an_impossible_value_is_told_to_the_launcher_too(served, option, value, field):
+def test_an_impossible_value_is_reported_to_the_launcher_too(served, option, value, field):
     reader, writer = os.pipe()
     result = invoke("--model", "/m", option, value, "--ready-fd", str(writer))
     with os.fdopen(reader) as pipe:
@@ -154,7 +154,7 @@ def test_failed_start_says_why(tiny_model, fields, code, named):
 
 
 @pytest.mark.usefixtures("logger")
-def test_a_pool_that_cannot_be_had_is_refused_with_the_numbers(tiny_model):
+def test_an_oversized_pool_is_refused_with_the_numbers(tiny_model):
     error = start_error(model_path=str(tiny_model), kv_pool_tokens=10**12)
     assert error.code == ErrorCode.OUT_OF_MEMORY
     assert error.detail["needed_bytes"] > error.detail["free_bytes"] > 0
@@ -184,7 +184,7 @@ def test_a_private_directory_goes_with_the_engine(tiny_model, tmp_path, monkeypa
 
 
 @pytest.mark.usefixtures("logger")
-def test_an_endpoint_of_ones_own_is_not_cleaned_away(tiny_model, tmp_path):
+def test_files_beside_a_given_endpoint_are_kept(tiny_model, tmp_path):
     (tmp_path / "mine").write_text("precious")
     start_error(model_path=str(tmp_path / "no model"), endpoint=f"ipc://{tmp_path}/s.sock")
     assert (tmp_path / "mine").exists()
@@ -222,7 +222,7 @@ def test_the_lifeline_and_signals_end_the_loop(tiny_model, tmp_path):
         ("--disable-radix-cache", ": turn prefix_cache off"),
     ],
 )
-def test_an_option_of_another_engine_is_refused_with_the_one_that_was_meant(served, option, meant):
+def test_an_option_of_another_engine_is_refused_with_ours(served, option, meant):
     done = invoke("--model", "m", option, "1")
     assert done.exit_code == 2
     assert f"No such option '{option}'" in done.output

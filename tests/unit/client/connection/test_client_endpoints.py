@@ -37,7 +37,7 @@ def refusals(endpoint):
     yield caught.value.message
 
 
-def test_a_socket_file_that_is_not_there_is_told_at_once(tmp_path):
+def test_a_missing_socket_file_is_reported_at_once(tmp_path):
     endpoint = f"ipc://{tmp_path}/nobody"
     sentence = (
         f"no scheduler answers at {endpoint}: there is no such socket file; "
@@ -46,25 +46,25 @@ def test_a_socket_file_that_is_not_there_is_told_at_once(tmp_path):
     assert set(refusals(endpoint)) == {sentence}
 
 
-def test_a_socket_file_that_is_left_over_is_told_at_once(tmp_path):
+def test_a_stale_socket_file_is_reported_at_once(tmp_path):
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as ended:
         ended.bind(f"{tmp_path}/s")
     assert all("nobody listens at its socket file" in each for each in refusals(f"ipc://{tmp_path}/s"))
 
 
-def test_a_file_that_is_no_socket_is_told_at_once(tmp_path):
+def test_a_file_that_is_no_socket_is_reported_at_once(tmp_path):
     (tmp_path / "s").write_text("")
     assert all("the file is not a socket" in each for each in refusals(f"ipc://{tmp_path}/s"))
 
 
-def test_a_port_without_a_listener_is_told_at_once():
+def test_a_port_without_a_listener_is_reported_at_once():
     with contextlib.closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))  # bound, so that nobody else listens there meanwhile
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         assert all(f"no scheduler answers at {endpoint}: nobody" in each for each in refusals(endpoint))
 
 
-def test_somebody_else_at_the_port_is_told_at_once():
+def test_a_foreign_listener_at_the_port_is_reported_at_once():
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as other:
 
         def hang_up():
@@ -86,7 +86,7 @@ def test_somebody_else_at_the_port_is_told_at_once():
             thread.join()
 
 
-def test_a_scheduler_without_room_is_told_at_once(tmp_path):
+def test_a_scheduler_without_room_is_reported_at_once(tmp_path):
     (tmp_path / f"s{SHUT_SUFFIX}").write_text("")
     assert all("takes no more clients" in each for each in refusals(f"ipc://{tmp_path}/s"))
 
@@ -114,7 +114,7 @@ def test_a_scheduler_that_listens_is_found_after_all(tmp_path):
         ("tcp://a b:5", "cannot be connected to: Invalid argument"),
     ],
 )
-def test_an_address_that_is_none_is_refused_in_a_sentence(endpoint, sentence):
+def test_an_invalid_address_is_refused_in_a_sentence(endpoint, sentence):
     with pytest.raises(InvalidRequest, match=sentence):
         ControlClient(endpoint)
     with pytest.raises(InvalidRequest, match=sentence):

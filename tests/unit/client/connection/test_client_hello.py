@@ -104,7 +104,7 @@ def test_one_hello_for_a_connection_and_a_new_incarnation_after_it(endpoint):
         assert incarnations[0] != incarnations[1]
 
 
-def test_an_engine_that_refuses_the_hello_as_it_stops_is_asked_again(endpoint):
+def test_hello_is_retried_after_a_stopping_engine_refused_it(endpoint):
     refusals = []
 
     def stopping(hello):

@@ -100,7 +100,7 @@ def test_an_engine_that_runs_is_not_blamed(endpoint):
             assert "paused" not in error.detail
 
 
-def test_an_engine_that_says_nothing_is_not_waited_for(endpoint):
+def test_a_timeout_error_does_not_wait_for_a_silent_engine(endpoint):
     with FakeScheduler(endpoint, lambda _: []):
         for error in errors_of(endpoint):
             assert re.fullmatch(rf"no answer within {TIMEOUT} s to message \w+", error.message)

@@ -77,12 +77,12 @@ def test_a_clients_own_times_are_checked(endpoint, kind, option):
 
 
 @pytest.mark.parametrize("kind", [SchedulerClient, AsyncSchedulerClient, ControlClient, AsyncControlClient])
-def test_a_client_takes_no_option_that_it_does_not_know(endpoint, kind):
+def test_unknown_client_options_are_refused(endpoint, kind):
     with pytest.raises(TypeError, match="connect_timout"):
         kind(endpoint, connect_timout=1.0)
 
 
-def test_a_time_to_start_is_checked_before_anything_is_started(tmp_path, monkeypatch):
+def test_the_start_timeout_is_checked_before_anything_is_started(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(InvalidRequest, match="startup_timeout"):
         launch_scheduler("/model", startup_timeout=float("nan"))

@@ -119,7 +119,7 @@ def answer(asked: GenerateReqInput, start: int, end: int) -> GenerateOutput:
 
 
 @given(st.integers(1, 24), st.data())
-def test_parts_join_to_what_one_engine_would_have_answered(count, data):
+def test_joined_parts_equal_the_answer_of_one_engine(count, data):
     asked = request(count)
     whole = joined(asked, Part(), answer(asked, 0, count), group_epoch, rid="r")
     assert covered(whole) == [(f"v{token // 5}", token // 5, token > 5) for token in range(count)]
@@ -162,7 +162,7 @@ def test_a_promised_epoch_is_kept_and_never_lowered():
         assert rest.min_weights_epoch == expected
 
 
-def test_no_logprobs_of_the_prompt_are_not_asked_for_behind_the_seam():
+def test_a_continuation_asks_for_no_logprobs_of_the_prompt():
     """A position at the prompt's end asks for none; in the longer prompt it would ask for the output's."""
     part = Part()
     part.add(delta(0, 0, 6), group_epoch)

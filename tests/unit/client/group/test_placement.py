@@ -27,13 +27,13 @@ def option(arguments: list[str], name: str) -> str | None:
 @pytest.mark.parametrize(
     ("given", "threads"), [([], "4"), (["--tp", "2"], "2"), (["--num-threads", "3"], "3")]
 )
-def test_threads_are_divided_by_replicas_and_ranks_unless_they_are_given(given, threads):
+def test_threads_are_divided_by_replicas_and_ranks_unless_given(given, threads):
     places = placed(["--model", "m", *given], 2, CPU)
     assert [option(place.arguments, "--num-threads") for place in places] == [threads, threads]
     assert [place.environment for place in places] == [{}, {}]
 
 
-def test_every_replica_has_devices_of_its_own_or_all_share_the_one_that_is_named():
+def test_replicas_have_their_own_devices_or_share_the_named_one():
     assert [place.environment[VISIBLE] for place in placed([], 4, FOUR)] == ["4", "5", "GPU-x", "7"]
     assert [place.environment[VISIBLE] for place in placed(["--tp=2"], 2, FOUR)] == ["4,5", "GPU-x,7"]
     for device in ("cuda:0", "cpu", "xpu"):
@@ -42,7 +42,7 @@ def test_every_replica_has_devices_of_its_own_or_all_share_the_one_that_is_named
         placed(["--tp", "2"], 3, FOUR)
 
 
-def test_memory_that_replicas_share_is_divided_and_what_is_given_stays():
+def test_shared_memory_is_divided_unless_a_size_is_given():
     assert option(placed([], 4, CPU)[0].arguments, "--kv-memory-fraction") == "0.125"
     assert option(placed([], 4, FOUR)[0].arguments, "--kv-memory-fraction") is None
     assert option(placed(["--device", "cuda:1"], 2, FOUR)[0].arguments, "--kv-memory-fraction") == "0.25"
@@ -51,18 +51,18 @@ def test_memory_that_replicas_share_is_divided_and_what_is_given_stays():
 
 
 @pytest.mark.parametrize("name", ["--endpoint", "--state-file", "--tp-joined", "--tp-address"])
-def test_options_that_replicas_cannot_share_are_refused_by_name(name):
+def test_options_unfit_for_replicas_are_refused_by_name(name):
     with pytest.raises(InvalidRequest, match=name):
         placed([name, "x"], 2, CPU)
 
 
-def test_devices_are_those_that_torch_would_see():
+def test_devices_are_those_visible_to_torch():
     assert cuda_devices({VISIBLE: "1, 0,-1,2"}) == ["1", "0"]
     assert cuda_devices({VISIBLE: "-1"}) == []
     assert ranks_of(["--tp", "no number"]) == 1  # the scheduler refuses it
 
 
-def test_more_processes_than_cores_can_run_are_refused_where_there_are_no_devices(monkeypatch):
+def test_more_processes_than_cores_are_refused_without_devices(monkeypatch):
     monkeypatch.setattr(processes, "_cores", lambda: 2)
     assert len(placed([], 8, CPU)) == 8
     for given, count in (([], 9), (["--tp", "2"], 5), (["--device", "cuda:0"], 1000)):
@@ -89,7 +89,7 @@ def test_bash_reads_the_script():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_commands_of_the_script_have_the_options_that_they_are_given(tmp_path):
+def test_the_commands_accept_the_options_in_the_script(tmp_path):
     (made,) = commands("keygen")
     assert keygen.make_context("keygen", list(made)).params["directory"] == Path("$RUN/keys")
     (given,) = commands("supervise")
@@ -104,7 +104,7 @@ def test_the_commands_of_the_script_have_the_options_that_they_are_given(tmp_pat
     assert {argument for argument in given if argument.startswith("$RUN/keys/")} <= names
 
 
-def test_the_manifest_asks_ray_for_what_the_trainer_asks_for():
+def test_the_manifest_requests_the_resources_of_the_trainer():
     job = yaml.safe_load((CLUSTER / "rayjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     pytest.importorskip("ray")
@@ -127,6 +127,6 @@ def test_the_manifest_asks_ray_for_what_the_trainer_asks_for():
             compile(program, kind, "exec")
 
 
-def test_an_option_that_there_is_not_would_be_found():
+def test_an_invalid_option_in_the_script_would_be_found():
     with pytest.raises(click.UsageError):
         supervise.make_context("supervise", ["--max-restarts", "many"])

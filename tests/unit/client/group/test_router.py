@@ -43,7 +43,7 @@ def prompt(first: int, length: int = 4 * PREFIX_BLOCK) -> list[int]:
     return [first + position for position in range(length)]
 
 
-def test_the_least_loaded_engine_takes_what_nothing_speaks_for():
+def test_a_request_without_affinity_goes_to_the_least_loaded_engine():
     engines = [Engine("a", 3), Engine("b", 1), Engine("c", 2)]
     assert Router().choose(engines, prompt(0)).name == "b"
 
@@ -81,7 +81,7 @@ def test_engines_that_lost_their_cache_are_forgotten():
 
 
 @given(st.lists(st.text(max_size=8), min_size=1, max_size=40, unique=True), st.integers(0, 4))
-def test_only_the_keys_of_an_engine_that_leaves_move(keys, leaving):
+def test_only_keys_of_a_leaving_engine_move(keys, leaving):
     engines = [Engine(f"engine-{number}", load=number) for number in range(5)]
     before = {key: Router().choose(engines, [1], key=key).name for key in keys}
     rest = [engine for engine in engines if engine is not engines[leaving]]
@@ -133,7 +133,7 @@ def total(*statuses: GetStatusReqOutput, serving: list[int], counters: Counters 
     return combined_status(dict(enumerate(statuses)), serving, counters=counters, tp=1)
 
 
-def test_counts_are_added_and_what_is_unknown_stays_unknown():
+def test_counts_are_added_and_unknown_ones_stay_unknown():
     counts = {"step": 3, "held_requests": 1, "held_tokens": 16, "waiting_requests": 0, "aborted_requests": 2}
     paused = PauseGenerationReqOutput(id="a", mode="abort", owner="http", **counts)
     other = msgspec.structs.replace(paused, owner="somebody")
@@ -158,14 +158,14 @@ def test_ranks_are_numbered_through():
     assert (whole.reserved_before, whole.freed, whole.reserved_after) == (18, 2, None)
 
 
-def test_different_weights_are_an_error_that_names_the_replicas():
+def test_the_error_for_different_weights_names_the_replicas():
     same = [WeightsCheckerReqOutput(id="a", total="x", changed=[name]) for name in ("b", "a")]
     assert one_of(*same).changed == ["a", "b"]
     with pytest.raises(InternalError, match="replica-1"):
         one_of(same[0], WeightsCheckerReqOutput(id="a", total="y"))
 
 
-def test_a_status_tells_of_those_that_serve_and_adds_all():
+def test_the_states_are_those_of_serving_replicas_and_counts_of_all():
     fine = status(running_requests=2, generation="running", weights="valid", generated_tokens=10)
     broken = status(running_requests=1, weights="poisoned", weights_detail="torn", generated_tokens=5)
     found = total(fine, broken, serving=[0])

@@ -121,7 +121,7 @@ def test_a_shutdown_message_ends_it(watch):
 @pytest.mark.parametrize(
     ("behave", "kind", "status"), [("refuse", CheckpointError, 1), ("no-such-behaviour", EngineDied, 2)]
 )
-def test_a_start_that_would_be_refused_again_is_not_tried_again(watch, behave, kind, status):
+def test_a_refused_start_is_not_retried(watch, behave, kind, status):
     error = watch(behave).begin().next(Ended).error
     assert isinstance(error, kind)
     assert status_of(error) == status
@@ -146,7 +146,7 @@ def test_restarts_outside_the_window_do_not_count(watch):
     watched.next(Serving)
 
 
-def test_a_start_that_takes_too_long_is_tried_again(watch):
+def test_a_start_that_times_out_is_retried(watch):
     watched = watch("hang", startup_timeout_s=0.5, max_restarts=1).begin()
     assert "was not ready within 0.5 s" in watched.next(Down).reason
     assert "giving up" in watched.next(Ended).error.message
@@ -171,7 +171,7 @@ def test_hang_timeout_0_disables_the_probe(watch):
     watched.next(Down)
 
 
-def test_one_that_ignores_every_signal_is_killed_at_the_end(watch, caplog):
+def test_a_scheduler_that_ignores_every_signal_is_killed(watch, caplog):
     watched = watch("ignore-signals", stop_timeout_s=0.3, hang_timeout_s=PATIENCE).begin()
     pid = watched.next(Serving).pid
     watched.supervisor.close()
@@ -181,7 +181,7 @@ def test_one_that_ignores_every_signal_is_killed_at_the_end(watch, caplog):
     assert "nor answered" not in caplog.text
 
 
-def test_one_that_says_nothing_when_it_is_to_end_is_not_waited_for(watch, caplog):
+def test_a_scheduler_silent_after_sigterm_is_not_waited_for(watch, caplog):
     watched = watch("deaf", stop_silence_s=0.3, stop_timeout_s=PATIENCE, hang_timeout_s=PATIENCE).begin()
     pid = watched.next(Serving).pid
     watched.supervisor.close()
@@ -212,18 +212,18 @@ def test_a_stopped_process_ends_by_the_signal_that_asks_for_it(watch, caplog):
         (["--shutdown-mode", "drain", "--drain-timeout-s", "inf"], float("inf")),
     ],
 )
-def test_a_scheduler_is_given_longer_than_it_may_drain(arguments, seconds):
+def test_the_stop_timeout_exceeds_the_drain_timeout(arguments, seconds):
     assert stop_timeout_s(arguments) == seconds
 
 
-def test_one_may_be_waited_for_without_end(watch):
+def test_the_stop_timeout_may_be_infinite(watch):
     watched = watch(stop_timeout_s=float("inf")).begin()
     watched.next(Serving)
     watched.supervisor.close()
     assert watched.next(Ended).error is None
 
 
-def test_a_supervisor_that_waits_for_its_next_try_ends_at_once(watch):
+def test_a_supervisor_between_retries_ends_at_once(watch):
     watched = watch("crash", first_delay_s=3600.0, longest_delay_s=3600.0).begin()
     watched.next(Down)
     watched.supervisor.close()
@@ -238,7 +238,7 @@ def test_delays_double_up_to_the_longest():
 # -- retries ---------------------------------------------------------------------------------------
 
 
-def test_exceptions_say_what_may_be_tried_again():
+def test_exceptions_say_whether_a_retry_may_help():
     assert all(kind("x").retryable for kind in (EngineDied, Busy, QueueFull, ShuttingDown, EnginePaused))
     assert not any(kind("x").retryable for kind in (EngineError, InvalidRequest, WeightMismatch))
 
@@ -275,9 +275,7 @@ def test_without_a_service_manager_nothing_is_told(monkeypatch):
         (None, None, None),
     ],
 )
-def test_the_watchdog_interval_is_a_third_of_what_the_manager_allows(
-    monkeypatch, microseconds, pid, interval
-):
+def test_the_watchdog_interval_is_a_third_of_the_managers_limit(monkeypatch, microseconds, pid, interval):
     for name, value in (("WATCHDOG_USEC", microseconds), ("WATCHDOG_PID", pid)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:

@@ -17,7 +17,7 @@ from caesura.io_struct.distribution import Histogram, one_two_five
 
 
 @given(st.lists(st.tuples(st.floats(0, 20_000), st.integers(1, 5))))
-def test_a_histogram_counts_what_is_not_above_each_bound(seen):
+def test_a_histogram_counts_values_up_to_each_bound(seen):
     bounds = one_two_five(-2, 3)
     histogram = Histogram(bounds)
     for value, times in seen:
@@ -164,7 +164,7 @@ def test_an_update_is_shown_by_stage_once_the_engine_runs_again(monkeypatch):
 
 
 @given(st.lists(st.floats(0.001, 900), min_size=1), st.sampled_from([0.5, 0.9, 0.99]))
-def test_a_percentile_lies_in_the_bucket_of_the_value_it_stands_for(seen, share):
+def test_a_percentile_lies_in_the_bucket_of_the_exact_value(seen, share):
     bounds = one_two_five(-3, 3)
     histogram = Histogram(bounds)
     for value in seen:

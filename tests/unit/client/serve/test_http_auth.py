@@ -51,7 +51,7 @@ def refused(options: dict[str, str], key: str | None) -> set[str]:
     return {kind for kind, is_refused in found if is_refused}
 
 
-def test_every_route_has_a_class_and_what_changes_the_engine_is_for_admins():
+def test_every_route_has_a_class_and_only_changes_need_an_admin():
     for method, path, handler in routes_served():
         access = handler.opt.get("access")
         assert access in ACCESS_CLASSES, f"{method} {path} has no access class"
@@ -80,7 +80,7 @@ def test_the_routes_are_there():
     assert not set(named.split()) - paths
 
 
-def test_the_curl_example_has_every_route_once_it_is_there():
+def test_the_curl_example_shows_every_route():
     script = (Path(__file__).parents[4] / "examples" / "curl.sh").read_text()
     shown = set(re.findall(r"(?:get|post|POST) '?(/[a-z0-9_/]+)", script))
     shown |= set(re.findall(r"\$URL(/[a-z0-9_/]+)", script))
@@ -104,7 +104,7 @@ def test_the_curl_example_has_every_route_once_it_is_there():
         ({"api_key": "u", "admin_key": "a"}, "ua", {"user", "admin"}),
     ],
 )
-def test_which_key_opens_what(options, key, expected):
+def test_keys_open_the_routes_of_their_class(options, key, expected):
     assert refused(options, key) == expected
 
 
@@ -156,7 +156,7 @@ def test_pages_of_other_sites_cannot_use_a_server_without_keys(headers, allowed)
         ("", False),
     ],
 )
-def test_a_name_that_points_here_by_rebinding_opens_nothing_without_keys(host, allowed):
+def test_rebound_host_names_are_refused_without_keys(host, allowed):
     with client_of(front_end(host="Engine.internal")) as client:
         for path in ("/post_process_weights", "/v1/completions"):
             response = client.post(path, headers={"host": host}, content=b"[]")
@@ -174,7 +174,7 @@ def test_a_name_that_points_here_by_rebinding_opens_nothing_without_keys(host, a
         assert (client.post("/tokenize", headers={"host": host}).status_code != 403) == allowed
 
 
-def test_under_v1_refusals_are_openais_but_on_the_native_routes():
+def test_refusals_under_v1_have_openais_form_except_on_native_routes():
     def kinds(path: str, **request: Any) -> tuple[int, set[str]]:
         response = client.request("POST", path, **request)
         error = response.json().get("error")

@@ -55,7 +55,7 @@ def test_missing_members_are_not_waited_for(hasty, sent, answered):
         assert rest_of(peer).startswith(answered)
 
 
-def test_a_key_is_checked_before_the_body_and_the_rest_is_not_waited_for(hasty):
+def test_a_wrong_key_is_refused_without_waiting_for_the_body(hasty):
     head = HEAD.replace(b"Bearer k", b"Bearer x") + b"Content-Length: 1000000\r\n\r\n"
     with hasty.connect() as peer:
         peer.sendall(head)
@@ -67,7 +67,7 @@ def test_a_key_is_checked_before_the_body_and_the_rest_is_not_waited_for(hasty):
         assert rest_of(peer).startswith(b"HTTP/1.1 401 ")  # without a 100
 
 
-def test_a_trickle_below_the_rate_is_cut_off_and_others_are_served_meanwhile(hasty):
+def test_a_trickle_below_the_rate_is_cut_off_while_others_are_served(hasty):
     with hasty.connect() as peer:
         peer.sendall(HEAD + b"Content-Length: 1000000\r\n\r\n")
         found = b""
@@ -149,7 +149,7 @@ def test_at_the_limit_silent_connections_make_room():
     assert connections.closed["crowded"] >= 1
 
 
-def test_at_the_limit_those_that_are_answered_before_they_have_sent_all_make_room():
+def test_at_the_limit_connections_answered_early_make_room():
     connections = Connections(limit=4, reserve=2)
     head = HEAD.replace(b"Bearer k", b"Bearer x") + b"Content-Length: 1000\r\n\r\n{"
     with listening(api_key="k", connections=connections) as server, contextlib.ExitStack() as stack:
@@ -163,7 +163,7 @@ def test_at_the_limit_those_that_are_answered_before_they_have_sent_all_make_roo
     assert connections.closed["crowded"] >= 1
 
 
-def test_requests_behind_the_one_that_is_answered_are_few(tmp_path):
+def test_pipelined_requests_are_bounded(tmp_path):
     def busy(request: Request) -> Iterable[Message | bytes]:
         return [] if isinstance(request, GenerateReqInput) else answer(request)
 
@@ -186,7 +186,7 @@ def test_requests_behind_the_one_that_is_answered_are_few(tmp_path):
     assert connections.closed["pipelined"] == 1
 
 
-def test_where_all_have_requests_there_is_room_for_health_and_commands_only(tmp_path):
+def test_busy_connections_leave_room_for_health_and_commands_only(tmp_path):
     def busy(request: Request) -> Iterable[Message | bytes]:
         return [] if isinstance(request, GenerateReqInput) else answer(request)
 

@@ -243,7 +243,7 @@ def test_unknown_keys_of_openai_routes_are_named_once_in_the_log(server, caplog)
     ]
 
 
-def test_the_log_does_not_grow_with_what_clients_make_up(caplog):
+def test_the_log_does_not_grow_with_invented_keys(caplog):
     keys = UnknownKeys()
     for number in range(3):
         body = json.dumps({"prompt": [1], **{f"{number}_{i}": 0 for i in range(MAX_KEYS)}}).encode()
@@ -252,7 +252,7 @@ def test_the_log_does_not_grow_with_what_clients_make_up(caplog):
     assert caplog.messages[-1].endswith("nor are further unknown keys")
 
 
-def test_a_route_that_there_is_not_is_told_the_nearest(server):
+def test_an_unknown_route_is_answered_with_the_nearest(server):
     status, answer = post(server, "/pause_generatoin", {})
     assert (status, sentence_of(answer)) == (
         404,

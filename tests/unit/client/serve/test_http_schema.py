@@ -125,7 +125,7 @@ def test_the_page_has_no_other_tables_of_fields():
         ("`/inference/v1/generate`", tokens.REFUSED, ("priority", "return_token_ids")),
     ],
 )
-def test_the_page_says_what_the_code_does(name, refused, ignored):
+def test_the_page_agrees_with_the_code(name, refused, ignored):
     verdicts = {field: row.verdict for field, row in tables()[name].items()}
     assert {field for field, verdict in verdicts.items() if verdict == "refused"} == set(refused)
     assert {field for field, verdict in verdicts.items() if verdict == "ignored"} == set(ignored)

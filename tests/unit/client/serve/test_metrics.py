@@ -221,7 +221,7 @@ def test_every_series_names_the_model_and_media_types_say_their_charset_once(tmp
             assert all(sample.labels["model_name"] == "policy" for sample in family.samples)
 
 
-def test_all_who_ask_at_once_cost_the_engine_one_status(tmp_path):
+def test_simultaneous_scrapes_cost_the_engine_one_status(tmp_path):
     async def ask():
         async with served(tmp_path) as it:
             await asyncio.gather(*(it.http.get("/metrics") for _ in range(20)))
@@ -297,7 +297,7 @@ def test_the_page_is_open_and_its_data_is_not(tmp_path):
     assert told.headers["cache-control"] == "no-store"
 
 
-def test_the_policy_allows_what_is_on_the_page_and_nothing_else(tmp_path):
+def test_the_content_policy_allows_only_the_pages_own_parts(tmp_path):
     async def ask():
         async with served(tmp_path) as it:
             return await it.http.get("/dashboard")

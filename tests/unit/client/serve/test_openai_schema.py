@@ -173,7 +173,7 @@ def test_rids():
     assert rids_for(completion(), 1, "cmpl") != rids_for(completion(), 1, "cmpl")
 
 
-def test_messages_become_what_templates_know():
+def test_messages_are_converted_for_templates():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "developer", "content": None, "name": "n"},

@@ -59,7 +59,7 @@ def run(engine: Engine, latent_bytes_per_pixel: float = 1.0, **fields: Any) -> A
 
 
 @pytest.mark.parametrize("per_pixel", [0.25, 1.0, 4.0])
-def test_latents_count_what_this_engines_have(per_pixel):
+def test_latents_count_with_this_engines_size(per_pixel):
     each = IMAGE + int((STEPS + 1) * per_pixel * SIDE * SIDE)
     most = rollout.MAX_ANSWER_BYTES // each
     engine = Engine(embeds=rollout.MAX_ANSWER_BYTES + 1)
@@ -79,7 +79,7 @@ def test_a_window_of_returned_steps_counts_its_latents_alone():
         run(engine, 64.0, num_outputs_per_prompt=1)
 
 
-def test_bytes_that_come_are_counted_whatever_they_are_and_the_other_outputs_are_aborted(monkeypatch):
+def test_too_many_received_bytes_abort_the_other_outputs(monkeypatch):
     monkeypatch.setattr(rollout, "MAX_ANSWER_BYTES", 4 * IMAGE)
     engine = Engine(embeds=4 * IMAGE + 1)
     with pytest.raises(InvalidRequest, match="have more than") as raised:
@@ -136,7 +136,7 @@ def test_a_small_picture_fits_and_looks_alike(shape, small):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (160, 160), (161, 10), (1, 500), (1000, 333)])
-def test_every_pixel_of_a_small_picture_is_that_of_its_place(shape):
+def test_downscaled_pixels_keep_their_places(shape):
     height, width = shape
     ramp = [[(255 * x // width, 255 * y // height, 7) for x in range(width)] for y in range(height)]
     data = bytes(value for row in ramp for pixel in row for value in pixel)

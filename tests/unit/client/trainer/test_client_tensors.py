@@ -248,7 +248,7 @@ def test_updates_at_once_have_a_memory_each():
     assert shared.take(64) is bucket
 
 
-def test_a_bucket_never_has_more_pieces_than_a_message_may_have_frames():
+def test_pieces_of_a_bucket_stay_within_the_frames_of_a_message():
     tensors = [(f"t{number}", torch.zeros(1)) for number in range(MAX_FRAMES + 5)]
     sizes = [len(bucket.pieces) for bucket in buckets(tensors)]
     assert sizes == [MAX_FRAMES - 1, 6]

@@ -157,7 +157,7 @@ def test_signatures_are_read_from_a_wheel(tmp_path, monkeypatch, name, parameter
     assert read == {"flashinfer-python": "1.2.3", "signatures": {"flashinfer": {name: parameters}}}
 
 
-def test_a_name_that_is_not_there_is_told(tmp_path):
+def test_a_missing_name_is_reported(tmp_path):
     wheel = tmp_path / "flashinfer_python-1.2.3-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for path, text in SOURCES.items():

@@ -236,7 +236,7 @@ def test_page_lists_of_a_step_by_hand():
     assert indices.tolist() == [*table[0].tolist(), int(table[1, 0]), *table[2, :2].tolist()]
 
 
-def test_lists_of_steps_of_one_size_lie_where_a_graph_looks_for_them():
+def test_page_lists_of_one_size_keep_their_addresses():
     lists = PageLists(StepLimits(rows=4, tokens=70, context_len=128), torch.device("cpu"))
     views = lists.decode_views(3)
     for seed in range(3):
@@ -271,7 +271,7 @@ def test_captured_decode_keeps_its_buffers_and_follows_each_plan(latent_heads):
     [(16, ["plan latent decode 2", "plan latent prefill 1"]), (3, [])],
     ids=["fits", "torch"],
 )
-def test_prefill_of_latents_is_torchs_where_a_tile_would_cut_a_query(heads, expected):
+def test_torch_prefills_latents_if_a_tile_would_cut_a_query(heads, expected):
     backend = over_latents(latent_pool(), heads)
     fake_flashinfer.CALLS.clear()
     backend.plan(batch_of([(20, 1), (3, 1), (0, 40)], 2))

@@ -246,7 +246,7 @@ def test_one_long_row_does_not_pad_the_others(kind):
         assert padded < 1.4 * sum(-(-length // PAGE) for length in scene.batch.kv_lens_host)
 
 
-def test_scores_of_a_long_prompt_are_there_some_at_a_time(monkeypatch):
+def test_scores_of_a_long_prompt_are_computed_in_parts(monkeypatch):
     monkeypatch.setattr(sdpa, "SCORE_ELEMENTS", 4 * 50 * 7)
     check(Scene("sdpa", [(10, 40), (0, 50)], 0, 3, form=AttentionForm(softcap=2.0, window=30)))
 
@@ -283,7 +283,7 @@ def test_pages_of_another_size_are_refused():
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_a_model_on_compiled_attention_says_what_it_says_on_torch(family, tmp_path):
+def test_a_model_has_the_same_logits_on_compiled_attention_and_torch(family, tmp_path):
     make_checkpoint(tmp_path, family)
     model = load_model(str(tmp_path), torch.float32)
     config = model.config
@@ -335,7 +335,7 @@ def test_the_workspace_and_scores_of_latents_stay_within_the_limit(monkeypatch):
             assert tokens == 1 or count * tokens * 3 * queries.length * 4 <= limit
 
 
-def test_stretches_of_a_prompt_see_no_more_than_they_must(monkeypatch):
+def test_parts_of_a_prompt_read_only_the_keys_they_attend_to(monkeypatch):
     monkeypatch.setitem(mla.WORKSPACE_BYTES, "cpu", 2 * 8 * 64 * 4)
     (group,) = groups_of(check(latents([(0, 64)], 0, 4, latent=20, rope=6)))
     assert [queries.length for queries in group.queries] == list(range(8, 65, 8))
@@ -347,7 +347,7 @@ def test_rows_with_equally_many_new_tokens_are_one_group():
     assert sorted(groups) == [(1, 8), (2, 9), (3, 1)]
 
 
-def test_the_pool_takes_what_the_paper_says_and_nothing_twice():
+def test_the_latent_pool_has_the_size_in_the_paper():
     per_token = MLAPool.bytes_per_token(61, 512 + 64, torch.bfloat16)
     assert per_token == 61 * 576 * 2
     pool = MLAPool(num_layers=61, num_pages=3, width=576, dtype=torch.bfloat16)

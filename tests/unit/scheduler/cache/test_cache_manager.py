@@ -293,7 +293,7 @@ def test_a_long_request_has_no_more_storage_than_its_window_needs():
     assert np.count_nonzero(manager.windows.behind) == 3  # what token 30 sees, and a page below
 
 
-def test_a_prefix_is_shared_up_to_where_its_window_is_there():
+def test_a_prefix_is_shared_as_far_as_its_window_has_storage():
     manager = windowed(20)
     tokens = list(range(28))
     run(manager, tokens)
@@ -314,7 +314,7 @@ def test_storage_of_the_tree_goes_when_others_need_it():
     assert manager.usage().cached >= 40, "its pages are still there, in the layers that see everything"
 
 
-def test_a_page_that_two_computed_has_the_storage_of_whoever_still_had_some():
+def test_a_page_computed_twice_keeps_the_remaining_storage():
     manager = windowed(40)
     tokens = list(range(20))
     first, second = begin(manager, tokens), begin(manager, tokens)
@@ -331,7 +331,7 @@ def test_a_page_that_two_computed_has_the_storage_of_whoever_still_had_some():
     assert run(manager, [*tokens[:10], 7, 7, 7], keep=False) == 5
 
 
-def test_storage_that_does_not_suffice_is_a_mistake_of_its_size():
+def test_insufficient_window_storage_is_a_ledger_error():
     manager = windowed(3)
     kv = begin(manager, list(range(20)))
     with pytest.raises(LedgerError, match="of 3 pages"):
@@ -420,7 +420,7 @@ def test_locked_pages_of_an_old_epoch_are_held_and_freed_with_their_last_request
     manager.check()
 
 
-def test_commit_frees_what_nobody_locks():
+def test_commit_frees_unlocked_pages():
     manager = make()
     manager.close(begin(manager, [1, 1, 2, 2, 3, 3]), array([1, 1, 2, 2, 3, 3]))
     live = begin(manager, [1, 1, 9])

@@ -314,7 +314,7 @@ def sampled(batch: ForwardBatch, **options: object) -> ForwardBatch:
 
 
 @pytest.mark.parametrize("count", [1, 6, 11])
-def test_head_and_sampler_are_replayed_where_the_graph_samples_in_the_same_way(checkpoints, count):
+def test_head_and_sampler_are_replayed_for_the_captured_way_of_sampling(checkpoints, count):
     pair, all_requests = both(checkpoints[0]), requests(count)
     run_both(pair, sampled(step([], all_requests)), all_requests)
     launched = watched_head(pair[0])
@@ -369,7 +369,7 @@ def biased_rows(rows: torch.Tensor, *, token: int, bias: float) -> SpecialRows:
     )  # fmt: skip
 
 
-def test_a_workspace_of_logits_that_grows_leaves_the_graph_its_own(checkpoints):
+def test_the_graph_keeps_its_logits_when_the_workspace_grows(checkpoints):
     pair, all_requests = both(checkpoints[0]), requests(3)
     run_both(pair, sampled(step([], all_requests)), all_requests)
     for each in pair:
@@ -388,7 +388,7 @@ def test_a_capture_changes_no_slots_last_token(checkpoints):
     assert torch.equal(one.runner.last_tokens[: LIMITS.rows], before)
 
 
-def test_a_head_that_cannot_be_captured_leaves_the_hidden_states_to_graphs(checkpoints, caplog):
+def test_without_a_capturable_head_graphs_compute_hidden_states(checkpoints, caplog):
     pair, all_requests = (
         [engine(checkpoints[0], captured=True), engine(checkpoints[0], captured=False)],
         requests(3),
@@ -419,7 +419,7 @@ def test_uncapturable_steps_run_eagerly_with_a_warning(checkpoints, caplog):
     assert pair[0].device.replays == 0
 
 
-def test_an_error_of_a_compiler_of_kernels_is_no_end(checkpoints, monkeypatch, caplog):
+def test_a_kernel_compiler_error_leaves_steps_eager(checkpoints, monkeypatch, caplog):
     class CompileError(Exception):
         """Stand-in for Triton's error of the same name, which is no RuntimeError."""
 
@@ -484,7 +484,7 @@ def test_steps_wait_for_the_scheduling_stream_and_it_for_them(checkpoints):
         assert log == ["wait", "enter", "leave", "wait"]
 
 
-def test_graphs_are_for_backends_that_can_and_only_where_wanted(checkpoints):
+def test_graphs_need_a_capable_backend_and_the_option(checkpoints):
     model = load_model(checkpoints[0], torch.float32)
     pool = MHAPool(num_layers=2, num_pages=2, kv_heads=2, head_size=12, dtype=torch.float32)
     sampler = Sampler(97, 1, CPU, torch.float32)

@@ -107,7 +107,7 @@ def test_masks_are_those_of_the_definition(kind, step):
 
 
 @every_kind
-def test_a_large_vocabulary_is_cut_to_what_a_mask_may_have(kind):
+def test_masks_of_a_large_vocabulary_are_cut_to_the_limit(kind):
     logits = torch.randn((4, 2 * MAX_SAMPLING_MASK), generator=torch.Generator().manual_seed(1)) / 10
     messages = [asking(), asking(top_k=MAX_SAMPLING_MASK + 1), asking(top_k=7), asking(top_p=0.999)]
     kept = sampled(kind, logits, messages).further.kept
@@ -125,7 +125,7 @@ def test_masks_leave_out_tokens_that_cannot_be_sampled(kind):
 
 
 @every_kind
-def test_rows_without_a_mask_have_the_results_that_they_have_alone(kind):
+def test_rows_without_a_mask_are_unchanged_by_masked_neighbours(kind):
     logits = torch.randn((3, 300), generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     params = {"top_p": 0.8, "seed": 5, "temperature": 1.3}
     plain = GenerateReqInput(

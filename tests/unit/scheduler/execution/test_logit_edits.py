@@ -156,7 +156,7 @@ def test_every_token_is_drawn_from_the_defined_logits(sent, events, dtype):
             world.step(everybody if event == "step" else everybody[number % len(sent) :])
 
 
-def test_a_counter_is_somebody_elses_after_its_request():
+def test_a_slots_next_request_starts_with_fresh_counters():
     message = GenerateReqInput(
         input_ids=[5, 5, 6], sampling_params=SamplingParams(repetition_penalty=1.5, temperature=0.0, seed=0)
     )
@@ -180,7 +180,7 @@ def test_a_counter_is_somebody_elses_after_its_request():
     assert world.table.sampling.num_counters == 2
 
 
-def test_rows_without_extras_are_no_business_of_the_special_sampler():
+def test_rows_without_extras_skip_the_special_sampler():
     plain = GenerateReqInput(input_ids=[3], sampling_params=SamplingParams(top_p=0.5, seed=1))
     greedy = GenerateReqInput(input_ids=[3], sampling_params=SamplingParams(temperature=0.0, seed=1))
     world = World([plain, greedy], torch.float32)
@@ -190,7 +190,7 @@ def test_rows_without_extras_are_no_business_of_the_special_sampler():
     assert batch.min_p is None
 
 
-def test_prompts_are_recorded_once_and_computed_again_until_they_are():
+def test_prompts_are_computed_again_until_recorded_whole():
     message = GenerateReqInput(
         input_ids=list(range(8)), return_logprob=True, logprob_start_len=3, top_logprobs_num=1
     )

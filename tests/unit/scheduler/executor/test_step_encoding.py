@@ -236,7 +236,7 @@ def test_only_workers_that_fit_join(workers, connect):
     assert workers.joined == {}
 
 
-def test_a_worker_that_is_refused_may_have_gone(workers):
+def test_refusing_a_worker_that_has_gone_is_no_error(workers):
     workers.answer_of(b"nobody is there", encode(join(1, "0.0.1")))
     assert workers.joined == {}
 

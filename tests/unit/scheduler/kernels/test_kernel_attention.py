@@ -245,7 +245,7 @@ def test_float16_is_computed_in_float32_and_rounded_once(size: int, group: int, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_later_tokens_cannot_show_even_if_they_are_not_finite(dtype: torch.dtype) -> None:
+def test_non_finite_later_tokens_do_not_leak(dtype: torch.dtype) -> None:
     """A weight of zero times infinity would be NaN: what a query may not see is left out."""
 
     def steps(scene: Scene) -> None:
@@ -264,9 +264,7 @@ def test_later_tokens_cannot_show_even_if_they_are_not_finite(dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [40, 65])
-def test_earlier_tokens_cannot_show_either_once_the_window_has_left_them(
-    dtype: torch.dtype, window: int
-) -> None:
+def test_non_finite_tokens_before_the_window_do_not_leak(dtype: torch.dtype, window: int) -> None:
     form = AttentionForm(window=window)
 
     def steps(scene: Scene) -> None:
@@ -330,7 +328,7 @@ def test_a_plan_covers_every_token_once(rows, group) -> None:
     assert sorted(seen) == list(range(sum(q_lens)))
 
 
-def test_rows_that_decode_are_planned_as_beside_a_prompt() -> None:
+def test_decoding_rows_are_planned_alike_with_and_without_a_prompt() -> None:
     kv_lens = [5, 300, 300, 1, 64, 17]
     beside = plan_tasks([1] * 6 + [2], [*kv_lens, 2], 3)
     assert np.array_equal(plan_tasks([1] * 6, kv_lens, 3), beside[beside[:, 0] < 6])

@@ -56,7 +56,7 @@ def test_choice_is_the_largest_and_weights_are_softmax(case):
         ).all(), name
 
 
-def test_not_a_number_shows_in_every_weight_of_its_token_only():
+def test_nan_shows_in_all_weights_of_its_token_only():
     values = torch.randn(4, 37, generator=torch.Generator().manual_seed(0))
     clean = values.clone()
     values[1, 5] = torch.nan

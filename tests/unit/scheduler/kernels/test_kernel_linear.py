@@ -289,7 +289,7 @@ def test_equality_sees_every_bit_of_the_rows_and_no_other(case, data):
 
 
 @pytest.mark.usefixtures("kernels")
-def test_an_update_writes_what_differs_and_says_so(isa):
+def test_an_update_returns_true_if_rows_differed(isa):
     w = torch.randn(50, 70, generator=torch.Generator().manual_seed(4)).bfloat16()
     storage = torch.zeros(linear.storage_shape(*w.shape, w.dtype), dtype=w.dtype)
     assert linear.update_rows(storage, w[10:40], 10)

@@ -31,7 +31,7 @@ def loading(monkeypatch):
     native._library()
 
 
-def test_torch_is_the_answer_to_what_is_not_in_the_table():
+def test_torch_serves_operations_missing_in_the_table():
     for operation, device, dtype in [
         ("linear", "cpu", torch.float64), ("linear", "meta", torch.float32), ("bake", "cpu", torch.float32)
     ]:  # fmt: skip
@@ -73,7 +73,7 @@ def test_triton_serves_between_products_on_cuda(on_cuda):
     assert kernels.best("elementwise", "meta", torch.bfloat16) == kernels.TORCH
 
 
-def test_where_triton_is_missing_or_fails_torch_serves_and_the_log_says_why(on_cuda, loading, caplog):
+def test_torch_serves_if_triton_is_missing_or_fails_and_the_log_says_why(on_cuda, loading, caplog):
     device = torch.device("cuda")
     for installed, reason, environment in (
         (False, None, ""), (True, "no C compiler", ""), (True, None, kernels.TORCH)
@@ -92,7 +92,7 @@ def test_the_environment_forces_torch(loading):
     assert native.why_not() == "CAESURA_KERNELS=torch"
 
 
-def test_the_environment_names_what_there_is(loading):
+def test_an_unknown_kernel_in_the_environment_is_refused(loading):
     loading.setenv(native.VARIABLE, "sse9")
     with pytest.raises(ValueError, match="CAESURA_KERNELS=sse9: expected one of torch, avx2"):
         kernels.best("linear", "cpu", torch.float32)
@@ -129,7 +129,7 @@ def test_a_library_of_other_sources_is_not_called(loading, tmp_path):
 
 
 @pytest.mark.usefixtures("built")
-def test_a_library_whose_structures_have_another_size_is_not_called(loading):
+def test_a_library_with_other_structure_sizes_is_not_called(loading):
     class Longer(native.DecoderStep):
         _fields_ = (("more", native.SIZE),)
 

@@ -228,7 +228,7 @@ def test_the_choice_is_torchs(dtype, experts, top_k, normalize):
 
 
 @computed
-def test_the_lower_of_equal_experts_is_chosen_and_nothing_else_than_experts():
+def test_equal_experts_are_chosen_by_index_and_ids_stay_in_range():
     logits = torch.tensor([[0.0, 1, 1, -0.0, 1], [torch.nan] * 5, [0, torch.nan, 9, 0, 0], [-torch.inf] * 5])
     ids, weights = triton_experts.route(logits, 4, normalize=True)
     assert ids[0].tolist() == [1, 2, 4, 0]

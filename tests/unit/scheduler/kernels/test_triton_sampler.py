@@ -209,7 +209,7 @@ def test_a_row_does_not_depend_on_its_neighbours(in_triton):
 
 
 @interpreted
-def test_only_what_is_wanted_is_returned(in_triton):
+def test_only_requested_outputs_are_returned(in_triton):
     batch = batch_of(2, 10)
     batch.want_raw = batch.want_sampled = False
     batch.min_p = None
@@ -269,7 +269,7 @@ def test_one_graph_serves_every_way_of_sampling(in_triton):
 
 
 @interpreted
-def test_the_warm_up_compiles_what_special_rows_use(in_triton, monkeypatch):
+def test_the_warm_up_compiles_kernels_for_special_rows(in_triton, monkeypatch):
     ordinary = in_triton(50, 2, torch.bfloat16)
     special, compiled = SpecialSampler(ordinary, 50, torch.device("cpu")), []
     kernels_sample = triton_sampler.TritonSampler.sample
@@ -289,7 +289,7 @@ def test_the_warm_up_compiles_what_special_rows_use(in_triton, monkeypatch):
 
 
 @interpreted
-def test_a_vocabulary_that_is_too_large_is_torchs(monkeypatch):
+def test_torch_samples_a_vocabulary_that_is_too_large(monkeypatch):
     monkeypatch.setattr(triton_sampler, "LARGEST_VOCABULARY", 9)
     monkeypatch.setattr(sampler_module, "best", lambda *of: kernels.TRITON)
     sampler = Sampler(10, 2, "cpu", torch.float32)

@@ -150,7 +150,7 @@ def test_figures_and_streams_are_of_the_bound_device(device_modules):
     ]  # fmt: skip
 
 
-def test_a_bound_module_has_what_its_module_has(device_modules):
+def test_a_bound_module_has_the_attributes_of_its_module(device_modules):
     device_modules["cuda"], device_modules["xpu"] = CachingDevice(1, 1, 10), NoCache()
     assert hasattr(device_module_for("cuda:1"), "Stream")
     assert not hasattr(device_module_for("xpu:1"), "Stream")
@@ -192,7 +192,7 @@ def test_available_memory_of_mps_is_never_negative(device_modules):
     assert get_available_memory("mps") == 0
 
 
-def test_free_memory_is_asked_for_without_emptying_unless_it_is_said(device_modules):
+def test_available_memory_empties_the_cache_only_on_request(device_modules):
     module = device_modules["cuda"] = CachingDevice(allocated=100, cached=40, total=1000)
     assert get_available_memory("cuda") == 860
     assert get_available_memory("cuda", group=ScriptedGroup(2000, 500)) == 500
@@ -201,7 +201,7 @@ def test_free_memory_is_asked_for_without_emptying_unless_it_is_said(device_modu
     assert get_available_memory("cuda", empty_cache=True) == 900
 
 
-def test_a_backend_that_does_not_tell_is_unknown_and_other_errors_are_errors(device_modules):
+def test_available_memory_is_none_if_unsupported_and_other_errors_raise(device_modules):
     module = device_modules["xpu"] = NoCache()
     assert get_available_memory("xpu") is None
     module.recommended_max_memory = lambda: 1000  # half of what it takes
@@ -433,7 +433,7 @@ def totals(cache: DeviceCache) -> dict[str, tuple[int, int]]:
     return {each.place: (each.count, each.freed_bytes) for each in cache.totals()}
 
 
-def test_an_emptying_during_which_more_was_allocated_counts_as_nothing():
+def test_an_emptying_with_growing_allocations_counts_zero():
     cache = DeviceCache(Device(10, 12))
     assert cache.empty("idle").freed == 0
     assert totals(cache) == {"idle": (1, 0)}
@@ -463,7 +463,7 @@ def test_a_device_in_any_state_does_not_stop_the_answer(caplog, broken):
     assert "could not be emptied" in caplog.text
 
 
-def test_after_a_failure_the_history_hears_what_came_back():
+def test_after_a_failure_the_history_notes_the_freed_bytes():
     noted: list[tuple[str, int]] = []
     cache = DeviceCache(Device(10, 6), note_failure=lambda what, freed: noted.append((what, freed)))
     cache.after_failure("step 3")

@@ -109,7 +109,7 @@ def test_a_release_by_tag_keeps_the_values(make, strategy):
 
 
 @pytest.mark.parametrize("make", PLACES)
-def test_a_tag_that_is_backed_up_comes_back_as_it_was_last(make):
+def test_a_backed_up_tag_returns_with_its_last_values(make):
     manager = make(backed_up=["weights"])
     tensors = {}
     for tag in ("weights", "kv_cache"):
@@ -131,7 +131,7 @@ def test_a_tag_that_is_backed_up_comes_back_as_it_was_last(make):
         assert not any(tensor.any() for tensor in tensors["kv_cache"])
 
 
-def test_resuming_counts_what_comes_back_with_the_tag():
+def test_resuming_counts_components_that_return_with_the_tag():
     manager = accelerator()
     Model(manager, ResidentStrategy())
     with manager.component("weights"):
@@ -185,7 +185,7 @@ def test_an_allocator_that_refuses_takes_nothing(strategy):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="files are Linux's way")
 @pytest.mark.parametrize("strategy", [ComponentOffloadStrategy(), LayerwiseOffloadStrategy()])
-def test_a_copy_that_cannot_be_read_leaves_the_part_away(strategy, monkeypatch):
+def test_an_unreadable_copy_leaves_its_part_offloaded(strategy, monkeypatch):
     manager = host()
     model = Model(manager, strategy)
     model.request()

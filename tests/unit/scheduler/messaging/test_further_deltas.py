@@ -85,7 +85,7 @@ def test_each_token_keeps_its_own(steps, ended):
         assert merged.top is not None
 
 
-def test_kept_results_are_weighed_with_all_that_is_in_them():
+def test_result_bytes_count_all_logprobs():
     rows = LogprobRows(k=2, ids=bytes(800), logprobs=bytes(800))
     common = {
         "rid": "r",

@@ -123,7 +123,7 @@ def test_waiters_for_a_killed_rank_are_told(mortal, gloo):
 
 
 @both
-def test_all_are_told_of_one_that_gives_up_and_can_begin_anew(mortal, gloo):
+def test_all_ranks_see_one_give_up_and_can_begin_anew(mortal, gloo):
     ranks = mortal(3, gloo=gloo)
     for _ in range(3):
         for job in ((rank_jobs.give_up, 2), (rank_jobs.wait_once,)):
@@ -134,7 +134,7 @@ def test_all_are_told_of_one_that_gives_up_and_can_begin_anew(mortal, gloo):
 
 
 @compiled
-def test_one_that_lives_and_does_not_come_is_waited_for_only_so_long(mortal) -> None:
+def test_waiting_for_a_live_rank_times_out(mortal) -> None:
     ranks = mortal(2, timeout_s=2.0)
     ranks.start_on(0, rank_jobs.wait_once)
     assert ranks.results([0]) == ["1 it did not come in time"]
@@ -186,7 +186,7 @@ def test_ranks_find_each_other_at_one_address_alone() -> None:
         socket.create_connection(("127.0.0.2", port))  # of this host as well
 
 
-def test_a_rank_whose_others_do_not_come_is_told() -> None:
+def test_a_rank_without_the_others_gives_up_with_an_error() -> None:
     store, address = torch_group.listen("127.0.0.1", 2)
     with pytest.raises(RankLostError, match="rank 1 waits for rank 0"):
         torch_group.join(address, 1, 2, CPU, torch.float32, timeout_s=0.5)

@@ -229,7 +229,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("bucket_bytes", [300, 4096, 1 << 20])
-def test_from_disk_each_rank_reads_what_it_holds(folder: Folder, bucket_bytes: int) -> None:
+def test_each_rank_reads_only_its_own_rows_from_disk(folder: Folder, bucket_bytes: int) -> None:
     models, read = [folder.model(rank, 2) for rank in range(2)], []
     for model in models:
         loader, checkpoint = WeightLoader(model), open_checkpoint(folder.path)
@@ -257,7 +257,7 @@ def held_bytes(slot: WeightSlot, folder: Folder) -> int:
     return len(rows_of(slot)) * (value[0].nbytes if value.dim() and len(value) else value.nbytes)
 
 
-def test_rows_that_others_hold_may_be_left_out_and_no_others(folder: Folder) -> None:
+def test_only_rows_of_other_ranks_may_be_left_out(folder: Folder) -> None:
     model = folder.model(1, 2)
     loader = WeightLoader(model)
     slots = model.weight_slots().values()
@@ -280,7 +280,7 @@ def test_rows_that_others_hold_may_be_left_out_and_no_others(folder: Folder) -> 
     assert NAMES[value.dtype] in ("F32", "BF16")
 
 
-def test_rows_between_those_that_are_held_may_be_left_out(tmp_path: Path) -> None:
+def test_rows_between_owned_ones_may_be_left_out(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3.5")
     loader = WeightLoader(model := Folder(tmp_path, {}).model(0, 2))
     slot = model.weight_slots()["model.layers.0.linear_attn.in_proj_qkv.weight"]

@@ -76,7 +76,7 @@ def test_any_bucket_gives_the_same_tensors(
     }
 
 
-def test_pieces_stay_within_the_bucket_and_are_made_in_it(tmp_path: Path) -> None:
+def test_pieces_are_made_within_the_bucket(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
     workspace = Workspace()
     bucket = workspace.take("disk", (64,), torch.uint8)

@@ -144,9 +144,7 @@ def test_a_broadcast_that_hangs_is_given_up(worker, monkeypatch):
     fails_at=st.one_of(st.none(), st.integers(1, 12)),
     shared_bytes=st.sampled_from([0, 600]),
 )
-def test_a_relay_passes_on_what_arrives_and_its_failure_costs_the_receiver_nothing(
-    sizes, eager, fails_at, shared_bytes
-):
+def test_a_relay_forwards_and_its_failure_spares_the_receiver(sizes, eager, fails_at, shared_bytes):
     device, sent = LaggingDevice(eager_side=eager), tensors(sizes)
     stream = WriteStream(device, device.on_stream)
     plans = list(plans_of(sizes, shared_bytes))
