@@ -150,7 +150,7 @@ class ScriptedRunner:
     after: Callable[[ForwardBatch], None] = lambda batch: None
     on_fetch: Callable[[ForwardBatch], None] = lambda batch: None
     sample: Callable[[ForwardBatch, np.ndarray], SamplerOutput] | None = None
-    """Samples the step's tokens, given what the scripted model says (int64 [S]). None: these it is."""
+    """Sampler of the step's tokens, given the scripted model's (int64 [S]), or None to take these."""
     window_pages: int | None = None
     window: int = 0
     """Tokens of the window of layers that give pages back: in their storage every step must find what all
