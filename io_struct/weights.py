@@ -5,11 +5,12 @@ from typing import Annotated, Literal
 import msgspec
 
 from .base import FolderPath, Identifier, Label, Record, Reply, ReplyRecord, SessionId, TensorSpec
-from .control import ControlRequest, PositiveDuration
+from .control import ControlRequest, PositiveDuration, WeightsState
 
 DEFAULT_GROUP_NAME = "weight_update_group"
 """SGLang's default."""
 GroupName = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+CheckerAction = Literal["checksum", "snapshot", "compare", "reset_tensors"]
 BroadcastSizes = Annotated[list[Annotated[int, msgspec.Meta(ge=1)]], msgspec.Meta(min_length=1)]
 DEFAULT_BROADCAST_TIMEOUT_S = 300.0
 """Longest time between two broadcasts of an update: a trainer may gather a tensor from its ranks."""
@@ -73,7 +74,7 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
     """True: these weights are in use now. False: the session is still open, or was aborted."""
     session_id: SessionId | None = None
     """The session that is still open, explicit or implicit. None means that none is open."""
-    weights: Literal["valid", "updating", "poisoned", "invalid"]
+    weights: WeightsState
     """State of the weights after this call, as in status."""
     weights_epoch: int
     weight_version: str
@@ -306,7 +307,7 @@ class SendWeightsReqOutput(Reply, kw_only=True):
 class WeightsCheckerReqInput(ControlRequest, kw_only=True):
     """Compute checksums of the weights, or compare the weights with a snapshot of their checksums."""
 
-    action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
+    action: CheckerAction = "checksum"
     """``checksum`` of all weights; ``snapshot``: also store them; ``compare`` with it; ``reset_tensors`` to
     NaN (integers to 0), which poisons the weights."""
 

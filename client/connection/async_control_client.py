@@ -31,7 +31,6 @@ from .fork import Process
 from .options import (
     CallOptions,
     ChannelOptions,
-    CheckerAction,
     ConnectionOptions,
     SessionOptions,
     UpdateOptions,
@@ -411,7 +410,7 @@ class AsyncControlClient:
             raise
 
     async def check_weights(
-        self, action: CheckerAction = "checksum", **call: Unpack[CallOptions]
+        self, action: wire.CheckerAction = "checksum", **call: Unpack[CallOptions]
     ) -> wire.WeightsCheckerReqOutput:
         """Return checksums of the weights, or compare them with an earlier snapshot."""
         return await self._ask(

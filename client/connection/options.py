@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Self, TypedDict
 
 from ...io_struct import BeginWeightUpdateReqOutput, TensorSpec, WeightUpdateReqOutput, new_id
 from ...io_struct.base import MAX_LABEL_LENGTH
@@ -21,8 +21,6 @@ DEFAULT_KEEPALIVE_TIMEOUT_S = 120.0
 
 LONGEST_S = 1e9
 """About thirty years; longer times mean no limit."""
-
-CheckerAction = Literal["checksum", "snapshot", "compare", "reset_tensors"]
 
 
 class ConnectionOptions(TypedDict, total=False):

@@ -21,7 +21,7 @@ from ...io_struct.control import LeaseAction
 from ...io_struct.weights import DEFAULT_GROUP_NAME
 from ..connection.async_channel import Result, wait_for
 from ..connection.async_client import AsyncSchedulerClient
-from ..connection.options import CheckerAction, seconds, tags_of
+from ..connection.options import seconds, tags_of
 from ..exceptions import EngineError
 from .dispatcher import GenerationClient
 
@@ -147,7 +147,7 @@ class GroupClient(GenerationClient):
             return reply
 
     @_command
-    async def check_weights(self, action: CheckerAction = "checksum", **options: Any) -> Any:
+    async def check_weights(self, action: wire.CheckerAction = "checksum", **options: Any) -> Any:
         """Check the weights, which must be the same on all replicas."""
         answers = await self._group.send(self._group.asked, "check_weights", action, **options)
         if action == "reset_tensors":

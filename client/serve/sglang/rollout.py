@@ -58,7 +58,7 @@ class RolloutBody(Strict, kw_only=True):
 
     rollout: bool = True
     """False: an evaluation, without noise and trajectory."""
-    rollout_sde_type: Literal["sde", "cps", "dance", "ode"] = "sde"
+    rollout_sde_type: SdeType = "sde"
     rollout_noise_level: Annotated[float, msgspec.Meta(ge=0)] = 0.7
     rollout_log_prob_no_const: bool = False
     rollout_debug_mode: bool = True

@@ -18,6 +18,7 @@ from ....io_struct import (
     BeginWeightUpdateReqInput,
     BeginWeightUpdateReqOutput,
     CaesuraError,
+    CheckerAction,
     ControlRequest,
     EndWeightUpdateReqInput,
     ErrorCode,
@@ -378,7 +379,7 @@ async def update_weight_version(front: FrontEnd, body: VersionBody) -> None:
 
 
 class CheckerBody(Strict, kw_only=True):
-    action: Literal["checksum", "snapshot", "reset_tensors", "compare"] = "checksum"
+    action: CheckerAction = "checksum"
     selector: Selector = "all"
     # accepted and ignored
     allow_quant_error: bool = False
