@@ -43,6 +43,7 @@ from caesura.io_struct import (
 from caesura.scheduler.cache.pool import RoutingPool
 from caesura.scheduler.execution.forward import ForwardBatch, HostOutput
 from caesura.scheduler.execution.sampler import SamplerOutput
+from caesura.scheduler.runtime.background import Task
 from caesura.scheduler.runtime.config import PAGE_SIZE, EngineConfig
 from caesura.scheduler.runtime.engine import Engine
 from caesura.scheduler.runtime.loop import Step
@@ -337,7 +338,9 @@ class _Replies(dict[str, Message]):
 
 def open_checkpoints_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read checkpoints without a thread, whose speed would decide how many steps run meanwhile."""
-    monkeypatch.setattr("caesura.scheduler.runtime.background.in_thread", lambda run: run())
+    monkeypatch.setattr(
+        "caesura.scheduler.control.weight_updates.Task", partial(Task, submit=lambda run: run())
+    )
 
 
 def one_piece_per_slice(monkeypatch: pytest.MonkeyPatch, *, writes: bool = False) -> None:

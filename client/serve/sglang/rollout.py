@@ -9,13 +9,13 @@ file with one tensor, ``t``.
 
 import asyncio
 import secrets
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from litestar import Response
 
 from ....io_struct import CaesuraError, GenerateImagesReqInput, SdeParams, new_id
-from ....io_struct.images import MAX_IMAGE_SIDE, MAX_PROMPT_CHARACTERS, MAX_STEPS, StepIndex
+from ....io_struct.images import MAX_IMAGE_SIDE, MAX_PROMPT_CHARACTERS, MAX_STEPS, SdeType, StepIndex
 from ....transfer.safetensors import DTYPES, file_of_one
 from ...connection.images import ImageOutput, ImageTensor
 from ...exceptions import InvalidRequest, Unsupported
