@@ -1,9 +1,9 @@
 """Writes the generated parts of docs/reference/wire.md from the structs that are the wire, so that the two
 cannot drift.
 
-Invariants: a field's meaning is the docstring below it; without one, it is that of the fields of the same name
-and type if they agree, or what the struct says that is its type. Its type and default are what the decoder
-checks. Run ``python docs/generate_wire.py`` after a change of ``io_struct/`` (``--check``: see
+Invariants: a field's meaning is the docstring below it; without one, it is that of the fields of the same
+name and type if they agree, or what the struct says that is its type. Its type and default are what the
+decoder checks. Run ``python docs/generate_wire.py`` after a change of ``io_struct/`` (``--check``: see
 :mod:`generated_parts`).
 """
 

@@ -11,7 +11,6 @@ Invariants:
 """
 
 import errno
-import ipaddress
 import os
 import socket
 from dataclasses import dataclass
@@ -151,12 +150,3 @@ def release(holder: list[Any]) -> None:
     if holder[0].name() == "nccl":
         holder[0].abort()
     holder.clear()
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

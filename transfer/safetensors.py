@@ -61,9 +61,8 @@ class TensorEntry:
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-_Shape = Annotated[
-    list[_Count], msgspec.Meta(max_length=64)
-]  # torch's limit; a product of millions would take minutes
+_Shape = Annotated[list[_Count], msgspec.Meta(max_length=64)]
+"""At most torch's limit: a product of millions would take minutes."""
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):

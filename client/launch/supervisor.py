@@ -36,6 +36,7 @@ import click
 from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
 from ...process.log import server_log
+from ...process.options import EngineOptions
 from ..connection.blocking import ControlClient
 from ..connection.endpoints import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from ..connection.options import ConnectionOptions
@@ -48,8 +49,6 @@ GAVE_UP_STATUS = 3
 STOP_TIMEOUT_S = 60.0
 """Seconds between SIGTERM and SIGKILL, beside those that the scheduler may drain."""
 DEFAULT_NAME = "the scheduler"
-_DRAIN_TIMEOUT_S = 30.0
-"""The scheduler's own default."""
 _NEVER_AGAIN = (ErrorCode.INVALID_REQUEST, ErrorCode.UNSUPPORTED, ErrorCode.UNSUPPORTED_MODEL)
 """Refused starts that need another configuration. Other reasons may pass, a lack of memory for example."""
 _LAST_LINE = 300
@@ -391,7 +390,7 @@ def stop_timeout_s(arguments: Sequence[str]) -> float:
     drain_s = 0.0
     if option_value(arguments, "--shutdown-mode") == "drain":
         with contextlib.suppress(ValueError):  # the scheduler refuses it
-            drain_s = float(option_value(arguments, "--drain-timeout-s") or _DRAIN_TIMEOUT_S)
+            drain_s = float(option_value(arguments, "--drain-timeout-s") or EngineOptions.drain_timeout_s)
     return STOP_TIMEOUT_S + drain_s
 
 

@@ -21,11 +21,12 @@ from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 from litestar.middleware import ASGIMiddleware
 from litestar.types import AnyCallable, ASGIApp, Guard, HTTPReceiveMessage, Receive, Scope, Send
 
+from ...process.contract import is_loopback
 from ..exceptions import Unsupported
 from ..group.router import current_routing_key, routed_by
 from .context import FrontEnd
 from .errors import BodyTooLarge, send_error
-from .options import ServeOptions, is_loopback
+from .options import ServeOptions
 from .server import RESERVED
 
 ACCESS_CLASSES = frozenset({"open", "user", "admin"})

@@ -6,10 +6,8 @@ files are reported before anything starts; nothing asks for a password at a term
 """
 
 import ast
-import contextlib
 import errno
 import inspect
-import ipaddress
 import os
 import socket
 import ssl
@@ -21,6 +19,7 @@ from typing import Any, TypeVar
 
 import click
 
+from ...process.contract import is_loopback
 from ..connection.endpoints import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 
 API_KEY, ADMIN_KEY = "CAESURA_API_KEY", "CAESURA_ADMIN_KEY"
@@ -179,12 +178,6 @@ def take_key(variable: str, file: str | None) -> str | None:
     if not key:
         raise click.UsageError(f"the key in {file or variable} is empty")
     return key
-
-
-def is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def check_host(host: str, api_key: str | None, *, insecure: bool) -> None:

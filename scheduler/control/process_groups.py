@@ -41,6 +41,7 @@ from ..weights.mismatches import Mismatches
 from ..weights.reading import Held, is_divided, read_into, require_placeable
 from ..weights.source import chosen
 from ..weights.transports.broadcasts import Batch, batches_of, nbytes_of
+from ..weights.transports.distributed import LEAVE_S
 from .engine_state import Sender
 from .operations import Operation, Wait, waiting
 
@@ -48,9 +49,6 @@ if TYPE_CHECKING:
     from ..runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
-
-LEAVE_S = 2.0
-"""Longest wait until a process group is destroyed: one that is broken may block until its own timeout."""
 
 
 def init_group(engine: "Engine", request: InitWeightsUpdateGroupReqInput, sender: Sender) -> Operation:
@@ -145,10 +143,13 @@ class WeightSending:
             for batch in batches:
                 while (buffer := transmission.room()) is None:
                     yield Wait.CHANGE
+                    group.joined()  # not any more where it has been destroyed
                 yield from self._fill(buffer, batch, slots)
+                group.joined()  # nor is there a thread that would send
                 transmission.send(nbytes_of(batch))
             while not transmission.is_over():
                 yield Wait.CHANGE
+                group.joined()
         finally:
             self._under_way -= 1
             transmission.close()

@@ -21,12 +21,13 @@ def dummy_decode(rows: int, vocab_size: int) -> ForwardBatch:
     uniforms = torch.full((rows,), 0.5, dtype=torch.float64)
     greedy = torch.zeros(rows, dtype=torch.bool)
     columns = {"greedy": greedy, "top_k": top_k, "top_p": top_p, "uniforms": uniforms}
+    # What is None unless a request asks for it stays out, as in a first step; graphs have all columns.
     unused = {each.name: None for each in fields(SamplingBatch) if each.default is None}
     return scratch_decode(rows, 0, **unused, **columns, any_sampled=True, any_filtered=True)
 
 
 def scratch_decode(rows: int, slot: int, **sampling: Any) -> ForwardBatch:
-    """Return decode rows of slot 0, sampled for ``slot``, greedily by default."""
+    """Return decode rows of slot 0, sampled for ``slot``, greedily unless ``sampling`` says otherwise."""
     columns = {
         name: torch.full((rows,), each.padding, dtype=each.dtype)
         for name, each in columns_of(SamplingBatch).items()

@@ -29,14 +29,11 @@ from ..memory.device_memory import (
 from ..memory.device_module import device_module_for, use_device
 from ..memory.residency import ComponentResidencyManager
 from ..weights.reading import Held, checksums, garbage
-from ..weights.transports.distributed import WeightsUpdateGroups
+from ..weights.transports.distributed import LEAVE_S, WeightsUpdateGroups
 from ..weights.upload import write_stream_of
 from . import rendezvous
 from .rpc import Memory, Start, decode_batch
 from .worker_updates import Operation, WorkerUpdates
-
-LEAVE_S = 2.0
-"""Longest wait until a trainer's process group is left, in seconds."""
 
 
 class Worker:

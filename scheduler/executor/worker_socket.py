@@ -10,7 +10,6 @@ Invariants:
 """
 
 import contextlib
-import ipaddress
 import logging
 import sys
 import threading
@@ -22,6 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
+from ...process.contract import is_loopback
 from ...process.curve import Handshakes, KeyPair, read_key_pair, read_public_keys
 from ..runtime.config import EngineConfig
 
@@ -141,14 +141,10 @@ class WorkerSocket:
 def _checked(address: str, *, has_keys: bool) -> str:
     parts = urlsplit(address)
     host = parts.hostname or ""
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
     problem = None
     if parts.scheme != "tcp" or not host or parts.port is None:
         problem = "is no address tcp://HOST:PORT"
-    elif not loopback and not has_keys:
+    elif not is_loopback(host) and not has_keys:
         problem = "is open to others: it needs curve_secret_key_file and curve_authorized_clients"
     if problem is None:
         return address

@@ -140,27 +140,24 @@ class ImageBatcher:
         if not self.has_work:
             self._on_idle()
 
-    def retract_all(self) -> int:
+    def retract_all(self) -> None:
         """Have every running sample begin again from its seed, in its order. No step may be in flight."""
         samples, self.running = self.running, []
-        count = sum(1 for sample in samples if sample.latent is not None)
+        self.num_retractions += sum(sample.latent is not None for sample in samples)
         for sample in samples:
             sample.begin_again()
         self.waiting.push_front(samples)
-        self.num_retractions += count
-        return count
 
-    def restart_prefills(self) -> int:
+    def restart_prefills(self) -> None:
         """Encode again, after a commit of a text encoder, prompts none of whose samples is under way."""
         if not self._encoders_changed():
-            return 0
+            return
         self.prompts.encoders_changed()
         samples = [*self.running, *self.waiting.live()]
         begun = {id(sample.conditioning) for sample in samples if sample.latent is not None}
         again = {id(s.conditioning): s.conditioning for s in samples if id(s.conditioning) not in begun}
         for conditioning in again.values():
             conditioning.forget()
-        return len(again)
 
     def restore(self, runner: object) -> None:
         """Do nothing: latents of a step that is lost were not replaced."""

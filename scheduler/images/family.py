@@ -23,9 +23,7 @@ from torch import Tensor, nn
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..runtime.files import checkpoint_error
-
-Embeds = dict[str, Tensor]
-"""Embeddings by name, of one prompt without a batch dimension, or of several with one."""
+from .request import Embeds
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring, _SHORT.maxlist = 100, 20

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .family import Embeds, PackedFamily, padded_ids, vae_scale
+from .family import PackedFamily, padded_ids, vae_scale
+from .request import Embeds
 
 
 class Flux(PackedFamily):

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .family import Embeds, PackedFamily, unsupported
+from .family import PackedFamily, unsupported
+from .request import Embeds
 
 _TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "

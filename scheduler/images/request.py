@@ -17,6 +17,7 @@ from ...io_struct import GenerateImagesReqInput, SdeParams, WeightVersionSpan
 from ..scheduling.request import Phase, WeightStamp
 
 Embeds = dict[str, Tensor]
+"""Embeddings by name, of one prompt without a batch dimension, or of several with one."""
 Kind = Literal["encode", "denoise", "decode"]
 
 

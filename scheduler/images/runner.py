@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ..memory.device_module import DeviceModule, streams_of
 from .components import ComponentStages
-from .family import Embeds, Family, to_pixels
+from .family import Family, to_pixels
 from .memory_limit import Footprint
-from .request import Conditioning, ImageBatch, ImageRequest, Prompt
+from .request import Conditioning, Embeds, ImageBatch, ImageRequest, Prompt
 from .scheduler_step import INITIAL, Coefficients, advance, coefficients, log_prob, noise_of
 from .traced_module import TracedModule, traced_decode, traced_velocity
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .family import Embeds, Family, invalid, padded_ids, vae_scale
+from .family import Family, invalid, padded_ids, vae_scale
+from .request import Embeds
 
 _TIMESTEPS = 1000
 """The transformer's timestep at sigma 1."""

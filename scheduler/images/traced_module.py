@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from ..kernels.self_test import failure
 from ..tracing import Tracer, compiled, fold_constants, tidy
-from .family import Embeds, Family
+from .family import Family
+from .request import Embeds
 
 logger = logging.getLogger(__name__)
 

@@ -208,22 +208,18 @@ class Batcher:
         self._remove(request)
         self._release(request, keep_prefix=keep_prefix)
 
-    def retract_all(self) -> int:
+    def retract_all(self) -> None:
         """Free the KV of every running request and requeue it in order. No step may be in flight."""
-        requests = self._active[::-1]
-        for request in requests:
+        for request in self._active[::-1]:
             self._requeue(request, keep_prefix=False)
-        return len(requests)
 
-    def restart_prefills(self) -> int:
+    def restart_prefills(self) -> None:
         """Requeue all in prefill: KV and prompt logprobs must come from the weights that sample."""
-        unfinished = list(self._prefilling)
-        for request in reversed(unfinished):
+        for request in self._prefilling[::-1]:
             self._requeue(request, keep_prefix=False, count=False)
         for request in self.waiting.live():
             if request.record is not None and not len(request.evicted.tokens):
                 request.record.forget_inputs()
-        return len(unfinished)
 
     def mark_stale(self) -> None:
         for request in self._active:

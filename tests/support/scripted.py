@@ -43,6 +43,7 @@ from caesura.io_struct import (
 from caesura.scheduler.cache.pool import RoutingPool
 from caesura.scheduler.execution.forward import ForwardBatch, HostOutput
 from caesura.scheduler.execution.sampler import SamplerOutput
+from caesura.scheduler.runtime.background import Task
 from caesura.scheduler.runtime.config import PAGE_SIZE, EngineConfig
 from caesura.scheduler.runtime.engine import Engine
 from caesura.scheduler.runtime.loop import Step
@@ -150,7 +151,7 @@ class ScriptedRunner:
     after: Callable[[ForwardBatch], None] = lambda batch: None
     on_fetch: Callable[[ForwardBatch], None] = lambda batch: None
     sample: Callable[[ForwardBatch, np.ndarray], SamplerOutput] | None = None
-    """Samples the step's tokens, given what the scripted model says (int64 [S]). None: these it is."""
+    """Sampler of the step's tokens, given the scripted model's (int64 [S]), or None to take these."""
     window_pages: int | None = None
     window: int = 0
     """Tokens of the window of layers that give pages back: in their storage every step must find what all
@@ -337,7 +338,9 @@ class _Replies(dict[str, Message]):
 
 def open_checkpoints_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read checkpoints without a thread, whose speed would decide how many steps run meanwhile."""
-    monkeypatch.setattr("caesura.scheduler.runtime.background.in_thread", lambda run: run())
+    monkeypatch.setattr(
+        "caesura.scheduler.control.weight_updates.Task", partial(Task, submit=lambda run: run())
+    )
 
 
 def one_piece_per_slice(monkeypatch: pytest.MonkeyPatch, *, writes: bool = False) -> None:

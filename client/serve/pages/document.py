@@ -85,12 +85,12 @@ class PageData(msgspec.Struct, kw_only=True):
     """True if the engine answers; False if ``status`` is its last answer."""
     age_s: float = 0.0
     throughput: float | None = None
-    """Tokens, or denoise steps of images, per second. None: unknown."""
+    """Tokens, or denoise steps of images, per second, or None if unknown."""
     model_name: str = ""
     status: GetStatusReqOutput | None
     """Status of the engine, or None before its first answer."""
     history: GetMemoryHistoryReqOutput | None
-    """Memory events after the one that was asked for. None: no answer."""
+    """Memory events after the one that was asked for, or None without an answer."""
     ticks: list[Tick] = []
     """Ticks after the time that was asked for."""
     latencies: list[Percentiles] = []
@@ -98,7 +98,7 @@ class PageData(msgspec.Struct, kw_only=True):
     """Times of the last update, or None if this server has seen none."""
     replicas: list[ReplicaView] = []
     image: Picture | None = None
-    """The last image. None: there is none, or the page has it."""
+    """The last image, or None if there is none or the page has it."""
 
 
 LONGEST = 160

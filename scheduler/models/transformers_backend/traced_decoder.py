@@ -49,7 +49,9 @@ class _OtherCallsError(Exception):
     pass
 
 
-class FusedDecoder:
+class FusedTrace:
+    """Computes all layers of a trace in one call, as ``models/fused_decoder.py`` does those of the engine."""
+
     def __init__(self, trace: Trace, sizes: Sizes) -> None:
         """``trace`` has kernels for norms, gates and attention; ValueError: the kernel refuses it."""
         chain = _Chain(trace)
@@ -101,9 +103,9 @@ class FusedDecoder:
         return self._kernel(embedded, angles, batch.positions, batch.sample_tokens, backend.paged)
 
 
-def fused_decoder(trace: Trace, sizes: Sizes) -> FusedDecoder | None:
+def fused_trace(trace: Trace, sizes: Sizes) -> FusedTrace | None:
     try:
-        return FusedDecoder(trace, sizes)
+        return FusedTrace(trace, sizes)
     except (_OtherCallsError, ValueError):
         return None
 
@@ -231,7 +233,7 @@ class TracedDecoder:
             tables = fuse_attention(fused, sizes, dtype)
             if tables:
                 self.fused = _Program(fused, tables)
-                self.in_one_call = fused_decoder(fused, sizes)
+                self.in_one_call = fused_trace(fused, sizes)
 
     def sampled(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         if self.in_one_call is not None and backend.paged is not None:

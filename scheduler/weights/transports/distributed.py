@@ -29,10 +29,10 @@ from ....io_struct import (
     InitWeightsUpdateGroupReqInput,
     UpdateWeightsFromDistributedReqInput,
 )
+from ....process.contract import is_loopback
 from ....transfer.process_group import (
     Membership,
     await_ranks,
-    is_loopback,
     keys_of,
     make_backend,
     ranks_seen,
@@ -60,6 +60,8 @@ MAX_WORLD_SIZE = 16384
 MAX_JOINING = 8
 """Each is a thread that waits for other processes, maybe of a group that was destroyed meanwhile."""
 MAX_GROUPS = 64
+LEAVE_S = 2.0
+"""Longest wait until a process group is destroyed: one that is broken may block until its own timeout."""
 _LOOK_S = 1.0  # longest attempt to reach a port, between two looks at whether anybody still wants to
 _CLOSE_S = 0.5
 _QUESTION = struct.pack("=BIB", 0, 0x3C85F7CE, 7)

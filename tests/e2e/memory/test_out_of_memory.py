@@ -55,7 +55,7 @@ def client(model):
 
 
 def limit_address_space(client: SchedulerClient, room: int | None) -> None:
-    """Leave the engine's process ``room`` bytes of addresses beyond what it has now. None: no limit."""
+    """Leave the engine's process ``room`` bytes of addresses beyond what it has, or no limit for None."""
     pid = client.status().pid
     limit = resource.RLIM_INFINITY
     if room is not None:

@@ -243,6 +243,20 @@ def test_weight_changes_wait_until_sending_ends(source, target, tiny_model):
     target.destroy_weights_update_group("midst")
 
 
+def test_a_destroy_ends_a_send_which_holds_nothing_back_any_more(source, target, tiny_model):
+    pair, specs = Pair(source, target, "given up"), tensors_of(source)
+    session = target.begin_weight_update().session_id
+    sending = pair.send(specs)
+    pair.receive(specs[:5], session).result(PATIENCE_S)
+    assert not sending.done()
+    source.destroy_weights_update_group("given up")
+    with pytest.raises(GroupError, match="the group was destroyed"):
+        sending.result(PATIENCE_S)
+    assert source.update_weights_from_disk(tiny_model, weight_version="next").committed
+    target.end_weight_update(commit=False)
+    target.destroy_weights_update_group("given up")
+
+
 @pytest.mark.long
 def test_a_target_that_is_killed_in_the_midst_costs_the_source_nothing(source, tiny_model):
     specs, before = tensors_of(source), total(source)
