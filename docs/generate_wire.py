@@ -1,9 +1,10 @@
 """Writes the generated parts of docs/reference/wire.md from the structs that are the wire, so that the two
 cannot drift.
 
-Invariants: a field's meaning is the docstring below it; without one, it is that of a field of the same name
-and type, or what the struct says that is its type. Its type and default are what the decoder checks. Run
-``python docs/generate_wire.py`` after a change of ``io_struct/`` (``--check``: see :mod:`generated_parts`).
+Invariants: a field's meaning is the docstring below it; without one, it is that of the fields of the same
+name and type if they agree, or what the struct says that is its type. Its type and default are what the
+decoder checks. Run ``python docs/generate_wire.py`` after a change of ``io_struct/`` (``--check``: see
+:mod:`generated_parts`).
 """
 
 import ast
@@ -132,7 +133,7 @@ def meanings(cls: Any) -> dict[str, str]:
 
 
 def meaning_elsewhere(field: wire_types.Field) -> str:
-    """Return the meaning of such a field elsewhere, by name and type, or the summary of its struct."""
+    """Return what such fields, by name and type, agree on elsewhere, or the summary of its struct."""
     if text := documented_fields().get((field.name, type_text(field.type))):
         return text
     kind = field.type.item_type if isinstance(field.type, wire_types.ListType) else field.type
@@ -145,15 +146,15 @@ def meaning_elsewhere(field: wire_types.Field) -> str:
 
 @cache
 def documented_fields() -> dict[tuple[str, str], str]:
-    """Name and type of every field with a docstring to that docstring; the first of several counts."""
-    found: dict[tuple[str, str], str] = {}
+    """Name and type of documented fields to their docstring; those with several are left out."""
+    found: dict[tuple[str, str], set[str]] = {}
     for cls in (value for value in vars(io_struct).values() if isinstance(value, type)):
         if issubclass(cls, Message | Record):
             docs = field_docs(cls)
             for field in wire_types.type_info(cls).fields:  # type: ignore[attr-defined]
                 if field.name in docs:
-                    found.setdefault((field.name, type_text(field.type)), docs[field.name])
-    return found
+                    found.setdefault((field.name, type_text(field.type)), set()).add(docs[field.name])
+    return {field: texts.pop() for field, texts in found.items() if len(texts) == 1}
 
 
 def markdown(docstring: str | None) -> str:

@@ -378,6 +378,7 @@ class RankStatus(ReplyRecord, kw_only=True, frozen=True):
     """Another rank of an engine (``tp``): its process, and its allocator's figures within the last second."""
 
     rank: int
+    """Number of the rank, from 1."""
     pid: int
     """Process id of the rank, on its machine."""
     host: str
@@ -393,6 +394,7 @@ class ComponentStatus(ReplyRecord, kw_only=True, frozen=True):
     name: str
     """``vae``, ``text_encoder``, …; ``reference`` and ``reference_kv`` of the reference model."""
     residency: Residency
+    """``resident``: always on the device; ``offload``: while it is used; ``layerwise``: layer by layer."""
     nbytes: int
     """Size in bytes, wherever the component is."""
     device_bytes: int
@@ -471,6 +473,7 @@ class GetStatusReqOutput(Reply, kw_only=True):
     waiting_requests: int
     """Samples in the waiting queue: new, retracted and preempted ones."""
     step: int
+    """Steps started since the engine's start."""
     last_step_age_s: float | None = None
     """Seconds since the last step finished. None means that there was none yet."""
     generated_tokens: int
@@ -520,6 +523,7 @@ class GetStatusReqOutput(Reply, kw_only=True):
     uptime_s: float
     """Seconds since the engine became ready."""
     pid: int
+    """Process id of the engine, in its own pid namespace."""
     version: str
     """Version of the engine's software."""
 

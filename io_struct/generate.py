@@ -322,8 +322,10 @@ class DeltaWeights(ReplyRecord, kw_only=True, frozen=True):
     """Weights that sampled tokens of a :class:`StreamDelta`, as in :class:`WeightVersionSpan`."""
 
     version: str
+    """Public version label of the weights."""
     epoch: int
     incarnation: str = ""
+    """Start of the engine that sampled with them."""
     stale_kv: bool = False
 
 
@@ -384,6 +386,7 @@ class Keepalive(Message, kw_only=True, forbid_unknown_fields=False):
     """Sent every two seconds to clients that wait for a reply, to find disconnected ones; no answer."""
 
     step: int
+    """Steps started since the engine's start."""
 
 
 class AbortReq(Request, kw_only=True):

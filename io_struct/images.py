@@ -90,6 +90,7 @@ class ResultTensor(ReplyRecord, kw_only=True, frozen=True):
     name: str
     """Name of the tensor."""
     dtype: str
+    """Safetensors name of the type."""
     shape: list[int]
     """Elements per dimension; empty for a scalar."""
     buffer: int

@@ -32,6 +32,7 @@ class MemoryEvent(ReplyRecord, kw_only=True, frozen=True):
     detail: str
     """Mode of a pause, transport and label of an update, tags of a release, and so on."""
     step: int
+    """Steps started until then."""
     weights_epoch: int
     reserved: int
     allocated: int

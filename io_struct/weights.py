@@ -256,6 +256,7 @@ class StoredTensor(ReplyRecord, kw_only=True, frozen=True):
     """A tensor of the checkpoint as an engine stores it."""
 
     name: str
+    """Name of the tensor in the checkpoint."""
     dtype: str
     """Safetensors name of the stored type, which may not be the checkpoint's."""
     shape: list[int]
