@@ -59,7 +59,7 @@ class BoundDeviceModule:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.module, name)
-        if self.device.index is None:
+        if ":" not in str(self.device):  # none in particular: torch answers for its current one
             return found
         if name in _TAKE_DEVICE:
             return partial(found, self.device)
