@@ -1,10 +1,14 @@
-"""Both clients against a ROUTER that speaks the wire; the asyncio one is driven by a thread."""
+"""Calls of both clients to a ROUTER that speaks the wire; the asyncio one is driven by a thread."""
 
+import asyncio
+import inspect
+import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -18,32 +22,44 @@ from support.fake_scheduler import (
     results,
     rid_of,
     silent,
+    status_reply,
 )
 from support.waiting import PATIENCE_S as PATIENCE
 
 from caesura.client import (
+    AsyncControlClient,
+    AsyncGenerationHandle,
+    AsyncSchedulerClient,
+    ControlClient,
     EngineDied,
+    GenerationHandle,
     InternalError,
     InvalidRequest,
-    NotIdle,
     QueueFull,
     SamplingParams,
     SchedulerClient,
     TimedOut,
 )
+from caesura.client.connection import async_channel
+from caesura.client.connection.status import PREFIX, figures
 from caesura.io_struct import (
     AbortReq,
     AbortReqOutput,
-    BatchTokenOutput,
     BeginWeightUpdateReqInput,
+    Distribution,
     EndWeightUpdateReqInput,
+    EngineTotals,
     ErrorCode,
     ErrorReply,
     FinishReason,
     FlushCacheReqInput,
     GenerateReqInput,
     GetStatusReqInput,
+    KVUsage,
     PauseGenerationReqInput,
+    PauseTotal,
+    StageStatus,
+    UpdateTotal,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
 )
@@ -78,19 +94,8 @@ def test_ids_of_a_list_follow_from_the_callers(endpoint, connect):
         assert [fake.next_request().rid, fake.next_request().rid] == ["a", "b"]
 
 
-@pytest.mark.parametrize("prompt", [["a"], [1.5], ["ab", "cd"], [[1, "x"]], [None]])
-def test_token_ids_that_are_no_integers_are_refused_here(endpoint, prompt, connect):
-    with connect(endpoint) as client, pytest.raises(InvalidRequest) as caught:
-        client.generate(prompt)
-    assert caught.value.detail["field"] == "input_ids"
-
-
 def test_options_go_on_the_wire_and_what_is_none_is_refused(endpoint, connect):
     with FakeScheduler(endpoint) as fake, connect(endpoint) as client:
-        with pytest.raises(TypeError, match="unknown generation option stream"):
-            client.generate([1], stream=True)
-        with pytest.raises(TypeError, match="unknown generation option id; options are"):
-            client.submit([1], id="x", timeout=1.0)
         with pytest.raises(InvalidRequest) as caught:
             client.submit([1], token_ids_logprob=["x"])
         assert caught.value.detail["field"] == "token_ids_logprob"
@@ -100,17 +105,6 @@ def test_options_go_on_the_wire_and_what_is_none_is_refused(endpoint, connect):
         assert (first.cache_salt, first.token_ids_logprob) == ("s", [7])
         assert (second.min_weights_epoch, second.routed_experts_start_len) == (0, 2)
         assert (second.logprob_start_len, second.stream) == (-1, False)
-
-
-def test_a_list_of_params_must_match_the_prompts(endpoint, connect):
-    with connect(endpoint) as client, pytest.raises(InvalidRequest, match="2 sampling_params for 1"):
-        client.generate([[1]], [SamplingParams(), SamplingParams()])
-
-
-@pytest.mark.parametrize("address", ["tmp/x", "http://x", "ipc://", "ipc://" + "x" * 108])
-def test_an_impossible_endpoint_is_refused_by_name(address):
-    with pytest.raises(InvalidRequest, match="endpoint"):
-        SchedulerClient(address)
 
 
 def test_replies_out_of_order_find_their_callers(endpoint, connect):
@@ -126,19 +120,6 @@ def test_replies_out_of_order_find_their_callers(endpoint, connect):
         handles = [client.submit([token]) for token in (1, 2)]
         assert client.status(timeout=PATIENCE).step == 12
         assert [handle.result(PATIENCE).output_ids for handle in handles] == [[1, 0], [2, 0]]
-
-
-def test_a_refusal_raises_its_class_with_its_numbers(endpoint, connect):
-    def busy(request):
-        return [ErrorReply(id=request.id, code=ErrorCode.NOT_IDLE, message="busy", detail={"running": 2})]
-
-    with (
-        FakeScheduler(endpoint, busy),
-        connect(endpoint) as client,
-        pytest.raises(NotIdle) as caught,
-    ):
-        client.flush_cache(timeout=PATIENCE)
-    assert caught.value.detail == {"running": 2}
 
 
 def test_one_bad_prompt_aborts_the_rest_of_its_list(endpoint, connect):
@@ -216,18 +197,6 @@ def test_a_handle_without_stream_yields_everything_at_the_end(endpoint, connect)
         assert (first.output_ids, first.output_logprobs, second.index) == ([1, 0], [-1.0, 0.0], 1)
         with pytest.raises(ValueError, match="results"):
             handle.result()
-
-
-def test_waiting_on_a_handle_times_out_without_ending_it(endpoint, connect):
-    with FakeScheduler(endpoint, silent) as fake, connect(endpoint) as client:
-        handle = client.submit([1], rid="r", stream=True)
-        with pytest.raises(TimedOut):
-            handle.result(0.01)
-        with pytest.raises(TimedOut):
-            next(handle.deltas(0.01))
-        fake.next_request()
-        fake.push(results(finished("r", [4])))
-        assert handle.result(PATIENCE).output_ids == [4]
 
 
 def test_a_failed_stream_raises_after_its_tokens(endpoint, connect):
@@ -398,26 +367,327 @@ def test_closing_fails_whoever_still_waits_and_every_later_call(endpoint, connec
             client.status()
 
 
-def test_a_broken_reply_fails_its_caller_and_nobody_else(endpoint, connect):
-    def broken(request):
-        if isinstance(request, GetStatusReqInput):
-            return [msgspec.msgpack.encode({"type": "GetStatusReqOutput", "id": request.id, "kv": "none"})]
-        return []
+def in_a_loop(endpoint, body, handler=answer):
+    async def main():
+        with FakeScheduler(endpoint, handler) as fake:
+            async with AsyncSchedulerClient(endpoint) as client:
+                await body(client, fake)
 
-    with FakeScheduler(endpoint, broken) as fake, connect(endpoint) as client:
-        other = client.submit([1])
-        with pytest.raises(InternalError, match="cannot read"):
-            client.status(timeout=PATIENCE)
-        fake.push(results(finished(other.rid, [5])))
-        assert other.result(PATIENCE).output_ids == [5]
+    asyncio.run(main(), debug=True)
 
 
-def test_the_result_of_a_long_stream_is_whole(endpoint, connect):
-    def stream(request):
-        steps = [delta((rid_of(request), 0, step, [step])) for step in range(500)]
-        return [*steps, BatchTokenOutput(step=9, finished=[finished(rid_of(request), list(range(500)))])]
+def public(cls):
+    return {
+        name: [(each.name, each.kind, each.default) for each in inspect.signature(member).parameters.values()]
+        for name, member in inspect.getmembers(cls, inspect.isfunction)
+        if not name.startswith("_")
+    }
 
-    with FakeScheduler(endpoint, stream), connect(endpoint) as client:
+
+def test_both_clients_have_the_same_methods_and_arguments():
+    launcher_only = {"expect_exit", "engine_exited"}
+    blocking = {name: each for name, each in public(SchedulerClient).items() if name not in launcher_only}
+    assert public(AsyncSchedulerClient) == blocking
+    assert public(AsyncGenerationHandle) == public(GenerationHandle)
+
+
+def test_work_of_an_update_does_not_stop_the_loop():
+    async def main():
+        turned = threading.Event()
+        asyncio.get_running_loop().call_soon(turned.set)
+        assert await async_channel.run(lambda: turned.wait(PATIENCE))
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_generate_is_aborted(endpoint):
+    async def body(client, fake):
+        task = asyncio.create_task(client.generate([1], rid="r"))
+        await asyncio.to_thread(fake.next_request, GenerateReqInput)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await asyncio.to_thread(fake.next_request, AbortReq)).rid == "r"
+
+    in_a_loop(endpoint, body, silent)
+
+
+def test_a_generation_whose_sink_raises_is_aborted(endpoint):
+    class Broken:
+        def on_tokens(self, delta):
+            raise ValueError("no")
+
+    def one_token(request):
+        return [delta((request.rid, 0, 0, [1]))] if isinstance(request, GenerateReqInput) else answer(request)
+
+    async def body(client, fake):
+        request = GenerateReqInput(input_ids=[9], sampling_params=SamplingParams(), rid="r", stream=True)
+        broken = client.channel.start_generation(request, Broken())
+        with pytest.raises(InternalError, match="sink"):
+            await broken.waiter
+        assert (await client.status(timeout=PATIENCE)).incarnation == "fake"
+        assert (await asyncio.to_thread(fake.next_request, AbortReq)).rid == "r"
+
+    in_a_loop(endpoint, body, one_token)
+
+
+def test_a_session_block_that_is_dropped_is_aborted_without_waiting(endpoint):
+    async def body(client, fake):
+        async def generator():
+            async with client.weight_update():
+                yield
+
+        opened = generator()
+        await anext(opened)
+        await opened.aclose()
+        end = await asyncio.to_thread(fake.next_request, EndWeightUpdateReqInput)
+        assert not end.commit
+
+    in_a_loop(
+        endpoint,
+        body,
+        lambda request: [] if isinstance(request, EndWeightUpdateReqInput) else answer(request),
+    )
+
+
+class Hasty(asyncio.SelectorEventLoop):
+    """An event loop whose timers fire when half of their time is over."""
+
+    def call_later(self, delay, *rest, **options):
+        return super().call_later(delay / 2, *rest, **options)
+
+
+def test_a_timer_that_fires_early_is_set_again(endpoint):
+    async def use():
+        async with AsyncSchedulerClient(endpoint, connect_timeout=1.0) as client:
+            with pytest.raises(EngineDied, match="there is no such socket file"):
+                await client.status()
+
+    with asyncio.Runner(loop_factory=Hasty) as runner:
+        runner.run(use())
+
+
+def test_a_client_belongs_to_one_loop(endpoint):
+    with FakeScheduler(endpoint):
+        client = AsyncSchedulerClient(endpoint)
+
+        async def first():
+            await client.status(timeout=PATIENCE)
+
+        async def second():
+            with pytest.raises(RuntimeError, match="another event loop"):
+                await client.status()
+
+        with asyncio.Runner() as runner:
+            runner.run(first())
+            asyncio.run(second())
+            runner.run(client.close())
+
+
+def test_a_flood_of_messages_is_never_stuck_in_the_socket(endpoint):
+    def flood(request):
+        steps = [delta((rid_of(request), 0, step, [step])) for step in range(300)]
+        return [*steps, results(finished(rid_of(request), list(range(300))))]
+
+    async def body(client, fake):
+        outputs = await asyncio.gather(*(client.generate([i], timeout=PATIENCE) for i in range(20)))
+        assert all(output.output_ids == list(range(300)) for output in outputs)
+
+    in_a_loop(endpoint, body, flood)
+
+
+NO_TIME = [float("nan"), "5", True, [1]]
+PAST = [-1.0, float("-inf"), 0, -(2**63), np.float32(-1)]
+FOR_EVER = [float("inf"), 2**63, 2.0**63, 1e300, 10**400, None, np.float64(1e300)]
+
+
+def uses(client):
+    tensors = [("w", torch.ones(2))]
+    return [
+        lambda timeout: client.status(timeout=timeout),
+        lambda timeout: client.generate([1], timeout=timeout),
+        lambda timeout: client.update_weights_from_tensor(tensors, timeout=timeout),
+    ]
+
+
+@pytest.mark.parametrize("timeout", NO_TIME)
+def test_invalid_times_are_refused_before_sending(endpoint, timeout, connect):
+    with FakeScheduler(endpoint) as fake, connect(endpoint) as client:
+        for use in uses(client):
+            with pytest.raises(InvalidRequest, match=r"timeout = .* must be a number of seconds, or None"):
+                use(timeout)
+        client.status(timeout=PATIENCE)
+        assert isinstance(fake.next_request(), GetStatusReqInput)
+        assert fake.requests.empty()
         handle = client.submit([1], stream=True)
-        tokens = [token for each in handle.deltas(PATIENCE) for token in each.output_ids]
-        assert tokens == list(range(500)) == handle.result().output_ids
+        for wait in (handle.result, handle.abort, lambda timeout: list(handle.deltas(timeout))):
+            with pytest.raises(InvalidRequest, match="timeout"):
+                wait(timeout)
+
+
+@pytest.mark.parametrize("timeout", PAST)
+def test_past_deadlines_mean_no_waiting_and_end_nothing(endpoint, timeout, connect):
+    with FakeScheduler(endpoint, silent) as fake, connect(endpoint) as client:
+        for use in uses(client)[:2]:
+            with pytest.raises(TimedOut):
+                use(timeout)
+        handle = client.submit([1], stream=True)
+        for wait in (handle.result, handle.abort, lambda timeout: list(handle.deltas(timeout))):
+            with pytest.raises(TimedOut):
+                wait(timeout)
+        fake.push(results(finished(handle.rid, [4])))
+        assert handle.result(PATIENCE).output_ids == [4]
+
+
+@pytest.mark.parametrize("timeout", FOR_EVER)
+def test_uncountable_times_mean_for_ever(endpoint, timeout, connect):
+    times = {"connect_timeout": timeout, "keepalive_timeout": timeout}
+    with FakeScheduler(endpoint), connect(endpoint, **times) as client:
+        assert client.status(timeout=timeout).step == 12
+        assert client.generate([1], timeout=timeout).output_ids == [1, 0]
+        handle = client.submit([1], stream=True)
+        assert handle.result(timeout).output_ids == [1, 0]
+        assert [delta.output_ids for delta in handle.deltas(timeout)] == [[1, 0]]
+
+
+@pytest.mark.parametrize("kind", [SchedulerClient, AsyncSchedulerClient, ControlClient, AsyncControlClient])
+@pytest.mark.parametrize("option", ["connect_timeout", "keepalive_timeout"])
+def test_a_clients_own_times_are_checked(endpoint, kind, option):
+    with pytest.raises(InvalidRequest, match=f"{option} = nan must be"):
+        kind(endpoint, **{option: float("nan")})
+
+
+@pytest.mark.parametrize("kind", [SchedulerClient, AsyncSchedulerClient, ControlClient, AsyncControlClient])
+def test_unknown_client_options_are_refused(endpoint, kind):
+    with pytest.raises(TypeError, match="connect_timout"):
+        kind(endpoint, connect_timout=1.0)
+
+
+TIMEOUT = 0.4
+"""Long enough for the status of a fake engine."""
+
+
+def engine_in(**state):
+    def handle(request):
+        if isinstance(request, GenerateReqInput):
+            return []
+        if not isinstance(request, GetStatusReqInput):
+            return answer(request)
+        reply = status_reply(request)
+        for name, value in state.items():
+            setattr(reply, name, value)
+        return [reply]
+
+    return handle
+
+
+def errors_of(endpoint):
+    with SchedulerClient(endpoint, owner="mine") as client:
+        streaming, whole = client.submit([1], stream=True), client.submit([1])
+        for wait in (
+            lambda: client.generate([1], timeout=TIMEOUT),
+            lambda: client.generate([[1], [2]], timeout=TIMEOUT),
+            lambda: whole.result(TIMEOUT),
+            lambda: list(streaming.deltas(TIMEOUT)),
+        ):
+            with pytest.raises(TimedOut) as caught:
+                wait()
+            yield caught.value
+
+
+PAUSED = "the engine was paused (in_place) by 'trainer', 1.5 s ago, and waits for continue_generation"
+
+
+def test_a_pause_is_told_with_its_owner_and_its_age(endpoint):
+    with FakeScheduler(endpoint, engine_in(pause_owner="trainer")) as fake:
+        for error in errors_of(endpoint):
+            assert re.fullmatch(
+                rf"no answer within {TIMEOUT} s to message \w+: {re.escape(PAUSED)}", error.message
+            )
+            assert error.detail["paused"] == {"mode": "in_place", "owner": "trainer", "age_s": 1.5}
+            assert error.message_id
+        heard = [fake.requests.get() for _ in range(fake.requests.qsize())]
+        asked = [request for request in heard if isinstance(request, GetStatusReqInput)]
+        assert asked
+        assert {request.owner for request in asked} == {""}, "no lease is renewed by it"
+
+
+RUNNING = {"generation": "running", "pause_mode": None}
+
+
+@pytest.mark.parametrize(
+    "state,sentence",
+    [
+        ({}, "the engine was paused (in_place) by a client that gave no owner, 1.5 s ago"),
+        ({**RUNNING, "weights": "updating"}, "its weights are being updated"),
+        (
+            {"weights": "poisoned"},
+            "_generation; its weights are poisoned, and it waits for a complete update",
+        ),
+        (
+            {**RUNNING, "released_tags": ["kv_cache"]},
+            "its memory is released, and it waits for resume_memory(['kv_cache'])",
+        ),
+    ],
+)
+def test_other_reasons_for_waiting_are_told(endpoint, state, sentence):
+    with FakeScheduler(endpoint, engine_in(**state)):
+        assert all(sentence in error.message for error in errors_of(endpoint))
+
+
+@pytest.mark.parametrize(
+    "handler", [engine_in(generation="running", pause_mode=None), silent], ids=["runs", "silent"]
+)
+def test_an_engine_that_runs_or_says_nothing_is_not_blamed(endpoint, handler):
+    with FakeScheduler(endpoint, handler):
+        for error in errors_of(endpoint):
+            assert re.fullmatch(rf"no answer within {TIMEOUT} s to message \w+", error.message)
+            assert "paused" not in error.detail
+
+
+def test_status_commands_change_nothing(endpoint):
+    with FakeScheduler(endpoint, engine_in()) as fake, SchedulerClient(endpoint) as client:
+        handle = client.submit([1])
+        for timeout in (0, -1, 0.0):
+            with pytest.raises(TimedOut):
+                handle.result(timeout)
+        client.pause()
+        heard = [fake.next_request(), fake.next_request()]
+        assert list(map(type, heard)) == [GenerateReqInput, PauseGenerationReqInput]
+
+
+def test_metrics_are_a_flat_dict_of_numbers_and_renew_no_lease(tmp_path):
+    with FakeScheduler(f"ipc://{tmp_path}/s.sock", answer) as engine:
+        with SchedulerClient(engine.endpoint, owner="trainer") as client:
+            blocking = client.metrics()
+        asked = [engine.requests.get() for _ in range(engine.requests.qsize())]
+    assert all(name.startswith(PREFIX) and type(value) is float for name, value in blocking.items())
+    assert (blocking["caesura/paused"], blocking["caesura/pause_age_s"]) == (1.0, 1.5)
+    assert [each.owner for each in asked if isinstance(each, GetStatusReqInput)] == [""]
+
+
+def test_counters_are_summed_and_histograms_become_percentiles():
+    totals = EngineTotals(
+        prompt_tokens=200,
+        cached_tokens=50,
+        finished_requests={"stop": 5},
+        pauses=[PauseTotal(mode=mode, count=2, seconds=1.5) for mode in ("abort", "in_place")],
+        updates=[UpdateTotal(source="disk", committed=3, failed=1)],
+        staleness=Distribution(counts=[3, 1, *[0] * 8], sum=1.0),
+    )
+    stage = StageStatus(name="update.copy", count=1, total_s=0.5, median_s=0.5, longest_s=0.5)
+    status = msgspec.structs.replace(status_reply(GetStatusReqInput()), totals=totals, stages=[stage])
+    found = {name.removeprefix(PREFIX): value for name, value in figures(status).items()}
+    expected = {
+        "pauses": 4, "pause_s": 3.0, "updates": 3, "failed_updates": 1, "prefix_hit_share": 0.25,
+        "samples/stop": 5,
+        "stage_s/update.copy": 0.5, "staleness_epochs/mean": 0.25, "staleness_epochs/p50": 0.0,
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+    assert not any(name.startswith("queue_time") for name in found), "an older engine does not count it"
+
+
+def test_inapplicable_series_are_absent():
+    kv = KVUsage(free=0, cached=0, held=0, total=0, page_size=16, bytes_per_token=0)
+    found = figures(msgspec.structs.replace(status_reply(GetStatusReqInput()), kv=kv))
+    assert not {"caesura/kv_held_share", "caesura/prefix_hit_share"} & set(found)
