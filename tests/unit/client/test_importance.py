@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from support.fake_scheduler import finished, floats
 
-from caesura.client import FinishReason, GenerateOutput, WeightVersionSpan, importance_weights
+from caesura.client import WeightVersionSpan, importance_weights
 from caesura.client import trainer as tensors
+from caesura.client.connection.results import decode_output
 
 SPANS = [
     WeightVersionSpan(version="a", epoch=1, start=0, end=2, stale_kv=False),
@@ -44,23 +46,9 @@ def test_tokens_with_kv_of_older_weights_can_be_masked():
 
 
 def output(logprobs, spans):
-    return GenerateOutput(
-        rid="r",
-        index=0,
-        output_ids=[7] * (3 if logprobs is None else len(logprobs)),
-        output_logprobs=logprobs,
-        raw_logprobs=None,
-        sampled_logprobs=None,
-        routed_experts=None,
-        finish_reason=FinishReason(type="stop"),
-        weight_versions=spans,
-        prompt_tokens=1,
-        cached_tokens=0,
-        seed=0,
-        num_retractions=0,
-        queue_time=0.0,
-        e2e_latency=0.0,
-    )
+    tokens = [7] * (3 if logprobs is None else len(logprobs))
+    wire = finished("r", tokens, output_logprobs=logprobs and floats(logprobs), weight_versions=spans)
+    return decode_output(wire)
 
 
 SHORT = WeightVersionSpan(version="b", epoch=3, start=0, end=2, stale_kv=False)

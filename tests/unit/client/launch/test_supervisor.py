@@ -111,13 +111,6 @@ def test_the_last_words_of_a_crash_are_in_the_reason(watch):
     watched.next(Serving)
 
 
-def test_a_shutdown_message_ends_it(watch):
-    watched = watch().begin()
-    with SchedulerClient(watched.next(Serving).endpoint) as client:
-        client.shutdown(timeout=PATIENCE)
-    assert watched.next(Ended).error is None
-
-
 @pytest.mark.parametrize(
     ("behave", "kind", "status"), [("refuse", CheckpointError, 1), ("no-such-behaviour", EngineDied, 2)]
 )
@@ -171,27 +164,26 @@ def test_hang_timeout_0_disables_the_probe(watch):
     watched.next(Down)
 
 
-def test_a_scheduler_that_ignores_every_signal_is_killed(watch, caplog):
-    watched = watch("ignore-signals", stop_timeout_s=0.3, hang_timeout_s=PATIENCE).begin()
+@pytest.mark.parametrize(
+    "behave,policy,told",
+    [
+        ("ignore-signals", {"stop_timeout_s": 0.3}, "which was to end, was killed by signal 9 (SIGKILL"),
+        ("deaf", {"stop_silence_s": 0.3}, "has neither ended nor answered for 0.3 s after SIGTERM"),
+    ],
+)
+def test_a_scheduler_that_does_not_end_is_killed(watch, caplog, behave, policy, told):
+    policy = {"stop_timeout_s": PATIENCE, "hang_timeout_s": PATIENCE, **policy}
+    watched = watch(behave, **policy).begin()
     pid = watched.next(Serving).pid
     watched.supervisor.close()
     assert watched.next(Ended).error is None
     assert not psutil.pid_exists(pid)
-    assert "the scheduler, which was to end, was killed by signal 9 (SIGKILL" in caplog.text
-    assert "nor answered" not in caplog.text
-
-
-def test_a_scheduler_silent_after_sigterm_is_not_waited_for(watch, caplog):
-    watched = watch("deaf", stop_silence_s=0.3, stop_timeout_s=PATIENCE, hang_timeout_s=PATIENCE).begin()
-    pid = watched.next(Serving).pid
-    watched.supervisor.close()
-    assert watched.next(Ended).error is None
-    assert not psutil.pid_exists(pid)
-    assert "has neither ended nor answered for 0.3 s after SIGTERM" in caplog.text
+    assert told in caplog.text
+    assert ("nor answered" in caplog.text) == (behave == "deaf")
 
 
 def test_a_stopped_process_ends_by_the_signal_that_asks_for_it(watch, caplog):
-    watched = watch(stop_timeout_s=PATIENCE).begin()
+    watched = watch(stop_timeout_s=float("inf")).begin()
     os.kill(watched.next(Serving).pid, signal.SIGSTOP)
     watched.supervisor.close()
     assert watched.next(Ended).error is None
@@ -216,13 +208,6 @@ def test_the_stop_timeout_exceeds_the_drain_timeout(arguments, seconds):
     assert stop_timeout_s(arguments) == seconds
 
 
-def test_the_stop_timeout_may_be_infinite(watch):
-    watched = watch(stop_timeout_s=float("inf")).begin()
-    watched.next(Serving)
-    watched.supervisor.close()
-    assert watched.next(Ended).error is None
-
-
 def test_a_supervisor_between_retries_ends_at_once(watch):
     watched = watch("crash", first_delay_s=3600.0, longest_delay_s=3600.0).begin()
     watched.next(Down)
@@ -235,15 +220,9 @@ def test_delays_double_up_to_the_longest():
     assert [policy.delay(count) for count in (0, 1, 2, 6, 7, 10_000)] == [0.5, 1.0, 2.0, 30.0, 30.0, 30.0]
 
 
-# -- retries ---------------------------------------------------------------------------------------
-
-
 def test_exceptions_say_whether_a_retry_may_help():
     assert all(kind("x").retryable for kind in (EngineDied, Busy, QueueFull, ShuttingDown, EnginePaused))
     assert not any(kind("x").retryable for kind in (EngineError, InvalidRequest, WeightMismatch))
-
-
-# -- systemd's protocol ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("abstract", [False, True])
