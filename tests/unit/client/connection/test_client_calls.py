@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 
 import msgspec
 import numpy as np
@@ -52,7 +53,6 @@ from caesura.io_struct import (
     ErrorCode,
     ErrorReply,
     FinishReason,
-    FlushCacheReqInput,
     GenerateReqInput,
     GetStatusReqInput,
     KVUsage,
@@ -60,7 +60,6 @@ from caesura.io_struct import (
     PauseTotal,
     StageStatus,
     UpdateTotal,
-    UpdateWeightFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
 )
 
@@ -77,18 +76,15 @@ def test_one_prompt_gives_one_output_and_a_list_gives_a_list(endpoint, connect):
         assert fake.next_request().return_logprob
 
 
-def test_n_samples_come_prompt_by_prompt(endpoint, connect):
-    with FakeScheduler(endpoint), connect(endpoint) as client:
+def test_samples_come_prompt_by_prompt_with_ids_that_follow_from_the_callers(endpoint, connect):
+    with FakeScheduler(endpoint) as fake, connect(endpoint) as client:
         alone = client.generate([1], SamplingParams(n=2), timeout=PATIENCE)
         assert [output.output_ids for output in alone] == [[1, 0], [1, 1]]
-        flat = client.generate([[1], [2]], [SamplingParams(n=2), SamplingParams()], timeout=PATIENCE)
+        fake.next_request()
+        params = [SamplingParams(n=2), SamplingParams()]
+        flat = client.generate([[1], [2]], params, rid="job", message_id="try", timeout=PATIENCE)
         assert [output.output_ids for output in flat] == [[1, 0], [1, 1], [2, 0]]
-
-
-def test_ids_of_a_list_follow_from_the_callers(endpoint, connect):
-    with FakeScheduler(endpoint) as fake, connect(endpoint) as client:
-        outputs = client.generate([[1], [2]], rid="job", message_id="try", timeout=PATIENCE)
-        assert [output.rid for output in outputs] == ["job-0", "job-1"]
+        assert [output.rid for output in flat] == ["job-0", "job-0", "job-1"]
         assert [fake.next_request().id, fake.next_request().id] == ["try-0", "try-1"]
         client.generate([[1], [2]], rid=["a", "b"], timeout=PATIENCE)
         assert [fake.next_request().rid, fake.next_request().rid] == ["a", "b"]
@@ -215,22 +211,7 @@ def test_a_failed_stream_raises_after_its_tokens(endpoint, connect):
         assert caught.value.output.output_ids == [5, 6]
 
 
-def test_every_control_verb_sends_its_message(endpoint, connect):
-    with FakeScheduler(endpoint) as fake, connect(endpoint) as client:
-        assert client.pause("in_place", owner="me", timeout=PATIENCE).mode == "in_place"
-        assert client.continue_generation(owner="me", timeout=PATIENCE).freed == 1 << 20
-        assert client.flush_cache(timeout_s=2, timeout=PATIENCE).freed_tokens == 16
-        reply = client.update_weights_from_disk("/new", weight_version="7", timeout=PATIENCE)
-        assert reply.weight_version == "7"
-        assert client.check_weights("snapshot", timeout=PATIENCE).total == "00"
-        assert client.abort("r", timeout=PATIENCE).aborted == 1
-        pause = fake.next_request(PauseGenerationReqInput)
-        assert (pause.mode, pause.owner, pause.lease_s) == ("in_place", "me", None)
-        assert fake.next_request(FlushCacheReqInput).timeout_s == 2
-        assert fake.next_request(UpdateWeightFromDiskReqInput).model_path == "/new"
-
-
-def test_a_weight_session_commits_at_its_end(endpoint, connect):
+def test_a_weight_session_commits_at_its_end_or_is_aborted_where_it_raises(endpoint, connect):
     with FakeScheduler(endpoint) as fake, connect(endpoint) as client:
         with client.weight_update(weight_version="2", timeout=PATIENCE) as session:
             assert session.opened.weights_epoch == 0
@@ -238,10 +219,6 @@ def test_a_weight_session_commits_at_its_end(endpoint, connect):
         assert session.result.committed
         end = fake.next_request(EndWeightUpdateReqInput)
         assert (end.commit, end.weight_version) == (True, "2")
-
-
-def test_a_weight_session_that_raises_is_aborted(endpoint, connect):
-    with FakeScheduler(endpoint) as fake, connect(endpoint) as client:
         with pytest.raises(KeyError, match="mine"), client.weight_update(timeout=PATIENCE):
             raise KeyError("mine")
         assert not fake.next_request(EndWeightUpdateReqInput).commit
@@ -367,13 +344,11 @@ def test_closing_fails_whoever_still_waits_and_every_later_call(endpoint, connec
             client.status()
 
 
-def in_a_loop(endpoint, body, handler=answer):
-    async def main():
-        with FakeScheduler(endpoint, handler) as fake:
-            async with AsyncSchedulerClient(endpoint) as client:
-                await body(client, fake)
-
-    asyncio.run(main(), debug=True)
+@asynccontextmanager
+async def asyncio_client(endpoint, handler=answer):
+    with FakeScheduler(endpoint, handler) as fake:
+        async with AsyncSchedulerClient(endpoint) as client:
+            yield client, fake
 
 
 def public(cls):
@@ -391,17 +366,14 @@ def test_both_clients_have_the_same_methods_and_arguments():
     assert public(AsyncGenerationHandle) == public(GenerationHandle)
 
 
-def test_work_of_an_update_does_not_stop_the_loop():
-    async def main():
-        turned = threading.Event()
-        asyncio.get_running_loop().call_soon(turned.set)
-        assert await async_channel.run(lambda: turned.wait(PATIENCE))
-
-    asyncio.run(main())
+async def test_work_of_an_update_does_not_stop_the_loop():
+    turned = threading.Event()
+    asyncio.get_running_loop().call_soon(turned.set)
+    assert await async_channel.run(lambda: turned.wait(PATIENCE))
 
 
-def test_a_cancelled_generate_is_aborted(endpoint):
-    async def body(client, fake):
+async def test_a_cancelled_generate_is_aborted(endpoint):
+    async with asyncio_client(endpoint, silent) as (client, fake):
         task = asyncio.create_task(client.generate([1], rid="r"))
         await asyncio.to_thread(fake.next_request, GenerateReqInput)
         task.cancel()
@@ -409,10 +381,8 @@ def test_a_cancelled_generate_is_aborted(endpoint):
             await task
         assert (await asyncio.to_thread(fake.next_request, AbortReq)).rid == "r"
 
-    in_a_loop(endpoint, body, silent)
 
-
-def test_a_generation_whose_sink_raises_is_aborted(endpoint):
+async def test_a_generation_whose_sink_raises_is_aborted(endpoint):
     class Broken:
         def on_tokens(self, delta):
             raise ValueError("no")
@@ -420,7 +390,7 @@ def test_a_generation_whose_sink_raises_is_aborted(endpoint):
     def one_token(request):
         return [delta((request.rid, 0, 0, [1]))] if isinstance(request, GenerateReqInput) else answer(request)
 
-    async def body(client, fake):
+    async with asyncio_client(endpoint, one_token) as (client, fake):
         request = GenerateReqInput(input_ids=[9], sampling_params=SamplingParams(), rid="r", stream=True)
         broken = client.channel.start_generation(request, Broken())
         with pytest.raises(InternalError, match="sink"):
@@ -428,11 +398,12 @@ def test_a_generation_whose_sink_raises_is_aborted(endpoint):
         assert (await client.status(timeout=PATIENCE)).incarnation == "fake"
         assert (await asyncio.to_thread(fake.next_request, AbortReq)).rid == "r"
 
-    in_a_loop(endpoint, body, one_token)
 
+async def test_a_session_block_that_is_dropped_is_aborted_without_waiting(endpoint):
+    async with asyncio_client(
+        endpoint, lambda request: [] if isinstance(request, EndWeightUpdateReqInput) else answer(request)
+    ) as (client, fake):
 
-def test_a_session_block_that_is_dropped_is_aborted_without_waiting(endpoint):
-    async def body(client, fake):
         async def generator():
             async with client.weight_update():
                 yield
@@ -443,18 +414,12 @@ def test_a_session_block_that_is_dropped_is_aborted_without_waiting(endpoint):
         end = await asyncio.to_thread(fake.next_request, EndWeightUpdateReqInput)
         assert not end.commit
 
-    in_a_loop(
-        endpoint,
-        body,
-        lambda request: [] if isinstance(request, EndWeightUpdateReqInput) else answer(request),
-    )
-
 
 class Hasty(asyncio.SelectorEventLoop):
     """An event loop whose timers fire when half of their time is over."""
 
-    def call_later(self, delay, *rest, **options):
-        return super().call_later(delay / 2, *rest, **options)
+    def call_later(self, delay, callback, *args, context=None):  # type: ignore[override]
+        return super().call_later(delay / 2, callback, *args, context=context)
 
 
 def test_a_timer_that_fires_early_is_set_again(endpoint):
@@ -484,16 +449,14 @@ def test_a_client_belongs_to_one_loop(endpoint):
             runner.run(client.close())
 
 
-def test_a_flood_of_messages_is_never_stuck_in_the_socket(endpoint):
+async def test_a_flood_of_messages_is_never_stuck_in_the_socket(endpoint):
     def flood(request):
         steps = [delta((rid_of(request), 0, step, [step])) for step in range(300)]
         return [*steps, results(finished(rid_of(request), list(range(300))))]
 
-    async def body(client, fake):
+    async with asyncio_client(endpoint, flood) as (client, _):
         outputs = await asyncio.gather(*(client.generate([i], timeout=PATIENCE) for i in range(20)))
         assert all(output.output_ids == list(range(300)) for output in outputs)
-
-    in_a_loop(endpoint, body, flood)
 
 
 NO_TIME = [float("nan"), "5", True, [1]]
@@ -551,14 +514,10 @@ def test_uncountable_times_mean_for_ever(endpoint, timeout, connect):
 
 
 @pytest.mark.parametrize("kind", [SchedulerClient, AsyncSchedulerClient, ControlClient, AsyncControlClient])
-@pytest.mark.parametrize("option", ["connect_timeout", "keepalive_timeout"])
-def test_a_clients_own_times_are_checked(endpoint, kind, option):
-    with pytest.raises(InvalidRequest, match=f"{option} = nan must be"):
-        kind(endpoint, **{option: float("nan")})
-
-
-@pytest.mark.parametrize("kind", [SchedulerClient, AsyncSchedulerClient, ControlClient, AsyncControlClient])
-def test_unknown_client_options_are_refused(endpoint, kind):
+def test_a_clients_own_options_are_checked(endpoint, kind):
+    for option in ("connect_timeout", "keepalive_timeout"):
+        with pytest.raises(InvalidRequest, match=f"{option} = nan must be"):
+            kind(endpoint, **{option: float("nan")})
     with pytest.raises(TypeError, match="connect_timout"):
         kind(endpoint, connect_timout=1.0)
 

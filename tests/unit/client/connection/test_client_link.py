@@ -377,18 +377,15 @@ def test_calls_to_an_engine_that_is_known_to_be_gone_fail_fast(endpoint):
             assert client.status(timeout=PATIENCE).step == 12
 
 
-def test_coroutines_share_the_wait_for_an_engine_that_is_gone(endpoint):
-    async def main():
-        async with AsyncSchedulerClient(endpoint, connect_timeout=PATIENCE) as client:
-            with FakeScheduler(endpoint, vanish), pytest.raises(EngineDied, match="lost"):
-                await client.status(timeout=PATIENCE)
-            for _ in range(3):
-                calls = [client.status(timeout=PATIENCE) for _ in range(20)]
-                failed = await asyncio.gather(*calls, return_exceptions=True)
-                assert all(isinstance(error, EngineDied) for error in failed)
-                assert all("no scheduler answers" in str(error) for error in failed)
-
-    asyncio.run(main(), debug=True)
+async def test_coroutines_share_the_wait_for_an_engine_that_is_gone(endpoint):
+    async with AsyncSchedulerClient(endpoint, connect_timeout=PATIENCE) as client:
+        with FakeScheduler(endpoint, vanish), pytest.raises(EngineDied, match="lost"):
+            await client.status(timeout=PATIENCE)
+        for _ in range(3):
+            calls = [client.status(timeout=PATIENCE) for _ in range(20)]
+            failed = await asyncio.gather(*calls, return_exceptions=True)
+            assert all(isinstance(error, EngineDied) for error in failed)
+            assert all("no scheduler answers" in str(error) for error in failed)
 
 
 def test_an_engine_that_comes_back_soon_is_waited_for(endpoint, monkeypatch):
