@@ -294,8 +294,9 @@ def one(**sampling: object) -> dict[str, object]:
     ],
 )
 def test_values_out_of_range_are_refused_before_copying_with_the_clients_name(field, body):
-    with pytest.raises(InvalidRequest, match=re.escape(field)):
+    with pytest.raises(InvalidRequest, match=re.escape(field)) as caught:
         plan(msgspec.json.encode(body).decode(), max_batch=4096)
+    assert field in caught.value.detail["field"]
 
 
 def test_stop_strings_of_all_prompts_are_bounded_where_they_differ():

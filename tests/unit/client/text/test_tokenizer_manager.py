@@ -9,13 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.fake_scheduler import (
     FakeScheduler,
+    VanishError,
     answer,
     finished,
     floats,
     results,
     rid_of,
 )
-from support.text_engine import Engine, run, script, until_abort
+from support.text_engine import Engine, engine_below, script, until_abort
 from support.tokenizers import LINES, make_byte_level, make_sentencepiece
 from support.waiting import eventually
 
@@ -44,7 +45,12 @@ from caesura.io_struct import (
 )
 
 
-def test_text_in_and_text_out(endpoint, tokenizer):
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+async def test_text_in_and_text_out(endpoint, tokenizer):
     output = tokenizer.encode(" 世界🎉 goes on")
     options = {
         "rid": "mine",
@@ -58,8 +64,7 @@ def test_text_in_and_text_out(endpoint, tokenizer):
         "return_routed_experts": True,
         "routed_experts_start_len": 2,
     }
-
-    async def body(manager, fake):
+    async with engine_below(endpoint, tokenizer, script(output)) as (manager, fake):
         samples = await manager.generate(GenerationRequest(prompt="The pause", **options))
         sent = fake.next_request(GenerateReqInput)
         assert (sent.input_ids, sent.stream) == (tokenizer.encode("The pause"), False)
@@ -69,17 +74,14 @@ def test_text_in_and_text_out(endpoint, tokenizer):
             assert (sample.text, sample.rid, sample.matched) == (" 世界🎉 goes on", "mine", None)
             assert (sample.output.output_ids, sample.prompt_ids) == (output, sent.input_ids)
 
-    run(endpoint, tokenizer, body, script(output))
-
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("stop", [(), ("never",)])
-def test_a_stop_token_is_trimmed_from_the_text_only(endpoint, tokenizer, keep, stop, stream):
+async def test_a_stop_token_is_trimmed_from_the_text_only(endpoint, tokenizer, keep, stop, stream):
     output = tokenizer.encode("on!")
     reason = FinishReason(type="stop", matched=output[-1])
-
-    async def body(manager, fake):
+    async with engine_below(endpoint, tokenizer, script(output, reason)) as (manager, _):
         request = GenerationRequest(prompt=[5], no_stop_trim=keep, stop=stop)
         if stream:
             chunks = [chunk async for chunk in manager.stream(request)]
@@ -92,15 +94,12 @@ def test_a_stop_token_is_trimmed_from_the_text_only(endpoint, tokenizer, keep, s
         assert samples[0].matched == output[-1]
         assert samples[0].output.output_ids == output
 
-    run(endpoint, tokenizer, body, script(output, reason))
-
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_stop_string_ends_its_sample_in_the_engine_and_cuts_what_came_late(endpoint, tokenizer, keep):
+async def test_a_stop_string_ends_its_sample_in_the_engine_and_cuts_what_came_late(endpoint, tokenizer, keep):
     first, second = tokenizer.encode("Remark"), tokenizer.encode("able: 42")
     engine = Engine(more=tokenizer.encode("late tokens"))
-
-    async def body(manager, fake):
+    async with engine_below(endpoint, tokenizer, engine) as (manager, fake):
         request = GenerationRequest(prompt="x", stop=["zzz", "able:"], no_stop_trim=keep, return_logprob=True)
         task = asyncio.create_task(manager.generate(request))
         await engine.begun(fake)
@@ -117,16 +116,13 @@ def test_a_stop_string_ends_its_sample_in_the_engine_and_cuts_what_came_late(end
         assert sample.output.output_logprobs == [float(token) for token in ids]
         assert sample.output.weight_versions[-1].end == len(ids)
 
-    run(endpoint, tokenizer, body, engine)
 
-
-def test_the_engine_is_told_once(endpoint, tokenizer):
-    engine = Engine()
+async def test_the_engine_is_told_once(endpoint, tokenizer, engine):
 
     def slow(request):
         return [] if isinstance(request, AbortReq) else engine(request)
 
-    async def body(manager, fake):
+    async with engine_below(endpoint, tokenizer, slow) as (manager, fake):
         task = asyncio.create_task(manager.generate(GenerationRequest(prompt="x", stop=["."])))
         await engine.begun(fake)
         engine.say(fake, 0, tokenizer.encode("one."))
@@ -139,13 +135,9 @@ def test_the_engine_is_told_once(endpoint, tokenizer):
         assert type(await asyncio.to_thread(fake.next_request)).__name__ == "GetStatusReqInput"
         await status
 
-    run(endpoint, tokenizer, body, slow)
 
-
-def test_each_of_n_samples_stops_alone(endpoint, tokenizer):
-    engine = Engine()
-
-    async def body(manager, fake):
+async def test_each_of_n_samples_stops_alone(endpoint, tokenizer, engine):
+    async with engine_below(endpoint, tokenizer, engine) as (manager, fake):
         request = GenerationRequest(prompt="x", stop=["."], sampling_params=SamplingParams(n=3))
         task = asyncio.create_task(manager.generate(request))
         await engine.begun(fake)
@@ -161,8 +153,6 @@ def test_each_of_n_samples_stops_alone(endpoint, tokenizer):
         assert [sample.matched for sample in samples] == [".", ".", "."]
         assert fake.requests.empty()  # sample 0 had ended: nothing to abort
 
-    run(endpoint, tokenizer, body, engine)
-
 
 class Noting(TextTokenizer):
     """Notes each text and the thread that encodes it."""
@@ -176,13 +166,12 @@ class Noting(TextTokenizer):
         return super().encode(text, **options)
 
 
-def test_a_text_that_no_context_holds_is_refused_untokenized(endpoint, tmp_path):
+async def test_a_text_that_no_context_holds_is_refused_untokenized(endpoint, tmp_path):
     tokenizer = Noting.from_folder(make_byte_level(tmp_path))
     assert tokenizer.longest == max(map(len, tokenizer.backend.get_vocab()))
     limit = 4 * tokenizer.longest
     long = "a" * (limit + 1)
-
-    async def body(plain, fake):
+    async with engine_below(endpoint, tokenizer, answer) as (plain, _):
         manager = TokenizerManager(plain.client, tokenizer, context_length=4)
         with pytest.raises(PromptTooLong, match=str(limit)):
             await manager.generate(GenerationRequest(prompt=long))
@@ -194,8 +183,6 @@ def test_a_text_that_no_context_holds_is_refused_untokenized(endpoint, tmp_path)
         await manager.generate(GenerationRequest(prompt=long[1:]))
         plain.tokenize(long)
         assert [text for text, _ in tokenizer.asked] == [long[1:], long]
-
-    run(endpoint, tokenizer, body, answer)
 
 
 def test_prompts_with_the_same_stop_strings_share_what_looks_for_them():
@@ -219,20 +206,17 @@ def test_fields_over_their_size_are_refused_when_the_request_is_made(field, valu
     GenerationRequest(prompt=[1], stop=["a" * MAX_STOP_CHARACTERS], cache_salt="a" * MAX_SALT_CHARACTERS)
 
 
-def test_a_long_prompt_does_not_hold_up_the_loop(endpoint, tmp_path):
+async def test_a_long_prompt_does_not_hold_up_the_loop(endpoint, tmp_path):
     tokenizer = Noting.from_folder(make_byte_level(tmp_path))
     text = (LINES[0] * 60)[: ENCODE_INLINE + 1]
-
-    async def body(manager, fake):
+    async with engine_below(endpoint, tokenizer, script([5])) as (manager, _):
         for prompt in (text, text[:-1]):
             await manager.generate(GenerationRequest(prompt=prompt))
         assert [thread is threading.main_thread() for _, thread in tokenizer.asked] == [False, True]
 
-    run(endpoint, tokenizer, body, script([5]))
 
-
-def test_ids_only(endpoint, tokenizer):
-    async def body(manager, fake):
+async def test_ids_only(endpoint, tokenizer):
+    async with engine_below(endpoint, tokenizer, script([7, 8])) as (manager, _):
         bare = TokenizerManager(manager.client, None)
         for ids_only, options in ((bare, {}), (manager, {"detokenize": False})):
             request = GenerationRequest(prompt=[1, 2], **options)
@@ -253,8 +237,6 @@ def test_ids_only(endpoint, tokenizer):
                 await bare.generate(GenerationRequest(**options))
             assert caught.value.detail["field"] == field
 
-    run(endpoint, tokenizer, body, script([7, 8]))
-
 
 @pytest.mark.parametrize(
     ("field", "request_"),
@@ -265,8 +247,8 @@ def test_ids_only(endpoint, tokenizer):
         ("text", GenerationRequest(prompt="\ud800")),
     ],
 )
-def test_client_side_refusals_never_reach_the_engine(endpoint, tokenizer, field, request_):
-    async def body(manager, fake):
+async def test_client_side_refusals_never_reach_the_engine(endpoint, tokenizer, field, request_):
+    async with engine_below(endpoint, tokenizer, answer) as (manager, fake):
         with pytest.raises(InvalidRequest) as caught:
             await manager.generate(request_)
         assert caught.value.detail["field"] == field
@@ -275,17 +257,13 @@ def test_client_side_refusals_never_reach_the_engine(endpoint, tokenizer, field,
         await manager.client.status()
         assert type(fake.next_request()).__name__ == "GetStatusReqInput"
 
-    run(endpoint, tokenizer, body, answer)
 
-
-def test_tokens_whose_bytes_may_go_on_wait_for_their_text(endpoint, tmp_path):
+async def test_tokens_whose_bytes_may_go_on_wait_for_their_text(endpoint, tmp_path, engine):
     tokenizer = TextTokenizer.from_folder(make_sentencepiece(tmp_path))
     owl = tokenizer.encode("🦉", add_special_tokens=False)[1:]
     assert len(owl) == 4
     word = tokenizer.encode("Stop", add_special_tokens=False)
-    engine = Engine()
-
-    async def body(manager, fake):
+    async with engine_below(endpoint, tokenizer, engine) as (manager, fake):
         stream = manager.stream(GenerationRequest(prompt=word, stop=["🦉"]))
         step = asyncio.ensure_future(anext(stream))
         await engine.begun(fake)
@@ -299,14 +277,11 @@ def test_tokens_whose_bytes_may_go_on_wait_for_their_text(endpoint, tmp_path):
         assert ids == word + owl == rest[-1].finished.output.output_ids
         assert rest[-1].finished.text == first.text == " Stop"
 
-    run(endpoint, tokenizer, body, engine)
 
-
-def test_options_reach_the_text(endpoint, tmp_path):
+async def test_options_reach_the_text(endpoint, tmp_path):
     tokenizer = TextTokenizer.from_folder(make_sentencepiece(tmp_path))
     output = tokenizer.encode("pause</s> pause", add_special_tokens=False)
-
-    async def body(manager, fake):
+    async with engine_below(endpoint, tokenizer, script(output)) as (manager, fake):
         request = GenerationRequest(
             prompt="The",
             add_special_tokens=False,
@@ -322,25 +297,19 @@ def test_options_reach_the_text(endpoint, tmp_path):
         assert "</s>" in sample.text
         assert sample.matched is None
 
-    run(endpoint, tokenizer, body, script(output))
 
-
-def test_conversations_and_ids(endpoint, tokenizer):
-    async def body(manager, fake):
+async def test_conversations_and_ids(endpoint, tokenizer):
+    async with engine_below(endpoint, tokenizer, answer) as (manager, _):
         messages = [{"role": "user", "content": "Stop?"}]
         prompt = tokenizer.render_chat(messages, add_generation_prompt=True)
         assert manager.apply_chat_template(messages) == tokenizer.encode(prompt, add_special_tokens=False)
         assert manager.detokenize(manager.tokenize("a</s>")) == "a"
         assert manager.detokenize(manager.tokenize("a</s>"), skip_special_tokens=False) == "a</s>"
 
-    run(endpoint, tokenizer, body, answer)
 
-
-def test_a_stream_holds_back_what_may_become_a_stop_string_or_a_character(endpoint, tokenizer):
+async def test_a_stream_holds_back_what_may_become_a_stop_string_or_a_character(endpoint, tokenizer, engine):
     half = tokenizer.encode("🏽")
-    engine = Engine()
-
-    async def body(manager, fake):
+    async with engine_below(endpoint, tokenizer, engine) as (manager, fake):
         stream = manager.stream(GenerationRequest(prompt="x", stop=["STOP", "ABBA"], return_logprob=True))
         step = asyncio.ensure_future(anext(stream))
         await engine.begun(fake)
@@ -361,14 +330,10 @@ def test_a_stream_holds_back_what_may_become_a_stop_string_or_a_character(endpoi
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
 
-    run(endpoint, tokenizer, body, engine)
 
-
-def test_a_slow_reader_gets_all_at_once_and_does_not_keep_the_engine_busy(endpoint, tokenizer):
-    engine = Engine()
+async def test_a_slow_reader_gets_all_at_once_and_does_not_keep_the_engine_busy(endpoint, tokenizer, engine):
     words = [tokenizer.encode(f" word {i}") for i in range(50)]
-
-    async def body(manager, fake):
+    async with engine_below(endpoint, tokenizer, engine) as (manager, fake):
         stream = manager.stream(GenerationRequest(prompt="x", stop=["word 40"]))
         step = asyncio.ensure_future(anext(stream))
         await engine.begun(fake)
@@ -382,13 +347,9 @@ def test_a_slow_reader_gets_all_at_once_and_does_not_keep_the_engine_busy(endpoi
         assert chunks[-1].finished.text.endswith(" word 39 ")
         assert len(chunks[0].delta.output_ids) > 100
 
-    run(endpoint, tokenizer, body, engine)
 
-
-def test_samples_of_a_stream_end_one_by_one(endpoint, tokenizer):
-    engine = Engine()
-
-    async def body(manager, fake):
+async def test_samples_of_a_stream_end_one_by_one(endpoint, tokenizer, engine):
+    async with engine_below(endpoint, tokenizer, engine) as (manager, fake):
         stream = manager.stream(GenerationRequest(prompt=[1], sampling_params=SamplingParams(n=2)))
         step = asyncio.ensure_future(anext(stream))
         await engine.begun(fake)
@@ -398,23 +359,17 @@ def test_samples_of_a_stream_end_one_by_one(endpoint, tokenizer):
         fake.push(engine.end(0, FinishReason(type="length", length=1), tokenizer.encode("a")))
         assert [(c.index, c.text, c.finished.text) async for c in stream] == [(0, "a", "a")]
 
-    run(endpoint, tokenizer, body, engine)
 
-
-def test_a_stream_read_to_its_end_aborts_nothing(endpoint, tokenizer):
-    async def body(manager, fake):
+async def test_a_stream_read_to_its_end_aborts_nothing(endpoint, tokenizer):
+    async with engine_below(endpoint, tokenizer, script(tokenizer.encode("a"))) as (manager, fake):
         assert [c.text async for c in manager.stream(GenerationRequest(prompt="x"))] == ["a"]
         fake.next_request(GenerateReqInput)
         await manager.client.status()
         assert type(fake.next_request()).__name__ == "GetStatusReqInput"
 
-    run(endpoint, tokenizer, body, script(tokenizer.encode("a")))
 
-
-def test_the_engines_errors_come_after_what_was_generated(endpoint, tokenizer):
-    engine = Engine()
-
-    async def body(manager, fake):
+async def test_the_engines_errors_come_after_what_was_generated(endpoint, tokenizer, engine):
+    async with engine_below(endpoint, tokenizer, engine) as (manager, fake):
         stream = manager.stream(GenerationRequest(prompt="x"))
         step = asyncio.ensure_future(anext(stream))
         await engine.begun(fake)
@@ -427,28 +382,43 @@ def test_the_engines_errors_come_after_what_was_generated(endpoint, tokenizer):
             await anext(stream)
         assert caught.value.output.output_ids == tokens
 
-    run(endpoint, tokenizer, body, engine)
+
+async def test_the_death_of_the_engine_reaches_every_waiter(endpoint, tokenizer):
+    def handler(request):
+        if isinstance(request, GenerateReqInput) and request.rid == "last":
+            raise VanishError
+        return []
+
+    async with engine_below(endpoint, tokenizer, handler, connect_timeout=0.2) as (manager, _):
+        batch = [GenerationRequest(prompt=[i], rid=f"b{i}") for i in range(3)]
+        waiting = [
+            asyncio.ensure_future(manager.generate(GenerationRequest(prompt="x"))),
+            asyncio.ensure_future(manager.generate(GenerationRequest(prompt="x", stop=["a"]))),
+            asyncio.ensure_future(anext(manager.stream(GenerationRequest(prompt="x")))),
+            asyncio.ensure_future(manager.generate_batch(batch)),
+            asyncio.ensure_future(manager.generate(GenerationRequest(prompt="x", rid="last"))),
+        ]
+        for each in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(each, EngineDied)
 
 
-def test_a_refused_prompt_aborts_the_rest_of_its_batch(endpoint, tokenizer):
+async def test_a_refused_prompt_aborts_the_rest_of_its_batch(endpoint, tokenizer):
     def handler(request):
         if isinstance(request, GenerateReqInput) and request.rid == "r1":
             return [ErrorReply(id=request.id, code=ErrorCode.QUEUE_FULL, message="full")]
         return [] if isinstance(request, GenerateReqInput) else answer(request)
 
-    async def body(manager, fake):
+    async with engine_below(endpoint, tokenizer, handler) as (manager, fake):
         requests = [GenerationRequest(prompt=[i], rid=f"r{i}") for i in range(3)]
         with pytest.raises(QueueFull, match="full") as caught:
             await manager.generate_batch(requests)
         assert caught.value.__notes__ == ["prompt 1 of 3"]
         assert {(await until_abort(fake)).rid for _ in range(2)} == {"r0", "r2"}
 
-    run(endpoint, tokenizer, body, handler)
-
 
 @pytest.mark.parametrize("reason", ["stop", "length", "abort"])
 @pytest.mark.parametrize("stop", [(), ("never",)])
-def test_a_scored_prompt_has_no_output_whole_or_streamed(endpoint, tokenizer, stop, reason):
+async def test_a_scored_prompt_has_no_output_whole_or_streamed(endpoint, tokenizer, stop, reason):
     def handler(request):
         if not isinstance(request, GenerateReqInput):
             return answer(request)
@@ -456,7 +426,7 @@ def test_a_scored_prompt_has_no_output_whole_or_streamed(endpoint, tokenizer, st
         told = {"output_logprobs": floats([-1.0]), "input_logprobs": floats([math.nan, -2.0, -3.0])}
         return [results(finished(rid_of(request), [9], 0, finish_reason=ended, **told))]
 
-    async def body(manager, fake):
+    async with engine_below(endpoint, tokenizer, handler) as (manager, _):
         request = GenerationRequest(
             prompt=[1, 2, 3], scored=True, stop=stop, return_logprob=True, logprob_start_len=0
         )
@@ -470,8 +440,6 @@ def test_a_scored_prompt_has_no_output_whole_or_streamed(endpoint, tokenizer, st
             assert (output.finish_reason.type, output.finish_reason.length) == (
                 ("abort", None) if reason == "abort" else ("length", 0)
             )
-
-    run(endpoint, tokenizer, body, handler)
 
 
 THREADS = 6
