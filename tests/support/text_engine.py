@@ -1,6 +1,7 @@
 """A scripted engine below a TokenizerManager."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 from support.fake_scheduler import FakeScheduler, answer, delta, finished, floats, results, rid_of
 
@@ -11,13 +12,12 @@ from caesura.io_struct import AbortReq, AbortReqOutput, FinishReason, GenerateRe
 from .waiting import PATIENCE_S as PATIENCE
 
 
-def run(endpoint, tokenizer, body, handler, **options):
-    async def main():
-        with FakeScheduler(endpoint, handler) as fake:
-            async with AsyncSchedulerClient(endpoint, **options) as client, asyncio.timeout(PATIENCE):
-                await body(TokenizerManager(client, tokenizer), fake)
-
-    asyncio.run(main(), debug=True)
+@asynccontextmanager
+async def engine_below(endpoint, tokenizer, handler, **options):
+    """Yield a manager and the engine below it."""
+    with FakeScheduler(endpoint, handler) as fake:
+        async with AsyncSchedulerClient(endpoint, **options) as client, asyncio.timeout(PATIENCE):
+            yield TokenizerManager(client, tokenizer), fake
 
 
 class Engine:
