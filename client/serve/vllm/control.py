@@ -12,13 +12,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from litestar import Response, get, post
-from litestar.params import Parameter
 
 from ....io_struct import CaesuraError, MemoryTag
 from ....io_struct.control import LeaseAction, PositiveDuration
 from ....io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S
 from ...exceptions import InvalidRequest, NotIdle, Unsupported
-from ..bodies import HTTPRequest, Strict, read_control
+from ..bodies import HTTPRequest, Strict, query_of, read_control
 from ..commands import Form, answered, command
 from ..context import Front, FrontEnd
 from ..errors import json_response
@@ -103,13 +102,16 @@ async def abort_requests(request: HTTPRequest, front: Front) -> Response[bytes]:
     return await answered(front, "abort_request", form, body, aborted())
 
 
+class WorldSizeQuery(Strict, kw_only=True):
+    include_dp: bool = True
+
+
 @get("/get_world_size", opt={"access": "user"})
-async def get_world_size(
-    front: Front, include_dp: Annotated[bool, Parameter(query="include_dp")] = True
-) -> Response[bytes]:
+async def get_world_size(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Return the number of ranks that a trainer's group has, beside the trainer's own."""
+    counts_replicas = query_of(request, WorldSizeQuery).include_dp
     if front.fleet is not None:
-        return json_response({"world_size": front.fleet.tp * (front.fleet.size if include_dp else 1)})
+        return json_response({"world_size": front.fleet.tp * (front.fleet.size if counts_replicas else 1)})
     return json_response({"world_size": 1 + len((await front.health.status()).ranks)})
 
 
