@@ -245,8 +245,8 @@ async def weight_checker(front: FrontEnd, body: CheckerBody) -> dict[str, Any]:
 
 class CallBody(Strict, kw_only=True):
     method: str
-    args: list[Any] = []  # noqa: RUF012  (a struct copies it)
-    kwargs: dict[str, Any] = {}  # noqa: RUF012
+    args: list[Any] | None = None
+    kwargs: dict[str, Any] | None = None
     timeout: float | None = None
     """Seconds of silence of a parameter server; otherwise accepted and ignored."""
 
@@ -296,8 +296,9 @@ async def collective_rpc(front: FrontEnd, body: CallBody) -> list[None]:
             value=body.method,
         )
     work, name, kind, default = METHODS[body.method]
-    given = dict(zip([name], body.args)) | body.kwargs
-    if len(body.args) > 1 or given.keys() - {name}:
+    by_place = body.args or []
+    given = dict(zip([name], by_place, strict=False)) | (body.kwargs or {})
+    if len(by_place) > 1 or given.keys() - {name}:
         raise InvalidRequest(f"{body.method} takes one argument, {name}", field="args")
     value = given.get(name, default)
     if value is msgspec.NODEFAULT:
