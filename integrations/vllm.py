@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import wait
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from functools import partial
@@ -28,7 +29,7 @@ import msgspec
 from ..client.exceptions import GroupError
 from ..client.trainer.buckets import Bucket, buckets
 from ..client.trainer.group import WeightUpdateGroup, whole
-from ..client.trainer.rendezvous import await_ranks, beside, make_store
+from ..client.trainer.rendezvous import GRACE_S, await_ranks, beside, make_store
 from ..client.trainer.shared import SharedBucket, common_cuda_device
 from ..io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ..transfer.process_group import Membership, keys_of, make_backend
@@ -171,6 +172,7 @@ class TrainerEngine:
         try:
             self._group.send(part, "flattened_bucket", call.done)
         except GroupError as error:
+            wait([call], GRACE_S)  # the engine's refusal says more than the connection that it has closed
             if call.done() and (refusal := call.exception()) is not None:
                 raise refusal from error
             raise

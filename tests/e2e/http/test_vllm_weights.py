@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
-from support.http_serve import ServedEngine, served
+from support.http_serve import ServedEngine, WeightSyncClient, served
 
 from caesura.integrations.vllm import TrainerEngine, TrainerInitInfo
 
@@ -30,30 +30,6 @@ def engine(models: list[Path]) -> Iterator[ServedEngine]:
         yield engine
 
 
-class Client:
-    """vLLM's ``VLLMWeightSyncClient`` over HTTP; ``tamper`` changes what is sent."""
-
-    def __init__(self, engine: ServedEngine) -> None:
-        self._engine = engine
-        self.tamper = lambda update_info: update_info
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._engine.http.post(
-            "/init_weight_transfer_engine", json={"init_info": init_info}
-        ).raise_for_status()
-
-    def start_weight_update(self) -> None:
-        self._engine.http.post("/start_weight_update").raise_for_status()
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        body = {"update_info": self.tamper(update_info)}
-        self._engine.http.post("/update_weights", json=body).raise_for_status()
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        body = {} if weight_version is None else {"weight_version": weight_version}
-        self._engine.http.post("/finish_weight_update", json=body).raise_for_status()
-
-
 def tensors_of(model: Path) -> list[tuple[str, torch.Tensor]]:
     return list(load_file(model / "model.safetensors").items())
 
@@ -64,7 +40,7 @@ def trainer(
     info = TrainerInitInfo(
         transport, rank=0, folder=str(models[0].parent), config=str(models[1] / "config.json"), **options
     )
-    return TrainerEngine.trainer_init(info, client=Client(engine), source=source)
+    return TrainerEngine.trainer_init(info, client=WeightSyncClient(engine), source=source)
 
 
 def tokens(engine: ServedEngine) -> list[int]:
