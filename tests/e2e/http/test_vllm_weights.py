@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
 from support.http_serve import ServedEngine, WeightSyncClient, served
@@ -26,7 +27,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def engine(models: list[Path]) -> Iterator[ServedEngine]:
-    with served("--model", str(models[0]), "--tokenizer", "none", "--enable-memory-saver") as engine:
+    options = ("--tokenizer", "none", "--enable-memory-saver", "--vllm-metrics")
+    with served("--model", str(models[0]), *options) as engine:
         yield engine
 
 
@@ -297,3 +299,18 @@ def test_requests_are_aborted_by_their_names(engine):
         assert engine.ok("/inference/v1/abort_requests") == {"status": "aborted", "aborted": 2}
         assert [call.result()["choices"][0]["finish_reason"] for call in calls] == ["abort"] * 3
     engine.ok("/resume")
+
+
+def test_metrics_have_vllms_names_as_well(engine):
+    tokens(engine)
+    text = engine.get("/metrics").text
+    found = {family.name: family.samples for family in text_string_to_metric_families(text)}
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert [sample.value for sample in found[f"vllm:{name}"]] == [0.0]
+    same = {"generation_tokens": "generation_tokens", "prefix_cache_hits": "cached_tokens"}
+    for name, own in {**same, "num_preemptions": "num_retracted_requests"}.items():
+        assert found[f"vllm:{name}"][0].value == found[f"caesura:{own}"][0].value
+    (config,) = found["vllm:cache_config_info"]
+    assert config.labels["block_size"] == "16"
+    assert sum(each.value for each in found["vllm:request_success"]) > 0
+    assert found["vllm:e2e_request_latency_seconds"]
