@@ -17,6 +17,7 @@ from caesura.client.serve.context import ServeOptions
 from caesura.client.serve.sglang.updates import allowed_path
 from caesura.io_struct import GenerateReqInput, GetStatusReqInput, Message, Request
 from caesura.io_struct.control import RankStatus
+from caesura.process import log
 
 
 class Moody:
@@ -178,3 +179,22 @@ def test_names_in_messages_are_printable(root):
     with pytest.raises(InvalidRequest) as caught:
         allowed(root / "step-1", root)
     assert "\x1b" not in caught.value.message
+
+
+@pytest.mark.parametrize("path", ["/health", "/nowhere", "/pause_generation", "/metrics"])
+def test_every_answer_names_its_request(tmp_path, path):
+    with moody(tmp_path) as (_, server, _):
+        given = httpx.get(server.url + path, headers={"x-request-id": "job-7"})
+        assert given.headers.get_list("x-request-id") == ["job-7"]
+        for unusable in ({}, {"x-request-id": "a b"}, {"x-request-id": "x" * 129}):
+            one, two = (httpx.get(server.url + path, headers=unusable).headers["x-request-id"] for _ in "ab")
+            assert one not in (two, unusable.get("x-request-id"))
+
+
+def test_the_log_names_the_request(tmp_path, caplog):
+    with moody(tmp_path) as (_, server, _):
+        caplog.handler.setFormatter(log.TextFormatter("%(module_path)s"))
+        body = {"model": "default", "prompt": [1], "max_tokens": 1, "max_tokns": 2}
+        httpx.post(server.url + "/v1/completions", json=body, headers={"x-request-id": "job-8"}, timeout=None)
+        (line,) = [line for line in caplog.text.splitlines() if "max_tokns" in line]
+        assert line.endswith("(request job-8)")
