@@ -119,12 +119,14 @@ class SleepOptions(Strict, kw_only=True):
     level: Annotated[int, msgspec.Meta(ge=0, le=2)] = 1
     """0: pause only. 1: also release the memory, with a copy of the weights in host memory. 2: without."""
     mode: PauseMode = "abort"
+    tags: list[MemoryTag] | None = None
+    """SkyRL's: the memory to release; null: all."""
 
 
 @post("/sleep", status_code=200, opt={"access": "admin"})
 async def sleep(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Pause and release the engine's memory, until ``/wake_up``."""
-    options = await read_control(request, SleepOptions, query=True)
+    options = await read_control(request, SleepOptions, query=True, lists=["tags"])
     form = _status("sleeping", level=options.level)
     return await answered(front, "sleep", form, options, _sleep(front, options))
 
@@ -133,7 +135,8 @@ async def _sleep(front: FrontEnd, options: SleepOptions) -> None:
     if options.level:
         if not front.options.enable_memory_saver:
             raise Unsupported("releasing memory is off: start the server with --enable-memory-saver")
-        if options.level == 1 and not (await front.health.status()).weights_cpu_backup:
+        weights_go = options.tags is None or "weights" in options.tags
+        if options.level == 1 and weights_go and not (await front.health.status()).weights_cpu_backup:
             raise Unsupported(
                 "level 1 keeps a copy of the weights: start the server with --enable-weights-cpu-backup, or "
                 "sleep at level 2 and update the weights after waking up",
@@ -142,7 +145,7 @@ async def _sleep(front: FrontEnd, options: SleepOptions) -> None:
             )
     await _pause(front, PauseOptions(mode=options.mode, clear_cache=options.level > 0))
     if options.level:
-        await front.client.release_memory()
+        await front.client.release_memory(options.tags)
 
 
 class WakeOptions(Strict, kw_only=True):
