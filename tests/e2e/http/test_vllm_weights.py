@@ -1,5 +1,6 @@
 """vLLM's weight transfer over a real socket: every transport, whole updates or none, repeated calls."""
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
 from support.http_serve import ServedEngine, WeightSyncClient, served
 
+from caesura.client import GroupError
 from caesura.integrations.vllm import TrainerEngine, TrainerInitInfo
 
 
@@ -102,6 +104,32 @@ def test_a_failure_at_any_tensor_leaves_nothing_half_new_serving(engine, models)
     whole.shutdown()
     assert tokens(engine) == before
     assert engine.get("/weight_info").json() == {"weight_version": "whole"}
+
+
+@pytest.mark.parametrize("position", [0, 1, 7, -1], ids=["first", "second", "eighth", "last"])
+def test_a_trainer_that_dies_in_a_broadcast(engine, models, position):
+    """Its next start sends everything again; meanwhile nothing that is half new is sampled from."""
+    tensors = tensors_of(models[1])
+    last = position % len(tensors)
+    sender = trainer(engine, models, "gloo", tensors, bucket_bytes=1)
+    calls = itertools.count()
+
+    def die(update_info: dict[str, Any]) -> dict[str, Any]:
+        if next(calls) == last:
+            sender._group.close()
+        return update_info
+
+    sender._client.tamper = die
+    with pytest.raises((httpx.HTTPStatusError, GroupError)):
+        sender.send_weights("broken")
+    assert refusal(engine, "/finish_weight_update")[0] == 400
+    weights = engine.get("/server_info").json()["internal_states"][0]["weights"]
+    assert weights == ("valid" if last == 0 else "poisoned")
+    again = trainer(engine, models, "gloo", tensors_of(models[0]))
+    again.send_weights("whole")
+    again.shutdown()
+    assert engine.get("/weight_info").json() == {"weight_version": "whole"}
+    assert len(tokens(engine)) == 12
 
 
 def test_a_repeated_call_does_nothing_again(engine, models):
