@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.forward_batches import PagedModel, Sequence, load_model
-from support.moving_components import Device
+from support.moving_components import CPU, MIB, exhaust
 from support.properties import examples
 
 from caesura.io_struct import CaesuraError
@@ -26,11 +25,7 @@ from caesura.scheduler.memory.residency import (
     StorageComponent,
     allocate,
 )
-from caesura.scheduler.weights.loader import WeightLoader
-from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
 
-MIB = 1 << 20
-CPU = torch.device("cpu")
 BACKENDS = [
     pytest.param(
         MappedComponent,
@@ -44,10 +39,6 @@ def resident() -> int:
     gc.collect()
     empty_device_cache(HOST)
     return HOST.memory_reserved()
-
-
-def exhaust(steps) -> int:
-    return sum(1 for _ in steps)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -86,31 +77,6 @@ def test_memory_that_nobody_wrote_costs_nothing():
     exhaust(manager.release(["kv_cache"]))
     exhaust(manager.resume(["kv_cache"]))
     assert HOST.memory_reserved() - before < 4 * MIB
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_model_and_its_cache_come_back_through_the_views_made_before(tiny_model, backend):
-    manager = ComponentResidencyManager(CPU, make_component=backend)
-    with manager.component("weights"):
-        model = load_model(str(tiny_model), torch.float32)
-    loader = WeightLoader(model)  # its slots are views of the first allocation
-    with manager.component("kv_cache"):
-        paged = PagedModel(model, torch.float32, num_pages=20)
-    assert manager.nbytes("weights") == sum(tensor.nbytes for _, tensor in model.named_storage())
-    assert manager.nbytes("kv_cache") == paged.pool.nbytes
-
-    def logits():
-        sequence = Sequence(list(range(3, 40)))
-        return [*paged.step([], [(sequence, 30)]), *paged.step([sequence]), *paged.step([sequence])]
-
-    before = logits()
-    exhaust(manager.release(MEMORY_TAGS))
-    exhaust(manager.resume(MEMORY_TAGS))
-    assert all(not tensor.any() for _, tensor in model.named_storage())
-    assert not any(storage.any() for layer in range(2) for storage in paged.pool.layer(layer))
-    load_from_disk(loader, open_checkpoint(str(tiny_model)), 4096)
-    model.finalize_weights()
-    assert all(torch.equal(a, b) for a, b in zip(logits(), before, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -156,27 +122,6 @@ def test_any_tensor(shape, dtype, backend):
         assert view.numel() == 0 or bool(view.to(torch.float64).any())
         exhaust(component.release())
         exhaust(component.resume())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_shortage_is_found_before_anything_is_taken(backend):
-    device = Device(total=5999)
-    manager = ComponentResidencyManager(CPU, make_component=backend, device_module=device)
-    with manager.component("weights"):
-        weights = allocate((1000,), torch.float32, CPU)
-    with manager.component("kv_cache"):
-        allocate((500,), torch.float32, CPU)
-    weights.fill_(1.0)
-    exhaust(manager.release(MEMORY_TAGS))
-    with pytest.raises(CaesuraError) as caught:
-        exhaust(manager.resume(["weights", "kv_cache"]))
-    assert caught.value.code == "out_of_memory"
-    assert caught.value.detail == {"needed_bytes": 6000, "free_bytes": 5999}
-    if backend is StorageComponent:
-        assert weights.untyped_storage().nbytes() == 0
-    device.free = 6000
-    exhaust(manager.resume(["weights", "kv_cache"]))
-    weights.fill_(2.0)
 
 
 def test_unused_blocks_of_the_allocator_count_as_room_for_what_comes_back():
