@@ -41,7 +41,7 @@ from .errors import EXCEPTION_HANDLERS
 from .middleware import AuthMiddleware, BodyLimit, RequestId, RoutingKey, name_request
 from .openai import chat, completions, images, models
 from .options import ServeOptions
-from .pages import dashboard, metrics
+from .pages import dashboard, metrics, openapi
 from .server import Server
 from .sglang import control, generate, info, rollout, tokenize, updates
 from .vllm import control as vllm_control
@@ -67,7 +67,7 @@ def routes_of(*modules: ModuleType) -> list[HTTPRouteHandler]:
 
 ROUTES = [
     *routes_of(generate, rollout, control, updates, info, tokenize, completions, chat, images, models),
-    *routes_of(tokens, vllm_control, weights, metrics, dashboard),
+    *routes_of(tokens, vllm_control, weights, metrics, dashboard, openapi),
 ]
 
 

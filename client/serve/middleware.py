@@ -214,7 +214,8 @@ def _front(connection: ASGIConnection[Any, Any, Any, Any]) -> FrontEnd:
 
 
 def generating(
-    path: str | list[str], *, body: str = "prompts", guard: Guard = makes_tokens, **more: Any
+    path: str | list[str], struct: type, *, body: str = "prompts", guard: Guard = makes_tokens, **more: Any
 ) -> Callable[[AnyCallable], HTTPRouteHandler]:
-    """Make a handler the route of a user by POST, whose body is of the class ``body``."""
-    return post(path, status_code=200, opt={"access": "user", "body": body}, guards=[guard], **more)
+    """Make a handler the route of a user by POST, whose body is a ``struct`` of the size class ``body``."""
+    opt = {"access": "user", "body": body, "struct": struct}
+    return post(path, status_code=200, opt=opt, guards=[guard], **more)
