@@ -15,7 +15,6 @@ from support.scripted import EngineDriver
 from caesura.client import SamplingParams, launch_scheduler
 from caesura.client.connection.results import GenerateOutput, decode_output
 from caesura.io_struct import (
-    AbortReq,
     ContinueGenerationReqInput,
     FlushCacheReqInput,
     GenerateReqInput,
@@ -142,18 +141,6 @@ def test_tokens_before_an_update_keep_their_experts(driver, models, mode):
     under_new = chosen_experts(models[1][1], [*prompt, *output.output_ids[: old.end - 1]])
     kept = rows_of(output)[: len(under_new)].sort(dim=-1).values
     assert (kept != under_new).any(dim=(1, 2)).float().mean() > 0.5, "the two weights choose alike: no test"
-
-
-def test_aborted_in_the_middle(driver, models):
-    prompt = text(30, 8)
-    rid = ask(driver, prompt, 60)
-    driver.tick(9)
-    driver.call(AbortReq(rid=rid))
-    driver.run_until_idle()
-    output = finished(driver, rid)
-    assert output.finish_reason.type == "abort"
-    assert 0 < len(output.output_ids) < 60
-    check_replay(models[0][1], prompt, output)
 
 
 # -- all of it at once ---------------------------------------------------------------------------------------

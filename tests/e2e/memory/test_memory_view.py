@@ -4,7 +4,6 @@ import pytest
 from support.scripted import EngineDriver
 from support.waiting import eventually
 
-from caesura.client import SamplingParams, launch_scheduler
 from caesura.io_struct import (
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
@@ -65,14 +64,14 @@ def test_a_cycle_is_recorded_with_the_cause_of_each_reading(driver, other_model)
     assert pause.at <= begin.at <= commit.at <= end.at
 
 
-def test_an_update_that_fails_and_one_that_empties(driver, other_model, monkeypatch):
+def test_an_update_that_fails_and_one_that_empties(driver, other_model):
     def broken() -> None:
         raise RuntimeError("no derivation today")
 
     model = driver.engine.model
-    with monkeypatch.context() as patch:
-        patch.setattr(model, "finalize_weights", broken)
-        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    model.finalize_weights = broken
+    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    del model.finalize_weights
     driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), torch_empty_cache=True))
     first, failed, emptied, second, commit = history(driver, after=1)
     assert (first.cause, second.cause, commit.cause) == ("update_begin", "update_begin", "update_commit")
@@ -146,19 +145,10 @@ def test_the_stages_of_everything_are_in_status(driver, other_model):
         assert 0 <= stage.median_s <= stage.longest_s <= stage.total_s
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model):
-    engine = launch_scheduler(
-        tiny_model, dtype="float32", device="cpu", num_threads=1, kv_pool_tokens=1024, log_level="WARNING"
-    )
-    with engine as client:
-        client.generate([5, 6, 7], SamplingParams(max_new_tokens=4, ignore_eos=True))
-        client.pause("in_place")
-        client.continue_generation()
-        yield client
-
-
-def test_a_real_step_counts_its_sampling(engine):
-    stages = {stage.name: stage for stage in engine.status().stages}
+def test_a_real_step_counts_its_sampling(tiny_model):
+    with EngineDriver(str(tiny_model), scripted=False) as driver:
+        driver.generate([5, 6, 7], 4)
+        driver.run_until_idle()
+        stages = {stage.name: stage for stage in driver.status().stages}
     assert stages["sample"].count == stages["prefill"].count + stages["decode"].count
     assert stages["sample"].total_s < stages["prefill"].total_s + stages["decode"].total_s
