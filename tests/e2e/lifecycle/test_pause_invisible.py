@@ -12,13 +12,7 @@ import pytest
 from support.checkpoints import make_checkpoint
 from support.scripted import EngineDriver, tokens_of
 
-from caesura.io_struct import (
-    ContinueGenerationReqInput,
-    FlushCacheReqInput,
-    GenerateReqInput,
-    PauseGenerationReqInput,
-    SamplingParams,
-)
+from caesura.io_struct import ContinueGenerationReqInput, GenerateReqInput, SamplingParams
 
 NUM_STEPS = 20
 
@@ -70,7 +64,7 @@ class Stage:
     def play(self, arrivals: list[Arrival], pause_before: int | None = None, mode: str = "in_place"):
         """Return [(tokens, logprobs)] per sample and the number of steps; pause before ``pause_before``."""
         driver, first, rids = self.driver, self.step, []
-        driver.call(FlushCacheReqInput(torch_empty_cache=False))
+        driver.flush(torch_empty_cache=False)
         assert driver.status().kv.free == driver.status().kv.total
         waiting, paused = list(arrivals), False
         live = driver.engine.live
@@ -96,7 +90,7 @@ class Stage:
 
     def pause(self, mode: str) -> None:
         before = self.step
-        reply = self.driver.call(PauseGenerationReqInput(mode=mode))
+        reply = self.driver.pause(mode)
         assert reply.step == self.step == before
         self.driver.tick(3)
         assert self.step == before, "a step was launched during the pause"

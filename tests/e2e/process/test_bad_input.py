@@ -34,7 +34,6 @@ from caesura.io_struct import (
     AbortReq,
     BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
-    EndWeightUpdateReqInput,
     FlushCacheReqInput,
     GenerateReqInput,
     GetStatusReqInput,
@@ -288,7 +287,7 @@ def test_a_message_id_means_one_body(driver, second):
     assert_error(until(driver, second), "id_conflict")
     assert driver.status().pause_mode == "retract"
     assert driver.call(PauseGenerationReqInput(id="same", mode="retract")) == known
-    driver.call(ContinueGenerationReqInput())
+    driver.go_on()
     assert driver.call(PauseGenerationReqInput(id="same", mode="retract")) == known, "the stored answer"
     assert driver.status().generation == "running", "and no second pause"
 
@@ -317,7 +316,7 @@ def test_a_refused_request_is_refused_again(driver):
 
 def test_a_defect_in_a_handler_is_told_with_its_traceback(driver, caplog):
     driver.engine.cache.flush = lambda: 1 // 0
-    error = assert_error(driver.call(FlushCacheReqInput()), "internal")
+    error = assert_error(driver.flush(), "internal")
     assert "ZeroDivisionError" in error.detail["traceback"]
     assert "FlushCacheReqInput failed" in caplog.text
 
@@ -350,7 +349,7 @@ def test_the_furthest_deadline_can_be_waited_for(driver):
     driver.send(GetStatusReqInput(id="s"))
     scheduler.tick(None)  # waits as the process does
     assert isinstance(driver.replies.pop("s"), GetStatusReqOutput)
-    driver.call(EndWeightUpdateReqInput(commit=False, session_id=session_id))
+    driver.end(commit=False, session_id=session_id)
 
 
 def test_a_whole_family_of_shapes_is_still_refused_by_name(engine, unharmed, tmp_path):

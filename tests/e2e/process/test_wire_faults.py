@@ -21,12 +21,10 @@ from caesura.client.launch.launcher import LaunchedScheduler
 from caesura.io_struct import (
     AbortReqOutput,
     BatchTokenOutput,
-    ContinueGenerationReqInput,
     ErrorReply,
     GenerateReqInput,
     GetStatusReqInput,
     GetStatusReqOutput,
-    PauseGenerationReqInput,
     encode,
 )
 from caesura.scheduler.messaging import router_socket, send_queues
@@ -245,7 +243,7 @@ def test_a_reconnecting_client_gets_its_result(tiny_model):
             driver.tick()
             return {request.client for request in driver.engine.live}
 
-        driver.call(PauseGenerationReqInput(mode="retract"))
+        driver.pause("retract")
         first = RawClient(driver.config.endpoint, identity=b"trainer-1")
         first.send(request)
         eventually(lambda: owners() == {b"trainer-1"})
@@ -255,7 +253,7 @@ def test_a_reconnecting_client_gets_its_result(tiny_model):
             eventually(lambda: driver.tick() or len(exchange.clients) == 2)
             first.close()
             eventually(lambda: owners() == {b"trainer-2"})
-            driver.call(ContinueGenerationReqInput())
+            driver.go_on()
             driver.run_until_idle()
             assert len(tokens_of(second.result("g"))) == 9
         assert driver.status().generated_tokens == 9

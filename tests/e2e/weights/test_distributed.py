@@ -20,14 +20,10 @@ from caesura.client.trainer.rendezvous import beside, make_store
 from caesura.io_struct import (
     DestroyWeightsUpdateGroupReqInput,
     DestroyWeightsUpdateGroupReqOutput,
-    GetStatusReqInput,
     InitWeightsUpdateGroupReqInput,
     Message,
-    PauseGenerationReqInput,
     TensorSpec,
-    UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
-    WeightsCheckerReqInput,
 )
 from caesura.scheduler.weights.transports.distributed import MAX_JOINING
 from caesura.transfer.process_group import Membership, keys_of, make_backend
@@ -58,7 +54,7 @@ def join(driver: EngineDriver, trainer: PlainTrainer, **fields: object) -> Messa
 
 
 def checksum(driver: EngineDriver) -> str:
-    return driver.call(WeightsCheckerReqInput()).total
+    return driver.check_weights().total
 
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
@@ -74,7 +70,7 @@ def test_a_trainer_that_shares_no_code_with_us(driver, trainer, other_model, loa
     assert (reply.committed, reply.weight_version) == (True, "7")
     assert (reply.written_tensors, reply.skipped_tensors) == (len(weights) - 1, 1)
     total = checksum(driver)
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    driver.update(other_model)
     assert checksum(driver) == total
     driver.call(DestroyWeightsUpdateGroupReqInput())
     assert_error(driver.call(DestroyWeightsUpdateGroupReqInput()), "group_error")
@@ -106,14 +102,14 @@ def test_a_destroy_ends_an_update_whose_broadcasts_do_not_come(driver, trainer, 
     trainer.beside(send)
     update = send_while(driver, update_message(weights), all_sent.is_set)
     at_work = "updating" if sent else "valid"
-    while (status := driver.call(GetStatusReqInput())).session is None or status.weights != at_work:
+    while (status := driver.status()).session is None or status.weights != at_work:
         driver.tick()
     trainer.finish()
     assert update not in driver.replies
     destroyed = driver.send(DestroyWeightsUpdateGroupReqInput())
     assert_error(answer(driver, update), "group_error")
     assert isinstance(answer(driver, destroyed), DestroyWeightsUpdateGroupReqOutput)
-    status = driver.call(GetStatusReqInput())
+    status = driver.status()
     assert status.weights == ("poisoned" if sent else "valid")
 
 
@@ -141,7 +137,7 @@ def test_init_waits_beside_the_loop(driver, trainer):
     again = trainer.init_message()
     again_id = driver.send(again)
     assert driver.status().generation == "running"
-    driver.call(PauseGenerationReqInput())
+    driver.pause()
     assert_error(driver.call(update_message({})), "group_error")
     other = trainer.init_message(rank=1, world_size=3)
     assert "other parameters" in assert_error(driver.call(other), "group_error").message

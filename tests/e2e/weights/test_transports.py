@@ -18,9 +18,6 @@ from caesura.client.exceptions import EngineError
 from caesura.client.trainer import SharedBucket, SharedTensors, buckets
 from caesura.io_struct import (
     CaesuraError,
-    ContinueGenerationReqInput,
-    EndWeightUpdateReqInput,
-    PauseGenerationReqInput,
     TensorSpec,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
@@ -74,16 +71,16 @@ def test_a_call_while_running_is_a_session_of_its_own(driver, other_model):
 
 
 def test_a_short_buffer_in_mid_session_poisons_and_any_complete_update_recovers(driver, other_model):
-    driver.call(PauseGenerationReqInput())
+    driver.pause()
     sender = Sender(driver, other_model, 20_000)
     sender.send(0)
     assert_error(sender.send(1, frames=[memoryview(b"short")]), "invalid_request")
     assert driver.status().weights == "poisoned"
-    assert_error(driver.call(ContinueGenerationReqInput()), "weights_poisoned")
+    assert_error(driver.go_on(), "weights_poisoned")
     replies = [sender.send(number) for number in range(len(sender.parts))]
     assert [reply.committed for reply in replies] == [False] * (len(replies) - 1) + [True]
     assert driver.status().weights == "valid"
-    driver.call(ContinueGenerationReqInput())
+    driver.go_on()
 
 
 def test_poisoned_weights_need_every_parameter_over_all_calls_and_transports(driver, other_model):
@@ -91,7 +88,7 @@ def test_poisoned_weights_need_every_parameter_over_all_calls_and_transports(dri
     sender = Sender(driver, other_model, 20_000)
     session_id = driver.begin()
     sender.send(0, session_id=session_id)
-    driver.call(EndWeightUpdateReqInput(commit=False, session_id=session_id))
+    driver.end(commit=False, session_id=session_id)
     assert driver.status().weights == "poisoned"
     for number in range(1, len(sender.parts)):
         assert not sender.send(number).committed
@@ -184,7 +181,7 @@ def test_one_mapping_serves_many_updates_and_goes_with_its_owner(tiny_model):
 
 def test_disk_after_tensor(driver, other_model):
     sender = Sender(driver, other_model, 20_000)
-    driver.call(PauseGenerationReqInput())
+    driver.pause()
     session_id = sender.send(0).session_id
     update = UpdateWeightFromDiskReqInput(model_path=str(other_model))
     assert_error(driver.call(update), "session_open")  # it may be another's: a front end sends for many

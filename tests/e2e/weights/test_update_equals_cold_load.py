@@ -40,19 +40,12 @@ from caesura.client.trainer import (
     manifest,
 )
 from caesura.io_struct import (
-    ContinueGenerationReqInput,
-    EndWeightUpdateReqInput,
-    FlushCacheReqInput,
     GenerateReqInput,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
     SamplingParams,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromCheckpointEngineReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
-    WeightsCheckerReqInput,
     WeightUpdateReqOutput,
 )
 
@@ -130,7 +123,7 @@ def backend_of(family: str) -> dict[str, str]:
 
 
 def state(driver: EngineDriver) -> State:
-    driver.call(FlushCacheReqInput(torch_empty_cache=False))
+    driver.flush(torch_empty_cache=False)
     rids = []
     for number, prompt in enumerate(PROMPTS):
         for temperature in (0.0, 1.0):
@@ -144,13 +137,13 @@ def state(driver: EngineDriver) -> State:
 
 
 def checksums(driver: EngineDriver) -> dict[str, str]:
-    found = driver.call(WeightsCheckerReqInput()).checksums
+    found = driver.check_weights().checksums
     assert found
     return found
 
 
 def update(driver: EngineDriver, path: Path, **options: object):
-    reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(path), **options), max_ticks=100_000)
+    reply = driver.update(path, **options)
     assert reply.committed, reply
     return reply
 
@@ -196,12 +189,12 @@ def test_an_engine_of_transformers_says_so_and_has_no_expert_ids(folder) -> None
 def test_released_weights_come_back_by_an_update(folder, cold, family: str) -> None:
     path = folder(family)
     with engine(path, **backend_of(family)) as driver:
-        driver.call(PauseGenerationReqInput(mode="retract"))
-        driver.call(ReleaseMemoryOccupationReqInput())
-        driver.call(ResumeMemoryOccupationReqInput())
+        driver.pause("retract")
+        driver.release()
+        driver.resume()
         assert driver.status().weights == "invalid"
         update(driver, path)
-        driver.call(ContinueGenerationReqInput())
+        driver.go_on()
         assert state(driver) == cold(path, **backend_of(family))
 
 
@@ -250,7 +243,7 @@ def test_a_torn_checkpoint_poisons_until_a_complete_update(folder, cold, tmp_pat
     with engine(folder(), load_bucket_bytes=1000) as driver:
         rid = driver.generate(PROMPTS[1], 40)
         driver.tick(8)
-        driver.call(PauseGenerationReqInput(mode="in_place"))
+        driver.pause("in_place")
         held, generated = driver.status().kv.held, driver.status().generated_tokens
         waiting = driver.send(UpdateWeightFromDiskReqInput(model_path=str(torn), flush_cache=False))
 
@@ -267,13 +260,13 @@ def test_a_torn_checkpoint_poisons_until_a_complete_update(folder, cold, tmp_pat
         assert_error(driver.call(GenerateReqInput(input_ids=[3, 4])), "weights_poisoned")
         driver.tick(5)
         assert driver.status().step == status.step
-        assert_error(driver.call(ContinueGenerationReqInput()), "weights_poisoned")
-        assert_error(driver.call(UpdateWeightFromDiskReqInput(model_path=str(torn))), "checkpoint_error")
+        assert_error(driver.go_on(), "weights_poisoned")
+        assert_error(driver.update(torn), "checkpoint_error")
         status = driver.status()
         assert (status.running_requests, status.kv.held, status.generated_tokens) == (1, held, generated)
         update(driver, folder("qwen3", 2), flush_cache=False)
         assert driver.status().weights == "valid"
-        driver.call(ContinueGenerationReqInput())
+        driver.go_on()
         driver.run_until_idle()
         result = driver.result(rid)
         assert len(tokens_of(result)) == 40
@@ -383,7 +376,7 @@ def update_by_road(
     names = sorted(found)
     random.Random(seed).shuffle(names)
     weights = {name: found[name] for name in names}
-    driver.call(PauseGenerationReqInput(mode="retract"))
+    driver.pause("retract")
     if road == "disk":
         reply = update(driver, folder)
     elif road == "shared":
@@ -400,9 +393,9 @@ def update_by_road(
             in_memory = road == "ipc" or (road == "session" and number % 2)
             reply = (send_in_memory if in_memory else send)(driver, bucket, session_id)
         if session_id is not None:
-            reply = driver.call(EndWeightUpdateReqInput(session_id=session_id))
+            reply = driver.end(session_id=session_id)
     assert reply.committed, (road, reply)
-    driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+    driver.go_on(torch_empty_cache=False)
     return reply
 
 
