@@ -352,6 +352,7 @@ def test_streamed_chat_adds_up(served):
 
 
 def test_chat_uses_the_template(served):
+    weather = {"name": "weather", "arguments": '{"city": "Oslo"}'}
     answer = served.client.chat.completions.create(
         messages=[
             {"role": "system", "content": "be brief"},
@@ -359,13 +360,7 @@ def test_chat_uses_the_template(served):
             {
                 "role": "assistant",
                 "content": None,
-                "tool_calls": [
-                    {
-                        "id": "1",
-                        "type": "function",
-                        "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
-                    }
-                ],
+                "tool_calls": [{"id": "1", "type": "function", "function": weather}],
             },
             {"role": "tool", "tool_call_id": "1", "content": "rain"},
         ],

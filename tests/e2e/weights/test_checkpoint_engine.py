@@ -83,6 +83,15 @@ def push(server: ParameterServer, weights: dict[str, torch.Tensor]) -> int:
     return count
 
 
+def pushed(
+    pool: ThreadPoolExecutor, engine: SchedulerClient, weights: dict[str, torch.Tensor], half_bytes: int
+) -> WeightUpdateReqOutput:
+    with ParameterServer(half_bytes) as server:
+        update = start(pool, engine, server)
+        push(server, weights)
+        return update.result()
+
+
 def maps_its_memory(engine: SchedulerClient) -> bool:
     return "parameter-server" in Path(f"/proc/{engine.status().pid}/maps").read_text()
 
@@ -128,20 +137,15 @@ def test_the_buffer_is_let_go_before_the_commit_and_the_last_answer_comes_after_
 def test_a_part_of_the_weights_is_an_update_too(engine, pool, models, paused):
     if paused:
         engine.pause("retract")
-    name = "model.norm.weight"
-    with ParameterServer(4096) as server:
-        update = start(pool, engine, server)
-        push(server, {name: torch.full_like(weights_of(models[0])[name], 2.0)})
-        reply = update.result()
+    norm = torch.full_like(weights_of(models[0])["model.norm.weight"], 2.0)
+    reply = pushed(pool, engine, {"model.norm.weight": norm}, 4096)
     assert (reply.committed, reply.written_tensors, reply.changed_tensors) == (True, 1, 1)
     assert engine.status().weights == "valid"
 
 
 def test_update_joins_an_explicit_session(expected, engine, pool, models):
-    with engine.weight_update(weight_version="session") as session, ParameterServer(20_000) as server:
-        update = start(pool, engine, server)
-        push(server, weights_of(models[1]))
-        assert not update.result().committed
+    with engine.weight_update(weight_version="session") as session:
+        assert not pushed(pool, engine, weights_of(models[1]), 20_000).committed
         assert engine.status().weights == "updating"
     assert session.result.committed
     assert engine.check_weights("checksum").total == expected
@@ -185,10 +189,7 @@ def test_a_server_that_dies_in_mid_update_poisons(expected, engine, pool, models
             assert engine.status().weights in ("updating", "poisoned")
     failure(update, "deadline_exceeded")
     assert engine.status().weights == "poisoned"
-    with ParameterServer(1 << 20) as server:
-        update = start(pool, engine, server)
-        push(server, weights_of(models[1]))
-        assert update.result().committed
+    assert pushed(pool, engine, weights_of(models[1]), 1 << 20).committed
     assert engine.check_weights("checksum").total == expected
 
 
@@ -221,21 +222,15 @@ def test_a_new_update_ends_the_talk_with_the_last_server(engine, pool, models):
     def resources() -> tuple[int, int]:
         return process.num_threads(), process.num_fds()
 
-    def succeed() -> None:
-        with ParameterServer(20_000) as server:
-            update = start(pool, engine, server)
-            push(server, weights_of(models[1]))
-            update.result()
-
-    succeed()
-    succeed()
+    for _ in range(2):
+        pushed(pool, engine, weights_of(models[1]), 20_000)
     before = resources()
     for _ in range(5):
         with ParameterServer(4096) as server:
             update = start(pool, engine, server, timeout_s=1000.0)
             assert server.ask(7) != ""
             failure(update, "malformed_message")
-            succeed()
+            pushed(pool, engine, weights_of(models[1]), 20_000)
     eventually(lambda: resources() <= before)
 
 
@@ -243,10 +238,8 @@ def test_poisoned_weights_still_need_every_parameter(engine, pool, models):
     engine.check_weights("reset_tensors")
     weights = weights_of(models[1])
     for names, committed in ((list(weights)[:3], False), (list(weights)[3:], True)):
-        with ParameterServer(1 << 20) as server:
-            update = start(pool, engine, server)
-            push(server, {name: weights[name] for name in names})
-            assert update.result().committed == committed
+        part = {name: weights[name] for name in names}
+        assert pushed(pool, engine, part, 1 << 20).committed == committed
         assert engine.status().weights == ("valid" if committed else "poisoned")
 
 
