@@ -2,13 +2,22 @@
 # ruff: noqa: ASYNC110  (another process's state is asked for)
 
 import asyncio
+import os
+import signal
 import threading
 
 import pytest
 from support.checkpoints import make_checkpoint
 from support.tokenizers import make_byte_level, make_sentencepiece
 
-from caesura.client import AsyncSchedulerClient, InvalidRequest, SamplingParams, TimedOut, launch_scheduler
+from caesura.client import (
+    AsyncSchedulerClient,
+    EngineDied,
+    InvalidRequest,
+    SamplingParams,
+    TimedOut,
+    launch_scheduler,
+)
 from caesura.client.text import AsyncTextClient, Detokenizer, TextClient, TextTokenizer, output_text
 from caesura.client.text.tokenizer_manager import GenerationRequest, TokenizerManager
 
@@ -122,6 +131,54 @@ def test_the_engine_stops_at_a_stop_string(engine, tokenizer):
     run(engine, tokenizer, body)
 
 
+def test_hundreds_of_streams_equal_single_calls(engine, tokenizer):
+    async def body(manager):
+        requests = [
+            GenerationRequest(
+                prompt=f"line {i}",
+                sampling_params=SamplingParams(max_new_tokens=16, seed=i, n=1 + i % 2),
+                stop=["e", "in"] if i % 3 else (),
+                return_logprob=True,
+            )
+            for i in range(120)
+        ]
+        streamed = await asyncio.gather(*(read(manager.stream(request)) for request in requests))
+        batch = await manager.generate_batch(requests)
+        for one, other in zip(streamed, batch, strict=True):
+            assert [(s.text, s.output.output_ids, s.matched) for s in one] == [
+                (s.text, s.output.output_ids, s.matched) for s in other
+            ]
+        await idle(manager.client)
+
+    run(engine, tokenizer, body)
+
+
+@pytest.mark.parametrize("stop", [(), ("never said",)])
+def test_requests_of_gone_clients_are_aborted(engine, tokenizer, stop):
+    params = SamplingParams(max_new_tokens=200, ignore_eos=True, n=4)
+
+    async def body(manager):
+        await manager.client.pause("in_place")
+        request = GenerationRequest(prompt="The", sampling_params=params, stop=stop)
+        waiting = asyncio.ensure_future(manager.generate(request))
+        stream = manager.stream(request)
+        reading = asyncio.ensure_future(anext(stream))
+        while (await manager.client.status()).waiting_requests < 8:
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        reading.cancel()
+        await asyncio.wait([waiting, reading])
+        await idle(manager.client)
+        await manager.client.continue_generation()
+        async for chunk in (stream := manager.stream(request)):
+            assert chunk.finished is None
+            break
+        await stream.aclose()
+        await idle(manager.client)
+
+    run(engine, tokenizer, body)
+
+
 def test_an_abort_from_outside_gives_the_text_so_far(engine, tokenizer):
     params = SamplingParams(max_new_tokens=200, ignore_eos=True)
 
@@ -139,6 +196,30 @@ def test_an_abort_from_outside_gives_the_text_so_far(engine, tokenizer):
         await manager.client.continue_generation()
 
     run(engine, tokenizer, body)
+
+
+def test_a_dead_engine_is_told_to_every_waiter(model, tmp_path):
+    tokenizer = TextTokenizer.from_folder(make_byte_level(tmp_path))
+    params = SamplingParams(max_new_tokens=200, ignore_eos=True)
+
+    async def body(manager, engine):
+        await manager.client.pause("in_place")
+        request = GenerationRequest(prompt="The", sampling_params=params, stop=["never said"])
+        waiting = [asyncio.ensure_future(manager.generate(request)) for _ in range(50)]
+        waiting += [asyncio.ensure_future(anext(manager.stream(request))) for _ in range(50)]
+        while (await manager.client.status()).waiting_requests < 100:
+            await asyncio.sleep(0.01)
+        os.kill((await manager.client.status()).pid, signal.SIGKILL)
+        for result in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(result, EngineDied)
+
+    async def main(engine):
+        client = AsyncSchedulerClient(engine.endpoint, connect_timeout=0.2)
+        async with client:
+            await body(TokenizerManager(client, tokenizer), engine)
+
+    with serve(model) as engine:
+        asyncio.run(main(engine))
 
 
 @pytest.fixture

@@ -276,6 +276,13 @@ def test_the_dashboard_shows_steps_and_the_last_image(server):
         assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
+def test_metrics_have_steps_and_no_tokens(server):
+    post(server)
+    text = server.get("/metrics").text
+    assert "caesura:denoise_steps_total" in text
+    assert "caesura:num_used_tokens" not in text
+
+
 # -- trajectories --------------------------------------------------------------------------------------------
 
 

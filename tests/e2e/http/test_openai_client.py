@@ -220,6 +220,15 @@ def check_offsets(tokenizer: TextTokenizer, text: str, ids: list[int], offsets: 
     assert offsets == [len(before) for before in known]
 
 
+def test_tokens_as_ids(served):
+    answer = served.client.completions.create(
+        prompt="once", max_tokens=3, logprobs=0, **with_ids(return_tokens_as_token_ids=True)
+    )
+    [choice] = answer.choices
+    assert choice.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
+    assert [list(top) for top in choice.logprobs.top_logprobs] == [[name] for name in choice.logprobs.tokens]
+
+
 def test_echo(served):
     prompt = "once upon a naïve 猫 🙂"
     create = served.client.completions.create

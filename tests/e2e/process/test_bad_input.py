@@ -163,6 +163,33 @@ class TestGenerate:
             engine.generate([5], SamplingParams(logit_bias={5: bias}), timeout=PATIENCE)
         assert caught.value.detail["field"] == "sampling_params.logit_bias[5]"
 
+    @pytest.mark.parametrize("prompt", [[1.5], ["5"], "text", [None]])
+    def test_token_ids_of_another_type(self, engine, prompt):
+        with pytest.raises((InvalidRequest, MalformedMessage)):
+            engine.generate(prompt, timeout=PATIENCE)
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            {"temperature": "hot"},
+            {"temperature": True},
+            {"top_k": 1.5},
+            {"n": 0},
+            {"n": 1025},
+            {"n": "2"},
+            {"seed": -1},
+            {"seed": 2**63},
+            {"ignore_eos": 1},
+            {"stop_token_ids": [-1]},
+            {"stop_token_ids": None},
+            {"max_new_tokens": "many"},
+        ],
+        ids=str,
+    )
+    def test_sampling_values_of_another_type(self, engine, values):
+        with pytest.raises(MalformedMessage):
+            engine.generate([5], SamplingParams(**values), timeout=PATIENCE)
+
     def test_more_samples_than_may_wait(self, engine):
         with pytest.raises(QueueFull) as caught:
             engine.generate([5], SamplingParams(n=65), timeout=PATIENCE)

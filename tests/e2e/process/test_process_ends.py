@@ -444,6 +444,26 @@ def test_too_little_memory_to_start_is_an_end_too(tiny_model, endpoint):
     assert not socket_of(endpoint).exists()
 
 
+REFUSED = """
+    import sys
+    import psutil
+    from caesura.client import CheckpointError, launch_scheduler
+    try:
+        launch_scheduler(sys.argv[1])
+    except CheckpointError as error:
+        print(error.detail["path"], psutil.Process().children())
+"""
+
+
+@pytest.mark.long
+def test_a_refused_start_leaves_no_process_and_no_directory(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(REFUSED), str(tmp_path / "no model")]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == f"{tmp_path / 'no model'} []\n", done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.long
 def test_remains_of_a_killed_engine_are_removed(tiny_model, tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -64,8 +64,11 @@ def client(launched):
 GARBAGE = {
     "empty frame": [b""],
     "noise": [bytes(range(256))],
+    "http": [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"],
     "pickle": [b"\x80\x04\x8c\x05posix\x94\x8c\x06system\x94\x93\x94."],
     "nested": [b"\x91" * 100_000],
+    "nested maps": [b"\x81\xa1a" * 100_000],
+    "huge array": [b"\xdd\xff\xff\xff\xff"],
     "huge map": [b"\x82\xa4type\xdf\xff\xff\xff\xff"],
     "a reply": [encode(AbortReqOutput(id="x", aborted=1))],
     "a delimiter": [b"", encode(GetStatusReqInput())],
@@ -73,7 +76,7 @@ GARBAGE = {
     "many frames": [b"x"] * 200,
     "a header of 65 MB": [b"\x00" * (65 << 20)],
 }
-"""One of each kind: what else is no message is in tests/unit/io_struct/test_codec.py."""
+"""What else is no message is in tests/unit/io_struct/test_codec.py."""
 
 
 @pytest.mark.parametrize("kind", GARBAGE)

@@ -200,6 +200,31 @@ def test_a_session_does_not_outlive_its_engine(tiny_model, other_model, tmp_path
             assert (reply.committed, engine.status().weights_epoch) == (True, 1)
 
 
+@pytest.mark.parametrize("kind", ["update", "block"])
+def test_a_cancelled_task_leaves_no_session(engine, trainer, other_model, kind):
+    async def update(client: AsyncControlClient) -> None:
+        if kind == "update":
+            await client.update_weights_from_ipc(weights_of(other_model).items(), bucket_bytes=SMALL)
+            return
+        async with client.weight_update():
+            raise AssertionError("the block runs")
+
+    async def main() -> None:
+        async with AsyncControlClient(engine.endpoint) as client:
+            await client.status(timeout=PATIENCE)
+            with stopped(engine.status().pid):
+                task = asyncio.create_task(update(client))
+                await asyncio.sleep(0)  # it has sent its begin
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            await client.check_weights(timeout=PATIENCE)
+
+    asyncio.run(main())
+    assert settled(engine) == "valid"
+    assert trainer.update_weights_from_disk(other_model, timeout=PATIENCE).committed
+
+
 def test_a_begin_that_cannot_be_sent_to_one_engine_opens_none(engine, trainer, tiny_model, other_model):
     gone = ControlClient("ipc:///nowhere", connect_timeout=0.01)
     gone.close()
@@ -311,6 +336,18 @@ def test_a_label_that_is_none_is_refused_in_a_sentence(engine, tiny_model, folde
     weights = weights_of(tiny_model)
     with pytest.raises(InvalidRequest, match=r"weight_version = .* must be a string or an integer"):
         updated(engine, transport, weights, folder, weight_version=label)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_the_device_s_cache_is_emptied_as_asked(engine, other_model, asks):
+    def emptied(cause: str) -> bool:
+        return [e for e in engine.memory_history().events if e.cause == cause][-1].returned is not None
+
+    engine.pause("abort")
+    assert (engine.continue_generation(torch_empty_cache=asks).freed is not None) is asks
+    engine.update_weights_from_disk(other_model, torch_empty_cache=asks)
+    engine.flush_cache(torch_empty_cache=asks)
+    assert [emptied(cause) for cause in ("continue", "update_commit", "flush")] == [asks] * 3
 
 
 # -- process groups ------------------------------------------------------------------------------------------
