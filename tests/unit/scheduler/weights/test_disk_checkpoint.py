@@ -99,12 +99,12 @@ def test_pieces_are_made_within_the_bucket(tmp_path: Path) -> None:
 def test_neighbours_come_as_they_lie(tmp_path_factory, layout, bucket_bytes):
     folder = tmp_path_factory.mktemp("neighbours")
     header, data, skipped, asked = {}, b"", set(), []
-    for number, (dtype, count, skip) in enumerate(layout):
+    for number, (dtype, count, is_skipped) in enumerate(layout):
         size = count * {"U8": 1, "BF16": 2, "F32": 4}[dtype]
         offsets = [len(data), len(data) + size]
         header[f"{number}"] = {"dtype": dtype, "shape": [count], "data_offsets": offsets}
         data += bytes((number * 16 + byte) % 100 for byte in range(size))
-        skipped |= {f"{number}"} if skip else set()
+        skipped |= {f"{number}"} if is_skipped else set()
     write(folder / "model.safetensors", header, data)
     parts: dict[str, bytes] = {}
 
