@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from contextvars import copy_context
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,6 +23,7 @@ from ..text.tokenizer_manager import TokenizerManager
 from .bodies import UnknownKeys
 from .options import ServeOptions
 from .pages.document import LastImage
+from .vllm.transfer import WeightTransfer
 
 if TYPE_CHECKING:
     from ..group.replicas import ReplicaFleet
@@ -62,6 +64,7 @@ class FrontEnd:
         self.unknown_keys = UnknownKeys()
         self.health = EngineHealth(self.client, lambda: metrics.under_way > 0)
         self.admission = Admission(self.health)
+        self.transfer = WeightTransfer(self.client, options.weight_transfer_backend)
 
 
 Front = NamedDependency[FrontEnd]
@@ -79,7 +82,7 @@ class Workers:
         if self._held >= THREADS + MAX_WAITING:
             raise QueueFull(f"{self._held} pieces of text work are waiting; try again later")
         self._held += 1
-        future = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        future = asyncio.get_running_loop().run_in_executor(self._pool, copy_context().run, work)
         future.add_done_callback(self._release)
         return await future
 

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
 from ...process.contract import is_loopback
 from ..connection.endpoints import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
+from .vllm.transfer import Backend
 
 API_KEY, ADMIN_KEY = "CAESURA_API_KEY", "CAESURA_ADMIN_KEY"
 OPEN_TO_ALL = (
@@ -28,6 +29,7 @@ OPEN_TO_ALL = (
     "any address and have files under --weights-root read"
 )
 """Actions open to anyone who can reach a server without keys."""
+_BACKENDS = click.Choice(get_args(Backend))
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 PATH = click.Path()
 
@@ -75,9 +77,17 @@ class CommandLine:
     weights_root: str | None = _option(None, PATH)
     """Weight updates from disk must be in this folder.  [default: the parent folder of the model, unless that
     is /]"""
+    pause_lease: float | None = _option(None, click.FloatRange(min=0, min_open=True))
+    """A pause by HTTP that names no lease ends after so many seconds without a command by HTTP: its trainer
+    is gone then.  [default: it lasts until a continue]"""
     enable_memory_saver: bool = _option(False)
     """Let clients release the engine's memory (weights, KV cache, CUDA graphs) and resume it, as colocated
     trainers do."""
+    weight_transfer_backend: str = _option("nccl", _BACKENDS)
+    """How weights arrive by vLLM's /init_weight_transfer_engine, unless the trainer says it: over a process
+    group, in shared memory, or in a folder under --weights-root."""
+    vllm_metrics: bool = _option(False)
+    """Add metrics by vLLM's names (vllm:num_requests_running, ...) to /metrics, as prime-rl reads them."""
     allow_pickled_tensors: bool = _option(False)
     """Accept weights in SGLang's pickle format. They are parsed, never unpickled."""
     incremental_streaming: bool = _option(False)

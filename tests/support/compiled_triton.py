@@ -20,6 +20,8 @@ class Compiled:
     name: str
     ptx: str
     cubin: bytes
+    shared: int
+    """Bytes of shared memory."""
 
     @property
     def usage(self) -> dict[str, int]:
@@ -53,7 +55,8 @@ def compiling(cache: Path) -> Iterator[list[Compiled]]:
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
-        found.append(Compiled(kernel.__name__, compiled.asm["ptx"], compiled.asm["cubin"]))
+        ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+        found.append(Compiled(kernel.__name__, ptx, cubin, compiled.metadata.shared))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(cache))

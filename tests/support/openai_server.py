@@ -9,7 +9,6 @@ import openai
 from support.checkpoints import make_checkpoint
 from support.http_server import listening
 from support.tokenizers import make_byte_level
-from support.waiting import eventually
 
 from caesura.client import SchedulerClient, launch_scheduler
 from caesura.client.text.tokenizer import TextTokenizer
@@ -38,9 +37,6 @@ class Served:
     tokenizer: TextTokenizer
     client: openai.OpenAI
 
-    def asyncio_client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="secret", max_retries=0)
-
 
 @contextmanager
 def serve_openai(path: Path) -> Iterator[Served]:
@@ -68,13 +64,3 @@ def with_ids(**extra: object) -> dict[str, object]:
 
 def messages(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
-
-
-def wait_until_idle(served: Served) -> None:
-    """Wait until the engine has nothing to do; paused, it never has by itself."""
-    eventually(lambda: live(served) == 0)
-
-
-def live(served: Served) -> int:
-    status = served.engine.status()
-    return status.running_requests + status.waiting_requests + status.prefilling_requests

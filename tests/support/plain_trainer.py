@@ -1,12 +1,9 @@
 """A trainer that shares no code with this project: rank 0 of a process group, as the field makes it."""
 
-import os
-import signal
 import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import torch
@@ -83,11 +80,3 @@ class PlainTrainer:
         if self.group is not None:
             dist.destroy_process_group(self.group)
             self.group = None
-
-
-def broadcast_and_die(trainer: PlainTrainer, path: Path, num_tensors: int, joined: Event) -> None:
-    """Broadcast once the other rank has ``joined``, and die: so it is the broadcasts that fail."""
-    trainer.join()
-    joined.wait()
-    trainer.broadcast_each(dict(list(weights_of(path).items())[:num_tensors]))
-    os.kill(os.getpid(), signal.SIGKILL)

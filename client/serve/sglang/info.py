@@ -18,6 +18,7 @@ from ....io_struct import CaesuraError, GetStatusReqOutput
 from ..bodies import HTTPRequest, Strict, query_of
 from ..context import Front, FrontEnd
 from ..errors import engine_error, error_object, json_response
+from ..vllm import config
 
 _SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
 _PUBLIC = (
@@ -119,9 +120,16 @@ def _config(model_path: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-@get(["/server_info", "/get_server_info"], opt={"access": "user"})
-async def server_info(front: Front) -> Response[bytes]:
+class _ServerInfoQuery(Strict, kw_only=True):
+    config_format: Literal["json"] | None = None
+
+
+@get(["/server_info", "/get_server_info"], opt={"access": "user", "query": _ServerInfoQuery})
+async def server_info(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Return SGLang's form, or vLLM's if the query has vLLM's ``config_format``."""
     status = await front.health.status()
+    if query_of(request, _ServerInfoQuery).config_format is not None:
+        return json_response(config.server_info(front, status))
     parts = [status]
     if front.fleet is not None:
         parts = [part.engine for part in await front.fleet.parts() if part.engine is not None]
@@ -200,7 +208,7 @@ class _LoadsQuery(Strict, kw_only=True):
     format: Literal["json", "prometheus"] = "json"
 
 
-@get("/v1/loads", opt={"access": "user"})
+@get("/v1/loads", opt={"access": "user", "query": _LoadsQuery})
 async def loads(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Return how much there is to do; requests that wait during a pause count."""
     query = query_of(request, _LoadsQuery)

@@ -203,7 +203,7 @@ async def _generated(
     return json_response(answer)
 
 
-@generating(PATH, exception_handlers=EXCEPTION_HANDLERS)
+@generating(PATH, TokensBody, exception_handlers=EXCEPTION_HANDLERS)
 async def generate_tokens(request: HTTPRequest, front: Front) -> Response[Any]:
     raw = await request.body()
 

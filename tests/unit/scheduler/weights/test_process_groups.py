@@ -1,6 +1,8 @@
 """Process groups of NCCL, with a stand-in for it."""
 
+import ctypes
 import os
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -16,13 +18,19 @@ from support.waiting import PATIENCE_S, eventually
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
-from caesura.io_struct import CaesuraError, TensorSpec, UpdateWeightsFromDistributedReqInput
+from caesura.io_struct import (
+    CaesuraError,
+    InitWeightsUpdateGroupReqInput,
+    TensorSpec,
+    UpdateWeightsFromDistributedReqInput,
+)
 from caesura.io_struct.weights import PRESENT
 from caesura.scheduler.weights.transports import distributed
 from caesura.scheduler.weights.transports.distributed import DistributedSource, Group, WeightsUpdateGroups
 from caesura.scheduler.weights.upload import WriteStream
 from caesura.transfer import process_group
 from caesura.transfer.process_group import Membership
+from caesura.transfer.raw_nccl import read_id
 
 CPU = torch.device("cpu")
 NAME = "g"
@@ -68,7 +76,7 @@ class Nccl:
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Nccl]]:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(Nccl, "made", [])
+    Nccl.made.clear()
     for name in process_group._NCCL_IN_TORCH:
         monkeypatch.delenv(name, raising=False)
     yield Nccl
@@ -101,10 +109,6 @@ def say_present(store: TCPStore) -> None:
     PrefixStore(NAME, store).set(f"{PRESENT}0", "")
 
 
-def test_a_trainer_of_another_make_is_joined_at_once(store: TCPStore) -> None:
-    assert eventually(group(store).joined)
-
-
 def test_engines_of_our_own_trainer_wait_for_one_another(store: TCPStore) -> None:
     say_present(store)
     first = group(store, 1)
@@ -124,29 +128,20 @@ def test_an_engine_that_does_not_come_fails_the_join_by_its_deadline(store: TCPS
     assert Nccl.made[0].aborted.is_set()
 
 
-def test_broadcasts_have_a_timeout_of_their_own(store: TCPStore) -> None:
-    eventually(group(store, broadcast_timeout_s=77.0).joined)
-    assert Nccl.made[0].timeout == timedelta(seconds=77)
-
-
-def test_nothing_of_torchs_ends_the_process(store: TCPStore) -> None:
-    """Check that a failure raises in the waiting thread and that no watchdog ends the process."""
-    eventually(group(store).joined)
-    found = Nccl.made[0].environment
-    assert found["TORCH_NCCL_BLOCKING_WAIT"] == "1"
-    assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == found["TORCH_NCCL_ENABLE_MONITORING"] == "0"
-
-
-def test_a_group_that_is_left_is_aborted(store: TCPStore) -> None:
-    left = group(store)
+def test_a_group_has_its_own_timeout_ends_no_process_and_is_aborted_when_it_is_left(store: TCPStore) -> None:
+    """Its failures raise in the thread that waits, and no watchdog of torch's ends the process."""
+    left = group(store, broadcast_timeout_s=77.0)
     eventually(left.joined)
+    (made,) = Nccl.made
+    assert made.timeout == timedelta(seconds=77)
+    assert made.environment["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+        assert made.environment[name] == "0"
     left.kill("the group was destroyed")
-    assert Nccl.made[0].aborted.wait()
+    assert made.aborted.wait()
 
 
-def test_a_trainer_that_died_before_its_first_broadcast(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_that_died_before_its_first_broadcast(store, monkeypatch) -> None:
     monkeypatch.setattr(distributed, "GRACE_S", 0.0)
     woken = threading.Event()
     device = LaggingDevice()
@@ -175,15 +170,8 @@ def test_a_trainer_that_died_before_its_first_broadcast(
 @pytest.mark.parametrize("shared_bytes", [0, 10_000])
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("waits", [False, True])
-def test_two_buffers_in_turn_tear_nothing(
-    store: TCPStore,
-    monkeypatch: pytest.MonkeyPatch,
-    sizes: list[int],
-    shared_bytes: int,
-    waits: bool,
-    eager: bool,
-) -> None:
-    monkeypatch.setattr("caesura.scheduler.weights.transports.distributed.SHARED_BYTES", shared_bytes)
+def test_two_buffers_in_turn_tear_nothing(store, monkeypatch, sizes, shared_bytes, waits, eager) -> None:
+    monkeypatch.setattr(distributed, "SHARED_BYTES", shared_bytes)
     device = LaggingDevice(eager_side=eager)
     one = group(store, write_stream=WriteStream(device, device.on_stream))
     eventually(one.joined)
@@ -215,3 +203,37 @@ def test_small_broadcasts_are_waited_for_together(store: TCPStore) -> None:
     with closing(one.receive([8] * 1000)) as receiving:
         eventually(lambda: next(receiving) is not None)
     assert Nccl.made[0].most_unwaited == 1000
+
+
+class NcclUniqueId(ctypes.Structure):
+    """As vLLM's, which its pickle names."""
+
+    _fields_ = (("internal", ctypes.c_byte * 128),)
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_the_id_of_vllms_communicator_is_read_and_not_unpickled(protocol):
+    identity = bytes(range(128))
+    pickled = pickle.dumps(NcclUniqueId.from_buffer_copy(identity), protocol)
+    assert read_id(pickled) == identity
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"x" * 128, NcclUniqueId, [1], (b"x" * 128,), ctypes.c_int(3)],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_id_is_refused(value):
+    with pytest.raises((CaesuraError, RuntimeError)):
+        read_id(pickle.dumps(value))
+
+
+def test_vllms_communicator_needs_a_device():
+    groups = WeightsUpdateGroups(CPU, lambda: None)
+    with pytest.raises(CaesuraError, match="vllm_nccl") as refused:
+        groups.join(
+            InitWeightsUpdateGroupReqInput(
+                master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, backend="vllm_nccl"
+            )
+        )
+    assert refused.value.code == "unsupported"
