@@ -187,13 +187,14 @@ def test_the_launchers_death_is_named_and_means_now(tiny_model, endpoint):
     assert (status, launcher in error) == (0, True)
 
 
-def loading(work: str, end_s: float = 30.0) -> str:
+def loading(work: str, end_s: float = 30.0, before: str = "") -> str:
     """Return the prelude of a start that never ends, after ``work``, and whose end may take ``end_s``."""
     return f"""
         import os, signal, threading
         from caesura.scheduler.execution import build
         from caesura.scheduler.runtime import process
         process.END_S = {end_s}
+        {before}
         class Finalized:
             def __del__(self):
                 signal.raise_signal(signal.SIGTERM)
@@ -310,7 +311,7 @@ def test_a_launcher_that_dies_during_the_start_is_named(tiny_model, endpoint):
 @pytest.mark.long
 def test_a_cancelled_start_whose_cleanup_hangs_is_cut_off(tiny_model, endpoint):
     hangs = "process.private_directory.remove = lambda path: threading.Event().wait()"
-    with started(tiny_model, prelude=loading(f"{hangs}; {TELLS}", 1.0)) as engine:
+    with started(tiny_model, prelude=loading(TELLS, 1.0, hangs)) as engine:
         assert "loading\n" in iter(engine.process.stderr.readline, "")
         engine.process.send_signal(signal.SIGTERM)
         assert engine.end()[0] == EXIT_HUNG
