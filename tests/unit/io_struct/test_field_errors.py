@@ -9,7 +9,7 @@ from caesura.io_struct.field_errors import nearest, shown
 GENERATE = {"type": "GenerateReqInput", "input_ids": [1]}
 SAMPLING = (
     "max_new_tokens, temperature, top_p, top_k, min_p, frequency_penalty, presence_penalty, "
-    "repetition_penalty, logit_bias, "
+    "repetition_penalty, logit_bias, allowed_token_ids, "
     "min_new_tokens, stop_token_ids, ignore_eos, seed, n"
 )
 
