@@ -145,6 +145,7 @@ def run(connection: Connection, device: str | None) -> int:
         logger.info("rank %d is built (%d threads)", connection.rank, torch.get_num_threads())
         connection.answer(Answer(number=call.number, memory=worker.memory()))
         _Loop(connection, worker, wakeup).run()
+        watch.ends_in_order = True
     except RankZeroGoneError as gone:
         logger.warning("%s", gone)
         return 1
@@ -163,6 +164,8 @@ def end(status: int) -> None:
 class _Watch:
     def __init__(self, connection: Connection) -> None:
         self.on_gone: Callable[[], None] = lambda: None
+        self.ends_in_order = False
+        """True once rank 0 has told this worker to stop, however long it takes to."""
         self._connection = connection
         threading.Thread(target=self._run, name="caesura-rank-zero", daemon=True).start()
 
@@ -175,10 +178,12 @@ class _Watch:
         for source, _ in poller.poll():
             if source == events:
                 parse_monitor_message(events.recv_multipart())
-        logger.warning("rank 0 has ended, and so does this worker")
-        self.on_gone()
+        if not self.ends_in_order:
+            logger.warning("rank 0 has ended, and so does this worker")
+            self.on_gone()
         select.select([], [], [], _LAST_WORDS_S)
-        end(1)
+        if not self.ends_in_order:
+            end(1)
 
 
 class _Loop:

@@ -100,8 +100,8 @@ def get_available_memory(
 ) -> int | None:
     """Return the bytes that ``device`` (all of ``group``) can still get; None if the backend does not tell.
 
-    CPU: the smaller of MemAvailable and what the cgroups leave. MPS: the recommended working set minus what
-    the driver holds. The allocator's unused blocks count only after ``empty_cache``.
+    CPU: the smaller of MemAvailable and what the cgroups leave. The allocator's unused blocks count only
+    after ``empty_cache``.
     """
     module = device_module_for(device)
     if empty_cache:

@@ -52,25 +52,21 @@ class BoundDeviceModule:
         self.device = device
 
     def memory_reserved(self) -> int:
-        return self._figure("memory_reserved", "driver_allocated_memory")
+        return self._figure("memory_reserved")
 
     def memory_allocated(self) -> int:
-        return self._figure("memory_allocated", "current_allocated_memory")
+        return self._figure("memory_allocated")
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.module, name)
-        # MPS has one device, its functions no parameter.
-        if self.device.index is None or self.device.type == "mps":
+        if ":" not in str(self.device):  # none in particular: torch answers for its current one
             return found
         if name in _TAKE_DEVICE:
             return partial(found, self.device)
         return partial(found, device=self.device) if name == "Stream" else found
 
-    def _figure(self, *names: str) -> int:
-        for name in names:
-            if hasattr(self.module, name):
-                return int(self.__getattr__(name)())
-        return 0
+    def _figure(self, name: str) -> int:
+        return int(self.__getattr__(name)()) if hasattr(self.module, name) else 0
 
 
 def device_module_for(device: torch.device | str) -> DeviceModule:
@@ -96,13 +92,10 @@ def graphs_of(module: DeviceModule) -> GraphModule | None:
 
 def free_and_total(module: DeviceModule) -> tuple[int, int] | None:
     """Return the bytes that the system has left, and has; None if the backend does not tell."""
-    if hasattr(module, "mem_get_info"):
-        free, total = module.mem_get_info()
-        return int(free), int(total)
-    if hasattr(module, "recommended_max_memory") and hasattr(module, "driver_allocated_memory"):  # MPS
-        most = int(module.recommended_max_memory())
-        return max(0, most - int(module.driver_allocated_memory())), most
-    return None
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free, total = module.mem_get_info()
+    return int(free), int(total)
 
 
 def use_device(device: str) -> None:

@@ -125,31 +125,16 @@ class Reader:
 ''' % ("x" * 120)
 
 
-@pytest.fixture
-def sizes(tmp_path, monkeypatch):
+def test_sizes_of_a_file_are_counted_by_kind(tmp_path, monkeypatch):
     monkeypatch.setattr(report_sizes, "ROOT", tmp_path)
     path = tmp_path / "module.py"
     path.write_text(SOURCE)
     sizes = Sizes()
     sizes.read(path)
-    return sizes
-
-
-def test_lines_are_counted_by_kind(sizes):
-    assert (sizes.files, sizes.docstring, sizes.wordy) == ([20], 3, 1)
-    assert sizes.blank == 7
-
-
-def test_the_widest_line_is_found(sizes):
-    assert sizes.wide == 1
-    assert sizes.widest == (151, "module.py:20")
-
-
-def test_a_signature_and_a_docstring_do_not_make_a_function_long(sizes):
+    assert (sizes.files, sizes.docstring, sizes.wordy, sizes.blank) == ([20], 3, 1, 7)
+    assert (sizes.wide, sizes.widest) == (1, (151, "module.py:20"))
+    # A signature and a docstring do not make a function long.
     assert sorted(sizes.functions)[-2:] == [(2, "module.py:13 __init__"), (2, "module.py:17 read")]
-
-
-def test_constructors_protocols_and_private_accesses_are_counted(sizes):
     assert sizes.constructors == [(2, "module.py:12 Reader")]
     assert (sizes.protocols, sizes.private) == (1, 1)
 

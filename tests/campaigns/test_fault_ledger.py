@@ -1,11 +1,9 @@
 """The ledger of the fault campaign must notice what an engine loses, doubles, tears or leaks."""
 
-import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import zmq
 from campaigns.faults.__main__ import again, parse, table
 from campaigns.faults.campaign import Campaign, Outcome
 from campaigns.faults.footprint import Footprint
@@ -14,17 +12,16 @@ from campaigns.faults.known import VOCAB, Version, make_versions, successors
 from campaigns.faults.ledger import Ledger, Problem, check_tokens
 from campaigns.faults.scene import SpanFacts
 from campaigns.faults.witness import Witness
+from safetensors.torch import load_file
+from support.fake_scheduler import FakeScheduler
 
 from caesura.io_struct import (
     BatchTokenOutput,
     ErrorReply,
     FinishReason,
-    GenerateReqInput,
     GenerateReqOutput,
     StreamDelta,
     WeightVersionSpan,
-    decode_request,
-    encode,
 )
 
 A, B = (Version(label, None, successors(seed)) for label, seed in (("A", 0), ("B", 1)))
@@ -64,69 +61,84 @@ def harms(problems: list[Problem]) -> list[str]:
     return [problem.harm for problem in problems]
 
 
-def test_a_request_that_ends_once_with_its_versions_tokens_is_no_problem():
+def closed(*events: object, count: int = 5, samples: int = 1, alive: int = 0) -> list[str]:
+    """Return the harms of a request to which these answers came."""
+    ledger = asked(count, samples)
+    for event in events:
+        if isinstance(event, ErrorReply):
+            ledger.refused(event)
+        elif isinstance(event, StreamDelta):
+            ledger.streamed(event)
+        else:
+            ledger.ended(event)
+    return harms(ledger.close(alive=alive))
+
+
+def early(reason: FinishReason) -> GenerateReqOutput:
+    return result("r", A.after(9, 5), [("A", 0, 5)], finish_reason=reason)
+
+
+def refusal(rid: str) -> ErrorReply:
+    return ErrorReply(id=rid, code="internal", message="why")
+
+
+def delta(start: int, tokens: list[int]) -> StreamDelta:
+    ints = {"indices": [0], "starts": [start], "counts": [len(tokens)], "tokens": tokens}
+    columns = {name: np.array(values, "<i4").tobytes() for name, values in ints.items()}
+    return StreamDelta(rids=["r"], logprobs=np.full(len(tokens), np.nan, "<f4").tobytes(), **columns)
+
+
+TOKENS = A.after(PROMPT[-1], 5)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        pytest.param(closed(whole()), [], id="one end with the version's tokens"),
+        pytest.param(closed(), ["lost"], id="no end, and nothing alive"),
+        pytest.param(closed(alive=1), ["stuck"], id="no end, and something alive"),
+        pytest.param(closed(whole(), samples=3), ["lost", "lost"], id="each sample must end"),
+        pytest.param(closed(whole(), whole()), ["doubled"], id="a second end"),
+        pytest.param(closed(refusal("r"), whole()), ["failed", "doubled"], id="a result after an error"),
+        pytest.param(closed(refusal("other"), whole()), [], id="a refusal of something else"),
+        pytest.param(closed(early(FinishReason(type="error", message="x")), count=9), ["failed"], id="error"),
+        pytest.param(closed(early(FinishReason(type="length", length=9)), count=9), ["failed"], id="short"),
+        pytest.param(closed(early(FinishReason(type="abort")), count=9), [], id="abort"),
+        pytest.param(
+            closed(delta(0, TOKENS[:1]), delta(3, TOKENS[3:4]), whole()), [], id="a stream may have gaps"
+        ),
+        pytest.param(closed(delta(2, [TOKENS[2] + 1]), whole()), ["torn"], id="a stream of another token"),
+        pytest.param(closed(delta(5, [3]), whole()), ["torn"], id="a stream beyond the result"),
+    ],
+)
+def test_harms_of_a_request(found, expected):
+    assert found == expected
+
+
+def test_an_end_after_the_books_are_closed_is_doubled():
     ledger = asked()
     assert ledger.open() == ["r"]
     ledger.ended(whole())
     assert ledger.open() == []
     assert ledger.close(alive=0) == []
-
-
-def test_a_request_without_an_end_is_lost_or_stuck():
-    assert harms(asked().close(alive=0)) == ["lost"]
-    assert harms(asked().close(alive=1)) == ["stuck"]
-
-
-def test_each_sample_must_end():
-    ledger = asked(samples=3)
-    ledger.ended(whole())
-    assert ledger.open() == ["r"]
-    assert harms(ledger.close(alive=0)) == ["lost", "lost"]
-
-
-def test_a_second_end_is_doubled_at_once_and_after_the_books_are_closed():
-    ledger = asked()
-    ledger.ended(whole())
-    ledger.ended(whole())
-    assert harms(ledger.close(alive=0)) == ["doubled"]
     ledger.ended(whole())
     assert harms(ledger.close(alive=0)) == ["doubled"]
 
 
-def test_a_result_after_an_error_is_doubled():
+def test_a_refusal_is_quoted():
     ledger = asked()
-    ledger.refused(ErrorReply(id="r", code="busy", message=""), allowed=["busy"])
-    ledger.ended(whole())
-    assert harms(ledger.close(alive=0)) == ["doubled"]
-
-
-def test_an_unexpected_refusal_is_reported_and_one_of_something_else_is_not():
-    ledger = asked()
-    ledger.refused(ErrorReply(id="other", code="internal", message=""))
-    ledger.refused(ErrorReply(id="r", code="internal", message="why"))
+    ledger.refused(refusal("r"))
     (problem,) = ledger.close(alive=0)
     assert (problem.harm, "why" in problem.text) == ("failed", True)
 
 
-def test_a_generation_that_ended_with_an_error_or_early_is_reported():
-    for reason in (FinishReason(type="error", message="x"), FinishReason(type="length", length=9)):
-        ledger = asked(count=9)
-        ledger.ended(result("r", A.after(9, 5), [("A", 0, 5)], finish_reason=reason))
-        assert harms(ledger.close(alive=0)) == ["failed"]
-    ledger = asked(count=9)
-    ledger.ended(result("r", A.after(9, 5), [("A", 0, 5)], finish_reason=FinishReason(type="abort")))
-    assert ledger.close(alive=0) == []
-
-
-def test_an_engine_that_was_killed_owes_nothing_but_may_not_have_doubled():
+@pytest.mark.parametrize(("ends", "expected"), [(0, []), (2, ["doubled"])])
+def test_an_engine_that_was_killed_owes_nothing_but_may_not_have_doubled(ends, expected):
     ledger = asked()
+    for _ in range(ends):
+        ledger.ended(whole())
     ledger.forget()
-    assert ledger.close(alive=0) == []
-    ledger = asked()
-    ledger.ended(whole())
-    ledger.ended(whole())
-    ledger.forget()
-    assert harms(ledger.close(alive=0)) == ["doubled"]
+    assert harms(ledger.close(alive=0)) == expected
 
 
 def test_an_update_in_the_midst_of_a_request_is_followed_token_by_token():
@@ -154,87 +166,42 @@ def test_spans_that_do_not_explain_the_tokens_are_torn(spans):
     assert harms(check_tokens("r", 9, A.after(9, 4), spans, VERSIONS)) == ["torn"]
 
 
-def delta(rid: str, start: int, tokens: list[int]) -> StreamDelta:
-    ints = {"indices": [0], "starts": [start], "counts": [len(tokens)], "tokens": tokens}
-    columns = {name: np.array(values, "<i4").tobytes() for name, values in ints.items()}
-    return StreamDelta(rids=[rid], logprobs=np.full(len(tokens), np.nan, "<f4").tobytes(), **columns)
+GOOD, WRONG = (result("r", version.after(PROMPT[-1], 4), [("A", 0, 4)]) for version in (A, B))
 
 
-def test_a_stream_may_have_gaps_but_not_contradict_the_result():
-    tokens = A.after(9, 5)
-    ledger = asked()
-    ledger.streamed(delta("r", 0, tokens[:1]))
-    ledger.streamed(delta("r", 3, tokens[3:4]))
-    ledger.ended(whole())
-    assert ledger.close(alive=0) == []
-    ledger = asked()
-    ledger.streamed(delta("r", 2, [tokens[2] + 1]))
-    ledger.ended(whole())
-    assert harms(ledger.close(alive=0)) == ["torn"]
-    ledger = asked()
-    ledger.streamed(delta("r", 5, [3]))
-    ledger.ended(whole())
-    assert harms(ledger.close(alive=0)) == ["torn"]
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        pytest.param([], ["lost"], id="loses"),
+        pytest.param([GOOD, GOOD], ["doubled"], id="answers twice"),
+        pytest.param([WRONG], ["torn"], id="serves the wrong version"),
+        pytest.param([GOOD], [], id="is honest"),
+    ],
+)
+def test_the_witness_of_a_faulty_engine_tells(tmp_path, answers, expected):
+    def handler(request):
+        ends = [BatchTokenOutput(step=1, finished=[each]) for each in answers]
+        return [*ends, ErrorReply(id="last", code="busy", message="")]
 
-
-BEHAVIOURS = {
-    "loses": "lost",
-    "answers twice": "doubled",
-    "serves the wrong version": "torn",
-    "is honest": None,
-}
-
-
-def answers(behaviour: str, request: GenerateReqInput) -> list[GenerateReqOutput]:
-    count = request.sampling_params.max_new_tokens
-    wrong = behaviour == "serves the wrong version"
-    tokens = (B if wrong else A).after(request.input_ids[-1], count)
-    good = result(request.rid, tokens, [("A", 0, count)])
-    return {"loses": [], "answers twice": [good, good]}.get(behaviour, [good])
-
-
-@pytest.mark.parametrize("behaviour", BEHAVIOURS)
-def test_the_witness_of_a_faulty_engine_tells(tmp_path, behaviour):
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.bind(f"ipc://{tmp_path}/s")
-
-    def serve() -> None:
-        identity, frame = router.recv_multipart()
-        for answer in answers(behaviour, decode_request(frame)):
-            router.send_multipart([identity, encode(BatchTokenOutput(step=1, finished=[answer]))])
-        router.send_multipart([identity, encode(ErrorReply(id="last", code="busy", message=""))])
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    with Witness(f"ipc://{tmp_path}/s", Ledger(VERSIONS)) as witness:
+    endpoint = f"ipc://{tmp_path}/s"
+    with FakeScheduler(endpoint, handler), Witness(endpoint, Ledger(VERSIONS)) as witness:
         witness.generate("r", PROMPT, 4)
-        while witness.take_reply("last") is None:
-            assert witness.pump(20.0)
-        found = harms(witness.ledger.close(alive=0))
-    thread.join()
-    context.destroy(linger=0)
-    assert found == ([BEHAVIOURS[behaviour]] if BEHAVIOURS[behaviour] else [])
+        while witness.arrived <= len(answers):
+            witness.pump(1.0)
+        assert harms(witness.ledger.close(alive=0)) == expected
 
 
 def test_a_process_that_holds_more_than_before_leaks():
     before = Footprint(descriptors=9, threads=4, children=0, shared=0, resident=200 << 20)
     assert before.over(before) == []
     assert replace(before, descriptors=3, resident=210 << 20).over(before) == []
-    for name, more in (
-        ("descriptors", 10),
-        ("threads", 5),
-        ("children", 1),
-        ("shared", 1),
-        ("resident", 1 << 30),
-    ):
-        (text,) = replace(before, **{name: more}).over(before)
+    more = {"descriptors": 10, "threads": 5, "children": 1, "shared": 1, "resident": 1 << 30}
+    for name, value in more.items():
+        (text,) = replace(before, **{name: value}).over(before)
         assert text.startswith(name)
 
 
 def test_versions_differ_in_every_tensor_and_every_successor(tmp_path):
-    from safetensors.torch import load_file
-
     one, other = make_versions(tmp_path, count=2)
     first, second = (load_file(version.folder / "model.safetensors") for version in (one, other))
     assert all(not first[name].equal(second[name]) for name in first)

@@ -37,21 +37,4 @@ def _count(value: object, depth: int) -> int:
     return 1
 
 
-WORDS = [
-    "\x80\x04",
-    "\x95",
-    "\x94",
-    "\x93",
-    "\x8c",
-    "R",
-    "b",
-    "(",
-    "t",
-    "u",
-    "e",
-    "}",
-    "]",
-    ".",
-    "torch",
-    "Size",
-]
+WORDS = ["\x80\x04", "torch", "Size", *"\x95\x94\x93\x8cRb(tue}]."]

@@ -1,10 +1,13 @@
-"""Every seed through its target: what fuzzing once found stays found. ``run.py`` looks for more."""
+"""Every seed and any bytes through each target: what was found stays found. ``run.py`` looks for more."""
 
 import importlib
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.properties import examples
 
 HERE = Path(__file__).parent
 TARGETS = sorted(path.stem.removeprefix("fuzz_") for path in HERE.glob("fuzz_*.py"))
@@ -27,3 +30,15 @@ def test_the_target_has_seeds_and_takes_no_bytes_at_all(name):
 @pytest.mark.parametrize(("name", "seed"), SEEDS)
 def test_the_seed_keeps_the_contract(name, seed):
     importlib.import_module(f"fuzz_{name}").target((HERE / "corpus" / name / seed).read_bytes())
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_any_bytes_keep_the_contract(name):
+    target = importlib.import_module(f"fuzz_{name}").target
+
+    @settings(max_examples=examples(200))
+    @given(st.binary(max_size=200))
+    def keeps_the_contract(data):
+        target(data)
+
+    keeps_the_contract()

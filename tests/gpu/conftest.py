@@ -1,9 +1,18 @@
-"""Fixtures for every test on a device."""
+"""Marks and fixtures of every test on a device."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,6 @@ from caesura.scheduler.attention.backends import Choice, choose, failure_of
 from caesura.scheduler.attention.shape import Shape
 from caesura.scheduler.runtime.config import EngineConfig
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 DEVICE = torch.device("cuda", 0)
 HEADS = Shape(
     device=DEVICE, dtype=torch.bfloat16, num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5

@@ -12,10 +12,6 @@ from caesura.scheduler.layers.experts import Experts
 from caesura.scheduler.layers.linear import Linear
 from caesura.scheduler.layers.parameters import Fp8Blocks, Placement
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 DEVICE = torch.device("cuda", 0)
 MAJOR = torch.cuda.get_device_capability(DEVICE)[0] if torch.cuda.is_available() else 0
 

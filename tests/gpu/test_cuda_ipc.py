@@ -17,11 +17,6 @@ from caesura.client.trainer import buckets
 from caesura.client.trainer.shared import SharedBucket
 from caesura.io_struct import UpdateWeightsFromIPCReqInput, WeightUpdateReqOutput
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 DEVICE = torch.device("cuda", 0)
 BUCKET_BYTES = 20_000
 MIB = 1 << 20

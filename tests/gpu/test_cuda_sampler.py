@@ -11,10 +11,6 @@ from caesura.scheduler.execution import sampler as sampler_module
 from caesura.scheduler.execution.forward import SamplingBatch, moved
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 ROWS = 40
 RESULTS = ("logprobs", "raw_logprobs", "sampled_logprobs")
 

@@ -4,8 +4,8 @@ Runs where the package ``areal`` is installed, with what its client imports; the
 """
 
 import asyncio
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,8 +62,13 @@ def engine(server, tmp_path):
     engine.destroy()
 
 
-def generate(engine, count: int = 8, prompt: list[int] = PROMPT, **parameters: object):
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
 
+
+def generate(engine, count: int = 8, prompt: list[int] = PROMPT, **parameters: object):
     given = {"greedy": True, "ignore_eos": True, "max_tokens": 512, **parameters}
     request = api.ModelRequest(
         input_ids=list(prompt), gconfig=cli_args.GenerationHyperparameters(max_new_tokens=count, **given)
@@ -93,11 +98,9 @@ def test_a_rollout(server, engine):
     assert len(sampled.output_tokens) == 8
 
 
-def test_a_rollout_that_is_interrupted_by_an_update_goes_on(server, engine, models, tmp_path):
+def test_a_rollout_that_is_interrupted_by_an_update_goes_on(server, engine, models, pool, tmp_path):
     name_resolve.reconfigure(cli_args.NameResolveConfig(type="nfs", nfs_record_root=str(tmp_path)))
-    found: list = []
-    thread = threading.Thread(target=lambda: found.append(generate(engine, 400)))
-    thread.start()
+    waiting = pool.submit(generate, engine, 400)
     eventually(lambda: load(server)["num_running_reqs"] == 1)
     engine.pause()  # its own workflows, as the trainer does first
     engine.pause_generation()
@@ -108,15 +111,13 @@ def test_a_rollout_that_is_interrupted_by_an_update_goes_on(server, engine, mode
     engine.set_version(1)
     engine.continue_generation()
     engine.resume()
-    thread.join()
-    (answer,) = found
+    answer = waiting.result()
     assert len(answer.output_tokens) == 400
     assert set(answer.output_versions) == {0, 1}
     assert server.get("/model_info").json()["model_path"] == str(models[1])
 
 
 def test_weights_over_a_process_group(server, engine, models):
-
     weights, trainer = weights_of(models[0]), PlainTrainer("update_weight_group")
     parallel = SimpleNamespace(tp_size=1, pp_size=1, world_size=1)
     meta = api.WeightUpdateMeta(
@@ -153,23 +154,20 @@ def test_offload_and_onload(server, engine):
     assert generate(engine).output_tokens == before
 
 
-def test_routing_of_a_model_with_experts(tmp_path):
+def test_routing_of_a_model_with_experts(pool, tmp_path):
     """Also where an abort came before the first token: no rows, which the client must be able to read."""
     make_checkpoint(tmp_path / "experts", "qwen3-moe", seed=2)
     with served("--model", str(tmp_path / "experts")) as server:
         engine = engine_of(server, tmp_path, return_routed_experts=True)
         server.ok("/pause_generation", {"mode": "in_place"})
-        found: list = []
-        thread = threading.Thread(target=lambda: found.append(generate(engine, 5)))
-        thread.start()
+        waiting = pool.submit(generate, engine, 5)
         eventually(lambda: load(server)["num_waiting_reqs"] == 1)
         server.post("/abort_request", {"abort_all": True})
         totals = lambda: server.get("/server_info").json()["internal_states"][0]["totals"]  # noqa: E731
         eventually(lambda: totals()["finished_requests"].get("abort"))
         eventually(lambda: load(server)["num_waiting_reqs"] == 1)  # it has come back
         server.ok("/continue_generation", {})
-        thread.join()
+        answer = waiting.result()
         engine.destroy()
-    (answer,) = found
     assert len(answer.output_tokens) == 5
     assert answer.routed_experts.shape == (len(PROMPT) + 5 - 1, 2 * 3)

@@ -22,13 +22,7 @@ ROUTERS = [name for name in ("sglang_router", "smg") if find_spec(name) is not N
 if not ROUTERS:
     pytest.skip("neither sglang-router nor smg is installed", allow_module_level=True)
 
-SAMPLING = {
-    "max_new_tokens": 6,
-    "temperature": 1.0,
-    "sampling_seed": 3,
-    "ignore_eos": True,
-    "no_stop_trim": True,
-}
+SAMPLING = {"max_new_tokens": 6, "sampling_seed": 3, "ignore_eos": True, "no_stop_trim": True}
 ROLLOUT = {"input_ids": [5, 6, 7], "rid": "rollout-1", "return_logprob": True, "sampling_params": SAMPLING}
 
 
@@ -54,15 +48,7 @@ def fleet(tmp_path_factory, package):
 @contextmanager
 def router(package: str, log: Path, *workers: str) -> Iterator[httpx.Client]:
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        f"{package}.launch_router",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
+    command = [sys.executable, "-m", f"{package}.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--policy", "round_robin", "--worker-urls", *workers]
     command += ["--enable-rl"] if package == "smg" else []
     with log.open("w") as output:

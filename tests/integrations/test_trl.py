@@ -26,6 +26,15 @@ TEMPERATURE = 4.0
 WIDE_OPEN = {"temperature": TEMPERATURE, "top_k": 0, "max_completion_length": 12}
 
 
+PROMPTS = [{"prompt": [{"role": "user", "content": f"Count to {n}."}], "target": n} for n in range(8)]
+SAMPLER = {"queue_maxsize": 8, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0, **WIDE_OPEN}
+
+
+@pytest.fixture(autouse=True)
+def silence(monkeypatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+
+
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("trl") / "policy"
@@ -47,12 +56,11 @@ def trainer_of(policy: Path, output: Path, rollouts: Rollouts, rewards, **option
         logging_steps=1, report_to="none", save_strategy="no", use_cpu=True, bf16=False, seed=1, beta=0.0,
         **(WIDE_OPEN | options),
     )  # fmt: skip
-    rows = [{"prompt": [{"role": "user", "content": f"Count to {n}."}]} for n in range(8)]
     return trl.GRPOTrainer(
         model=str(policy),
         reward_funcs=rewards,
         args=config,
-        train_dataset=datasets.Dataset.from_list(rows),
+        train_dataset=datasets.Dataset.from_list(PROMPTS),
         rollout_func=rollouts,
     )
 
@@ -63,16 +71,18 @@ def logprobs_of(model: torch.nn.Module, prompt: list[int], completion: list[int]
     return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
-def test_a_grpo_trainer_samples_under_the_weights_that_it_has(policy, client, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+def odd_tokens(completion_ids, **_):
+    return [float(sum(token % 2 for token in ids)) for ids in completion_ids]
+
+
+def test_a_grpo_trainer_samples_under_the_weights_that_it_has(policy, client, tmp_path):
     rollouts, gaps, labels = Rollouts(client), [], []
 
     def checked(prompts, trainer):
         output = rollouts(prompts, trainer)
         model = trainer.model.eval()
-        for prompt, completion, logprobs in zip(
-            output["prompt_ids"], output["completion_ids"], output["logprobs"], strict=True
-        ):
+        columns = (output[name] for name in ("prompt_ids", "completion_ids", "logprobs"))
+        for prompt, completion, logprobs in zip(*columns, strict=True):
             learner = logprobs_of(model, prompt, completion, TEMPERATURE)
             gaps.append(float((learner - torch.tensor(logprobs)).abs().max()))
         labels.append({span.version for spans in output["weight_versions"] for span in spans})
@@ -81,7 +91,7 @@ def test_a_grpo_trainer_samples_under_the_weights_that_it_has(policy, client, tm
 
     def reward(completions, completion_ids, weight_versions, **_):
         assert [spans[-1].end for spans in weight_versions] == [len(ids) for ids in completion_ids]
-        return [float(sum(token % 2 for token in ids)) for ids in completion_ids]
+        return odd_tokens(completion_ids)
 
     trainer = trainer_of(policy, tmp_path, checked, reward)
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
@@ -100,8 +110,7 @@ def test_sampler_parameters_have_the_meaning_of_trl():
     assert sampling_params(config).top_p == 0.9
 
 
-def test_plain_prompts_are_tokenized(policy, client, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+def test_plain_prompts_are_tokenized(policy, client, tmp_path):
     trainer = trainer_of(
         policy, tmp_path, Rollouts(client), lambda completions, **_: [0.0] * len(completions)
     )
@@ -139,32 +148,22 @@ def test_weights_go_through_the_protocol_of_the_async_trainer(policy, client):
     assert torch.allclose(torch.tensor(scored.input_logprobs[-2:]), expected, atol=1e-4)
 
 
-def odd_tokens(completion_ids, **_):
-    return [float(sum(token % 2 for token in ids)) for ids in completion_ids]
-
-
-def test_rollouts_of_the_async_trainer_are_tagged_by_their_oldest_token(policy, client, monkeypatch):
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+def test_rollouts_of_the_async_trainer_are_tagged_by_their_oldest_token(policy, client):
     from caesura.integrations.trl_async import RolloutWorker
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(policy))
-    config = SimpleNamespace(
-        num_generations=4, queue_maxsize=8, top_p=1.0, min_p=None, repetition_penalty=1.0, **WIDE_OPEN
-    )
-    rows = [{"prompt": [{"role": "user", "content": f"Count to {n}."}], "target": n} for n in range(8)]
+    config = SimpleNamespace(num_generations=4, **SAMPLER)
     models = {
-        version: make_checkpoint(
-            policy.parent / f"v{version}", "qwen3", tied=True, seed=version, vocab_size=512
-        )
-        for version in (1, 2)
+        seed: make_checkpoint(policy.parent / f"v{seed}", "qwen3", tied=True, seed=seed, vocab_size=512)
+        for seed in (1, 2)
     }
     targets = []
 
-    def reward(completion_ids, target, **fields):
+    def reward(completion_ids, target, **_):
         targets.append(target)
         return odd_tokens(completion_ids)
 
-    worker = RolloutWorker(client.endpoint, rows, [reward], tokenizer, config, groups_in_flight=2)
+    worker = RolloutWorker(client.endpoint, PROMPTS, [reward], tokenizer, config, groups_in_flight=2)
     transfer = WeightTransfer(client)
 
     def sync(version: int) -> None:
@@ -204,10 +203,8 @@ def test_a_worker_that_fails_says_so_to_the_trainer(policy, client):
         raise ValueError("no reward today")
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(policy))
-    config = SimpleNamespace(
-        num_generations=2, queue_maxsize=8, top_p=1.0, min_p=None, repetition_penalty=1.0, **WIDE_OPEN
-    )
-    worker = RolloutWorker(client.endpoint, [{"prompt": "Count"}], [broken], tokenizer, config)
+    config = SimpleNamespace(num_generations=2, **SAMPLER)
+    worker = RolloutWorker(client.endpoint, PROMPTS, [broken], tokenizer, config)
     worker.start()
     worker._thread.join()
     with pytest.raises(RuntimeError, match="rollout worker has failed") as caught:

@@ -4,18 +4,14 @@ import threading
 
 import pytest
 import zmq
-from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
+from support.scripted import EngineDriver, assert_error
 from support.waiting import eventually
 
 from caesura.io_struct import (
-    AbortReq,
-    ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
     GenerateReqInput,
-    PauseGenerationReqInput,
     SamplingParams,
     UpdateWeightFromDiskReqInput,
-    WeightsCheckerReqInput,
 )
 
 VOCAB = 97
@@ -29,12 +25,6 @@ def driver(tiny_model, request):
         yield driver
 
 
-def check(driver: EngineDriver, rid: str, prompt: list[int]):
-    result = driver.result(rid)
-    assert tokens_of(result) == expected_tokens(prompt, result, VOCAB)
-    return result
-
-
 @pytest.mark.parametrize("ticks", [1, 2, 3])
 @pytest.mark.parametrize("accident", ["fail_next", "fail_on_fetch", "non_finite_next"])
 def test_kv_of_a_step_that_failed_is_never_shared(driver, accident, ticks):
@@ -45,7 +35,7 @@ def test_kv_of_a_step_that_failed_is_never_shared(driver, accident, ticks):
     driver.tick(2)
     again = driver.generate(LONG, 4)
     driver.run_until_idle()
-    assert check(driver, again, LONG).cached_tokens == 0
+    assert driver.check(again).cached_tokens == 0
     assert driver.status().kv.held == 0
 
 
@@ -58,7 +48,7 @@ def test_two_requests_of_a_client_that_left_end_in_one_step(driver):
     driver.tick(4)
     leave(driver, "guest", own)
     driver.run_until_idle()
-    check(driver, shared.id, SHORT)
+    driver.check(shared.id)
     assert not driver.engine.live.samples(own)
     assert driver.status().kv.held == 0
 
@@ -71,7 +61,7 @@ def test_abort_all_meets_a_client_that_left(driver):
     own = driver.generate(SHORT, 60, client="guest")
     driver.tick(4)
     leave(driver, "guest", own)
-    assert driver.call(AbortReq(abort_all=True)).aborted == 2
+    assert driver.abort(abort_all=True).aborted == 2
     driver.run_until_idle()
     assert driver.result(shared.id).finish_reason.type == "abort"
     assert driver.status().kv.held == 0
@@ -100,7 +90,7 @@ def test_a_session_commits_while_the_engine_is_busy(driver):
     end = EndWeightUpdateReqInput(session_id=session_id, weight_version="v1")
     assert driver.call(end, max_ticks=5).committed
     driver.run_until_idle()
-    spans = check(driver, rid, SHORT).weight_versions
+    spans = driver.check(rid).weight_versions
     assert [span.version for span in spans] == ["default", "v1"]
 
 
@@ -110,7 +100,7 @@ def test_a_session_that_expires_before_the_first_byte(tiny_model, other_model, c
         rid = driver.generate(SHORT, 50)
         driver.tick(3)
         session_id = driver.begin()
-        before = driver.call(WeightsCheckerReqInput()).total
+        before = driver.check_weights().total
         update = UpdateWeightFromDiskReqInput(
             model_path=str(other_model), flush_cache=False, session_id=session_id
         )
@@ -125,9 +115,9 @@ def test_a_session_that_expires_before_the_first_byte(tiny_model, other_model, c
         assert_error(driver.replies.pop(waiting), "deadline_exceeded")
         status = driver.status()
         assert (status.weights, status.weights_epoch, status.session) == ("valid", 0, None)
-        assert driver.call(WeightsCheckerReqInput()).total == before
+        assert driver.check_weights().total == before
         driver.run_until_idle()
-        assert len(check(driver, rid, SHORT).weight_versions) == 1
+        assert len(driver.check(rid).weight_versions) == 1
 
 
 def test_a_session_that_expires_while_its_checkpoint_is_looked_at(driver, other_model, monkeypatch):
@@ -156,11 +146,10 @@ def test_a_session_that_expires_while_its_checkpoint_is_looked_at(driver, other_
 def test_update_that_aborts_all_may_flush_frozen_requests(driver, other_model):
     rid = driver.generate(SHORT, 50)
     driver.tick(5)
-    driver.call(PauseGenerationReqInput(mode="in_place"))
-    update = UpdateWeightFromDiskReqInput(model_path=str(other_model), abort_all_requests=True)
-    reply = driver.call(update)
+    driver.pause("in_place")
+    reply = driver.update(other_model, abort_all_requests=True)
     assert (reply.committed, reply.flushed) == (True, True)
-    assert check(driver, rid, SHORT).finish_reason.type == "abort"
+    assert driver.check(rid).finish_reason.type == "abort"
     kv = driver.status().kv
     assert kv.free == kv.total
 
@@ -168,16 +157,16 @@ def test_update_that_aborts_all_may_flush_frozen_requests(driver, other_model):
 def test_a_recomputed_prefix_is_of_one_epoch(driver, other_model):
     rid = driver.generate(LONG, 20)
     driver.tick(8)
-    driver.call(PauseGenerationReqInput(mode="retract"))
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
-    driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+    driver.pause("retract")
+    driver.update(other_model)
+    driver.go_on(torch_empty_cache=False)
     driver.tick(1)
     assert driver.status().prefilling_requests == 1
-    driver.call(PauseGenerationReqInput(mode="in_place"))
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False))
-    driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+    driver.pause("in_place")
+    driver.update(other_model, flush_cache=False)
+    driver.go_on(torch_empty_cache=False)
     driver.run_until_idle()
-    result = check(driver, rid, LONG)
+    result = driver.check(rid)
     spans = result.weight_versions
     assert [(span.epoch, span.stale_kv) for span in spans] == [(0, False), (2, False)]
     assert result.num_retractions == 1, "the restart is no retraction"

@@ -2,14 +2,9 @@
 
 import numpy as np
 import pytest
-from support.faults import BUG, NO_MEMORY, VOCAB, Fault, check_nothing_is_left
-from support.scripted import EngineDriver, expected_tokens, tokens_of
+from support.faults import BUG, NO_MEMORY, Fault, check_nothing_is_left
+from support.scripted import EngineDriver, tokens_of
 
-from caesura.io_struct import (
-    AbortReq,
-    ContinueGenerationReqInput,
-    PauseGenerationReqInput,
-)
 from caesura.scheduler.runtime.config import PAGE_SIZE
 
 PREFIX = [3 + i * 7 % 90 for i in range(4 * PAGE_SIZE)]
@@ -84,15 +79,15 @@ def test_samples_that_cannot_use_the_prefix_do_not_wait_for_it(driver, start):
 
 
 def test_an_engine_that_is_paused_forgets_requests_that_were_aborted(driver):
-    driver.call(PauseGenerationReqInput(mode="retract"))
+    driver.pause("retract")
     stays = driver.generate(PREFIX, 4)
     for number in range(300):
         rid = driver.generate([5, 6, number % 90], 4)
-        assert driver.call(AbortReq(rid=rid)).aborted == 1
+        assert driver.abort(rid).aborted == 1
     queue = driver.engine.batcher.waiting
     assert len(queue) == 1
     assert len(queue._queue) < 150, "finished requests are kept for nobody"
-    driver.call(ContinueGenerationReqInput())
+    driver.go_on()
     driver.run_until_idle()
     assert driver.result(stays).finish_reason.type == "length"
 
@@ -122,10 +117,9 @@ def test_a_request_that_cannot_be_started_ends_alone(driver, monkeypatch, stage,
     driver.run_until_idle()
     assert driver.result(bad).finish_reason.type == "error"
     assert driver.result(bad).finish_reason.code == ("internal" if error is BUG else "out_of_memory")
-    for rid, prompt, count in ((runs, [5, 6, 7], 40), (behind, [9, 10], 5)):
-        result = driver.result(rid)
+    for rid, count in ((runs, 40), (behind, 5)):
+        result = driver.check(rid)
         assert result.finish_reason.type == "length"
-        assert tokens_of(result) == expected_tokens(prompt, result, VOCAB)
         assert len(tokens_of(result)) == count
     monkeypatch.undo()
     check_nothing_is_left(driver)

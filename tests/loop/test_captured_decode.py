@@ -9,18 +9,7 @@ from support.recorded_graphs import RecordingDevice, without_compiled_kernels
 from support.scripted import EngineDriver, tokens_of
 
 from caesura.client.connection.results import read_floats
-from caesura.io_struct import (
-    CaesuraError,
-    ContinueGenerationReqInput,
-    FlushCacheReqInput,
-    GenerateReqInput,
-    GenerateReqOutput,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-    SamplingParams,
-    UpdateWeightFromDiskReqInput,
-)
+from caesura.io_struct import CaesuraError, GenerateReqInput, GenerateReqOutput, SamplingParams
 from caesura.scheduler.attention import backends, flashinfer, flashinfer_mla, fused_store
 from caesura.scheduler.execution import build
 from caesura.scheduler.memory import residency
@@ -95,19 +84,17 @@ def test_generation_pause_and_update_are_those_of_an_eager_engine(paths, expecte
         assert device.captures == GRAPHS
         assert_same(driver.finish(submit(driver)), expected[0])
         assert device.replays > 30
-        driver.call(FlushCacheReqInput())
+        driver.flush()
         rids = submit(driver)
         driver.tick(9)
-        driver.call(PauseGenerationReqInput(mode="retract"))
+        driver.pause("retract")
         replays = device.replays
-        assert driver.call(
-            UpdateWeightFromDiskReqInput(model_path=paths[1]), max_ticks=10_000
-        ).written_tensors
+        assert driver.update(paths[1]).written_tensors
         driver.tick(3)
         assert device.replays == replays, "a paused engine launches nothing"
-        driver.call(ContinueGenerationReqInput())
+        driver.go_on()
         driver.finish(rids)
-        driver.call(FlushCacheReqInput())
+        driver.flush()
         assert_same(driver.finish(submit(driver)), expected[1])
         assert device.captures == GRAPHS, "an update in place needs no new capture"
 
@@ -118,17 +105,17 @@ def test_graphs_are_captured_again_once_everything_is_back(paths, expected, devi
         monkeypatch.setattr(residency, "_plain", lambda device: residency.StorageComponent)
     with driver_of(paths[0], pipeline_depth=1) as driver:
         driver.finish(submit(driver))
-        driver.call(PauseGenerationReqInput(mode="abort"))
-        driver.call(ReleaseMemoryOccupationReqInput(tags=["weights", "kv_cache"]))
+        driver.pause("abort")
+        driver.release("weights", "kv_cache")
         graphs = driver.engine.runner.graphs
         assert graphs.are_captured is not moves
-        driver.call(ResumeMemoryOccupationReqInput(tags=["weights"]))
+        driver.resume("weights")
         assert graphs.are_captured is not moves, "the KV pool is still away"
-        driver.call(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
+        driver.resume("kv_cache")
         assert graphs.are_captured
         assert device.captures == GRAPHS * (2 if moves else 1)
-        driver.call(UpdateWeightFromDiskReqInput(model_path=paths[1]), max_ticks=10_000)
-        driver.call(ContinueGenerationReqInput())
+        driver.update(paths[1])
+        driver.go_on()
         replays = device.replays
         assert_same(driver.finish(submit(driver)), expected[1])
         assert device.replays > replays + 30
@@ -136,16 +123,16 @@ def test_graphs_are_captured_again_once_everything_is_back(paths, expected, devi
 
 def test_the_tag_of_graphs_releases_and_resumes_them(paths, expected, device):
     with driver_of(paths[0], pipeline_depth=1) as driver:
-        driver.call(PauseGenerationReqInput(mode="abort"))
-        reply = driver.call(ReleaseMemoryOccupationReqInput(tags=["cuda_graph"]))
+        driver.pause("abort")
+        reply = driver.release("cuda_graph")
         assert reply.freed_bytes == {"cuda_graph": 1000 * GRAPHS}
         assert reply.released_tags == driver.status().released_tags == ["cuda_graph"]
         graphs = driver.engine.runner.graphs
         assert not graphs.are_captured
-        reply = driver.call(ResumeMemoryOccupationReqInput())
+        reply = driver.resume()
         assert reply.resumed_bytes == {"cuda_graph": 1000 * GRAPHS}
         assert graphs.are_captured
-        driver.call(ContinueGenerationReqInput())
+        driver.go_on()
         assert_same(driver.finish(submit(driver)), expected[0])
 
 

@@ -7,12 +7,10 @@ from support.scripted import EngineDriver, assert_error
 
 from caesura.client.trainer.buckets import as_frames, buckets
 from caesura.io_struct import (
-    AbortReq,
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
     FlushCacheReqInput,
     GetStatusReqInput,
-    PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
 )
@@ -43,7 +41,7 @@ def labels_warned_of(caplog) -> list[str]:
 
 def test_new_weights_under_the_old_label_are_warned_of(driver, tiny_model, other_model, caplog):
     def update(path, **fields):
-        driver.call(UpdateWeightFromDiskReqInput(model_path=str(path), **fields))
+        driver.update(path, **fields)
         return labels_warned_of(caplog)
 
     (message,) = update(other_model)
@@ -51,12 +49,12 @@ def test_new_weights_under_the_old_label_are_warned_of(driver, tiny_model, other
     assert update(tiny_model, weight_version="7") == []
     assert len(update(other_model, weight_version="7")) == 1, "the same label again is no change"
     assert update(other_model) == [], "nothing changed, which is warned of otherwise"
-    driver.call(EndWeightUpdateReqInput(session_id=driver.begin(), weight_version="8"))
+    driver.end(session_id=driver.begin(), weight_version="8")
     assert labels_warned_of(caplog) == []
 
 
 def test_an_implicit_session_is_warned_of_once(driver, other_model, caplog):
-    driver.call(PauseGenerationReqInput(mode="abort"))
+    driver.pause("abort")
     replies = Sender(driver, other_model).send_all()
     assert [reply.committed for reply in replies] == [False] * (len(replies) - 1) + [True]
     (message,) = labels_warned_of(caplog)
@@ -78,7 +76,7 @@ def test_status_is_answered_while_a_commit_is_checked(checking, other_model):
 
 def test_a_session_that_expires_during_the_check_is_not_committed(checking, other_model):
     session_id = checking.begin()
-    checking.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
+    checking.update(other_model, session_id=session_id)
     end = checking.send(EndWeightUpdateReqInput(session_id=session_id))
     checking.tick(3)
     assert end not in checking.replies
@@ -87,7 +85,7 @@ def test_a_session_that_expires_during_the_check_is_not_committed(checking, othe
     assert_error(checking.replies.pop(end), "deadline_exceeded")
     status = checking.status()
     assert (status.weights, status.weights_epoch, status.session) == ("poisoned", 0, None)
-    assert checking.call(UpdateWeightFromDiskReqInput(model_path=str(other_model))).weights == "valid"
+    assert checking.update(other_model).weights == "valid"
 
 
 def test_a_refused_commit_counts_as_a_failed_update(checking, tiny_model):
@@ -104,13 +102,13 @@ def test_a_refused_commit_counts_as_a_failed_update(checking, tiny_model):
         ("tensor", 0, 1)
     ]
     assert status.generated_tokens < 20, "the request waits"
-    checking.call(UpdateWeightFromDiskReqInput(model_path=str(tiny_model)))
+    checking.update(tiny_model)
     checking.run_until_idle()
     assert checking.result(rid).finish_reason.type == "length"
 
 
 def test_continue_waits_for_the_check(checking, other_model):
-    checking.call(PauseGenerationReqInput(mode="retract"))
+    checking.pause("retract")
     sender = Sender(checking, other_model)
     assert not sender.send(0).committed
     going_on = checking.send(ContinueGenerationReqInput())
@@ -124,7 +122,7 @@ def test_continue_waits_for_the_check(checking, other_model):
 def test_a_flush_that_waited_commits_with_a_check_that_takes_slices(checking, other_model):
     rid = checking.generate([5, 6, 7], max_new_tokens=100)
     checking.tick(3)
-    checking.call(PauseGenerationReqInput(mode="in_place"))
+    checking.pause("in_place")
     weights = load_file(other_model / "model.safetensors")
     half = dict(list(weights.items())[: len(weights) // 2])
     specs, frames = as_frames(next(buckets(half)))
@@ -134,7 +132,7 @@ def test_a_flush_that_waited_commits_with_a_check_that_takes_slices(checking, ot
     flush = checking.send(FlushCacheReqInput(timeout_s=600.0))
     checking.tick(2)
     assert flush not in checking.replies
-    checking.call(AbortReq(rid=rid))
+    checking.abort(rid)
     checking.tick(200)
     assert flush in checking.replies
     assert checking.status().weights_epoch == 1

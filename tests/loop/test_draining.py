@@ -3,13 +3,7 @@
 import pytest
 from support.scripted import EngineDriver, assert_error
 
-from caesura.io_struct import (
-    AbortReq,
-    FetchResultReqInput,
-    FlushCacheReqInput,
-    PauseGenerationReqInput,
-    ShutdownReqInput,
-)
+from caesura.io_struct import FetchResultReqInput, FlushCacheReqInput, ShutdownReqInput
 
 PROMPT = [5, 6, 7]
 LONG = 3600.0
@@ -53,7 +47,7 @@ def test_a_second_message_ends_the_drain(driver, order):
 def test_the_deadline_ends_the_remaining_requests(driver):
     rid = driver.generate(PROMPT, 200)
     driver.tick()
-    assert driver.call(PauseGenerationReqInput(mode="in_place")).mode == "in_place"
+    assert driver.pause("in_place").mode == "in_place"
     parked = driver.send(FlushCacheReqInput(timeout_s=LONG))
     driver.send(ShutdownReqInput(timeout_s=0.2))
     driver.engine.scheduler.run()
@@ -70,7 +64,7 @@ def test_a_retry_of_live_work_and_control_are_served_while_it_drains(driver):
     again = driver.generate(PROMPT, 50, client="other", rid="r")
     assert driver.status().running_requests == 1
     assert driver.call(FetchResultReqInput(rid="r")).live == 1
-    assert driver.call(AbortReq(rid="r")).aborted == 1
+    assert driver.abort("r").aborted == 1
     driver.engine.scheduler.run()
     driver.collect()
     assert again == rid

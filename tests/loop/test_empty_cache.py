@@ -7,12 +7,6 @@ from support.clock import clock_of
 from support.scripted import EngineDriver
 
 from caesura.io_struct import CaesuraError
-from caesura.io_struct import ContinueGenerationReqInput as Continue
-from caesura.io_struct import FlushCacheReqInput as Flush
-from caesura.io_struct import PauseGenerationReqInput as Pause
-from caesura.io_struct import ReleaseMemoryOccupationReqInput as Release
-from caesura.io_struct import ResumeMemoryOccupationReqInput as Resume
-from caesura.io_struct import UpdateWeightFromDiskReqInput as Update
 
 MIB = 1 << 20
 
@@ -53,10 +47,10 @@ def allocator(driver):
 def test_continue_empties_while_still_paused_and_says_so(driver, allocator, caplog, mode):
     driver.generate([5, 6, 7], 50)
     driver.tick(3)
-    driver.call(Pause(mode=mode))
+    driver.pause(mode)
     assert allocator.emptied_while == [], "a pause empties nothing"
     with caplog.at_level(logging.INFO, logger="caesura"):
-        reply = driver.call(Continue())
+        reply = driver.go_on()
     assert allocator.emptied_while == ["paused"]
     assert (reply.reserved_before, reply.reserved_after, reply.freed) == (12 * MIB, 8 * MIB, 4 * MIB)
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("continue_generation")]
@@ -65,16 +59,16 @@ def test_continue_empties_while_still_paused_and_says_so(driver, allocator, capl
 
 def test_new_allocations_do_not_count_as_freed(driver, allocator):
     """A freed figure is never negative; the two readings beside it say what the process did in all."""
-    driver.call(Pause())
+    driver.pause()
     allocator.reserved = 8 * MIB - 4096
-    reply = driver.call(Continue())
+    reply = driver.go_on()
     assert (reply.reserved_before, reply.reserved_after, reply.freed) == (8 * MIB - 4096, 8 * MIB, 0)
 
 
 def test_continue_can_be_told_not_to(driver, allocator, caplog):
-    driver.call(Pause())
+    driver.pause()
     with caplog.at_level(logging.INFO, logger="caesura"):
-        reply = driver.call(Continue(torch_empty_cache=False))
+        reply = driver.go_on(torch_empty_cache=False)
     assert allocator.emptied_while == []
     assert (reply.was_paused, reply.reserved_before, reply.reserved_after, reply.freed) == (
         True,
@@ -86,17 +80,17 @@ def test_continue_can_be_told_not_to(driver, allocator, caplog):
 
 
 def test_continue_on_a_running_engine_does_nothing(driver, allocator):
-    reply = driver.call(Continue())
+    reply = driver.go_on()
     assert (reply.was_paused, reply.freed, allocator.emptied_while) == (False, None, [])
 
 
 def test_flush_and_update_empty_only_when_asked(driver, allocator, other_model):
-    driver.call(Flush(torch_empty_cache=False))
-    driver.call(Update(model_path=str(other_model)))
+    driver.flush(torch_empty_cache=False)
+    driver.update(other_model)
     assert allocator.emptied_while == [], "a flush inside an update empties only if that update says so"
-    driver.call(Flush())
+    driver.flush()
     assert len(allocator.emptied_while) == 1
-    driver.call(Update(model_path=str(other_model), torch_empty_cache=True))
+    driver.update(other_model, torch_empty_cache=True)
     assert len(allocator.emptied_while) == 2
 
 
@@ -111,8 +105,7 @@ def test_a_failed_step_empties_once(driver, allocator):
 def test_idle_sleep_empties_once_per_idle_period(driver, allocator, monkeypatch):
     clock = clock_of(monkeypatch, ["runtime.loop"])
     idle = driver.config.idle_empty_s
-    driver.generate([5, 6, 7], 4)
-    driver.run_until_idle()
+    driver.complete([5, 6, 7], 4)
     clock.now += idle - 0.1
     driver.tick(3)
     assert allocator.emptied_while == [], "not before its time"
@@ -122,8 +115,7 @@ def test_idle_sleep_empties_once_per_idle_period(driver, allocator, monkeypatch)
     clock.now += 10 * idle
     driver.tick(3)
     assert len(allocator.emptied_while) == 1, "once is enough: nothing has run since"
-    driver.generate([5, 6, 7], 4)
-    driver.run_until_idle()
+    driver.complete([5, 6, 7], 4)
     clock.now += idle + 0.1
     driver.tick(3)
     assert len(allocator.emptied_while) == 2
@@ -134,11 +126,11 @@ def test_a_pause_is_never_emptied_however_long_it_lasts(driver, allocator, monke
     clock = clock_of(monkeypatch, ["runtime.loop"])
     idle = driver.config.idle_empty_s
     driver.tick(2)
-    driver.call(Pause(mode=mode))
+    driver.pause(mode)
     clock.now += 10 * idle
     driver.tick(3)
     assert allocator.emptied_while == []
-    driver.call(Continue(torch_empty_cache=False))
+    driver.go_on(torch_empty_cache=False)
     driver.tick(3)
     clock.now += idle - 0.1
     driver.tick(3)
@@ -163,6 +155,6 @@ def test_a_backend_that_does_not_tell_its_free_memory_needs_the_size_of_the_pool
     assert refusal.value.detail["field"] == "kv_pool_tokens"
     with EngineDriver(str(tiny_model), kv_pool_tokens=256) as driver:
         assert driver.status().device_memory.available is None
-        driver.call(Pause(mode="abort"))
-        assert driver.call(Release()).released_tags == ["kv_cache", "weights"]
-        assert driver.call(Resume()).released_tags == []
+        driver.pause("abort")
+        assert driver.release().released_tags == ["kv_cache", "weights"]
+        assert driver.resume().released_tags == []

@@ -9,17 +9,14 @@ from support.buckets_by_hand import Sender
 from support.scripted import EngineDriver
 
 from caesura.io_struct import (
-    BeginWeightUpdateReqInput,
     CaesuraError,
     ContinueGenerationReqInput,
-    EndWeightUpdateReqInput,
     ErrorCode,
     ErrorReply,
     FlushCacheReqInput,
     GetMemoryHistoryReqInput,
     PauseGenerationReqInput,
     ScoreReqInput,
-    UpdateWeightFromDiskReqInput,
     WeightUpdateReqOutput,
 )
 from caesura.scheduler.execution.model_runner import ModelRunner
@@ -71,7 +68,7 @@ def test_start_empties_leftovers_of_loading(tiny_model, allocator):
 
 
 def test_an_expired_lease_empties_before_it_continues(driver, allocator, monkeypatch, caplog):
-    driver.call(PauseGenerationReqInput(owner="trainer", lease_s=60.0))
+    driver.pause(owner="trainer", lease_s=60.0)
     run = driver.engine.state.run
     monkeypatch.setattr(driver.engine.state, "run", lambda: (allocator.log.append("runs"), run()))
     driver.engine.state.ownership.lease.expires = 0.0
@@ -129,7 +126,7 @@ def test_a_commit_without_memory_empties_before_it_answers(driver, allocator, ot
     monkeypatch.setattr(
         allocator, "empty_cache", lambda: (alive.append(scratch[0]() is not None), empty()), raising=False
     )
-    reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    reply = driver.update(other_model)
     assert (reply.code, driver.status().weights) == (ErrorCode.OUT_OF_MEMORY, "poisoned")
     assert allocator.log == ["emptied", "ErrorReply"]
     assert alive == [False]
@@ -141,13 +138,13 @@ def test_an_update_that_poisons_empties_before_it_answers(driver, allocator, oth
 
     answered_into(allocator.log, driver, monkeypatch)
     monkeypatch.setattr(driver.engine.model, "finalize_weights", refuse)
-    reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    reply = driver.update(other_model)
     assert reply.code == ErrorCode.WEIGHT_MISMATCH
     assert allocator.log == ["emptied", "ErrorReply"]
 
 
 def test_a_refused_command_empties_nothing(driver, allocator, tmp_path):
-    reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(tmp_path)))
+    reply = driver.update(tmp_path)
     assert isinstance(reply, ErrorReply)
     assert driver.status().weights == "valid"
     assert allocator.log == []
@@ -173,27 +170,27 @@ def test_a_message_that_fails_at_once_empties_before_it_is_answered(
 
 
 def test_emptying_waits_for_a_score_on_the_forward_stream(driver, allocator, monkeypatch):
-    driver.call(PauseGenerationReqInput())
+    driver.pause()
     runner, synchronize = driver.engine.runner, driver.engine.runner.synchronize
     monkeypatch.setattr(runner, "synchronize", lambda: (allocator.log.append("idle"), synchronize()))
     allocator.log.clear()
     driver.send(ScoreReqInput(input_ids=[[1, 2, 3, 4]], start=[1]))
-    driver.call(ContinueGenerationReqInput())
+    driver.go_on()
     assert allocator.log[:2] == ["idle", "emptied"]
 
 
 def test_bytes_are_counted_by_place(driver, allocator):
-    driver.call(FlushCacheReqInput())
-    driver.call(FlushCacheReqInput())
-    driver.call(PauseGenerationReqInput())
-    driver.call(ContinueGenerationReqInput())
+    driver.flush()
+    driver.flush()
+    driver.pause()
+    driver.go_on()
     totals = {each.place: (each.count, each.freed_bytes) for each in driver.status().totals.emptied}
     assert totals == {"start": (1, 4 * MIB), "flush": (2, 4 * MIB), "continue": (1, 0)}
 
 
 def test_flush_logs_freed_memory(driver, allocator, caplog):
     with caplog.at_level(logging.INFO, logger="caesura"):
-        driver.call(FlushCacheReqInput())
+        driver.flush()
     lines = [
         (r.levelname, r.getMessage()) for r in caplog.records if r.getMessage().startswith("flush_cache")
     ]
@@ -203,7 +200,7 @@ def test_flush_logs_freed_memory(driver, allocator, caplog):
 @pytest.mark.parametrize("command", [ContinueGenerationReqInput, FlushCacheReqInput])
 def test_implicit_commit_derives_before_it_empties(driver, allocator, other_model, monkeypatch, command):
     derivations_into(allocator.log, driver, monkeypatch)
-    driver.call(PauseGenerationReqInput(mode="abort"))
+    driver.pause("abort")
     assert not Sender(driver, other_model).send(0).committed
     assert allocator.log == []
     driver.call(command())
@@ -213,14 +210,13 @@ def test_implicit_commit_derives_before_it_empties(driver, allocator, other_mode
 
 @pytest.mark.parametrize("first", [True, False])
 def test_one_call_of_a_session_that_asks_is_enough(driver, allocator, other_model, first):
-    driver.generate([5] * 40, 4)
-    driver.run_until_idle()
+    driver.complete([5] * 40, 4)
     assert driver.status().kv.cached > 0
-    session = driver.call(BeginWeightUpdateReqInput()).session_id
+    session = driver.begin()
     sender = Sender(driver, other_model)
     for number, asks in enumerate([first, not first]):
         sender.send(number, session_id=session, flush_cache=asks, torch_empty_cache=asks)
-    reply = driver.call(EndWeightUpdateReqInput(session_id=session))
+    reply = driver.end(session_id=session)
     assert isinstance(reply, WeightUpdateReqOutput)
     assert reply.flushed
     assert driver.status().kv.cached == 0
@@ -228,10 +224,10 @@ def test_one_call_of_a_session_that_asks_is_enough(driver, allocator, other_mode
 
 
 def test_a_session_without_a_request_to_empty_empties_nothing(driver, allocator, other_model):
-    session = driver.call(BeginWeightUpdateReqInput()).session_id
+    session = driver.begin()
     for number in range(2):
         Sender(driver, other_model).send(number, session_id=session, flush_cache=False)
-    assert not driver.call(EndWeightUpdateReqInput(session_id=session)).flushed
+    assert not driver.end(session_id=session).flushed
     assert allocator.log == []
 
 
@@ -241,8 +237,7 @@ def test_looking_empties_nothing(tiny_model, allocator, caplog):
         with caplog.at_level(logging.DEBUG, logger="caesura"):
             driver.status()
             driver.call(GetMemoryHistoryReqInput())
-            driver.generate([5, 6, 7], 3)
-            driver.run_until_idle()
+            driver.complete([5, 6, 7], 3)
             driver.engine.history.sample()
         assert "reserved 12.0 MiB, allocated 7.0 MiB" in driver.engine.gauges.describe()
     assert allocator.log == []
@@ -257,7 +252,7 @@ def test_stages_are_logged_where_the_configuration_says_so(tiny_model, caplog, l
         EngineDriver(str(tiny_model), log_stages=log_stages) as driver,
         caplog.at_level(logging.INFO, logger="caesura"),
     ):
-        driver.call(PauseGenerationReqInput())
+        driver.pause()
     stages = [line for line in caplog.messages if line.startswith("stage ")]
     assert ("stage pause begins" in stages) is log_stages
     assert any(line.startswith("stage pause ends after") for line in stages) is log_stages

@@ -6,15 +6,7 @@ import pytest
 from support.faults import BUG, NO_MEMORY, Fault, check_everybody, submit
 from support.scripted import EngineDriver, assert_error
 
-from caesura.io_struct import (
-    ContinueGenerationReqInput,
-    EndWeightUpdateReqInput,
-    ErrorReply,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-    UpdateWeightFromDiskReqInput,
-)
+from caesura.io_struct import ErrorReply, ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 
 
 @pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
@@ -46,26 +38,26 @@ def test_an_update_that_fails(driver, monkeypatch, tiny_model, other_model, stag
     driver.tick(5)
     with monkeypatch.context() as patch:
         fault = Fault(patch, *UPDATE_STAGES[stage](driver), error, {0})
-        reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+        reply = driver.update(other_model)
         assert_error(reply, "internal" if error is BUG else "out_of_memory")
         assert fault.raised == 1
     status = driver.status()
     assert status.session is None
     assert status.weights == ("valid" if stage in BEFORE_THE_FIRST_BYTE else "poisoned")
     if status.weights == "poisoned":
-        assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(tiny_model))).committed
+        assert driver.update(tiny_model).committed
     results = check_everybody(driver, rids)
     assert {result.finish_reason.type for result in results} == {"length"}
 
 
 def test_an_explicit_session_whose_commit_fails(driver, monkeypatch, other_model):
     session_id = driver.begin()
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
+    driver.update(other_model, session_id=session_id)
     with monkeypatch.context() as patch:
         Fault(patch, driver.engine.state, "commit_weights", BUG, {0})
-        assert_error(driver.call(EndWeightUpdateReqInput(session_id=session_id)), "internal")
+        assert_error(driver.end(session_id=session_id), "internal")
     assert driver.status().weights == "poisoned"
-    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model))).committed
+    assert driver.update(other_model).committed
     check_everybody(driver, submit(driver))
 
 
@@ -86,7 +78,7 @@ def test_a_release_or_a_resume_that_fails(driver, monkeypatch, tiny_model, stage
     """No step is launched on memory that may not be there, and the same command sent again repairs it."""
     rids = submit(driver, new_tokens=25)
     driver.tick(5)
-    driver.call(PauseGenerationReqInput(mode="retract"))
+    driver.pause("retract")
     with monkeypatch.context() as patch:
         fault = Fault(patch, *OCCUPATION_STAGES[stage](driver), error, {call})
         for command in (ReleaseMemoryOccupationReqInput(), ResumeMemoryOccupationReqInput()):
@@ -101,7 +93,7 @@ def test_a_release_or_a_resume_that_fails(driver, monkeypatch, tiny_model, stage
         assert fault.raised or call == 1, "the stage was not reached"
     status = driver.status()
     assert (status.memory, status.weights) == ("resident", "invalid")
-    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(tiny_model))).committed
-    driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+    assert driver.update(tiny_model).committed
+    driver.go_on(torch_empty_cache=False)
     results = check_everybody(driver, rids)
     assert {result.finish_reason.type for result in results} == {"length"}

@@ -15,7 +15,7 @@ from support.recorded_graphs import RecordingDevice, without_compiled_kernels
 from support.scripted import EngineDriver, tokens_of
 
 from caesura.client.connection.results import read_floats
-from caesura.io_struct import FlushCacheReqInput, GenerateReqInput, SamplingParams
+from caesura.io_struct import GenerateReqInput, SamplingParams
 from caesura.scheduler.attention import flashinfer
 from caesura.scheduler.execution import build, model_runner, staging
 
@@ -49,7 +49,7 @@ def submit(driver: EngineDriver, routed: bool) -> list[str]:
 
 
 def play(driver: EngineDriver, *, routed: bool = False) -> list[tuple[list[int], list[float], bytes]]:
-    driver.call(FlushCacheReqInput(torch_empty_cache=False))
+    driver.flush(torch_empty_cache=False)
     rids = submit(driver, routed)
     driver.run_until_idle()
     results = [driver.result(rid) for rid in rids]
@@ -104,7 +104,7 @@ def test_a_stage_without_memory(model, monkeypatch, stage, depth):
 def test_a_stage_with_a_defect(model, monkeypatch, stage):
     with EngineDriver(model, scripted=False, chunked_prefill_size=32) as driver:
         expected = play(driver)
-        driver.call(FlushCacheReqInput(torch_empty_cache=False))
+        driver.flush(torch_empty_cache=False)
         with monkeypatch.context() as patch:
             Fault(patch, *HOST_STAGES[stage](driver), BUG, {4})
             rids = submit(driver, False)

@@ -11,18 +11,7 @@ from support.checkpoints import edit_config, make_checkpoint, make_dequantized_c
 from support.faults import NO_MEMORY, Fault
 from support.scripted import EngineDriver, tokens_of
 
-from caesura.io_struct import (
-    AbortReq,
-    CaesuraError,
-    ContinueGenerationReqInput,
-    FlushCacheReqInput,
-    GenerateReqInput,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-    SamplingParams,
-    UpdateWeightFromDiskReqInput,
-)
+from caesura.io_struct import AbortReq, CaesuraError, GenerateReqInput, SamplingParams
 from caesura.scheduler.execution.build import load_model
 from caesura.scheduler.kernels.native import why_not
 from caesura.scheduler.models.config import load_model_config
@@ -48,8 +37,8 @@ class Models:
         return self.references[which](torch.tensor([tokens])).logits[0].log_softmax(-1)
 
     def set_weights(self, which):
-        self.driver.call(FlushCacheReqInput(torch_empty_cache=False))
-        assert self.driver.call(UpdateWeightFromDiskReqInput(model_path=self.paths[which])).committed
+        self.driver.flush(torch_empty_cache=False)
+        assert self.driver.update(self.paths[which]).committed
 
     @property
     def runner(self):
@@ -155,13 +144,13 @@ def test_in_place_pauses_change_nothing_and_retracted_requests_compute_the_same(
     driver, prompt = models.driver, prompt_of(40, 2)
     found = []
     for mode in (None, "in_place", "retract"):
-        driver.call(FlushCacheReqInput(torch_empty_cache=False))
+        driver.flush(torch_empty_cache=False)
         rid = send(driver, prompt, 40)
         driver.tick(15)
         if mode is not None:
-            driver.call(PauseGenerationReqInput(mode=mode))
+            driver.pause(mode)
             driver.tick(2)
-            driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+            driver.go_on(torch_empty_cache=False)
         driver.run_until_idle()
         check(models, {rid: prompt})
         found.append(driver.result(rid))
@@ -175,9 +164,9 @@ def test_a_state_outlives_an_update_in_place(models):
     driver, prompt = models.driver, prompt_of(45, 3)
     rid = send(driver, prompt, 40)
     driver.tick(17)
-    driver.call(PauseGenerationReqInput(mode="in_place"))
-    assert driver.call(UpdateWeightFromDiskReqInput(model_path=models.paths[1], flush_cache=False))
-    driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+    driver.pause("in_place")
+    assert driver.update(models.paths[1], flush_cache=False)
+    driver.go_on(torch_empty_cache=False)
     driver.run_until_idle()
     result = driver.result(rid)
     old, new = result.weight_versions
@@ -208,12 +197,12 @@ def test_an_update_from_disk_is_a_cold_load_and_states_survive_neither_it_nor_a_
     driver.run_until_idle()
     check(models, {rid: prompt}, which=1)
     assert driver.result(rid).cached_tokens == 0
-    driver.call(PauseGenerationReqInput(mode="retract"))
-    driver.call(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+    driver.pause("retract")
+    driver.release("kv_cache")
     pool = models.runner.backend.pool
     assert not any(storage.any() for layer in range(3) for storage in pool.layer(layer))
-    driver.call(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
-    driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+    driver.resume("kv_cache")
+    driver.go_on(torch_empty_cache=False)
     again = send(driver, prompt, 20)
     driver.run_until_idle()
     assert driver.result(again).output_logprobs == driver.result(rid).output_logprobs

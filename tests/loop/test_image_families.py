@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.scripted import EngineDriver
 
-from caesura.io_struct import CaesuraError, GenerateImagesReqInput, SdeParams, UpdateWeightFromDiskReqInput
+from caesura.io_struct import CaesuraError, GenerateImagesReqInput, SdeParams
 
 pytest.importorskip("diffusers")
 from diffusers import FluxPipeline, QwenImagePipeline
@@ -118,8 +118,7 @@ def test_a_text_encoder_that_an_older_library_saved(tmp_path):
     for path in (new, old):
         with EngineDriver(str(path), scripted=False) as driver:
             found.append(tensors_of(run(driver, max_sequence_length=400)[0])["latents"])
-            update = UpdateWeightFromDiskReqInput(model_path=str(path), component="text_encoder")
-            assert driver.call(update).changed_tensors == 0
+            assert driver.update(path, component="text_encoder").changed_tensors == 0
     assert np.array_equal(*found)
 
 

@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 from support.scripted import EngineDriver
 
-from caesura.io_struct import (
-    ContinueGenerationReqInput,
-    PauseGenerationReqInput,
-    SdeParams,
-    TensorSpec,
-)
+from caesura.io_struct import SdeParams, TensorSpec
 
 pytest.importorskip("diffusers")
 from support.image_requests import STEPS, TEXT, refusal, request
@@ -70,9 +65,9 @@ def test_samples_wait_rather_than_hold_more_than_they_may(driver, mode):
         assert 0 < len(driver.engine.batcher.running) < 7
     assert 0.7 * limit < most < 1.2 * limit, "as many as may, and no more"
     if mode is not None:
-        driver.call(PauseGenerationReqInput(mode=mode))
+        driver.pause(mode)
         assert held(driver) <= (limit * 1.2 if mode == "in_place" else 0)
-        driver.call(ContinueGenerationReqInput())
+        driver.go_on()
     driver.run_until_idle()
     for message in messages:
         assert {reason.type for reason in reasons(driver, message)} == {"length"}
@@ -106,7 +101,7 @@ def test_embeddings_that_wait_are_limited(driver):
     buffers = [np.ascontiguousarray(each).tobytes() for each in arrays.values()]
     nbytes = sum(map(len, buffers))
     driver.engine.batcher.limit.device = 4 * nbytes
-    driver.call(PauseGenerationReqInput(mode="in_place"))
+    driver.pause("in_place")
     given = [request(prompt=None, tensors=specs, n=3) for _ in range(2)]
     for message in given:
         driver.send(message, buffers=buffers)
@@ -114,7 +109,7 @@ def test_embeddings_that_wait_are_limited(driver):
     assert (reply.code, reply.detail) == ("queue_full", {"waiting": 2 * nbytes, "limit": 2 * nbytes})
     text = request()
     driver.send(text)
-    driver.call(ContinueGenerationReqInput())
+    driver.go_on()
     driver.run_until_idle()
     for message in (*given, text):
         assert {reason.type for reason in reasons(driver, message)} == {"length"}

@@ -7,12 +7,7 @@ from support.image_requests import STEPS, TEXT, image, refusal, request, run, sp
 from support.pipelines import tensors_of
 from support.scripted import EngineDriver
 
-from caesura.io_struct import (
-    GenerateReqInput,
-    SdeParams,
-    TensorSpec,
-    UpdateWeightFromDiskReqInput,
-)
+from caesura.io_struct import GenerateReqInput, SdeParams, TensorSpec
 from caesura.io_struct.codec import encode
 from caesura.scheduler.images import batcher
 from caesura.scheduler.images.admission import MAX_EMBED_TOKENS
@@ -134,7 +129,7 @@ def test_an_image_engine_takes_no_tokens(driver):
 def test_a_language_engine_makes_no_images(tiny_model):
     with EngineDriver(str(tiny_model)) as driver:
         assert refusal(driver, request()).code == "unsupported"
-        reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(tiny_model), component="vae"))
+        reply = driver.update(tiny_model, component="vae")
         assert (reply.code, reply.detail["field"]) == ("invalid_request", "component")
 
 

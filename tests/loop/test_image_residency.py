@@ -7,16 +7,10 @@ from support.scripted import EngineDriver, one_piece_per_slice
 
 from caesura.io_struct import (
     CaesuraError,
-    ContinueGenerationReqInput,
-    EndWeightUpdateReqInput,
     ErrorCode,
     GenerateImagesReqInput,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
     SdeParams,
     TensorSpec,
-    UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
 )
@@ -103,7 +97,7 @@ def results(driver, *asked):
 
 
 def checksums(driver):
-    return driver.call(WeightsCheckerReqInput()).checksums
+    return driver.check_weights().checksums
 
 
 def same(found, wanted):
@@ -151,10 +145,10 @@ def test_traced_calls_find_the_weights_wherever_they_come_to(pipelines, expected
     with engine(first, "offload", transformer) as driver:
         for _ in range(2):
             same(run(driver, *messages()), expected("sd3")[1])
-        driver.call(UpdateWeightFromDiskReqInput(model_path=str(second / "transformer")))
+        driver.update(second / "transformer")
         for name in ("vae", *sorted(ENCODERS)):
             if (second / name).is_dir():
-                driver.call(UpdateWeightFromDiskReqInput(model_path=str(second / name), component=name))
+                driver.update(second / name, component=name)
         for _ in range(2):
             same(run(driver, *messages()), expected("sd3", 1)[1])
         traced = driver.engine.runner.traced
@@ -252,20 +246,16 @@ def test_an_update_of_offloaded_components_is_a_cold_load(
         for message in waiting:
             driver.send(message)
         driver.tick(ticks)
-        driver.call(PauseGenerationReqInput(mode="retract"))
+        driver.pause("retract")
         for component in COMPONENTS:
             if transport == "disk":
-                reply = driver.call(
-                    UpdateWeightFromDiskReqInput(
-                        model_path=str(other), component=component, flush_cache=False
-                    )
-                )
+                reply = driver.update(other, component=component, flush_cache=False)
             else:
                 reply = send_tensors(driver, other, component, flush_cache=False)
             assert reply.committed, reply
         wanted, made = expected("sd3", 20)
         assert checksums(driver) == wanted
-        driver.call(ContinueGenerationReqInput())
+        driver.go_on()
         driver.run_until_idle()
         same(results(driver, *waiting), made[: sum(message.n for message in waiting)])
         same(run(driver, *messages()), made)
@@ -287,17 +277,17 @@ def test_checksums_are_those_of_the_weights_while_steps_come_and_go(pipelines, e
 
 def test_a_release_loses_only_components_without_a_copy(pipelines, expected):
     with engine(pipelines("sd3"), "offload", "layerwise") as driver:
-        driver.call(PauseGenerationReqInput())
-        driver.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
-        driver.call(ResumeMemoryOccupationReqInput(tags=["weights"]))
+        driver.pause()
+        driver.release("weights")
+        driver.resume("weights")
         assert driver.status().weights == "valid", "every component has a copy"
-        driver.call(ContinueGenerationReqInput())
+        driver.go_on()
         same(run(driver, *messages()), expected("sd3")[1])
     with engine(pipelines("sd3"), "offload", "resident") as driver:
-        driver.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
-        driver.call(ResumeMemoryOccupationReqInput(tags=["weights"]))
+        driver.release("weights")
+        driver.resume("weights")
         assert driver.status().weights == "invalid"
-        assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(pipelines("sd3")))).weights == "valid"
+        assert driver.update(pipelines("sd3")).weights == "valid"
         same(run(driver, *messages()), expected("sd3")[1])
 
 
@@ -308,13 +298,13 @@ def test_a_release_heals_nothing(pipelines, expected):
         assert not send_tensors(
             driver, other, "text_encoder", session_id=session, flush_cache=False
         ).committed
-        driver.call(EndWeightUpdateReqInput(session_id=session, commit=False))
+        driver.end(session_id=session, commit=False)
         assert driver.status().weights == "poisoned"
-        driver.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
-        driver.call(ResumeMemoryOccupationReqInput(tags=["weights"]))
+        driver.release("weights")
+        driver.resume("weights")
         own = str(pipelines("sd3"))
         for component, weights in (("transformer", "poisoned"), ("text_encoder", "valid")):
-            reply = driver.call(UpdateWeightFromDiskReqInput(model_path=own, component=component))
+            reply = driver.update(own, component=component)
             assert reply.weights == weights
         assert checksums(driver) == expected("sd3")[0]
 
@@ -322,12 +312,12 @@ def test_a_release_heals_nothing(pipelines, expected):
 def test_every_tensor_of_offloaded_components_is_written(pipelines, expected):
     with engine(pipelines("sd3"), "layerwise", "offload") as driver:
         run(driver, *messages())
-        driver.call(WeightsCheckerReqInput(action="reset_tensors"))
+        driver.check_weights("reset_tensors")
         slots = driver.engine.model.weight_slots().values()
         assert all(bool(slot.read().isnan().all()) for slot in slots if slot.dtype.is_floating_point)
         for component in COMPONENTS:
             path = str(pipelines("sd3"))
-            driver.call(UpdateWeightFromDiskReqInput(model_path=path, component=component))
+            driver.update(path, component=component)
         assert driver.status().weights == "valid"
         same(run(driver, *messages()), expected("sd3")[1])
 
@@ -348,7 +338,7 @@ def test_non_finite_values_are_found_in_offloaded_components(pipelines, tmp_path
             reply = driver.replies.pop(message.id)
             assert (reply.code, reply.detail["non_finite"][0]["name"]) == ("weights_not_finite", name)
             path = str(pipelines("sd3"))
-            assert driver.call(UpdateWeightFromDiskReqInput(model_path=path, component=component)).committed
+            assert driver.update(path, component=component).committed
 
 
 def emptyings(driver, place="component"):
@@ -387,8 +377,8 @@ def test_an_engine_lives_on_when_a_step_or_a_component_does_not_fit(pipelines, e
         assert emptyings(driver, "failure") == failures + 1
         monkeypatch.undo()
 
-        driver.call(PauseGenerationReqInput(mode="abort"))
-        driver.call(ContinueGenerationReqInput())
+        driver.pause("abort")
+        driver.go_on()
         before = residency_module.ComponentResidencyManager._require_room
 
         def full(manager, component):

@@ -5,16 +5,7 @@ import pytest
 from safetensors.torch import load_file
 from support.scripted import EngineDriver
 
-from caesura.io_struct import (
-    ContinueGenerationReqInput,
-    EndWeightUpdateReqInput,
-    PauseGenerationReqInput,
-    SdeParams,
-    TensorSpec,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromTensorReqInput,
-    WeightsCheckerReqInput,
-)
+from caesura.io_struct import SdeParams, TensorSpec, UpdateWeightsFromTensorReqInput
 
 pytest.importorskip("diffusers")
 from support.image_requests import STEPS, image, request, run
@@ -32,31 +23,29 @@ def driver(sd3):
 def test_an_update_is_a_cold_load(driver, other_sd3, monkeypatch):
     monkeypatch.setattr(traced_module, "TRACE_AFTER", 1)
     monkeypatch.setattr(traced_module, "WORTH_S", float("inf"))
-    before = driver.call(WeightsCheckerReqInput())
+    before = driver.check_weights()
     rid = driver.send(request(sde=SdeParams(type="sde")))
     driver.tick(3)
-    driver.call(PauseGenerationReqInput(mode="in_place"))
+    driver.pause("in_place")
     done = driver.engine.live.samples(rid)[0].step
-    reply = driver.call(
-        UpdateWeightFromDiskReqInput(model_path=str(other_sd3), flush_cache=False, weight_version="v2")
-    )
+    reply = driver.update(other_sd3, flush_cache=False, weight_version="v2")
     assert (reply.committed, reply.weights_epoch) == (True, 1)
-    driver.call(ContinueGenerationReqInput())
+    driver.go_on()
     driver.run_until_idle()
     spans = image(driver, rid).weight_versions
     assert [(each.start, each.end, each.epoch) for each in spans] == [(0, done, 0), (done, STEPS, 1)]
-    after = driver.call(WeightsCheckerReqInput())
+    after = driver.check_weights()
     changed = {
         name.partition(".")[0] for name in after.checksums if after.checksums[name] != before.checksums[name]
     }
     assert changed == {"transformer"}
     for component in ("vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
         path = str(other_sd3 / component)
-        assert driver.call(UpdateWeightFromDiskReqInput(model_path=path, component=component)).committed
+        assert driver.update(path, component=component).committed
     updated = tensors_of(run(driver, request(sde=SdeParams(type="sde")))[0])
-    checksums = driver.call(WeightsCheckerReqInput())
+    checksums = driver.check_weights()
     with EngineDriver(str(other_sd3), scripted=False, max_running_requests=8) as cold:
-        assert cold.call(WeightsCheckerReqInput()).checksums == checksums.checksums
+        assert cold.check_weights().checksums == checksums.checksums
         expected = tensors_of(run(cold, request(sde=SdeParams(type="sde")))[0])
     assert all(np.array_equal(updated[name], expected[name]) for name in expected)
 
@@ -64,7 +53,7 @@ def test_an_update_is_a_cold_load(driver, other_sd3, monkeypatch):
 def test_a_running_engine_begins_its_samples_again(driver, other_sd3):
     rid = driver.send(request(n=2))
     driver.tick(4)
-    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_sd3))).flushed
+    assert driver.update(other_sd3).flushed
     driver.run_until_idle()
     for index in range(2):
         result = image(driver, rid, index)
@@ -75,12 +64,11 @@ def test_a_running_engine_begins_its_samples_again(driver, other_sd3):
 def test_a_changed_text_encoder_encodes_waiting_prompts_again(driver, other_sd3):
     begun = driver.send(request())
     driver.tick(3)
-    driver.call(PauseGenerationReqInput(mode="in_place"))
+    driver.pause("in_place")
     waiting = driver.send(request())
     path = str(other_sd3 / "text_encoder")
-    update = UpdateWeightFromDiskReqInput(model_path=path, component="text_encoder", flush_cache=False)
-    assert driver.call(update).committed
-    driver.call(ContinueGenerationReqInput())
+    assert driver.update(path, component="text_encoder", flush_cache=False).committed
+    driver.go_on()
     driver.run_until_idle()
     old, new = (tensors_of(image(driver, rid))["prompt_embeds"] for rid in (begun, waiting))
     assert not np.array_equal(old, new)
@@ -89,11 +77,10 @@ def test_a_changed_text_encoder_encodes_waiting_prompts_again(driver, other_sd3)
 def test_a_changed_text_encoder_leaves_a_prompt_that_a_sample_began_with(driver, other_sd3):
     rid = driver.send(request(n=10))  # 8 run at once
     driver.tick(3)
-    driver.call(PauseGenerationReqInput(mode="in_place"))
+    driver.pause("in_place")
     path = str(other_sd3 / "text_encoder")
-    update = UpdateWeightFromDiskReqInput(model_path=path, component="text_encoder", flush_cache=False)
-    assert driver.call(update).committed
-    driver.call(ContinueGenerationReqInput())
+    assert driver.update(path, component="text_encoder", flush_cache=False).committed
+    driver.go_on()
     driver.run_until_idle()
     embeds = [tensors_of(image(driver, rid, index))["prompt_embeds"] for index in range(10)]
     assert all(np.array_equal(each, embeds[0]) for each in embeds)
@@ -102,7 +89,7 @@ def test_a_changed_text_encoder_leaves_a_prompt_that_a_sample_began_with(driver,
 def test_poisoned_weights_make_nothing_until_their_component_is_complete(driver, sd3, other_sd3):
     rid = driver.send(request())
     driver.tick(2)
-    driver.call(WeightsCheckerReqInput(action="reset_tensors"))
+    driver.check_weights("reset_tensors")
     assert driver.status().weights == "poisoned"
     components = driver.engine.model.components
     for component in components:
@@ -110,7 +97,7 @@ def test_poisoned_weights_make_nothing_until_their_component_is_complete(driver,
         driver.tick(3)
         assert driver.status().step == step
         path = str(sd3 / component)
-        driver.call(UpdateWeightFromDiskReqInput(model_path=path, component=component))
+        driver.update(path, component=component)
     assert driver.status().weights == "valid"
     driver.run_until_idle()
     assert image(driver, rid).finish_reason.type == "length"
@@ -133,22 +120,21 @@ def halves(path):
 
 
 def test_a_failed_session_poisons_its_component_alone(driver, sd3, other_sd3):
-    before = driver.call(WeightsCheckerReqInput()).checksums
+    before = driver.check_weights().checksums
     first, _ = halves(other_sd3)
     session = driver.begin()
     assert not send_tensors(driver, first, session_id=session).committed
-    driver.call(EndWeightUpdateReqInput(session_id=session, commit=False))
+    driver.end(session_id=session, commit=False)
     assert driver.status().weights == "poisoned"
-    vae = UpdateWeightFromDiskReqInput(model_path=str(sd3 / "vae"), component="vae")
-    assert not driver.call(vae).committed
+    assert not driver.update(sd3 / "vae", component="vae").committed
     assert driver.status().weights == "poisoned", "the transformer is what is broken"
-    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(sd3))).committed
-    assert driver.call(WeightsCheckerReqInput()).checksums == before
+    assert driver.update(sd3).committed
+    assert driver.check_weights().checksums == before
     assert driver.status().weights == "valid"
 
 
 def test_a_paused_update_commits_with_its_last_tensor(driver, other_sd3):
-    driver.call(PauseGenerationReqInput())
+    driver.pause()
     first, second = halves(other_sd3)
     assert not send_tensors(driver, first).committed
     reply = send_tensors(driver, second)
@@ -158,41 +144,38 @@ def test_a_paused_update_commits_with_its_last_tensor(driver, other_sd3):
 def test_a_session_may_write_several_components(driver, other_sd3):
     session = driver.begin()
     for component in ("transformer", "vae"):
-        update = UpdateWeightFromDiskReqInput(
-            model_path=str(other_sd3 / component), component=component, session_id=session
-        )
-        assert not driver.call(update).committed
-    assert driver.call(EndWeightUpdateReqInput(session_id=session)).weights_epoch == 1
+        assert not driver.update(other_sd3 / component, component=component, session_id=session).committed
+    assert driver.end(session_id=session).weights_epoch == 1
     with EngineDriver(str(other_sd3), scripted=False) as cold:
-        expected = cold.call(WeightsCheckerReqInput()).checksums
-    found = driver.call(WeightsCheckerReqInput()).checksums
+        expected = cold.check_weights().checksums
+    found = driver.check_weights().checksums
     assert all(found[name] == expected[name] for name in found if name.startswith(("transformer.", "vae.")))
 
 
 def test_a_restart_goes_on_with_the_transformer_of_the_last_update(sd3, other_sd3, tmp_path):
     state = str(tmp_path / "state.json")
     with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
-        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_sd3), weight_version="v5"))
-        before = driver.call(WeightsCheckerReqInput()).checksums
+        driver.update(other_sd3, weight_version="v5")
+        before = driver.check_weights().checksums
     with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
         status = driver.status()
         assert (status.weights, status.weight_version, status.weights_epoch) == ("valid", "v5", 2)
-        assert driver.call(WeightsCheckerReqInput()).checksums == before
+        assert driver.check_weights().checksums == before
         path = str(other_sd3 / "vae")
-        driver.call(UpdateWeightFromDiskReqInput(model_path=path, component="vae"))
+        driver.update(path, component="vae")
     with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
         assert driver.status().weights == "invalid", "the VAE's update is in no record"
-        assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(sd3))).weights == "valid"
+        assert driver.update(sd3).weights == "valid"
 
 
 def test_a_restart_does_not_take_other_components_for_those_that_were_committed(sd3, other_sd3, tmp_path):
     state = str(tmp_path / "state.json")
     with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
-        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_sd3 / "vae"), component="vae"))
-        reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_sd3), weight_version="v5"))
+        driver.update(other_sd3 / "vae", component="vae")
+        reply = driver.update(other_sd3, weight_version="v5")
         assert (reply.committed, reply.durable) == (True, True)
     with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
         assert driver.status().weights == "invalid"
-        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_sd3), weight_version="v6"))
+        driver.update(other_sd3, weight_version="v6")
     with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
         assert (driver.status().weights, driver.status().weight_version) == ("valid", "v6")

@@ -9,15 +9,7 @@ from support.lanes import every, quick
 from support.scripted import EngineDriver
 from support.waiting import eventually
 
-from caesura.io_struct import (
-    AbortReq,
-    ContinueGenerationReqInput,
-    FlushCacheReqInput,
-    PauseGenerationReqInput,
-    SdeParams,
-    TensorSpec,
-    UpdateWeightFromDiskReqInput,
-)
+from caesura.io_struct import FlushCacheReqInput, SdeParams, TensorSpec, UpdateWeightFromDiskReqInput
 
 pytest.importorskip("diffusers")
 from support.image_requests import STEPS, TEXT, image, request, run, spec
@@ -178,11 +170,11 @@ def test_a_pause_at_any_step_changes_nothing(driver, mode, after):
     again = request(n=2, sde=SdeParams(type="sde"), guidance_scale=2.0)
     rid = driver.send(again)
     driver.tick(after)
-    assert driver.call(PauseGenerationReqInput(mode=mode)).mode == mode
+    assert driver.pause(mode).mode == mode
     step = driver.status().step
     driver.tick(3)
     assert driver.status().step == step
-    driver.call(ContinueGenerationReqInput())
+    driver.go_on()
     driver.run_until_idle()
     for index in range(2):
         result = image(driver, rid, index)
@@ -196,7 +188,7 @@ def test_an_abort_returns_the_steps_that_were_made(driver):
     whole = tensors_of(run(driver, request(sde=SdeParams(type="sde")))[0])
     rid = driver.send(request(sde=SdeParams(type="sde")))
     driver.tick(3)  # one encodes, two denoise
-    assert driver.call(AbortReq(rid=rid)).aborted == 1
+    assert driver.abort(rid).aborted == 1
     result = image(driver, rid)
     done = result.steps_done
     assert (result.finish_reason.type, result.steps) == ("abort", STEPS)
@@ -212,11 +204,11 @@ def test_an_abort_returns_the_steps_that_were_made(driver):
 
 @pytest.mark.parametrize("when", [0, 1])
 def test_an_abort_before_the_first_step(driver, when):
-    driver.call(PauseGenerationReqInput())
+    driver.pause()
     rid = driver.send(request())
     if when:
-        driver.call(ContinueGenerationReqInput())
-    driver.call(AbortReq(rid=rid))
+        driver.go_on()
+    driver.abort(rid)
     result = image(driver, rid)
     assert (result.finish_reason.type, result.steps_done, result.weight_versions) == ("abort", 0, [])
 
@@ -224,7 +216,7 @@ def test_an_abort_before_the_first_step(driver, when):
 def test_a_pause_that_aborts_ends_every_sample(driver):
     rids = [driver.send(request(n=2)) for _ in range(6)]
     driver.tick(4)
-    assert driver.call(PauseGenerationReqInput(mode="abort")).aborted_requests == 12
+    assert driver.pause("abort").aborted_requests == 12
     assert {image(driver, rid, index).finish_reason.type for rid in rids for index in range(2)} == {"abort"}
     assert len(driver.engine.live) == 0
 
@@ -329,17 +321,17 @@ def test_flushes_in_a_pause_speak_of_latents(driver, sd3, caplog):
     rid = driver.send(request())
     driver.tick(3)
     with caplog.at_level("INFO"):
-        driver.call(PauseGenerationReqInput(mode="in_place"))
+        driver.pause("in_place")
     assert "1 requests hold latents" in caplog.text
     for refused in (FlushCacheReqInput(), UpdateWeightFromDiskReqInput(model_path=str(sd3))):
         error = driver.call(refused)
         assert error.code == "not_idle"
         assert "latents" in error.message
         assert "KV" not in error.message
-    driver.call(ContinueGenerationReqInput())
+    driver.go_on()
     driver.run_until_idle()
     assert image(driver, rid).finish_reason.type == "length"
-    driver.call(FlushCacheReqInput())
+    driver.flush()
 
 
 def test_status_has_the_samples_of_each_stage(driver):

@@ -7,14 +7,7 @@ import torch
 from support.edited_logits import edited, log_softmax, logits_of
 from support.scripted import EngineDriver, ScriptedRunner, cell, next_token, tokens_of
 
-from caesura.io_struct import (
-    AbortReq,
-    ContinueGenerationReqInput,
-    GenerateReqOutput,
-    PauseGenerationReqInput,
-    SamplingParams,
-    UpdateWeightFromDiskReqInput,
-)
+from caesura.io_struct import GenerateReqOutput, SamplingParams
 from caesura.scheduler.execution.forward import ForwardBatch
 from caesura.scheduler.execution.logit_edits import SpecialSampler
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
@@ -36,13 +29,12 @@ def engine(tiny_model, chunk: int = 32) -> EngineDriver:
 
 def input_logprobs(driver: EngineDriver) -> np.ndarray:
     driver.run_until_idle()
-    rid = driver.generate(PROMPT, 2, return_logprob=True, logprob_start_len=1, cache_salt="alone")
-    driver.run_until_idle()
-    return np.frombuffer(driver.result(rid).input_logprobs, "<f4")
+    result = driver.complete(PROMPT, 2, return_logprob=True, logprob_start_len=1, cache_salt="alone")
+    return np.frombuffer(result.input_logprobs, "<f4")
 
 
 def commit(driver: EngineDriver, path: object) -> None:
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(path), flush_cache=False))
+    driver.update(path, flush_cache=False)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -53,9 +45,9 @@ def test_logprobs_of_a_prompt_are_of_the_weights_that_sample(tiny_model, other_m
         driver.tick(1)
         request = driver.engine.live.samples(rid)[0]
         assert driver.engine.batcher.table.scheduled[request.slot] == 32 // parts
-        driver.call(PauseGenerationReqInput(mode=mode))
+        driver.pause(mode)
         commit(driver, other_model)
-        driver.call(ContinueGenerationReqInput())
+        driver.go_on()
         driver.run_until_idle()
         result = driver.result(rid)
         assert [(span.epoch, span.stale_kv) for span in result.weight_versions] == [(1, False)]
@@ -69,9 +61,9 @@ def test_logprobs_of_a_prompt_stay_with_the_tokens_sampled_after_it(tiny_model, 
         expected = input_logprobs(driver)
         rid = driver.generate(PROMPT, 8, return_logprob=True, logprob_start_len=1)
         driver.tick(4)
-        driver.call(PauseGenerationReqInput(mode="retract"))
+        driver.pause("retract")
         commit(driver, other_model)
-        driver.call(ContinueGenerationReqInput())
+        driver.go_on()
         driver.run_until_idle()
         result = driver.result(rid)
         assert [span.epoch for span in result.weight_versions] == [0, 1]
@@ -81,8 +73,8 @@ def test_logprobs_of_a_prompt_stay_with_the_tokens_sampled_after_it(tiny_model, 
 def aborted_after_a_retract(driver: EngineDriver, ticks: int) -> GenerateReqOutput:
     rid = driver.generate(PROMPT, 50, **EVERY_LOGPROB)
     driver.tick(ticks)
-    driver.call(PauseGenerationReqInput(mode="retract"))
-    driver.call(AbortReq(abort_all=True))
+    driver.pause("retract")
+    driver.abort(abort_all=True)
     return driver.result(rid)
 
 
@@ -208,8 +200,8 @@ def test_a_pause_counts_nothing_twice(tiny_model, depth, mode, ticks):
     with EngineDriver(str(tiny_model), pipeline_depth=depth, chunked_prefill_size=32) as driver:
         rids = start(driver)
         driver.tick(ticks)
-        driver.call(PauseGenerationReqInput(mode=mode))
-        driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+        driver.pause(mode)
+        driver.go_on(torch_empty_cache=False)
         driver.run_until_idle()
         check_all(driver, rids, None if mode == "abort" else NEW)
 
@@ -237,7 +229,7 @@ def test_counters_are_given_back(tiny_model, depth):
         for _ in range(3):
             rids = start(driver)
             driver.tick(4)
-            driver.call(AbortReq(rid=rids[1]))
+            driver.abort(rids[1])
             driver.run_until_idle()
             check_all(driver, rids, None)
         extras = driver.engine.batcher.table.sampling
@@ -252,8 +244,7 @@ def test_streamed_rows_are_those_of_the_result(tiny_model, depth):
             PROMPTS[0], sampling_params=PARAMS[1], return_logprob=True, stream=True,
             top_logprobs_num=3, token_ids_logprob=[5, 90], rid="asked",
         )  # fmt: skip
-        driver.generate(PROMPTS[1], sampling_params=PARAMS[0], stream=True, rid="plain")
-        driver.run_until_idle()
+        driver.complete(PROMPTS[1], sampling_params=PARAMS[0], stream=True, rid="plain")
         found: dict[str, bytes] = {"top": b"", "token_ids": b""}
         for _, message in driver.outputs:
             if message.delta is None:

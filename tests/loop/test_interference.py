@@ -11,11 +11,9 @@ from support.scripted import EngineDriver, assert_error, one_piece_per_slice
 from caesura.client.trainer import SharedTensors, as_frames, buckets, manifest
 from caesura.io_struct import (
     BeginWeightUpdateReqInput,
-    EndWeightUpdateReqInput,
     FlushCacheReqInput,
     FlushCacheReqOutput,
     InitWeightsUpdateGroupReqInput,
-    PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
@@ -34,7 +32,7 @@ def driver(tiny_model, monkeypatch):
 def test_a_flush_that_waits_does_not_commit_half_an_update(driver, other_model):
     driver.generate(list(range(3, 23)), 50)
     driver.tick(3)
-    driver.call(PauseGenerationReqInput(mode="in_place"))
+    driver.pause("in_place")
     flush = driver.send(FlushCacheReqInput(timeout_s=30.0))
     driver.tick(2)
     update = driver.send(
@@ -64,7 +62,7 @@ def test_a_manifest_may_name_skipped_tensors(driver, other_model):
     for part in buckets(tensors.items(), 20_000):
         specs, frames = as_frames(part)
         driver.call(UpdateWeightsFromTensorReqInput(specs=specs, session_id=session_id), buffers=frames)
-    reply = driver.call(EndWeightUpdateReqInput(session_id=session_id))
+    reply = driver.end(session_id=session_id)
     assert (reply.committed, reply.skipped_tensors) == (True, 1)
 
 
@@ -73,9 +71,7 @@ def test_an_answer_may_quote_undecodable_names(driver, tmp_path, other_model):
     folder.mkdir()
     (folder / "config.json").write_bytes((other_model / "config.json").read_bytes())
     Path(os.fsdecode(bytes(folder) + b"/a\xff.safetensors")).write_bytes(b"bad")
-    error = assert_error(
-        driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder))), "checkpoint_error"
-    )
+    error = assert_error(driver.update(folder), "checkpoint_error")
     assert "a\\udcff.safetensors" in error.message
 
 
@@ -108,7 +104,7 @@ def test_refused_updates_do_not_gather_mappings(driver, other_model):
 
 def test_a_command_that_waits_is_a_sign_of_life(driver, monkeypatch):
     clock = clock_of(monkeypatch, ["control.engine_state"])
-    driver.call(PauseGenerationReqInput(mode="in_place", owner="trainer", lease_s=5.0))
+    driver.pause("in_place", owner="trainer", lease_s=5.0)
     driver.send(
         InitWeightsUpdateGroupReqInput(
             master_address="127.0.0.1", master_port=9, rank_offset=1, world_size=2, owner="trainer"

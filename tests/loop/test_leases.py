@@ -5,8 +5,6 @@ from support.clock import clock_of
 from support.scripted import EngineDriver, assert_error, one_piece_per_slice, tokens_of
 
 from caesura.io_struct import (
-    AbortReq,
-    ContinueGenerationReqInput,
     FetchResultReqInput,
     FlushCacheReqInput,
     GenerateReqInput,
@@ -32,13 +30,11 @@ def driver(tiny_model):
 
 
 def pause(driver: EngineDriver, expiry: str, mode: str = "in_place"):
-    return driver.call(
-        PauseGenerationReqInput(mode=mode, owner="trainer", lease_s=10.0, on_lease_expiry=expiry)
-    )
+    return driver.pause(mode, owner="trainer", lease_s=10.0, on_lease_expiry=expiry)
 
 
 def test_a_lease_needs_an_owner(driver):
-    error = assert_error(driver.call(PauseGenerationReqInput(lease_s=1.0)), "invalid_request")
+    error = assert_error(driver.pause(lease_s=1.0), "invalid_request")
     assert error.detail["field"] == "owner"
     assert driver.status().generation == "running"
 
@@ -85,7 +81,7 @@ def test_others_do_not_renew(driver, clock):
     pause(driver, "continue")
     clock.now += 9
     assert not driver.call(RenewPauseLeaseReqInput(owner="somebody")).renewed
-    driver.call(FlushCacheReqInput())
+    driver.flush()
     clock.now += 2
     driver.tick(2)
     assert driver.status().generation == "running"
@@ -101,7 +97,7 @@ def test_expiry_aborts(driver, clock):
     assert len(tokens_of(driver.result(rid))) >= 3
     status = driver.status()
     assert (status.generation, status.pause_owner, status.kv.held) == ("paused", None, 0)
-    driver.call(ContinueGenerationReqInput())
+    driver.go_on()
     assert driver.status().generation == "running"
 
 
@@ -124,9 +120,7 @@ def test_expiry_with_an_open_session_aborts_it_first(driver, clock, other_model)
     assert (status.generation, status.weights, status.session) == ("running", "valid", None)
     pause(driver, "continue")
     session_id = driver.begin(owner="trainer")
-    driver.call(
-        UpdateWeightFromDiskReqInput(model_path=str(other_model), owner="trainer", session_id=session_id)
-    )
+    driver.update(other_model, owner="trainer", session_id=session_id)
     clock.now += 11
     driver.tick(2)
     status = driver.status()
@@ -151,23 +145,23 @@ def test_a_long_command_of_the_owner_keeps_the_lease(driver, clock, other_model,
 
 def test_continue_by_another_owner_needs_force(driver):
     pause(driver, "stay")
-    error = assert_error(driver.call(ContinueGenerationReqInput(owner="other")), "not_owner")
+    error = assert_error(driver.go_on(owner="other"), "not_owner")
     assert error.detail["owner"] == "trainer"
-    assert_error(driver.call(ContinueGenerationReqInput()), "not_owner")
-    assert driver.call(ContinueGenerationReqInput(owner="other", force=True)).was_paused
+    assert_error(driver.go_on(), "not_owner")
+    assert driver.go_on(owner="other", force=True).was_paused
     pause(driver, "stay")
-    assert driver.call(ContinueGenerationReqInput(owner="trainer")).was_paused
+    assert driver.go_on(owner="trainer").was_paused
 
 
 def test_second_pause_names_the_owner(driver):
     first, again = (
-        driver.call(PauseGenerationReqInput(mode=mode, owner=owner, lease_s=60.0))
+        driver.pause(mode, owner=owner, lease_s=60.0)
         for mode, owner in (("in_place", "trainer"), ("retract", "other"))
     )
     assert (first.mode, first.owner) == ("in_place", "trainer")
     assert (again.mode, again.owner) == ("retract", "trainer")
-    assert driver.call(ContinueGenerationReqInput(owner="trainer")).was_paused
-    assert driver.call(PauseGenerationReqInput(mode="in_place")).owner is None
+    assert driver.go_on(owner="trainer").was_paused
+    assert driver.pause("in_place").owner is None
 
 
 def request(rid: str, **fields: object) -> GenerateReqInput:
@@ -231,7 +225,7 @@ def test_a_retry_with_the_same_rid_attaches_while_live(driver):
     driver.run_until_idle()
     first, second = driver.results.pop(("r1", 0))
     assert tokens_of(first) == tokens_of(second)
-    assert driver.call(AbortReq(rid="r1")).aborted == 0
+    assert driver.abort("r1").aborted == 0
 
 
 # -- the warning of a pause without a lease ------------------------------------------------------------------
@@ -251,7 +245,7 @@ def warned(caplog) -> list[str]:
 
 
 def test_a_long_pause_without_a_lease_is_warned_of_once(driver, time_of_all, caplog):
-    driver.call(PauseGenerationReqInput(mode="retract", owner="trainer 7"))
+    driver.pause("retract", owner="trainer 7")
     time_of_all.now += 59.9
     driver.tick(2)
     assert driver.sleep_s() == pytest.approx(0.1), "it is what the loop sleeps for"
@@ -263,7 +257,7 @@ def test_a_long_pause_without_a_lease_is_warned_of_once(driver, time_of_all, cap
     assert "by owner 'trainer 7', for 60 s" in message
     command = f"caesura continue --endpoint {driver.config.endpoint} --owner 'trainer 7'"
     assert message.endswith(command), "it can be pasted"
-    driver.call(PauseGenerationReqInput(mode="in_place", owner="trainer 7"))
+    driver.pause("in_place", owner="trainer 7")
     time_of_all.now += 3600
     driver.tick(3)
     assert warned(caplog) == [], "the mode changed, and it is the same pause"
@@ -272,20 +266,20 @@ def test_a_long_pause_without_a_lease_is_warned_of_once(driver, time_of_all, cap
 
 def test_each_pause_is_warned_of_and_an_ownerless_one_too(driver, time_of_all, caplog):
     for _ in range(2):
-        driver.call(PauseGenerationReqInput(mode="abort"))
+        driver.pause("abort")
         time_of_all.now += 61
         driver.tick(2)
         (message,) = warned(caplog)
         assert "by a client without an owner token" in message
         assert message.endswith(f"caesura continue --endpoint {driver.config.endpoint}")
-        driver.call(ContinueGenerationReqInput())
+        driver.go_on()
     time_of_all.now += 3600
     driver.tick(2)
     assert warned(caplog) == []
 
 
 def test_the_warning_names_the_refusal_of_continue(driver, time_of_all, caplog):
-    driver.call(PauseGenerationReqInput(mode="abort"))
+    driver.pause("abort")
     driver.engine.updates.poison("a test")
     time_of_all.now += 61
     driver.tick(2)

@@ -6,16 +6,7 @@ import pytest
 from support.clock import clock_of
 from support.scripted import EngineDriver, assert_error, tokens_of
 
-from caesura.io_struct import (
-    ContinueGenerationReqInput,
-    FlushCacheReqInput,
-    GetMemoryHistoryReqInput,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    SamplingParams,
-    UpdateTotal,
-    UpdateWeightFromDiskReqInput,
-)
+from caesura.io_struct import FlushCacheReqInput, GetMemoryHistoryReqInput, SamplingParams, UpdateTotal
 from caesura.io_struct.distribution import Distribution
 
 PAGE = 16
@@ -47,7 +38,7 @@ def test_a_pause_reports_the_requests_it_holds(driver, caplog):
     driver.generate([7] * 4, 100)
     driver.tick(4)
     with caplog.at_level(logging.INFO, logger="caesura"):
-        reply = driver.call(PauseGenerationReqInput(mode="in_place"))
+        reply = driver.pause("in_place")
     assert (reply.mode, reply.step, reply.aborted_requests) == ("in_place", driver.status().step, 0)
     assert (reply.held_requests, reply.held_tokens, reply.waiting_requests) == (2, 3 * PAGE, 1)
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("pause_generation")]
@@ -60,7 +51,7 @@ def test_a_pause_reports_the_requests_it_holds(driver, caplog):
 def test_a_pause_that_aborts_says_how_many_and_sends_them_first(driver):
     rids = [driver.generate([5, 6, 7], 100) for _ in range(3)]
     driver.tick(4)
-    reply = driver.call(PauseGenerationReqInput(mode="abort"))
+    reply = driver.pause("abort")
     assert (reply.aborted_requests, reply.held_requests, reply.held_tokens, reply.waiting_requests) == (
         3,
         0,
@@ -71,11 +62,10 @@ def test_a_pause_that_aborts_says_how_many_and_sends_them_first(driver):
 
 
 def test_a_flush_reports_freed_tokens(driver):
-    driver.generate(list(range(3, 43)), 2)
-    driver.run_until_idle()
+    driver.complete(list(range(3, 43)), 2)
     cached = driver.status().kv.cached
     assert cached == 2 * PAGE
-    reply = driver.call(FlushCacheReqInput(torch_empty_cache=False))
+    reply = driver.flush(torch_empty_cache=False)
     assert (reply.freed_tokens, reply.reserved_before, reply.reserved_after) == (cached, None, None)
     assert last_event(driver, "flush").detail == "32 tokens"
     assert driver.status().kv.cached == 0
@@ -86,24 +76,24 @@ def test_a_refused_flush_reports_pending_requests(driver):
     driver.generate([6] * 20, 100)
     driver.generate([7] * 4, 100)
     driver.tick(4)
-    error = assert_error(driver.call(FlushCacheReqInput()), "not_idle")
+    error = assert_error(driver.flush(), "not_idle")
     assert error.detail == {"running": 2, "prefilling": 0, "waiting": 1, "held_tokens": 3 * PAGE}
 
 
 def test_one_request_that_waits_keeps_a_running_engine_from_being_idle(driver):
-    driver.call(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+    driver.release("kv_cache")
     driver.generate([5, 6, 7], 4)
     driver.tick(2)
-    error = assert_error(driver.call(FlushCacheReqInput()), "not_idle")
+    error = assert_error(driver.flush(), "not_idle")
     assert error.detail == {"running": 0, "prefilling": 0, "waiting": 1, "held_tokens": 0}
-    driver.call(PauseGenerationReqInput(mode="retract"))
-    assert driver.call(FlushCacheReqInput()).freed_tokens == 0
+    driver.pause("retract")
+    assert driver.flush().freed_tokens == 0
 
 
 def test_a_flush_waits_until_its_time_is_up(driver, clock):
     driver.generate([5, 6, 7], 200)
     driver.tick(3)
-    driver.call(PauseGenerationReqInput(mode="in_place"))
+    driver.pause("in_place")
     flush = driver.send(FlushCacheReqInput(timeout_s=5.0))
     driver.tick()
     clock.now += 4.99
@@ -116,14 +106,14 @@ def test_a_flush_waits_until_its_time_is_up(driver, clock):
 
 def test_the_age_of_a_pause_counts_from_its_first_acknowledgement(driver, clock):
     assert driver.status().pause_age_s is None
-    driver.call(PauseGenerationReqInput(mode="abort"))
+    driver.pause("abort")
     clock.now += 3.0
-    driver.call(PauseGenerationReqInput(mode="retract"))
+    driver.pause("retract")
     clock.now += 4.0
     assert driver.status().pause_age_s == 7.0
-    driver.call(ContinueGenerationReqInput())
+    driver.go_on()
     assert driver.status().pause_age_s is None
-    driver.call(PauseGenerationReqInput())
+    driver.pause()
     clock.now += 2.0
     assert driver.status().pause_age_s == 2.0
 
@@ -131,24 +121,24 @@ def test_the_age_of_a_pause_counts_from_its_first_acknowledgement(driver, clock)
 def test_pauses_are_counted_and_timed_by_mode(driver, clock):
     assert pauses(driver) == []
     for mode, seconds in (("abort", 1.0), ("abort", 2.0), ("in_place", 4.0)):
-        driver.call(PauseGenerationReqInput(mode=mode))
+        driver.pause(mode)
         clock.now += seconds
     assert pauses(driver) == [("abort", 1, 3.0), ("in_place", 1, 4.0)]
-    driver.call(ContinueGenerationReqInput())
+    driver.go_on()
     clock.now += 50.0
-    driver.call(PauseGenerationReqInput(mode="abort"))
+    driver.pause("abort")
     clock.now += 8.0
     assert pauses(driver) == [("abort", 2, 11.0), ("in_place", 1, 4.0)]
-    driver.call(ContinueGenerationReqInput())
+    driver.go_on()
     clock.now += 50.0
     assert pauses(driver) == [("abort", 2, 11.0), ("in_place", 1, 4.0)]
 
 
 def test_updates_are_counted_by_source_and_end(driver, tiny_model, other_model):
     for path in (other_model, tiny_model):
-        driver.call(UpdateWeightFromDiskReqInput(model_path=str(path)))
+        driver.update(path)
     session_id = driver.begin()
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
+    driver.update(other_model, session_id=session_id)
     driver.engine.state.count_failed_update("tensor")
     driver.engine.state.count_failed_update("tensor")
     assert driver.status().totals.updates == [
@@ -158,20 +148,18 @@ def test_updates_are_counted_by_source_and_end(driver, tiny_model, other_model):
 
 
 def test_a_continue_is_in_the_history(driver):
-    driver.call(PauseGenerationReqInput(mode="retract"))
-    reply = driver.call(ContinueGenerationReqInput())
+    driver.pause("retract")
+    reply = driver.go_on()
     event = last_event(driver, "continue")
     assert (event.detail, event.returned) == ("retract", reply.freed)
-    driver.call(PauseGenerationReqInput(mode="abort"))
-    driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+    driver.pause("abort")
+    driver.go_on(torch_empty_cache=False)
     event = last_event(driver, "continue")
     assert (event.detail, event.returned) == ("abort", None)
 
 
 def test_an_expired_lease_is_logged_with_its_owner_and_length(driver, clock, caplog):
-    driver.call(
-        PauseGenerationReqInput(mode="abort", owner="trainer", lease_s=10.0, on_lease_expiry="continue")
-    )
+    driver.pause("abort", owner="trainer", lease_s=10.0, on_lease_expiry="continue")
     clock.now += 10.5
     with caplog.at_level(logging.WARNING, logger="caesura"):
         driver.tick(2)
@@ -183,9 +171,7 @@ def test_an_expired_lease_is_logged_with_its_owner_and_length(driver, clock, cap
 
 
 def test_a_lease_that_cannot_continue_says_why(driver, clock, caplog):
-    driver.call(
-        PauseGenerationReqInput(mode="abort", owner="trainer", lease_s=10.0, on_lease_expiry="continue")
-    )
+    driver.pause("abort", owner="trainer", lease_s=10.0, on_lease_expiry="continue")
     driver.engine.state.poison("test")
     caplog.clear()
     clock.now += 11.0
@@ -199,10 +185,10 @@ def test_a_lease_that_cannot_continue_says_why(driver, clock, caplog):
 
 def test_weights_that_are_invalid_already_keep_their_reason(driver):
     state = driver.engine.state
-    driver.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
+    driver.release("weights")
     assert driver.status().weights_detail.startswith("their memory was released without a copy")
     state.weights_detail = "before"
-    driver.call(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+    driver.release("kv_cache")
     status = driver.status()
     assert (status.weights, status.weights_detail, status.released_tags) == (
         "invalid", "before", ["kv_cache", "weights"],
@@ -211,7 +197,7 @@ def test_weights_that_are_invalid_already_keep_their_reason(driver):
 
 @pytest.mark.parametrize("minimum,behind", [(None, False), (0, False), (1, False), (2, True)])
 def test_a_request_names_the_oldest_epoch_that_it_takes(driver, other_model, minimum, behind):
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    driver.update(other_model)
     params = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
     rid = driver.generate([5, 6, 7], sampling_params=params, min_weights_epoch=minimum)
     driver.run_until_idle()
@@ -224,16 +210,15 @@ def test_a_request_names_the_oldest_epoch_that_it_takes(driver, other_model, min
 
 
 def test_the_totals_count_staleness_and_duration_of_every_sample(driver, other_model):
-    driver.generate([5, 6, 7], 2)
-    driver.run_until_idle()
+    driver.complete([5, 6, 7], 2)
     driver.generate([5, 6, 7], 100)
     driver.tick(4)
     for _ in range(2):
-        driver.call(PauseGenerationReqInput(mode="in_place"))
-        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False))
-        driver.call(ContinueGenerationReqInput())
+        driver.pause("in_place")
+        driver.update(other_model, flush_cache=False)
+        driver.go_on()
         driver.tick(2)
-    driver.call(PauseGenerationReqInput(mode="abort"))
+    driver.pause("abort")
     totals = driver.status().totals
     assert totals.staleness == Distribution(counts=[1, 0, 1, *[0] * 7], sum=2.0)
     assert sum(totals.queue_time.counts) == sum(totals.latency_s.counts) == 2
@@ -241,8 +226,8 @@ def test_the_totals_count_staleness_and_duration_of_every_sample(driver, other_m
 
 
 def test_a_sample_without_a_token_has_no_staleness(driver):
-    driver.call(PauseGenerationReqInput(mode="in_place"))
+    driver.pause("in_place")
     driver.generate([5, 6, 7], 2)
-    driver.call(PauseGenerationReqInput(mode="abort"))
+    driver.pause("abort")
     totals = driver.status().totals
     assert (sum(totals.latency_s.counts), sum(totals.staleness.counts)) == (1, 0)

@@ -15,12 +15,7 @@ import zmq
 from support.scripted import EngineDriver
 from support.waiting import eventually
 
-from caesura.io_struct import (
-    BeginWeightUpdateReqInput,
-    ErrorReply,
-    PauseGenerationReqInput,
-    UpdateWeightFromDiskReqInput,
-)
+from caesura.io_struct import ErrorReply, PauseGenerationReqInput, UpdateWeightFromDiskReqInput
 from caesura.scheduler.executor.executor import Executor
 from caesura.scheduler.runtime.guard import EngineEndsError
 
@@ -95,8 +90,8 @@ def test_a_loop_that_sleeps_is_woken(driver, worker, other_model, state):
     if state != "idle":
         rids = [driver.generate([1, 2, 3 + number], 100) for number in range(3)]
         driver.tick(5)
-        assert not isinstance(driver.call(PauseGenerationReqInput(mode="in_place")), ErrorReply)
-        session = driver.call(BeginWeightUpdateReqInput()).session_id
+        assert not isinstance(driver.pause("in_place"), ErrorReply)
+        session = driver.begin()
         update = UpdateWeightFromDiskReqInput(
             model_path=str(other_model), session_id=session, flush_cache=False
         )

@@ -26,15 +26,10 @@ from support.scripted import EngineDriver, assert_error, tokens_of
 from caesura.client.trainer import SharedTensors
 from caesura.io_struct import (
     CaesuraError,
-    ContinueGenerationReqInput,
     DestroyWeightsUpdateGroupReqInput,
-    FlushCacheReqInput,
     GenerateReqInput,
-    PauseGenerationReqInput,
     SamplingParams,
-    UpdateWeightFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
-    WeightsCheckerReqInput,
 )
 from caesura.scheduler.models.config import load_model_config
 
@@ -48,7 +43,7 @@ def started(path, **options) -> EngineDriver:
 
 
 def gap(driver, model) -> float:
-    driver.call(FlushCacheReqInput())
+    driver.flush()
     params = SamplingParams(max_new_tokens=8, temperature=1.0, seed=1, ignore_eos=True)
     message = GenerateReqInput(
         input_ids=PROMPT, sampling_params=params, return_logprob=True, top_logprobs_num=VOCAB
@@ -91,14 +86,14 @@ def test_updates_take_each_spelling(loaded, spelled, tmp_path):
     save_file(load_file(folder / "1" / "model.safetensors"), other / "model.safetensors")
     rename_tensors(other, spelled)
     for by_socket in (False, True):
-        assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder / "0"))).committed
+        assert driver.update(folder / "0").committed
         assert gap(driver, models[0]) < TOLERANCE
         if by_socket:
-            driver.call(PauseGenerationReqInput(mode="abort"))
+            driver.pause("abort")
             reply = Sender(driver, other).send_all()[-1]
-            driver.call(ContinueGenerationReqInput())
+            driver.go_on()
         else:
-            reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(other)))
+            reply = driver.update(other)
         assert reply.committed, reply
         assert gap(driver, models[1]) < TOLERANCE
 
@@ -112,7 +107,7 @@ def test_fully_ignored_updates_change_nothing(paused, tmp_path):
         rid = driver.generate(PROMPT, 8)
         driver.tick(3)
         if paused:
-            driver.call(PauseGenerationReqInput(mode="in_place"))
+            driver.pause("in_place")
         with SharedTensors(towers) as shared:
             options = {"flush_cache": not paused, "abort_all_requests": True, "weight_version": "new"}
             message = UpdateWeightsFromIPCReqInput(specs=shared.specs, handle=shared.memory.handle, **options)
@@ -122,7 +117,7 @@ def test_fully_ignored_updates_change_nothing(paused, tmp_path):
         status = driver.status()
         assert (status.session, status.weights_epoch, status.weight_version) == (None, 0, "default")
         if paused:
-            driver.call(ContinueGenerationReqInput())
+            driver.go_on()
         driver.run_until_idle()
         result = driver.result(rid)
         assert (result.finish_reason.type, result.num_retractions) == ("length", 0)
@@ -149,12 +144,12 @@ def test_fully_ignored_broadcasts_are_received(tmp_path):
         {name: tensors[name] for name in tensors if ("visual" in name) == tower} for tower in (True, False)
     ]
     with started(tmp_path / "1") as driver:
-        expected = driver.call(WeightsCheckerReqInput()).checksums
+        expected = driver.check_weights().checksums
     with started(tmp_path / "0") as driver:
         trainer.beside(trainer.join)
         driver.call(trainer.init_message(), max_ticks=100_000)
         trainer.finish()
-        driver.call(PauseGenerationReqInput(mode="abort"))
+        driver.pause("abort")
         for part in parts:
             trainer.beside(partial(trainer.broadcast_each, part))
             reply = driver.call(update_message(part), max_ticks=100_000)
@@ -162,7 +157,7 @@ def test_fully_ignored_broadcasts_are_received(tmp_path):
             written = 0 if part is parts[0] else len(part)
             assert (reply.committed, reply.written_tensors) == (True, written)
             assert reply.skipped_tensors == len(part) - written
-        assert driver.call(WeightsCheckerReqInput()).checksums == expected
+        assert driver.check_weights().checksums == expected
         driver.call(DestroyWeightsUpdateGroupReqInput(), max_ticks=100_000)
     trainer.close()
 
@@ -177,10 +172,10 @@ def test_a_folder_of_the_language_model_alone_is_an_update(tmp_path):
     kept = {alone(name): value for name, value in tensors.items() if "visual" not in name}
     save_file(kept, second / "model.safetensors")
     with started(first) as driver:
-        before = driver.call(WeightsCheckerReqInput()).checksums
-        assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(second))).committed
+        before = driver.check_weights().checksums
+        assert driver.update(second).committed
         assert gap(driver, model) < TOLERANCE
-        after = driver.call(WeightsCheckerReqInput()).checksums
+        after = driver.check_weights().checksums
     assert before.keys() == after.keys()
 
 
@@ -190,15 +185,11 @@ def test_a_tower_alone_and_one_spelling_beside_another_are_refused(tmp_path):
     norm = "model.language_model.norm.weight"
     with started(tmp_path) as driver:
         save_file({**tensors, "model.norm.weight": tensors[norm].clone()}, tmp_path / "model.safetensors")
-        error = assert_error(
-            driver.call(UpdateWeightFromDiskReqInput(model_path=str(tmp_path))), "weight_mismatch"
-        )
+        error = assert_error(driver.update(tmp_path), "weight_mismatch")
         assert error.detail["mismatched"] == [{"name": "model.norm.weight", "reason": "named twice"}]
         tower = {name: value for name, value in tensors.items() if "visual" in name}
         save_file({**tower, "model.language_model.new": torch.zeros(2)}, tmp_path / "model.safetensors")
-        error = assert_error(
-            driver.call(UpdateWeightFromDiskReqInput(model_path=str(tmp_path))), "weight_mismatch"
-        )
+        error = assert_error(driver.update(tmp_path), "weight_mismatch")
         assert error.detail["unexpected"] == ["model.language_model.new"]
         assert "model.norm.weight" in error.detail["missing"]
         assert driver.status().weights == "valid"

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from support.buckets_by_hand import Sender
 from support.checkpoints import make_checkpoint
 from support.properties import examples
-from support.scripted import EngineDriver, assert_error, expected_tokens, one_piece_per_slice, tokens_of
+from support.scripted import EngineDriver, assert_error, one_piece_per_slice, tokens_of
 
 from caesura.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
-    EndWeightUpdateReqInput,
     ErrorReply,
     FlushCacheReqInput,
     GenerateReqInput,
@@ -41,9 +40,8 @@ SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.0, seed=7, ignore_eos=
 
 
 def generate(driver: EngineDriver) -> list[int]:
-    rid = driver.generate(PROMPT, sampling_params=SAMPLED)
-    driver.run_until_idle()
-    return tokens_of(driver.result(rid))
+    result = driver.complete(PROMPT, sampling_params=SAMPLED)
+    return tokens_of(result)
 
 
 @pytest.fixture(params=["mapped", "storage"])
@@ -79,13 +77,13 @@ def cold(models) -> list[int]:
 
 
 def release(driver: EngineDriver, *tags: MemoryTag) -> list[MemoryTag]:
-    reply = driver.call(Release(tags=list(tags) or None))
+    reply = driver.release(tags=list(tags) or None)
     assert not isinstance(reply, ErrorReply), reply
     return reply.released_tags
 
 
 def resume(driver: EngineDriver, *tags: MemoryTag) -> list[MemoryTag]:
-    reply = driver.call(Resume(tags=list(tags) or None))
+    reply = driver.resume(tags=list(tags) or None)
     assert not isinstance(reply, ErrorReply), reply
     return reply.released_tags
 
@@ -100,15 +98,15 @@ def ok(reply: Message) -> Message:
 
 def test_flush_release_all_then_weights_update_and_continue_before_the_cache_is_back(real, models, cold):
     assert generate(real) != cold
-    ok(real.call(FlushCacheReqInput()))
+    ok(real.flush())
     assert release(real) == ALL
     assert resume(real, "weights") == ["kv_cache"]
-    ok(real.call(PauseGenerationReqInput()))
-    ok(real.call(FlushCacheReqInput()))
+    ok(real.pause())
+    ok(real.flush())
     replies = Sender(real, models[1]).send_all(flush_cache=False, weight_version="1")
     assert [reply.committed for reply in replies] == [False] * (len(replies) - 1) + [True]
     assert {reply.weights for reply in replies[:-1]} == {"invalid"}
-    ok(real.call(ContinueGenerationReqInput()))
+    ok(real.go_on())
     rid = real.generate(PROMPT, sampling_params=SAMPLED)
     real.tick(5)
     status = real.status()
@@ -129,7 +127,7 @@ def test_buckets_fill_invalid_weights_of_a_running_engine(real, models, cold):
         assert_error(real.call(GenerateReqInput(input_ids=PROMPT)), "weights_invalid")
         reply = sender.send(number, flush_cache=True)
     assert (reply.committed, reply.weights, reply.weights_epoch, reply.flushed) == (True, "valid", 1, True)
-    ok(real.call(FlushCacheReqInput()))
+    ok(real.flush())
     assert resume(real, "kv_cache") == []
     assert generate(real) == cold
 
@@ -146,16 +144,15 @@ def test_only_the_cache_goes_and_comes(real):
 def test_a_frozen_request_goes_on_under_weights_that_were_released(driver, other_model):
     rid = driver.generate(PROMPT, 30)
     driver.tick(5)
-    driver.call(PauseGenerationReqInput(mode="in_place"))
-    assert_error(driver.call(Release()), "not_idle")
+    driver.pause("in_place")
+    assert_error(driver.release(), "not_idle")
     assert release(driver, "weights", "cuda_graph") == ["weights"]
     resume(driver)
-    ok(driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False)))
-    ok(driver.call(ContinueGenerationReqInput()))
+    ok(driver.update(other_model, flush_cache=False))
+    ok(driver.go_on())
     driver.run_until_idle()
-    result = driver.result(rid)
+    result = driver.check(rid)
     assert len(tokens_of(result)) == 30
-    assert tokens_of(result) == expected_tokens(PROMPT, result, VOCAB)
     assert result.weight_versions[-1].stale_kv
 
 
@@ -166,24 +163,21 @@ def test_sizes_are_reported_once_and_the_log_has_the_gain(driver, caplog):
     sizes = driver.status().device_memory
     taken = {tag: driver.engine.residency.occupied_bytes(tag) for tag in ALL}
     with caplog.at_level(logging.INFO, logger="caesura"):
-        reply = driver.call(Release(tags=["weights", "kv_cache"]))
+        reply = driver.release("weights", "kv_cache")
     assert reply.freed_bytes == taken
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("release_memory: reserved ")]
     assert len(lines) == 1
-    again = driver.call(Release())
+    again = driver.release()
     assert (again.released_tags, again.freed_bytes) == (ALL, {})
     status = driver.status()
     assert (status.memory, status.released_tags) == ("released", ALL)
     assert (status.device_memory.weights, status.device_memory.kv_cache) == (sizes.weights, sizes.kv_cache)
-    reply = driver.call(Resume(tags=["kv_cache"]))
-    assert (reply.released_tags, reply.resumed_bytes) == (
-        ["weights"],
-        {"kv_cache": sizes.kv_cache},
-    )
-    assert driver.call(Resume(tags=["kv_cache"])).resumed_bytes == {}
+    reply = driver.resume("kv_cache")
+    assert (reply.released_tags, reply.resumed_bytes) == (["weights"], {"kv_cache": sizes.kv_cache})
+    assert driver.resume("kv_cache").resumed_bytes == {}
     assert resume(driver) == []
     assert (driver.status().memory, driver.status().weights) == ("resident", "invalid")
-    assert driver.call(Resume()).resumed_bytes == {}
+    assert driver.resume().resumed_bytes == {}
 
 
 def test_the_allocator_is_emptied_once_the_memory_has_gone(driver, monkeypatch, caplog):
@@ -198,23 +192,23 @@ def test_the_allocator_is_emptied_once_the_memory_has_gone(driver, monkeypatch, 
             emptied.append(set(physics.gone))
 
     monkeypatch.setattr(driver.engine.device_cache, "module", Allocator())
-    ok(driver.call(Release(tags=[])))
+    ok(driver.release(tags=[]))
     assert not emptied
     with caplog.at_level(logging.INFO, logger="caesura"):
-        reply = driver.call(Release(tags=["kv_cache"]))
+        reply = driver.release("kv_cache")
     assert emptied == [{"kv_cache"}]
     assert (reply.reserved_before, reply.reserved_after) == (12 << 20, 8 << 20)
     assert "release_memory: reserved 12.0 MB -> 8.0 MB (freed 4.0 MB)" in caplog.messages
-    ok(driver.call(Release(tags=["kv_cache"])))
+    ok(driver.release("kv_cache"))
     assert len(emptied) == 1
 
 
 def test_no_tags_at_all_is_harmless_even_under_load(driver):
     rid = driver.generate(PROMPT, 30)
     driver.tick(3)
-    assert driver.call(Release(tags=[])).released_tags == []
-    assert driver.call(Resume(tags=[])).released_tags == []
-    assert driver.call(Resume()).released_tags == []
+    assert driver.release(tags=[]).released_tags == []
+    assert driver.resume(tags=[]).released_tags == []
+    assert driver.resume().released_tags == []
     driver.run_until_idle()
     assert len(tokens_of(driver.result(rid))) == 30
 
@@ -229,8 +223,7 @@ def test_requests_wait_while_the_cache_is_away_and_the_loop_sleeps(tiny_model, d
         assert driver.sleep_s() != 0
         resume(driver)
         driver.run_until_idle()
-        result = driver.result(rid)
-        assert tokens_of(result) == expected_tokens(PROMPT, result, VOCAB)
+        driver.check(rid)
 
 
 def test_the_gate_closes_before_the_memory_goes_and_opens_after_it_is_back(driver, monkeypatch):
@@ -243,7 +236,7 @@ def test_the_gate_closes_before_the_memory_goes_and_opens_after_it_is_back(drive
     assert message_id not in driver.replies, "the release takes more than two ticks"
     status = driver.status()
     assert (status.memory, status.weights) == ("released", "invalid")
-    assert_error(driver.call(Release(tags=["kv_cache"])), "busy")
+    assert_error(driver.release("kv_cache"), "busy")
     while message_id not in driver.replies:
         driver.tick()
     for component in driver.engine.residency.components.values():  # whose mappings resume at once
@@ -270,11 +263,11 @@ def test_kv_that_requests_hold_is_not_released(driver):
     driver.tick(3)
     for mode in (None, "in_place"):
         if mode is not None:
-            driver.call(PauseGenerationReqInput(mode=mode))
-        error = assert_error(driver.call(Release(tags=["kv_cache"])), "not_idle")
+            driver.pause(mode)
+        error = assert_error(driver.release("kv_cache"), "not_idle")
         assert error.detail["held_tokens"] > 0
         assert driver.status().memory == "resident"
-    driver.call(PauseGenerationReqInput(mode="retract"))
+    driver.pause("retract")
     assert release(driver, "kv_cache") == ["kv_cache"]
 
 
@@ -282,7 +275,7 @@ def test_an_engine_without_captured_graphs_serves_while_their_tag_is_released(re
     assert release(real) == ALL
     assert resume(real, "weights", "kv_cache") == []
     assert real.status().memory == "resident"
-    ok(real.call(UpdateWeightFromDiskReqInput(model_path=str(models[1]))))
+    ok(real.update(models[1]))
     assert generate(real) == cold
     assert release(real, "cuda_graph") == []
     assert generate(real) == cold
@@ -292,16 +285,16 @@ def test_a_release_frees_the_allocated_memory(real):
     """Pages that nothing has been written to since the resume are nobody's."""
     sizes = real.status().device_memory
     taken = real.engine.residency.occupied_bytes("kv_cache")
-    assert real.call(Release(tags=["kv_cache"])).freed_bytes == {"kv_cache": taken}
-    assert real.call(Resume()).resumed_bytes == {"kv_cache": sizes.kv_cache}
+    assert real.release("kv_cache").freed_bytes == {"kv_cache": taken}
+    assert real.resume().resumed_bytes == {"kv_cache": sizes.kv_cache}
     moves = real.engine.residency.moves(["kv_cache"])
-    assert real.call(Release(tags=["kv_cache"])).freed_bytes == {"kv_cache": sizes.kv_cache if moves else 0}
+    assert real.release("kv_cache").freed_bytes == {"kv_cache": sizes.kv_cache if moves else 0}
 
 
 def test_a_release_says_that_the_weights_are_dropped(driver):
-    assert driver.call(Release(tags=["kv_cache"])).weights_kept is None
-    assert driver.call(Release()).weights_kept is False
-    assert driver.call(Release()).weights_kept is False
+    assert driver.release("kv_cache").weights_kept is None
+    assert driver.release().weights_kept is False
+    assert driver.release().weights_kept is False
     resume(driver)
 
 
@@ -310,48 +303,48 @@ def test_weights_need_a_pause_or_an_idle_engine(driver, tag):
     release(driver, "kv_cache")
     driver.generate(PROMPT, 50)  # waits: nothing is held, but the engine is not idle
     driver.tick(2)
-    error = assert_error(driver.call(Release(tags=[tag])), "not_idle")
+    error = assert_error(driver.release(tag), "not_idle")
     assert (error.detail["waiting"], error.detail["held_tokens"]) == (1, 0)
-    driver.call(PauseGenerationReqInput(mode="retract"))
+    driver.pause("retract")
     release(driver, tag)
 
 
 @pytest.mark.parametrize("tags", [["kv_cache"], ["weights"], None])
 def test_an_open_session_forbids_a_release(driver, other_model, tags):
     session_id = driver.begin()
-    assert_error(driver.call(Release(tags=tags)), "session_open")
-    driver.call(EndWeightUpdateReqInput(commit=False, session_id=session_id))
-    driver.call(PauseGenerationReqInput())
+    assert_error(driver.release(tags=tags), "session_open")
+    driver.end(commit=False, session_id=session_id)
+    driver.pause()
     assert not Sender(driver, other_model).send(0).committed
     assert driver.status().weights == "updating"
-    assert_error(driver.call(Release(tags=tags)), "session_open")
+    assert_error(driver.release(tags=tags), "session_open")
     assert driver.status().weights == "updating"
-    ok(driver.call(FlushCacheReqInput()))  # commits it
+    ok(driver.flush())  # commits it
     release(driver, *(tags or []))
 
 
 def test_released_weights_take_no_update_and_no_check(driver, other_model):
     release(driver, "weights")
     assert_error(Sender(driver, other_model).send(0), "memory_released")
-    assert_error(driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model))), "memory_released")
+    assert_error(driver.update(other_model), "memory_released")
     for action in ("checksum", "snapshot", "compare", "reset_tensors"):
-        error = assert_error(driver.call(WeightsCheckerReqInput(action=action)), "memory_released")
+        error = assert_error(driver.check_weights(action), "memory_released")
         assert error.detail["released"] == ["weights"]
     status = driver.status()
     assert (status.weights, status.session) == ("invalid", None)
 
 
 def test_poisoned_weights_become_invalid_and_one_complete_update_heals(driver, other_model):
-    driver.call(WeightsCheckerReqInput(action="reset_tensors"))
+    driver.check_weights("reset_tensors")
     release(driver)
     assert driver.status().weights == "invalid"
     resume(driver)
-    assert ok(driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))).committed
+    assert ok(driver.update(other_model)).committed
     assert driver.status().weights == "valid"
 
 
 def test_unfinished_writes_are_forgotten_on_release(driver, other_model):
-    driver.call(PauseGenerationReqInput())
+    driver.pause()
     release(driver, "weights")
     resume(driver)
     sender = Sender(driver, other_model)
@@ -367,17 +360,17 @@ def test_unfinished_writes_are_forgotten_on_release(driver, other_model):
 
 
 def test_a_resume_without_enough_memory_changes_nothing(driver, monkeypatch):
-    driver.call(PauseGenerationReqInput())
+    driver.pause()
     release(driver)
     before = driver.status()
     device = SimpleNamespace(mem_get_info=lambda: (100, 1 << 40))
     monkeypatch.setattr(driver.engine.residency, "module", device)
-    error = assert_error(driver.call(Resume()), "out_of_memory")
+    error = assert_error(driver.resume(), "out_of_memory")
     sizes = before.device_memory
     assert error.detail == {"needed_bytes": sizes.weights + sizes.kv_cache, "free_bytes": 100}
     after = driver.status()
     assert (after.released_tags, after.weights, after.generation) == (ALL, "invalid", "paused")
-    assert driver.call(Resume(tags=["cuda_graph"])).released_tags == ALL
+    assert driver.resume("cuda_graph").released_tags == ALL
     monkeypatch.undo()
     assert resume(driver) == []
 
@@ -558,10 +551,9 @@ class Trial:
         self.step("continue", None)
         driver.run_until_idle()
         assert not self.physics.violations
-        for rid, message in self.accepted.items():
-            result = driver.result(rid)
+        for rid in self.accepted:
+            result = driver.check(rid)
             assert result.finish_reason.type in ("length", "abort"), result
-            assert tokens_of(result) == expected_tokens(message.input_ids, result, VOCAB)
         assert driver.status().kv.held == 0
 
 
@@ -605,7 +597,7 @@ def test_any_order_without_waiting_for_answers(tiny_model, other_model, commands
             assert not trial.physics.violations
         while driver.engine.commands.is_busy:
             driver.tick()
-        driver.call(PauseGenerationReqInput(mode="abort"))
+        driver.pause("abort")
         for message_id, message in sent.items():
             reply = driver.replies.pop(message_id, None)
             if isinstance(reply, ErrorReply):

@@ -4,16 +4,7 @@ import numpy as np
 import pytest
 from support.scripted import EngineDriver
 
-from caesura.io_struct import (
-    CaesuraError,
-    ContinueGenerationReqInput,
-    FlushCacheReqInput,
-    GenerateImagesReqInput,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-    UpdateWeightFromDiskReqInput,
-)
+from caesura.io_struct import CaesuraError, GenerateImagesReqInput
 
 pytest.importorskip("diffusers")
 from support.pipelines import tensors_of
@@ -75,7 +66,7 @@ def test_guidance_finds_its_negative_prompt_and_encodes_the_rest(driver):
     assert counts(driver) == (0, 2, 2)
     part = run(driver, request("a blue", guidance_scale=2.0))[0]
     assert counts(driver) == (1, 3, 3)
-    driver.call(FlushCacheReqInput())
+    driver.flush()
     whole = run(driver, request("a blue", guidance_scale=2.0))[0]
     np.testing.assert_allclose(part["latents"], whole["latents"], rtol=0, atol=1e-5)
 
@@ -95,18 +86,17 @@ def test_an_update_of_an_encoder_makes_old_entries_unreachable_and_one_of_the_tr
     driver, other_sd3
 ):
     before = run(driver, request())[0]
-    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_sd3))).flushed
+    assert driver.update(other_sd3).flushed
     kept = run(driver, request())[0]
     assert counts(driver) == (1, 1, 1)
     assert np.array_equal(before["prompt_embeds"], kept["prompt_embeds"])
-    update = UpdateWeightFromDiskReqInput(model_path=str(other_sd3), component="text_encoder_3")
-    assert driver.call(update).committed
+    assert driver.update(other_sd3, component="text_encoder_3").committed
     assert counts(driver)[2] == 0
     after = run(driver, request())[0]
     assert counts(driver) == (1, 2, 1)
     assert not np.array_equal(before["prompt_embeds"], after["prompt_embeds"])
     for component in ("text_encoder", "text_encoder_2", "vae"):
-        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_sd3), component=component))
+        driver.update(other_sd3, component=component)
     found = run(driver, request())[0]
     with EngineDriver(str(other_sd3), scripted=False) as cold:
         expected = run(cold, request())[0]
@@ -116,18 +106,18 @@ def test_an_update_of_an_encoder_makes_old_entries_unreachable_and_one_of_the_tr
 @pytest.mark.parametrize("tag", ["weights", "kv_cache"])
 def test_flush_and_release_empty_it(driver, sd3, tag):
     run(driver, request())
-    driver.call(FlushCacheReqInput())
+    driver.flush()
     assert (counts(driver)[2], driver.status().prompt_cache.nbytes) == (0, 0)
     run(driver, request())
-    driver.call(PauseGenerationReqInput())
+    driver.pause()
     assert counts(driver)[2] == 1, "a pause keeps it"
-    driver.call(ReleaseMemoryOccupationReqInput(tags=[tag]))
+    driver.release(tag)
     assert (counts(driver)[2], driver.status().prompt_cache.nbytes) == (0, 0)
-    driver.call(ResumeMemoryOccupationReqInput())
+    driver.resume()
     if tag == "weights":
         for component in ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
-            driver.call(UpdateWeightFromDiskReqInput(model_path=str(sd3), component=component))
-    driver.call(ContinueGenerationReqInput())
+            driver.update(sd3, component=component)
+    driver.go_on()
     run(driver, request())
     assert counts(driver) == (0, 3, 1)
 

@@ -23,14 +23,9 @@ from support.scripted import EngineDriver, assert_error
 from caesura.client.trainer import as_frames, buckets
 from caesura.io_struct import (
     BeginWeightUpdateReqInput,
-    ContinueGenerationReqInput,
-    EndWeightUpdateReqInput,
     ErrorReply,
-    FlushCacheReqInput,
     Message,
-    PauseGenerationReqInput,
     RenewPauseLeaseReqInput,
-    UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
 )
 
@@ -92,25 +87,32 @@ class ProtocolMachine(RuleBasedStateMachine):
     @rule(sender=SENDERS, mode=MODES, lease=st.sampled_from([None, None, "continue", "abort", "stay"]))
     def pause(self, sender, mode, lease):
         expected = self.model.pause(sender, mode, lease)
-        message = PauseGenerationReqInput(
-            owner=sender.owner,
-            mode=mode,
-            lease_s=None if lease is None else 600.0,
-            on_lease_expiry=lease or "stay",
+        self.check(
+            self.driver.pause(
+                mode,
+                client=sender.client,
+                owner=sender.owner,
+                lease_s=None if lease is None else 600.0,
+                on_lease_expiry=lease or "stay",
+            ),
+            expected,
         )
-        self.check(self.driver.call(message, sender.client), expected)
 
     @rule(sender=SENDERS, force=RARELY)
     def go_on(self, sender, force):
         expected = self.model.go_on(sender, force)
-        message = ContinueGenerationReqInput(owner=sender.owner, force=force, torch_empty_cache=False)
-        self.check(self.driver.call(message, sender.client), expected)
+        self.check(
+            self.driver.go_on(client=sender.client, owner=sender.owner, force=force, torch_empty_cache=False),
+            expected,
+        )
 
     @rule(sender=SENDERS, force=RARELY)
     def flush(self, sender, force):
         expected = self.model.flush(sender, force)
-        message = FlushCacheReqInput(owner=sender.owner, force=force, torch_empty_cache=False)
-        self.check(self.driver.call(message, sender.client), expected)
+        self.check(
+            self.driver.flush(client=sender.client, owner=sender.owner, force=force, torch_empty_cache=False),
+            expected,
+        )
 
     @rule(sender=SENDERS)
     def begin(self, sender):
@@ -136,19 +138,32 @@ class ProtocolMachine(RuleBasedStateMachine):
     def disk(self, sender, kind, label, which):
         name = self.name_of(kind)
         expected = self.model.piece(sender, name, "disk", label, self.model.names, which)
-        message = UpdateWeightFromDiskReqInput(
-            model_path=self.folders[which], owner=sender.owner, session_id=name, weight_version=label
+        self.check(
+            self.driver.update(
+                self.folders[which],
+                client=sender.client,
+                owner=sender.owner,
+                session_id=name,
+                weight_version=label,
+            ),
+            expected,
         )
-        self.check(self.driver.call(message, sender.client), expected)
 
     @rule(sender=SENDERS, kind=NAMES, commit=st.booleans(), force=RARELY, label=LABELS)
     def end(self, sender, kind, commit, force, label):
         name = self.name_of(kind)
         expected = self.model.end(sender, name, commit, force, label)
-        message = EndWeightUpdateReqInput(
-            owner=sender.owner, session_id=name, commit=commit, force=force, weight_version=label
+        self.check(
+            self.driver.end(
+                client=sender.client,
+                owner=sender.owner,
+                session_id=name,
+                commit=commit,
+                force=force,
+                weight_version=label,
+            ),
+            expected,
         )
-        self.check(self.driver.call(message, sender.client), expected)
 
     @rule(sender=SENDERS)
     def renew(self, sender):

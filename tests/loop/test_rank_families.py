@@ -12,13 +12,7 @@ from support.plain_trainer import PlainTrainer, update_message, weights_of
 from support.rank_updates import UPDATES, checksums
 from support.scripted import EngineDriver, assert_error, tokens_of
 
-from caesura.io_struct import (
-    ContinueGenerationReqInput,
-    DestroyWeightsUpdateGroupReqInput,
-    GenerateReqInput,
-    SamplingParams,
-    UpdateWeightFromDiskReqInput,
-)
+from caesura.io_struct import DestroyWeightsUpdateGroupReqInput, GenerateReqInput, SamplingParams
 from caesura.scheduler.executor.rpc import decode_call, encode
 from caesura.scheduler.executor.workers import Workers
 
@@ -86,12 +80,12 @@ def engine(request, tmp_path_factory):
 @pytest.mark.parametrize("send", UPDATES)
 def test_an_update_is_a_cold_load_on_every_rank(engine, send):
     driver = engine.driver
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(engine.first)), max_ticks=100_000)
+    driver.update(engine.first)
     assert checksums(driver) != engine.cold
     reply = send(driver, engine.second)
     assert reply.committed, reply
     assert checksums(driver) == engine.cold
-    driver.call(ContinueGenerationReqInput(force=True))
+    driver.go_on(force=True)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +131,7 @@ def test_a_rank_that_fails_ends_the_wait_of_the_others(driver, model, monkeypatc
     assert driver.status().weights == "poisoned"
     driver.call(DestroyWeightsUpdateGroupReqInput(), max_ticks=100_000)
     trainer.close()
-    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(model)), max_ticks=100_000).committed
+    assert driver.update(model).committed
     assert driver.engine.executor.answers == {}
 
 

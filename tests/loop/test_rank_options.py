@@ -87,9 +87,8 @@ def checksums(driver: EngineDriver) -> dict[str, str]:
 
 def generate(driver: EngineDriver) -> list[int]:
     ok(driver, FlushCacheReqInput())
-    rid = driver.generate(PROMPT, sampling_params=SAMPLED)
-    driver.run_until_idle()
-    return tokens_of(driver.result(rid))
+    result = driver.complete(PROMPT, sampling_params=SAMPLED)
+    return tokens_of(result)
 
 
 def test_released_weights_come_back_on_every_rank(driver, other_model):
@@ -134,7 +133,7 @@ def test_a_resume_that_one_rank_cannot_do_keeps_every_copy(driver, monkeypatch, 
             patch.setattr(driver.engine.residency, "resume", full)
         else:
             workers_fail_at(patch, "resume")
-        error = assert_error(driver.call(ResumeMemoryOccupationReqInput()), code)
+        error = assert_error(driver.resume(), code)
     assert where == "rank 0" or "rank 0 has opened no source" in error.detail["ranks"]["1"]
     assert driver.status().memory == "released"
     ok(driver, ResumeMemoryOccupationReqInput())
@@ -161,9 +160,7 @@ def test_a_copy_that_one_rank_cannot_make_is_dropped_by_all(driver, monkeypatch,
         monkeypatch.setattr(host_copy.os, "pwrite", full)
     else:
         workers_fail_at(monkeypatch, "keep")
-    assert_error(
-        driver.call(ReleaseMemoryOccupationReqInput()), "out_of_memory" if where == "rank 0" else "internal"
-    )
+    assert_error(driver.release(), "out_of_memory" if where == "rank 0" else "internal")
     assert driver.status().memory == "resident"
     checksums(driver)  # every rank has come to the end of what it was told
     assert (copies_of(os.getpid()), copies_of(worker)) == (0, 0)

@@ -17,16 +17,8 @@ from support.state_table import STATES, TABLE, Recipes
 
 from caesura.client.trainer import SharedTensors
 from caesura.io_struct import (
-    AbortReq,
-    ContinueGenerationReqInput,
-    EndWeightUpdateReqInput,
-    FlushCacheReqInput,
     GenerateReqInput,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
     SamplingParams,
-    UpdateWeightFromDiskReqInput,
     UpdateWeightsFromCheckpointEngineReqInput,
     UpdateWeightsFromIPCReqInput,
 )
@@ -59,19 +51,19 @@ def alone(tiny_model):
 
 
 def restore(driver: EngineDriver, model) -> None:
-    driver.call(AbortReq(abort_all=True))
-    driver.call(EndWeightUpdateReqInput(commit=False, force=True))
-    driver.call(PauseGenerationReqInput(mode="abort"))
-    driver.call(ResumeMemoryOccupationReqInput())
-    reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(model)), max_ticks=100_000)
-    driver.call(ContinueGenerationReqInput(force=True))
+    driver.abort(abort_all=True)
+    driver.end(commit=False, force=True)
+    driver.pause("abort")
+    driver.resume()
+    reply = driver.update(model)
+    driver.go_on(force=True)
     status = driver.status()
     assert (status.generation, status.weights, status.session) == ("running", "valid", None), reply
     driver.engine.cache.check()
 
 
 def outputs(driver: EngineDriver) -> list[tuple[list[int], np.ndarray]]:
-    driver.call(FlushCacheReqInput())
+    driver.flush()
     kinds = (
         {},
         {"temperature": 1.0, "seed": 3},
@@ -206,7 +198,7 @@ def test_a_rank_that_fails_in_the_midst_poisons_all(driver, other_model, monkeyp
 
 
 def test_an_update_that_ends_early_ends_on_every_rank(driver, other_model, tiny_model, monkeypatch):
-    pause = driver.call(PauseGenerationReqInput(mode="abort"))
+    pause = driver.pause("abort")
     assert pause.mode == "abort"
     before = checksums(driver)
     sender = Sender(driver, other_model)
@@ -226,9 +218,8 @@ def test_a_step_that_a_worker_cannot_read_fails_on_every_rank(driver, alone, mon
         return header, arrays[:-8] if next(broken, False) else arrays
 
     monkeypatch.setattr(parallel_runner, "encode_batch", torn)
-    rid = driver.generate(PROMPT)
-    driver.run_until_idle()
-    reason = driver.result(rid).finish_reason
+    result = driver.complete(PROMPT)
+    reason = result.finish_reason
     assert (reason.type, reason.code) == ("error", "internal")
     assert "rank 1: " in reason.message
     assert driver.status().step_failures.failed > 0
@@ -245,9 +236,8 @@ def test_a_step_that_rank_0_cannot_execute_fails_on_every_rank(driver, alone, mo
         return forward(*arguments)
 
     monkeypatch.setattr(model, "forward", failing)
-    rid = driver.generate(PROMPT)
-    driver.run_until_idle()
-    assert driver.result(rid).finish_reason.type == "length"  # memory that ran out once: computed again
+    result = driver.complete(PROMPT)
+    assert result.finish_reason.type == "length"  # memory that ran out once: computed again
     assert driver.status().step_failures.retried > 0
     monkeypatch.undo()
     assert_same_outputs(outputs(driver), outputs(alone))
@@ -256,23 +246,23 @@ def test_a_step_that_rank_0_cannot_execute_fails_on_every_rank(driver, alone, mo
 def test_a_pause_answers_when_every_rank_has_ended_the_step(driver):
     rid = driver.generate(PROMPT, 40)
     driver.tick(5)
-    driver.call(PauseGenerationReqInput(mode="in_place"))
+    driver.pause("in_place")
     steps = driver.engine.runner
     assert steps.under_way == []
     assert driver.engine.executor.answers == {}
-    driver.call(ContinueGenerationReqInput())
+    driver.go_on()
     driver.run_until_idle()
     assert len(tokens_of(driver.result(rid))) == 40
 
 
 def test_memory_is_released_resumed_and_emptied_on_every_rank(driver, alone, tiny_model):
-    driver.call(PauseGenerationReqInput(mode="abort"))
+    driver.pause("abort")
     reserved = driver.status().ranks[0].reserved
-    driver.call(ReleaseMemoryOccupationReqInput())
+    driver.release()
     assert driver.status().ranks[0].reserved < reserved
-    driver.call(ResumeMemoryOccupationReqInput())
+    driver.resume()
     assert by_disk(driver, tiny_model).committed
-    report = driver.call(ContinueGenerationReqInput())
+    report = driver.go_on()
     assert [rank.rank for rank in report.ranks] == [1]
     assert report.ranks[0].reserved_after <= report.ranks[0].reserved_before
     assert_same_outputs(outputs(driver), outputs(alone))
@@ -305,15 +295,15 @@ def test_every_command_in_every_state(shared, tiny_model, other_model, broken_mo
 def clear(driver: EngineDriver, model) -> None:
     status = driver.status()
     if status.running_requests or status.waiting_requests or status.prefilling_requests:
-        driver.call(AbortReq(abort_all=True))
+        driver.abort(abort_all=True)
     if status.session is not None:
-        driver.call(EndWeightUpdateReqInput(commit=False, force=True))
+        driver.end(commit=False, force=True)
     if status.released_tags:
-        driver.call(PauseGenerationReqInput(mode="abort"))
-        driver.call(ResumeMemoryOccupationReqInput())
+        driver.pause("abort")
+        driver.resume()
     if driver.status().weights != "valid":
         assert by_disk(driver, model).committed
-    driver.call(ContinueGenerationReqInput(force=True, torch_empty_cache=False))
+    driver.go_on(force=True, torch_empty_cache=False)
     status = driver.status()
     assert (status.generation, status.weights, status.session) == ("running", "valid", None)
     driver.engine.cache.check()

@@ -3,12 +3,7 @@
 import pytest
 from support.scripted import EngineDriver, assert_error
 
-from caesura.io_struct import (
-    BeginWeightUpdateReqInput,
-    EndWeightUpdateReqInput,
-    GenerateReqInput,
-    SamplingParams,
-)
+from caesura.io_struct import BeginWeightUpdateReqInput, GenerateReqInput, SamplingParams
 
 
 @pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
@@ -52,9 +47,7 @@ def test_numbers_that_nothing_can_hold_end_their_own_request_only(driver, fields
 ], ids=str)  # fmt: skip
 def test_numbers_at_the_ends_of_their_ranges_are_sampled_with(tiny_model, params):
     with EngineDriver(str(tiny_model), scripted=False) as driver:
-        rid = driver.generate([5, 6, 7, 7, 7], sampling_params=params)
-        driver.run_until_idle()
-        result = driver.result(rid)
+        result = driver.complete([5, 6, 7, 7, 7], sampling_params=params)
         assert result.finish_reason.type in ("length", "stop"), result.finish_reason
         assert driver.status().step_failures.failed == 0
 
@@ -66,14 +59,13 @@ def test_logits_that_are_not_finite_once_edited_blame_the_edits_too(driver):
         (SamplingParams(max_new_tokens=4), "the model's logits are not finite: check the weights"),
     ):
         driver.runner.non_finite_next = True
-        rid = driver.generate([5, 6, 7], sampling_params=params)
-        driver.run_until_idle()
-        assert words in driver.result(rid).finish_reason.message
+        result = driver.complete([5, 6, 7], sampling_params=params)
+        assert words in result.finish_reason.message
 
 
 def test_begin_and_end_of_a_session_have_numbers_in_range(driver):
     begun = driver.call(BeginWeightUpdateReqInput(deadline_s=86400.0))
-    driver.call(EndWeightUpdateReqInput(commit=False, session_id=begun.session_id))
+    driver.end(commit=False, session_id=begun.session_id)
     for endless in (float("inf"), float("nan"), 1e300):
         assert_error(driver.call(BeginWeightUpdateReqInput(deadline_s=endless)), "malformed_message")
 

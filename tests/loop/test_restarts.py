@@ -18,15 +18,11 @@ from caesura.client.trainer import as_frames, buckets
 from caesura.io_struct import (
     BeginWeightUpdateReqInput,
     CaesuraError,
-    ContinueGenerationReqInput,
-    EndWeightUpdateReqInput,
     ErrorReply,
     GenerateReqInput,
     Message,
-    PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
-    WeightsCheckerReqInput,
 )
 from caesura.scheduler.runtime.config import EngineConfig
 from caesura.scheduler.runtime.engine import Engine
@@ -53,7 +49,7 @@ def ok(reply: Message) -> Message:
 
 
 def from_disk(driver: EngineDriver, folder: Path, version: str | None = "step-17") -> None:
-    ok(driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder), weight_version=version)))
+    ok(driver.update(folder, weight_version=version))
 
 
 def from_tensors(driver: EngineDriver, path: Path, count: int | None = None, **fields: object) -> Message:
@@ -65,7 +61,7 @@ def from_tensors(driver: EngineDriver, path: Path, count: int | None = None, **f
 
 
 def checksum(driver: EngineDriver) -> str:
-    return ok(driver.call(WeightsCheckerReqInput(action="checksum"))).total
+    return ok(driver.check_weights("checksum")).total
 
 
 def refused(driver: EngineDriver, code: str, **fields: object) -> ErrorReply:
@@ -100,8 +96,7 @@ def test_epochs_go_on_when_nothing_was_ever_updated(start):
                 "default",
             )
             incarnations.add(status.incarnation)
-            driver.generate(PROMPT)
-            driver.run_until_idle()
+            driver.complete(PROMPT)
     assert len(incarnations) == 3
 
 
@@ -116,9 +111,8 @@ def test_disk_commits_survive_a_restart(start, folder):
             assert (after.weights, after.weight_version, after.weights_epoch) == ("valid", "step-17", epoch)
             assert after.model_path == str(folder)
             assert checksum(driver) == committed
-            rid = driver.generate(PROMPT, min_weights_epoch=1)
-            driver.run_until_idle()
-            (span,) = driver.result(rid).weight_versions
+            result = driver.complete(PROMPT, min_weights_epoch=1)
+            (span,) = result.weight_versions
             assert (span.epoch, span.version, span.incarnation) == (epoch, "step-17", after.incarnation)
             refused(driver, "epoch_behind", min_weights_epoch=epoch + 1)
 
@@ -128,9 +122,8 @@ def test_prefixes_are_shared_under_the_first_epoch_of_a_restart(start, folder):
         from_disk(driver, folder)
     with start() as driver:
         for _ in range(2):
-            rid = driver.generate(list(range(3, 60)))
-            driver.run_until_idle()
-        assert driver.result(rid).cached_tokens > 0
+            result = driver.complete(list(range(3, 60)))
+        assert result.cached_tokens > 0
 
 
 @pytest.mark.parametrize("how", ["transport", "gone", "rewritten", "torn"])
@@ -164,15 +157,14 @@ def test_lost_weights_are_refused_until_an_update_is_complete(start, folder, oth
         reply = ok(from_tensors(driver, other_model, count=2))
         assert not reply.committed
         refused(driver, "weights_invalid")
-        driver.call(PauseGenerationReqInput(mode="in_place"))
-        assert_error(driver.call(ContinueGenerationReqInput()), "weights_invalid")
+        driver.pause("in_place")
+        assert_error(driver.go_on(), "weights_invalid")
         reply = ok(from_tensors(driver, other_model, weight_version="step-18"))
         assert (reply.committed, reply.weights_epoch) == (True, 5)
-        ok(driver.call(ContinueGenerationReqInput()))
+        ok(driver.go_on())
         assert checksum(driver) == committed
-        rid = driver.generate(PROMPT, min_weights_epoch=1)
-        driver.run_until_idle()
-        assert len(tokens_of(driver.result(rid))) == 8
+        result = driver.complete(PROMPT, min_weights_epoch=1)
+        assert len(tokens_of(result)) == 8
 
 
 def test_the_old_behaviour_refuses_requests_with_an_epoch(start, other_model):
@@ -192,21 +184,22 @@ def test_the_old_behaviour_refuses_requests_with_an_epoch(start, other_model):
         for epoch in (1, 2):
             assert "step-17" in refused(driver, "epoch_behind", min_weights_epoch=epoch).message
         session = ok(driver.call(BeginWeightUpdateReqInput()))
-        end = EndWeightUpdateReqInput(session_id=session.session_id, commit=True, weight_version="renamed")
-        assert ok(driver.call(end)).weights_epoch == 3
+        assert (
+            ok(driver.end(session_id=session.session_id, commit=True, weight_version="renamed")).weights_epoch
+            == 3
+        )
         refused(driver, "epoch_behind", min_weights_epoch=1)  # a new label is no new weights
     with start(on_lost_weights="serve_initial") as driver:
         refused(driver, "epoch_behind", min_weights_epoch=1)
         ok(from_tensors(driver, other_model))
-        driver.generate(PROMPT, min_weights_epoch=4)
-        driver.run_until_idle()
+        driver.complete(PROMPT, min_weights_epoch=4)
 
 
 def test_a_new_label_alone_keeps_the_folder_and_tensors_after_it_do_not(start, folder, other_model):
     with start() as driver:
         from_disk(driver, folder)
         session = ok(driver.call(BeginWeightUpdateReqInput()))
-        ok(driver.call(EndWeightUpdateReqInput(session_id=session.session_id, weight_version="renamed")))
+        ok(driver.end(session_id=session.session_id, weight_version="renamed"))
     with start() as driver:
         assert (driver.status().weights, driver.status().weight_version) == ("valid", "renamed")
         ok(from_tensors(driver, other_model, count=2))
@@ -224,7 +217,7 @@ def test_the_last_source_of_a_session_decides(start, folder, other_model):
             ok(from_tensors(driver, other_model, count=2, session_id=session))
             if last_from_disk:
                 ok(driver.call(disk))
-            ok(driver.call(EndWeightUpdateReqInput(session_id=session)))
+            ok(driver.end(session_id=session))
         with start() as driver:
             assert driver.status().weights == ("valid" if last_from_disk else "invalid")
 
@@ -234,9 +227,9 @@ def test_a_folder_that_changes_between_its_call_and_the_commit_is_not_taken_for_
 ):
     with start() as driver:
         session = ok(driver.call(BeginWeightUpdateReqInput())).session_id
-        ok(driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder), session_id=session)))
+        ok(driver.update(folder, session_id=session))
         shutil.copyfile(tiny_model / "model.safetensors", folder / "model.safetensors")
-        ok(driver.call(EndWeightUpdateReqInput(session_id=session)))
+        ok(driver.end(session_id=session))
     with start() as driver:
         assert driver.status().weights == "invalid"
 
@@ -247,7 +240,7 @@ def test_uncommitted_updates_are_not_remembered(start, folder, other_model):
         committed = checksum(driver)
         session = ok(driver.call(BeginWeightUpdateReqInput())).session_id
         ok(from_tensors(driver, other_model, count=2, session_id=session))
-        ok(driver.call(EndWeightUpdateReqInput(session_id=session, commit=False)))
+        ok(driver.end(session_id=session, commit=False))
         assert driver.status().weights == "poisoned"
     with start() as driver:
         assert (driver.status().weights, driver.status().weight_version) == ("valid", "step-17")
@@ -257,10 +250,10 @@ def test_uncommitted_updates_are_not_remembered(start, folder, other_model):
 @pytest.mark.parametrize("came", ["disk", "tensors"])
 def test_a_commit_that_a_full_disk_has_not_recorded_is_lost_in_a_restart(start, folder, other_model, came):
     with start() as driver:
-        assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder))).durable is True
+        assert driver.update(folder).durable is True
         with full_disk():
             if came == "disk":
-                reply = ok(driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder))))
+                reply = ok(driver.update(folder))
             else:
                 reply = ok(from_tensors(driver, other_model))
         assert (reply.committed, reply.weights_epoch, reply.durable) == (True, 2, False)
@@ -273,7 +266,7 @@ def test_a_commit_that_a_full_disk_has_not_recorded_is_lost_in_a_restart(start, 
     with start() as driver:  # the loss is remembered until an update is complete
         assert driver.status().weights == "invalid"
         assert driver.status().weights_epoch == lost.weights_epoch + 1
-        reply = ok(driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder))))
+        reply = ok(driver.update(folder))
         assert (reply.weights_epoch, reply.durable) == (lost.weights_epoch + 2, True)
     with start() as driver:
         assert driver.status().weights == "valid"
@@ -293,7 +286,7 @@ def test_a_commit_after_the_disk_is_mended_is_on_record(start, folder, other_mod
     with start() as driver:
         with full_disk():
             assert ok(from_tensors(driver, other_model)).durable is False
-        assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder))).durable is True
+        assert driver.update(folder).durable is True
     with start() as driver:
         assert (driver.status().weights, driver.status().weights_epoch) == ("valid", 3)
 
@@ -304,7 +297,7 @@ def test_a_file_system_without_space_loses_no_epoch(tiny_model, folder, tmp_path
         with EngineDriver(str(tiny_model), **options) as driver:
             from_disk(driver, folder)
             (small / "filler").write_bytes(b"x" * 4096)
-            reply = ok(driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder))))
+            reply = ok(driver.update(folder))
             assert (reply.committed, reply.durable) == (True, False)
         (small / "filler").unlink()
         with EngineDriver(str(tiny_model), **options) as driver:
@@ -316,7 +309,7 @@ def test_a_commit_that_cannot_even_be_marked_is_refused(start, folder, caplog):
     with start() as driver:
         from_disk(driver, folder)
         with full_disk(limit=0):
-            reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder)))
+            reply = driver.update(folder)
         assert_error(reply, "state_file_error")
         assert driver.status().weights_epoch == 1
     with start() as driver:
@@ -341,7 +334,7 @@ def test_a_replaced_file_of_the_same_size_and_time_is_noticed(start, folder, tin
 
 def test_a_reply_without_a_state_file_omits_the_record(tiny_model, folder):
     with EngineDriver(str(tiny_model)) as driver:
-        assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder))).durable is None
+        assert driver.update(folder).durable is None
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 from support.scripted import EngineDriver, assert_error, tokens_of
 
-from caesura.io_struct import GenerateReqInput, PauseGenerationReqInput, SamplingParams, encode
+from caesura.io_struct import GenerateReqInput, SamplingParams, encode
 
 PARAMS = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 
@@ -44,7 +44,7 @@ def test_an_answer_that_is_not_stored_any_more_is_no_second_generation(tiny_mode
         assert len(driver.results) == 10
         status = driver.status()
         assert (status.step, status.generated_tokens) == (steps, generated)
-        pause = driver.call(PauseGenerationReqInput(id="a new one"))
+        pause = driver.pause(id="a new one")
         assert pause.step == steps
 
 

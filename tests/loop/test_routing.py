@@ -21,16 +21,7 @@ from support.scripted import (
     tokens_of,
 )
 
-from caesura.io_struct import (
-    AbortReq,
-    ContinueGenerationReqInput,
-    GenerateReqInput,
-    GenerateReqOutput,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-    UpdateWeightFromDiskReqInput,
-)
+from caesura.io_struct import GenerateReqInput, GenerateReqOutput
 
 LAYERS, TOP_K = 2, 3
 POOL_TOKENS = 160
@@ -84,9 +75,9 @@ def ask(driver: EngineDriver, prompt: list[int], new_tokens: int, **fields: obje
 
 def update(driver: EngineDriver, model: str, mode: str | None) -> None:
     if mode is not None:
-        driver.call(PauseGenerationReqInput(mode=mode))
-    driver.call(UpdateWeightFromDiskReqInput(model_path=model, flush_cache=False))
-    driver.call(ContinueGenerationReqInput())
+        driver.pause(mode)
+    driver.update(model, flush_cache=False)
+    driver.go_on()
 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 100])
@@ -99,9 +90,8 @@ def test_a_row_for_each_position_but_the_last(driver, length, new_tokens):
 
 
 def test_routing_is_none_for_requests_without_it(driver):
-    rid = driver.generate(prompt_of(5), 3)
-    driver.run_until_idle()
-    assert driver.result(rid).routed_experts is None
+    result = driver.complete(prompt_of(5), 3)
+    assert result.routed_experts is None
 
 
 @pytest.mark.parametrize("start", [0, 1, 15, 16, 33, 39, 40])
@@ -195,15 +185,15 @@ def test_aborted_wherever_it_stands(driver):
     prompt = prompt_of(70)
     running, retracted = (ask(driver, prompt_of(20, seed), 60) for seed in (1, 2))
     driver.tick(6)
-    driver.call(AbortReq(rid=running))
-    driver.call(PauseGenerationReqInput(mode="retract"))
-    driver.call(AbortReq(rid=retracted))
+    driver.abort(running)
+    driver.pause("retract")
+    driver.abort(retracted)
     queued = ask(driver, prompt, 5)
-    driver.call(AbortReq(rid=queued))
-    driver.call(ContinueGenerationReqInput())
+    driver.abort(queued)
+    driver.go_on()
     prefilling = ask(driver, prompt, 5)
     driver.tick(2)
-    driver.call(AbortReq(rid=prefilling))
+    driver.abort(prefilling)
     driver.run_until_idle()
     for rid, text in ((running, prompt_of(20, 1)), (retracted, prompt_of(20, 2))):
         assert len(rows_of(check(driver, rid, text))) > 20
@@ -225,10 +215,10 @@ def test_an_error_returns_none(driver):
 def test_rows_after_the_memory_came_back(driver):
     ask(driver, prompt_of(40), 5)
     driver.run_until_idle()
-    driver.call(PauseGenerationReqInput(mode="retract"))
-    driver.call(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
-    driver.call(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
-    driver.call(ContinueGenerationReqInput())
+    driver.pause("retract")
+    driver.release("kv_cache")
+    driver.resume("kv_cache")
+    driver.go_on()
     rid = ask(driver, prompt_of(40), 5)
     driver.run_until_idle()
     assert check(driver, rid, prompt_of(40)).cached_tokens == 0
@@ -277,16 +267,13 @@ def act(driver: EngineDriver, action: Ask | int | str, asked: dict[str, Ask], mo
         asked[ask(driver, prompt, action.new_tokens, n=action.n, routed_experts_start_len=start)] = action
     elif action == "update":
         epoch = driver.status().weights_epoch
-        driver.call(
-            UpdateWeightFromDiskReqInput(model_path=models[(epoch + 1) % 2], flush_cache=False),
-            max_ticks=5000,
-        )
+        driver.update(models[(epoch + 1) % 2], flush_cache=False)
     elif action == "continue":
-        driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+        driver.go_on(torch_empty_cache=False)
     elif action == "abort one":
-        driver.call(AbortReq(rid=next(iter(asked), "nobody")))
+        driver.abort(next(iter(asked), "nobody"))
     else:
-        driver.call(PauseGenerationReqInput(mode=action))
+        driver.pause(action)
 
 
 @settings(max_examples=examples(120), suppress_health_check=list(HealthCheck))
@@ -297,7 +284,7 @@ def test_no_order_of_events_changes_a_row(moe_models, actions, depth):
         asked: dict[str, Ask] = {}
         for action in actions:
             act(driver, action, asked, moe_models)
-        driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+        driver.go_on(torch_empty_cache=False)
         driver.run_until_idle()
         for rid, each in asked.items():
             for index in range(each.n):
@@ -312,9 +299,7 @@ def test_the_account_tells_epochs_positions_and_tokens_apart():
 def test_expert_numbers_beyond_a_byte_are_16_bit(driver, monkeypatch):
     original = driver.engine.batcher.routed_experts
     monkeypatch.setattr(
-        driver.engine.batcher,
-        "routed_experts",
-        lambda request: original(request).astype(np.uint16) + 300,
+        driver.engine.batcher, "routed_experts", lambda request: original(request).astype(np.uint16) + 300
     )
     prompt = prompt_of(9)
     rid = ask(driver, prompt, 3)

@@ -9,15 +9,7 @@ from support.edited_logits import log_softmax, logits_of
 from support.kept_tokens import kept_tokens
 from support.scripted import EngineDriver, ScriptedRunner, tokens_of
 
-from caesura.io_struct import (
-    AbortReq,
-    ContinueGenerationReqInput,
-    GenerateReqOutput,
-    PauseGenerationReqInput,
-    SamplingMask,
-    SamplingParams,
-    UpdateWeightFromDiskReqInput,
-)
+from caesura.io_struct import GenerateReqOutput, SamplingMask, SamplingParams
 from caesura.scheduler.execution.forward import ForwardBatch
 from caesura.scheduler.execution.logit_edits import SpecialSampler
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
@@ -109,12 +101,10 @@ def test_a_pause_and_an_update_leave_each_token_its_mask(tiny_model, depth, mode
     with EngineDriver(str(tiny_model), pipeline_depth=depth, chunked_prefill_size=32) as driver:
         requests = start(driver)
         driver.tick(ticks)
-        driver.call(PauseGenerationReqInput(mode=mode))
-        reply = driver.call(
-            UpdateWeightFromDiskReqInput(model_path=str(tiny_model), flush_cache=mode != "in_place")
-        )
+        driver.pause(mode)
+        reply = driver.update(tiny_model, flush_cache=mode != "in_place")
         assert reply.weights_epoch == 1
-        driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+        driver.go_on(torch_empty_cache=False)
         driver.run_until_idle()
         check_all(driver, requests, None if mode == "abort" else NEW)
         if mode == "in_place":
@@ -128,7 +118,7 @@ def test_preempted_and_aborted_requests_keep_their_masks(tiny_model, depth):
         while not driver.engine.batcher.table.by_slot[0]:
             driver.tick()
         driver.tick(30)
-        driver.call(AbortReq(rid=requests[0][0]))
+        driver.abort(requests[0][0])
         driver.run_until_idle()
         check_all(driver, requests, None)
         results = [driver.result(rid, i) for rid, params in requests for i in range(params.n)]
@@ -149,8 +139,7 @@ def test_a_lost_step_leaves_no_mask(tiny_model, depth, lost):
 def test_a_stream_with_details_has_the_masks_of_its_tokens(tiny_model, depth):
     with EngineDriver(str(tiny_model), pipeline_depth=depth) as driver:
         requests = start(driver, stream=True, stream_details=True)
-        driver.generate(PROMPTS[1], sampling_params=PARAMS[0], stream=True, stream_details=True, rid="other")
-        driver.run_until_idle()
+        driver.complete(PROMPTS[1], sampling_params=PARAMS[0], stream=True, stream_details=True, rid="other")
         check_all(driver, requests)
         found: dict[tuple[str, int], dict[int, list[int]]] = {}
         for _, message in driver.outputs:
@@ -193,9 +182,9 @@ def test_masks_that_would_not_fit_a_message_end_their_sample_alone(tiny_model, d
 def test_a_sample_without_tokens_has_no_masks(tiny_model):
     with EngineDriver(str(tiny_model)) as driver:
         with_logits(driver.runner)
-        driver.call(PauseGenerationReqInput(mode="in_place"))
+        driver.pause("in_place")
         rid = driver.generate(PROMPTS[0], sampling_params=PARAMS[0], return_sampling_mask=True)
-        driver.call(AbortReq(rid=rid))
-        driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+        driver.abort(rid)
+        driver.go_on(torch_empty_cache=False)
         driver.run_until_idle()
         assert driver.result(rid).sampling_mask == SamplingMask(ids=b"", offsets=b"\0\0\0\0")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.checkpoints import make_checkpoint
 from support.faults import another
 from support.properties import examples
-from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
+from support.scripted import EngineDriver, assert_error
 
 from caesura.io_struct import (
     GREEDY_BELOW,
@@ -20,13 +20,9 @@ from caesura.io_struct import (
     ErrorCode,
     ErrorReply,
     PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
     ScoreReqInput,
     ScoreReqOutput,
     ShutdownReqInput,
-    UpdateWeightFromDiskReqInput,
-    WeightsCheckerReqInput,
 )
 from caesura.scheduler.scoring import scoring
 
@@ -253,15 +249,14 @@ def test_the_policy_has_no_part_in_it(tiny_model, other_model, reference, judge,
     message = {"input_ids": sequences(60, 61), "start": [20, 1]}
     with driver_with(tiny_model, reference, residency) as driver:
         first = driver.call(ScoreReqInput(**message)).logprobs
-        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+        driver.update(other_model)
         assert driver.call(ScoreReqInput(**message)).logprobs == first
         prompt = [3, 1, 4, 1, 5]
         rid = driver.generate(prompt, max_new_tokens=40)
         assert driver.call(ScoreReqInput(**message)).logprobs == first
         driver.run_until_idle()
-        result = driver.result(rid)
-        assert tokens_of(result) == expected_tokens(prompt, result, VOCAB)
-        driver.call(WeightsCheckerReqInput(action="reset_tensors"))
+        driver.check(rid)
+        driver.check_weights("reset_tensors")
         assert driver.status().weights == "poisoned"
         assert driver.call(ScoreReqInput(**message)).logprobs == first
 
@@ -278,13 +273,13 @@ def test_a_release_of_the_weights_ends_scores_and_keeps_the_reference(
             driver.send(under_way)
             driver.tick(ticks)
             assert under_way.id not in driver.replies
-            driver.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
+            driver.release("weights")
             driver.tick()
             assert_error(driver.replies.pop(under_way.id), "memory_released")
             assert status_of(driver).device_bytes == 0
             refused = assert_error(driver.call(ScoreReqInput(**message)), "memory_released")
             assert refused.detail == {"released": ["weights"]}
-            driver.call(ResumeMemoryOccupationReqInput())
+            driver.resume()
             again = ScoreReqInput(**message)
             assert_scores(driver.call(again, max_ticks=5000), again, judge)
         allocator = driver.engine.scoring.allocator
@@ -293,7 +288,7 @@ def test_a_release_of_the_weights_ends_scores_and_keeps_the_reference(
 
 def test_a_release_of_the_cache_does_not_matter(tiny_model, reference, judge):
     with driver_with(tiny_model, reference) as driver:
-        driver.call(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+        driver.release("kv_cache")
         message = ScoreReqInput(input_ids=sequences(30), start=[1])
         assert_scores(driver.call(message), message, judge)
 

@@ -64,9 +64,7 @@ def test_a_context_beyond_the_models_is_refused_with_the_limit(tiny_model):
 def test_float16_is_served_whatever_it_is_called(tiny_model, name):
     with EngineDriver(str(tiny_model), dtype=name, scripted=False) as driver:
         assert driver.status().dtype == "float16"
-        rid = driver.generate(PROMPT, 1, return_logprob=True)
-        driver.run_until_idle()
-        result = driver.result(rid)
+        result = driver.complete(PROMPT, 1, return_logprob=True)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float16)
     with torch.inference_mode():
         logprobs = model(torch.tensor([PROMPT])).logits[0, -1].float().log_softmax(-1)

@@ -25,7 +25,6 @@ from support.properties import examples
 from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
 
 from caesura.io_struct import (
-    AbortReq,
     BatchTokenOutput,
     BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
@@ -279,13 +278,13 @@ class EngineMachine(RuleBasedStateMachine):
         if everything:
             self.may_be_aborted()
             samples = len(self.driver.engine.live)
-            assert self.driver.call(AbortReq(abort_all=True)).aborted == samples
+            assert self.driver.abort(abort_all=True).aborted == samples
             assert not self.live
             return
         rid = data.draw(st.sampled_from(list(self.submitted)))
         samples = len(self.driver.engine.live.samples(rid))
         self.submitted[rid].aborted |= samples > 0
-        assert self.driver.call(AbortReq(rid=rid)).aborted == samples
+        assert self.driver.abort(rid).aborted == samples
         assert rid not in self.live
 
     @rule()
@@ -295,7 +294,7 @@ class EngineMachine(RuleBasedStateMachine):
         idle = status.kv.held == 0 and self.driver.ongoing is None
         if self.model.mode is None:
             idle = idle and not self.live
-        reply = self.driver.call(FlushCacheReqInput(torch_empty_cache=False))
+        reply = self.driver.flush(torch_empty_cache=False)
         if not idle:
             assert_error(reply, "not_idle")
             return

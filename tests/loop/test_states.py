@@ -11,15 +11,9 @@ import numpy as np
 import pytest
 from support.checkpoints import make_checkpoint
 from support.faults import BUG, NO_MEMORY, Fault, another
-from support.scripted import EngineDriver, expected_tokens, tokens_of
+from support.scripted import EngineDriver, tokens_of
 
-from caesura.io_struct import (
-    AbortReq,
-    ContinueGenerationReqInput,
-    FlushCacheReqInput,
-    PauseGenerationReqInput,
-    UpdateWeightFromDiskReqInput,
-)
+from caesura.io_struct import AbortReq
 from caesura.scheduler.scheduling import sampling
 
 VOCAB = 97
@@ -44,21 +38,15 @@ def prompt_of(length, seed=0):
     return [3 + (seed * 31 + i * 7) % 90 for i in range(length)]
 
 
-def check(driver, rid, prompt, index=0):
-    result = driver.result(rid, index)
-    assert tokens_of(result) == expected_tokens(prompt, result, VOCAB)
-    return result
-
-
 def run(driver, prompt, new_tokens, **fields):
     rid = driver.generate(prompt, new_tokens, **fields)
     driver.run_until_idle()
-    return check(driver, rid, prompt)
+    return driver.check(rid)
 
 
 def check_rest(driver):
     assert driver.engine.cache.states.usage().held == 0
-    driver.call(FlushCacheReqInput(torch_empty_cache=False))
+    driver.flush(torch_empty_cache=False)
     usage = driver.engine.cache.states.usage()
     assert usage.free == usage.total == 8
 
@@ -67,7 +55,7 @@ def test_samples_share_the_prompt_and_the_next_turn_goes_on_from_it(driver):
     prompt = prompt_of(100)
     rid = driver.generate(prompt, 62, n=4)
     driver.run_until_idle()
-    results = [check(driver, rid, prompt, index) for index in range(4)]
+    results = [driver.check(rid, index) for index in range(4)]
     assert [result.cached_tokens for result in results] == [0, 96, 96, 96]
     longer = [*prompt, *tokens_of(results[3]), 5, 6, 7]
     assert run(driver, longer, 5).cached_tokens == 160
@@ -105,8 +93,8 @@ def test_a_request_waits_for_a_row(driver):
     assert 4 <= held <= 8
     assert driver.status().running_requests + driver.status().prefilling_requests <= 4
     driver.run_until_idle()
-    for rid, prompt in rids.items():
-        check(driver, rid, prompt)
+    for rid in rids:
+        driver.check(rid)
     check_rest(driver)
 
 
@@ -129,7 +117,7 @@ def test_torn_states_are_not_reused(driver, monkeypatch, stage, error):
             fault = Fault(patch, *STAGES[stage](driver), error, {number})
             rids = {driver.generate(prompt, 18): prompt for prompt in prompts}
             driver.run_until_idle()
-        results = [check(driver, rid, prompt) for rid, prompt in rids.items()]
+        results = [driver.check(rid) for rid, prompt in rids.items()]
         lost = fault.raised and stage in ("execute", "outputs", "fetch")
         if error is not BUG and lost:
             assert {result.finish_reason.type for result in results} == {"length"}
@@ -168,7 +156,7 @@ def test_a_token_that_never_fits_ends_its_request(driver):
     driver.runner.before = refuse
     before = len(driver.runner.launches)
     driver.run_until_idle()
-    result = check(driver, rid, prompt_of(40))
+    result = driver.check(rid)
     assert result.finish_reason.code == "out_of_memory"
     assert len(driver.runner.launches) - before < 200
     check_rest(driver)
@@ -191,16 +179,13 @@ def test_any_traffic_with_pauses_updates_and_failures(folders, seed):
                 driver.runner.fail_on_fetch = True
             if turn % 8 == 7:
                 mode = chance.choice(["retract", "in_place"])
-                driver.call(PauseGenerationReqInput(mode=mode))
+                driver.pause(mode)
                 if chance.random() < 0.5:
-                    update = UpdateWeightFromDiskReqInput(
-                        model_path=folders[turn // 8 % 2], flush_cache=mode == "retract"
-                    )
-                    assert driver.call(update).committed
-                driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+                    assert driver.update(folders[turn // 8 % 2], flush_cache=mode == "retract").committed
+                driver.go_on(torch_empty_cache=False)
         driver.run_until_idle()
-        for rid, prompt in live.items():
-            check(driver, rid, prompt)
+        for rid in live:
+            driver.check(rid)
         cache = driver.engine.cache
         cache.check()
         assert cache.usage().held == 0

@@ -6,11 +6,6 @@ import pytest
 from support.clock import Clock, clock_of
 from support.scripted import EngineDriver
 
-from caesura.io_struct import (
-    ContinueGenerationReqInput,
-    PauseGenerationReqInput,
-    UpdateWeightFromDiskReqInput,
-)
 from caesura.scheduler.observability.throughput import WINDOW_S
 
 INTERVAL = 10.0
@@ -21,12 +16,7 @@ NEVER_S = 1e9
 def clock(monkeypatch):
     return clock_of(
         monkeypatch,
-        [
-            "runtime.loop",
-            "runtime.housekeeping",
-            "control.engine_state",
-            "observability.throughput",
-        ],
+        ["runtime.loop", "runtime.housekeeping", "control.engine_state", "observability.throughput"],
     )
 
 
@@ -80,8 +70,7 @@ def test_a_line_each_interval_while_requests_run_and_one_more_when_they_have_end
 
 
 def test_an_hour_of_rest_is_not_averaged_in(driver, clock, caplog):
-    driver.generate([5, 6, 7], 2)
-    driver.run_until_idle()
+    driver.complete([5, 6, 7], 2)
     clock.now += INTERVAL
     driver.tick(2)
     assert len(lines(caplog)) == 1
@@ -96,13 +85,13 @@ def test_an_hour_of_rest_is_not_averaged_in(driver, clock, caplog):
 def test_a_pause_is_said_and_counted(driver, clock, caplog):
     driver.generate([5, 6, 7], 200)
     step_for(driver, clock, 2)
-    driver.call(PauseGenerationReqInput(mode="in_place"))
+    driver.pause("in_place")
     clock.now += 4.0
-    driver.call(ContinueGenerationReqInput())
+    driver.go_on()
     step_for(driver, clock, 5)
     (line,) = lines(caplog)
     assert line.endswith(", 4.0 s of them paused")
-    driver.call(PauseGenerationReqInput(mode="in_place"))
+    driver.pause("in_place")
     clock.now += INTERVAL
     driver.tick(2)
     (line,) = lines(caplog)
@@ -115,9 +104,9 @@ def test_a_pause_is_said_and_counted(driver, clock, caplog):
 def test_recomputed_prompts_count_as_prefill(driver, clock, caplog):
     driver.generate(list(range(3, 35)), 200)
     step_for(driver, clock, 1)
-    driver.call(PauseGenerationReqInput(mode="retract"))
-    driver.call(UpdateWeightFromDiskReqInput(model_path=driver.config.model_path))
-    driver.call(ContinueGenerationReqInput())
+    driver.pause("retract")
+    driver.update(driver.config.model_path)
+    driver.go_on()
     step_for(driver, clock, 10)
     (line,) = lines(caplog)
     assert "prefilled 6.8 tok/s" in line, "32 tokens, and again with the 4 that were sampled"
@@ -141,12 +130,12 @@ def test_the_throughput_of_status_is_that_of_the_last_seconds(driver, clock):
     assert driver.status().gen_throughput == pytest.approx(4.0, rel=0.3), "since the work began"
     step_for(driver, clock, 20)
     assert driver.status().gen_throughput == pytest.approx(4.0, rel=0.1)
-    driver.call(PauseGenerationReqInput(mode="in_place"))
+    driver.pause("in_place")
     clock.now += 3.0
     assert 0.5 < driver.status().gen_throughput < 3.0
     clock.now += WINDOW_S
     assert driver.status().gen_throughput == 0.0, "nothing of it is in the window any more"
-    driver.call(ContinueGenerationReqInput())
+    driver.go_on()
     clock.now += 8.0
     driver.tick()
     clock.now += 8.0

@@ -10,12 +10,7 @@ from support.scripted import EngineDriver, assert_error, one_piece_per_slice
 from support.waiting import eventually
 
 from caesura.client.trainer import manifest
-from caesura.io_struct import (
-    EndWeightUpdateReqInput,
-    GetMemoryHistoryReqInput,
-    PauseGenerationReqInput,
-    UpdateWeightFromDiskReqInput,
-)
+from caesura.io_struct import GetMemoryHistoryReqInput, UpdateWeightFromDiskReqInput
 
 STAGES = ("receive", "copy", "derive", "flush")
 
@@ -52,9 +47,7 @@ def last_event(driver: EngineDriver, cause: str):
 def test_the_reply_to_a_whole_update(driver, other_model, clock, caplog, flush):
     count, nbytes = size_of(other_model)
     with caplog.at_level(logging.INFO, logger="caesura"):
-        reply = driver.call(
-            UpdateWeightFromDiskReqInput(model_path=str(other_model), weight_version="new", flush_cache=flush)
-        )
+        reply = driver.update(other_model, weight_version="new", flush_cache=flush)
     assert (reply.committed, reply.session_id, reply.flushed) == (True, None, flush)
     assert (reply.weights, reply.weights_epoch, reply.weight_version) == ("valid", 1, "new")
     assert (reply.written_tensors, reply.written_bytes, reply.cast_tensors) == (count, nbytes, 0)
@@ -73,7 +66,7 @@ def test_the_reply_to_a_whole_update(driver, other_model, clock, caplog, flush):
 
 
 def test_the_history_has_the_memory_returned_after_an_update(driver, other_model):
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), torch_empty_cache=True))
+    driver.update(other_model, torch_empty_cache=True)
     assert last_event(driver, "update_commit").returned is not None
 
 
@@ -83,11 +76,11 @@ def test_only_an_update_that_changes_nothing_is_warned_of(driver, tiny_model, ot
         caplog.clear()
         return found
 
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    driver.update(other_model)
     assert not warned()
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    driver.update(other_model)
     assert warned()
-    driver.call(EndWeightUpdateReqInput(session_id=driver.begin(), weight_version="label"))
+    driver.end(session_id=driver.begin(), weight_version="label")
     assert not warned(), "a new label alone was not meant to change any"
     assert driver.status().weight_version == "label"
 
@@ -98,10 +91,10 @@ def test_the_end_of_a_session_sums_its_calls(driver, tiny_model, other_model, cl
     session_id = driver.begin()
     for path in (tiny_model, other_model):
         fields = {"session_id": session_id, "flush_cache": False}
-        reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(path), **fields))
+        reply = driver.update(path, **fields)
         assert (reply.committed, reply.session_id, reply.weights) == (False, session_id, "updating")
         assert (reply.written_tensors, reply.written_bytes, reply.flushed) == (count, nbytes, False)
-    reply = driver.call(EndWeightUpdateReqInput(session_id=session_id))
+    reply = driver.end(session_id=session_id)
     assert (reply.committed, reply.session_id, reply.weights_epoch) == (True, None, 1)
     assert (reply.written_tensors, reply.written_bytes) == (2 * count, 2 * nbytes)
     assert driver.status().model_path == str(other_model)
@@ -111,8 +104,8 @@ def test_an_aborted_session_reports_written_tensors_and_keeps_the_folder(
     driver, tiny_model, other_model, caplog
 ):
     session_id = driver.begin()
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
-    reply = driver.call(EndWeightUpdateReqInput(session_id=session_id, commit=False))
+    driver.update(other_model, session_id=session_id)
+    reply = driver.end(session_id=session_id, commit=False)
     assert (reply.committed, reply.flushed, reply.session_id, reply.weights) == (
         False,
         False,
@@ -128,10 +121,9 @@ def test_an_aborted_session_reports_written_tensors_and_keeps_the_folder(
 
 
 def test_only_a_flushing_update_drops_the_prefix_cache(driver, other_model):
-    driver.generate(list(range(3, 43)), 2)
-    driver.run_until_idle()
+    driver.complete(list(range(3, 43)), 2)
     assert cached(driver) > 0
-    reply = driver.call(EndWeightUpdateReqInput(session_id=driver.begin()))
+    reply = driver.end(session_id=driver.begin())
     assert (reply.committed, reply.flushed) == (True, False)
     assert cached(driver) == 0
 
@@ -157,34 +149,31 @@ def test_status_shows_an_update_that_runs(driver, other_model, monkeypatch, cloc
 
 @pytest.mark.parametrize("load_format", ["pt", "", "dummy"])
 def test_other_formats_are_refused_by_name(driver, other_model, load_format):
-    error = assert_error(
-        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), load_format=load_format)),
-        "invalid_request",
-    )
+    error = assert_error(driver.update(other_model, load_format=load_format), "invalid_request")
     assert error.detail == {"field": "load_format", "value": load_format}
     assert error.message == f"load_format {load_format!r}: only safetensors is read"
 
 
 @pytest.mark.parametrize("load_format", [None, "auto", "safetensors"])
 def test_safetensors_by_any_name_is_read(driver, other_model, load_format):
-    reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), load_format=load_format))
+    reply = driver.update(other_model, load_format=load_format)
     assert reply.committed
 
 
 def test_a_manifest_must_be_fulfilled_by_name(driver, other_model):
     tensors = load_file(other_model / "model.safetensors")
     session_id = driver.begin(manifest=manifest(tensors.items()))
-    error = assert_error(driver.call(EndWeightUpdateReqInput(session_id=session_id)), "weight_mismatch")
+    error = assert_error(driver.end(session_id=session_id), "weight_mismatch")
     assert error.message == f"the session lacks {len(tensors)} tensors"
     assert error.detail["missing"] == sorted(tensors)
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
-    assert driver.call(EndWeightUpdateReqInput(session_id=session_id)).committed
+    driver.update(other_model, session_id=session_id)
+    assert driver.end(session_id=session_id).committed
 
 
 @pytest.mark.parametrize("now,late", [(1999.9, False), (2000.0, True), (2000.1, True)])
 def test_an_abandoned_session_says_why(driver, other_model, clock, now, late):
     session_id = driver.begin(deadline_s=600.0)
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
+    driver.update(other_model, session_id=session_id)
     updates = driver.engine.updates
     driver.engine.sessions.current.deadline = 2000.0
     clock[0] = now
@@ -196,7 +185,7 @@ def test_an_abandoned_session_says_why(driver, other_model, clock, now, late):
 
 def test_a_session_without_a_deadline_is_abandoned_for_its_client_alone(driver, other_model, clock):
     session_id = driver.begin(deadline_s=600.0)
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
+    driver.update(other_model, session_id=session_id)
     updates = driver.engine.updates
     driver.engine.sessions.current.deadline = None
     updates.expire()
@@ -206,12 +195,10 @@ def test_a_session_without_a_deadline_is_abandoned_for_its_client_alone(driver, 
 def test_frozen_requests_refuse_a_flush_and_are_counted(driver, other_model):
     driver.generate([5] * 4, 100)
     driver.tick(4)
-    driver.call(PauseGenerationReqInput(mode="in_place"))
-    update = UpdateWeightFromDiskReqInput(model_path=str(other_model))
-    error = assert_error(driver.call(update), "not_idle")
+    driver.pause("in_place")
+    error = assert_error(driver.update(other_model), "not_idle")
     assert error.detail == {"running": 1, "prefilling": 0, "waiting": 0, "held_tokens": 16}
     status = driver.status()
     assert (status.weights, status.session) == ("valid", None)
-    update = UpdateWeightFromDiskReqInput(model_path=str(other_model), abort_all_requests=True)
-    assert driver.call(update).committed is True
+    assert driver.update(other_model, abort_all_requests=True).committed is True
     assert driver.status().running_requests == 0

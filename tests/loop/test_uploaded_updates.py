@@ -9,12 +9,7 @@ from support.lagging_streams import LaggingDevice
 from support.scripted import EngineDriver
 
 from caesura.client.trainer import SharedTensors, as_frames, buckets
-from caesura.io_struct import (
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromIPCReqInput,
-    UpdateWeightsFromTensorReqInput,
-    WeightsCheckerReqInput,
-)
+from caesura.io_struct import UpdateWeightsFromIPCReqInput, UpdateWeightsFromTensorReqInput
 from caesura.scheduler.execution import build
 from caesura.scheduler.runtime import engine
 from caesura.scheduler.weights.transports.disk import open_checkpoint
@@ -54,7 +49,7 @@ def tensors_of(path) -> list[tuple[str, torch.Tensor]]:
 
 
 def checksum(driver: EngineDriver) -> str:
-    return driver.call(WeightsCheckerReqInput()).total
+    return driver.check_weights().total
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensor", "ipc"])
@@ -64,7 +59,7 @@ def test_every_transport_brings_the_weights_of_a_plain_start(
     before = checksum(driver)
     assert (before != expected, Counting.loads) == (True, 1), "the start is a load as well"
     if transport == "disk":
-        reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+        reply = driver.update(other_model)
     elif transport == "tensor":
         (part,) = buckets(tensors_of(other_model), 1 << 26)
         specs, frames = as_frames(part)
@@ -75,7 +70,7 @@ def test_every_transport_brings_the_weights_of_a_plain_start(
     assert reply.committed
     assert reply.changed_tensors == reply.written_tensors > 0
     assert (checksum(driver), Counting.loads) == (expected, 2)
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(tiny_model)))
+    driver.update(tiny_model)
     assert checksum(driver) == before
 
 
@@ -91,8 +86,8 @@ def test_an_update_that_fails_in_between_is_told_and_the_next_one_recovers(drive
             yield piece
 
     monkeypatch.setattr(WriteStream, "upload", failing)
-    failed = driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    failed = driver.update(other_model)
     assert "had enough" in failed.message
     assert driver.status().weights == "poisoned"
-    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model))).committed
+    assert driver.update(other_model).committed
     assert driver.status().weights == "valid"

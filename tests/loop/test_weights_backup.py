@@ -30,9 +30,8 @@ SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.0, seed=7, ignore_eos=
 
 
 def generate(driver: EngineDriver) -> list[int]:
-    rid = driver.generate(PROMPT, sampling_params=SAMPLED)
-    driver.run_until_idle()
-    return tokens_of(driver.result(rid))
+    result = driver.complete(PROMPT, sampling_params=SAMPLED)
+    return tokens_of(result)
 
 
 def call(driver: EngineDriver, message):
@@ -89,7 +88,7 @@ def test_a_server_without_updates_serves_again(driver):
 def test_the_copy_is_that_of_the_last_update(driver, models):
     """Weights change between two releases; what the first release kept must not come back."""
     call(driver, Release(tags=["weights"]))
-    assert_error(driver.call(UpdateWeightFromDiskReqInput(model_path=str(models[1]))), "memory_released")
+    assert_error(driver.update(models[1]), "memory_released")
     call(driver, Resume(tags=["weights"]))
     call(driver, UpdateWeightFromDiskReqInput(model_path=str(models[1])))
     updated, total = generate(driver), checksum(driver)
@@ -126,8 +125,7 @@ def test_nothing_commits_while_the_weights_are_away(driver):
     total = checksum(driver)
     call(driver, Release(tags=["weights"]))
     session = call(driver, BeginWeightUpdateReqInput()).session_id
-    ending = EndWeightUpdateReqInput(session_id=session, weight_version="new")
-    assert_error(driver.call(ending), "memory_released")
+    assert_error(driver.end(session_id=session, weight_version="new"), "memory_released")
     call(driver, Resume(tags=["weights"]))
     call(driver, EndWeightUpdateReqInput(session_id=session, weight_version="new"))
     assert (checksum(driver), driver.status().weight_version) == (total, "new")
@@ -140,7 +138,7 @@ def test_a_copy_that_does_not_fit_leaves_the_weights_where_they_are(driver, monk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(host_copy.os, "pwrite", full)
-    error = assert_error(driver.call(Release()), "out_of_memory")
+    error = assert_error(driver.release(), "out_of_memory")
     assert "No space left on device" in error.message
     status = driver.status()
     assert (status.memory, status.weights, status.device_memory.weights_backup) == ("resident", "valid", 0)
@@ -171,7 +169,7 @@ def test_a_resume_that_fails_half_way_keeps_the_copy(driver, monkeypatch, where)
         else:
             patch.setattr(manager.components["kv_cache"], "resume", refuse)
         tags = ["weights", "kv_cache"]
-        assert_error(driver.call(Resume(tags=tags)), "out_of_memory")
+        assert_error(driver.resume(tags=tags), "out_of_memory")
         status = driver.status()
         assert (status.memory, status.device_memory.weights_backup > 0) == ("released", True)
     call(driver, Resume())

@@ -5,14 +5,9 @@ import random
 import numpy as np
 import pytest
 from support.checkpoints import make_checkpoint
-from support.scripted import EngineDriver, expected_tokens, tokens_of
+from support.scripted import EngineDriver, tokens_of
 
-from caesura.io_struct import (
-    AbortReq,
-    ContinueGenerationReqInput,
-    PauseGenerationReqInput,
-    UpdateWeightFromDiskReqInput,
-)
+from caesura.io_struct import AbortReq
 from caesura.scheduler.cache.layer_ledgers import storage_pages
 
 VOCAB, WINDOW = 97, 37
@@ -41,18 +36,12 @@ def windows_of(driver):
     return driver.engine.cache.windows
 
 
-def check(driver, rid, prompt, index=0):
-    result = driver.result(rid, index)
-    assert tokens_of(result) == expected_tokens(prompt, result, VOCAB)
-    return result
-
-
 def test_a_long_request_holds_the_pages_of_its_window(driver):
     prompt, most = prompt_of(150), []
     driver.runner.before = lambda batch: most.append(np.count_nonzero(windows_of(driver).behind))
     rid = driver.generate(prompt, 90)
     driver.run_until_idle()
-    assert len(tokens_of(check(driver, rid, prompt))) == 90
+    assert len(tokens_of(driver.check(rid))) == 90
     assert max(most) <= storage_pages(WINDOW, 16, rows=1, step_tokens=32) < 240 // 16
 
 
@@ -60,12 +49,12 @@ def test_samples_share_the_prompt_and_the_next_turn_goes_on_from_it(driver):
     prompt = prompt_of(100)
     rid = driver.generate(prompt, 60, n=4)
     driver.run_until_idle()
-    results = [check(driver, rid, prompt, index) for index in range(4)]
+    results = [driver.check(rid, index) for index in range(4)]
     assert [result.cached_tokens for result in results] == [0, 96, 96, 96]
     longer = [*prompt, *tokens_of(results[3]), 5, 6, 7]
     again = driver.generate(longer, 5)
     driver.run_until_idle()
-    assert check(driver, again, longer).cached_tokens == 144
+    assert driver.check(again).cached_tokens == 144
 
 
 def test_a_prefix_whose_window_is_gone_is_computed_again(driver):
@@ -75,8 +64,8 @@ def test_a_prefix_whose_window_is_gone_is_computed_again(driver):
     part = [*prompt[:100], 4, 4, 4]
     second = driver.generate(part, 3)
     driver.run_until_idle()
-    check(driver, first, prompt)
-    assert check(driver, second, part).cached_tokens == 0
+    driver.check(first)
+    assert driver.check(second).cached_tokens == 0
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -95,16 +84,13 @@ def test_any_traffic_with_pauses_and_updates(folders, seed):
                 driver.send(AbortReq(rid=gone))
             if turn % 8 == 7:
                 mode = chance.choice(["retract", "in_place"])
-                driver.call(PauseGenerationReqInput(mode=mode))
+                driver.pause(mode)
                 if chance.random() < 0.5:
-                    update = UpdateWeightFromDiskReqInput(
-                        model_path=folders[turn // 8 % 2], flush_cache=mode == "retract"
-                    )
-                    assert driver.call(update).committed
-                driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+                    assert driver.update(folders[turn // 8 % 2], flush_cache=mode == "retract").committed
+                driver.go_on(torch_empty_cache=False)
         driver.run_until_idle()
-        for rid, prompt in live.items():
-            check(driver, rid, prompt)
+        for rid in live:
+            driver.check(rid)
         cache = driver.engine.cache
         cache.check()
         assert cache.usage().held == 0

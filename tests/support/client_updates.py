@@ -23,15 +23,16 @@ def update_by(
     **options: object,
 ) -> WeightUpdateReqOutput:
     """Send ``tensors``, or load ``folder``, which has the same; without ``group`` in a new one."""
+    options = {"timeout": PATIENCE_S, **options}
     if transport in ("disk", "ipc, shared"):
         options.pop("bucket_bytes", None)
     if transport == "disk":
-        return client.update_weights_from_disk(folder, timeout=PATIENCE_S, **options)
+        return client.update_weights_from_disk(folder, **options)
     if transport == "ipc, shared":
         with SharedTensors(tensors) as shared:
-            return client.update_weights_from_ipc(shared, timeout=PATIENCE_S, **options)
+            return client.update_weights_from_ipc(shared, **options)
     if transport == "distributed":
         made = nullcontext(group) if group else WeightUpdateGroup.create([client], timeout_s=PATIENCE_S)
         with made as group:
-            return client.update_weights_from_distributed(tensors, group=group, timeout=PATIENCE_S, **options)
-    return getattr(client, f"update_weights_from_{transport}")(tensors, timeout=PATIENCE_S, **options)
+            return client.update_weights_from_distributed(tensors, group=group, **options)
+    return getattr(client, f"update_weights_from_{transport}")(tensors, **options)

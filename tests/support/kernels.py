@@ -1,12 +1,13 @@
-"""Parameters of the kernels' tests: instruction sets in turn, a number of threads, a dtype's precision."""
+"""Parameters and tensors of the kernels' tests: instruction sets in turn, numbers of threads, precisions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import Tensor
 
-from caesura.scheduler.kernels import native
+from caesura.scheduler.kernels import linear, native
 
 
 def instruction_sets() -> Iterator[str]:
@@ -37,3 +38,22 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def normal(seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def packed(weights: Tensor) -> Tensor:
+    """Return the storage of one [N, K], or of [B, N, K] one behind the other."""
+    rows, columns = linear.storage_shape(*weights.shape[-2:], weights.dtype)
+    parts = weights.view(-1, *weights.shape[-2:])
+    storage = torch.zeros(len(parts) * rows, columns).to(weights.dtype)
+    for number, part in enumerate(parts):
+        linear.pack_rows(storage, part, number * rows)
+    return storage
+
+
+def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype, steps: int = 2) -> None:
+    close = steps * max(unit(dtype), 2.0**-20)
+    torch.testing.assert_close(got.double(), want.double(), rtol=close, atol=close)

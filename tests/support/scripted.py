@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from pathlib import Path
 from time import monotonic
 from typing import Any, Self
 
@@ -25,18 +26,30 @@ import zmq
 
 from caesura.client.connection.results import read_floats
 from caesura.io_struct import (
+    AbortReq,
     BatchTokenOutput,
     BeginWeightUpdateReqInput,
     BeginWeightUpdateReqOutput,
+    CheckerAction,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
     ErrorReply,
+    FlushCacheReqInput,
     GenerateImagesReqOutput,
     GenerateReqInput,
     GenerateReqOutput,
     GetStatusReqInput,
     GetStatusReqOutput,
     Keepalive,
+    MemoryTag,
     Message,
+    PauseGenerationReqInput,
+    PauseMode,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
     SamplingParams,
+    UpdateWeightFromDiskReqInput,
+    WeightsCheckerReqInput,
     decode_reply,
     encode,
 )
@@ -388,6 +401,8 @@ class EngineDriver:
         self.results: dict[tuple[str, int], list[GenerateReqOutput]] = {}
         self.images: dict[tuple[str, int], list[GenerateImagesReqOutput]] = {}
         self.outputs: list[tuple[str, BatchTokenOutput]] = []
+        self.prompts: dict[str, list[int]] = {}
+        """Those of every generation that was sent, by its id."""
         self.client("main")
 
     def _make_runner(self, config, loaded, pool, routing):
@@ -427,6 +442,8 @@ class EngineDriver:
     ) -> str:
         """Send and wait until it lies in the engine's inbox; returns the message id."""
         header = message if isinstance(message, bytes) else encode(message)
+        if isinstance(message, GenerateReqInput):
+            self.prompts[message.rid or message.id] = message.input_ids
         self.client(client).send_multipart([header, *buffers])
         self._inbox.await_one_more()
         return "" if isinstance(message, bytes) else message.id
@@ -539,6 +556,34 @@ class EngineDriver:
         assert isinstance(reply, GetStatusReqOutput), reply
         return reply
 
+    def pause(self, mode: PauseMode = "abort", client: str = "main", **fields: Any) -> Any:
+        return self.call(PauseGenerationReqInput(mode=mode, **fields), client)
+
+    def go_on(self, client: str = "main", **fields: Any) -> Any:
+        return self.call(ContinueGenerationReqInput(**fields), client)
+
+    def flush(self, client: str = "main", **fields: Any) -> Any:
+        return self.call(FlushCacheReqInput(**fields), client)
+
+    def update(self, path: str | Path, client: str = "main", **fields: Any) -> Any:
+        message = UpdateWeightFromDiskReqInput(model_path=str(path), **fields)
+        return self.call(message, client, max_ticks=100_000)
+
+    def end(self, client: str = "main", **fields: Any) -> Any:
+        return self.call(EndWeightUpdateReqInput(**fields), client)
+
+    def abort(self, rid: str | None = None, client: str = "main", **fields: Any) -> Any:
+        return self.call(AbortReq(rid=rid, **fields), client)
+
+    def release(self, *tags: MemoryTag, **fields: Any) -> Any:
+        return self.call(ReleaseMemoryOccupationReqInput(**{"tags": list(tags) or None, **fields}))
+
+    def resume(self, *tags: MemoryTag, **fields: Any) -> Any:
+        return self.call(ResumeMemoryOccupationReqInput(**{"tags": list(tags) or None, **fields}))
+
+    def check_weights(self, action: CheckerAction = "checksum") -> Any:
+        return self.call(WeightsCheckerReqInput(action=action))
+
     def generate(
         self, prompt: list[int], max_new_tokens: int = 8, client: str = "main", **fields: Any
     ) -> str:
@@ -548,6 +593,19 @@ class EngineDriver:
         message = GenerateReqInput(input_ids=prompt, sampling_params=params, **fields)
         message_id = self.send(message, client)
         return message_id if message.rid is None else message.rid
+
+    def complete(self, prompt: list[int], max_new_tokens: int = 8, **fields: Any) -> GenerateReqOutput:
+        """Generate, run until the engine is idle, and return the (first) result, checked if it can be."""
+        rid = self.generate(prompt, max_new_tokens, **fields)
+        self.run_until_idle()
+        return self.result(rid) if self.runner is None or self.runner.sample else self.check(rid)
+
+    def check(self, rid: str, index: int = 0) -> GenerateReqOutput:
+        """Return a result whose tokens are the scripted model's, and those of its weights."""
+        result = self.result(rid, index)
+        assert self.runner is not None
+        assert tokens_of(result) == expected_tokens(self.prompts[rid], result, self.runner.vocab_size)
+        return result
 
     def run_until_idle(self, max_ticks: int = 20000) -> None:
         """Tick until no request is live (or nothing moves because the engine is paused)."""

@@ -1,6 +1,7 @@
 """A scripted engine below a TokenizerManager."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 from support.fake_scheduler import (
     FakeScheduler,
@@ -26,13 +27,12 @@ from caesura.io_struct import (
 from .waiting import PATIENCE_S as PATIENCE
 
 
-def run(endpoint, tokenizer, body, handler, **options):
-    async def main():
-        with FakeScheduler(endpoint, handler) as fake:
-            async with AsyncSchedulerClient(endpoint, **options) as client, asyncio.timeout(PATIENCE):
-                await body(TokenizerManager(client, tokenizer), fake)
-
-    asyncio.run(main(), debug=True)
+@asynccontextmanager
+async def engine_below(endpoint, tokenizer, handler, **options):
+    """Yield a manager and the engine below it."""
+    with FakeScheduler(endpoint, handler) as fake:
+        async with AsyncSchedulerClient(endpoint, **options) as client, asyncio.timeout(PATIENCE):
+            yield TokenizerManager(client, tokenizer), fake
 
 
 class Engine:

@@ -18,8 +18,8 @@ import signal
 import time
 import traceback
 import urllib.request
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,9 +28,9 @@ from typing import Any, Literal, TypeVar
 import torch
 import zmq
 from safetensors.torch import load_file
+from support.client_updates import update_by
 
 from caesura.client import EngineDied, SamplingParams, SchedulerClient, TimedOut
-from caesura.client.connection.options import UpdateOptions
 from caesura.client.trainer import WeightUpdateGroup
 from caesura.io_struct import CaesuraError, GenerateReqInput, PauseMode, encode, new_id
 
@@ -116,15 +116,32 @@ def _again(errand: Errand, call: Callable[[str], T]) -> T:
     return call(message_id)
 
 
+def _trainer(errand: Errand) -> SchedulerClient:
+    return SchedulerClient(errand.endpoint, owner=f"trainer {os.getpid()}", connect_timeout=CONNECT_S)
+
+
+@contextmanager
+def _paused(errand: Errand, client: SchedulerClient, pipe: Connection) -> Iterator[None]:
+    """Pause the engine, and let it go on after a block that succeeds."""
+    mode, options = errand.mode, {"timeout": errand.timeout_s}
+    _tell(pipe, "at", "pause")
+    if mode is not None:
+        _again(errand, lambda mid: client.pause(mode, lease_s=errand.lease_s, message_id=mid, **options))
+    yield
+    _tell(pipe, "at", "continue")
+    if mode is not None:
+        _again(errand, lambda mid: client.continue_generation(message_id=mid, **options))
+
+
 def _update(errand: Errand, pipe: Connection) -> dict[str, Any]:
-    client = SchedulerClient(errand.endpoint, owner=f"trainer {os.getpid()}", connect_timeout=CONNECT_S)
-    with _group(errand, client) as group:
-        _pause(errand, client, pipe)
-        with _session(errand, client):
-            _tell(pipe, "at", "update")
-            _push(errand, client, group)
-        _continue(errand, client, pipe)
-    client.close()
+    with (
+        _trainer(errand) as client,
+        _group(errand, client) as group,
+        _paused(errand, client, pipe),
+        _session(errand, client),
+    ):
+        _tell(pipe, "at", "update")
+        _push(errand, client, group)
     return {}
 
 
@@ -143,83 +160,44 @@ def _session(errand: Errand, client: SchedulerClient) -> AbstractContextManager[
 
 
 def _push(errand: Errand, client: SchedulerClient, group: WeightUpdateGroup | None) -> None:
-    folder, patience = errand.folder, errand.timeout_s
-    assert folder is not None
-    options: UpdateOptions = {"weight_version": errand.label, "flush_cache": errand.mode != "in_place"}
+    options = {"weight_version": errand.label, "flush_cache": errand.mode != "in_place"}
+    options |= {"timeout": errand.timeout_s, "bucket_bytes": BUCKET_BYTES}
     if errand.transport == "disk":
-        _again(
-            errand,
-            lambda mid: client.update_weights_from_disk(folder, message_id=mid, timeout=patience, **options),
-        )
-        return
-    tensors = load_file(folder / "model.safetensors").items()
-    match errand.transport:
-        case "tensor":
-            client.update_weights_from_tensor(tensors, bucket_bytes=BUCKET_BYTES, timeout=patience, **options)
-        case "ipc":
-            client.update_weights_from_ipc(tensors, bucket_bytes=BUCKET_BYTES, timeout=patience, **options)
-        case "distributed":
-            assert group is not None
-            client.update_weights_from_distributed(
-                tensors, group=group, bucket_bytes=BUCKET_BYTES, timeout=patience, **options
-            )
-
-
-def _pause(errand: Errand, client: SchedulerClient, pipe: Connection) -> None:
-    _tell(pipe, "at", "pause")
-    if errand.mode is not None:
-        mode = errand.mode
-        _again(
-            errand,
-            lambda mid: client.pause(mode, lease_s=errand.lease_s, message_id=mid, timeout=errand.timeout_s),
-        )
-
-
-def _continue(errand: Errand, client: SchedulerClient, pipe: Connection) -> None:
-    _tell(pipe, "at", "continue")
-    if errand.mode is not None:
-        _again(errand, lambda mid: client.continue_generation(message_id=mid, timeout=errand.timeout_s))
+        _again(errand, lambda mid: update_by(client, "disk", {}, errand.folder, message_id=mid, **options))
+    else:
+        tensors = load_file(f"{errand.folder}/model.safetensors")
+        update_by(client, errand.transport, tensors, group=group, **options)
 
 
 def _only_pause(errand: Errand, pipe: Connection) -> dict[str, Any]:
-    client = SchedulerClient(errand.endpoint, owner=f"trainer {os.getpid()}", connect_timeout=CONNECT_S)
-    _pause(errand, client, pipe)
-    _tell(pipe, "at", "paused")
-    time.sleep(errand.hold_s)
-    _continue(errand, client, pipe)
-    client.close()
+    with _trainer(errand) as client, _paused(errand, client, pipe):
+        _tell(pipe, "at", "paused")
+        time.sleep(errand.hold_s)
     return {}
 
 
 def _release(errand: Errand, pipe: Connection) -> dict[str, Any]:
-    client = SchedulerClient(errand.endpoint, owner=f"trainer {os.getpid()}", connect_timeout=CONNECT_S)
-    folder, patience = errand.folder, errand.timeout_s
-    assert folder is not None
-    _pause(errand, client, pipe)
-    _tell(pipe, "at", "release")
-    _again(errand, lambda mid: client.release_memory(message_id=mid, timeout=patience))
-    _tell(pipe, "at", "released")
-    time.sleep(errand.hold_s)
-    _tell(pipe, "at", "resume")
-    _again(errand, lambda mid: client.resume_memory(message_id=mid, timeout=patience))
-    _tell(pipe, "at", "update")
-    _again(
-        errand,
-        lambda mid: client.update_weights_from_disk(
-            folder, weight_version=errand.label, message_id=mid, timeout=patience
-        ),
-    )
-    _continue(errand, client, pipe)
-    client.close()
+    with _trainer(errand) as client, _paused(errand, client, pipe):
+        _tell(pipe, "at", "release")
+        _again(errand, lambda mid: client.release_memory(message_id=mid, timeout=errand.timeout_s))
+        _tell(pipe, "at", "released")
+        time.sleep(errand.hold_s)
+        _tell(pipe, "at", "resume")
+        _again(errand, lambda mid: client.resume_memory(message_id=mid, timeout=errand.timeout_s))
+        _tell(pipe, "at", "update")
+        _push(replace(errand, transport="disk"), client, None)
     return {}
+
+
+def _greedy(errand: Errand) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=errand.new_tokens, temperature=0.0, ignore_eos=True, n=errand.samples
+    )
 
 
 def _stream(errand: Errand, pipe: Connection) -> dict[str, Any]:
     client = SchedulerClient(errand.endpoint, connect_timeout=CONNECT_S)
-    params = SamplingParams(
-        max_new_tokens=errand.new_tokens, temperature=0.0, ignore_eos=True, n=errand.samples
-    )
-    handle = client.submit(list(errand.prompt), params, stream=True)
+    handle = client.submit(list(errand.prompt), _greedy(errand), stream=True)
     _tell(pipe, "at", "submitted")
     streamed: dict[int, list[int]] = {index: [] for index in range(errand.samples)}
     for delta in handle.deltas(timeout=errand.timeout_s):
@@ -240,19 +218,13 @@ def _stream(errand: Errand, pipe: Connection) -> dict[str, Any]:
 
 
 def _mute(errand: Errand, pipe: Connection) -> dict[str, Any]:
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.rcvhwm = 1
+    dealer = zmq.Context().socket(zmq.DEALER)
+    dealer.rcvhwm, dealer.linger = 1, 0
     dealer.setsockopt(zmq.RCVBUF, 4096)
-    dealer.linger = 0
     dealer.connect(errand.endpoint)
-    params = SamplingParams(
-        max_new_tokens=errand.new_tokens, temperature=0.0, ignore_eos=True, n=errand.samples
-    )
+    prompt, params = list(errand.prompt), _greedy(errand)
     for _ in range(4):
-        dealer.send(
-            encode(GenerateReqInput(input_ids=list(errand.prompt), sampling_params=params, stream=True))
-        )
+        dealer.send(encode(GenerateReqInput(input_ids=prompt, sampling_params=params, stream=True)))
     dealer.poll(round(errand.timeout_s * 1000))
     _tell(pipe, "at", "streaming")
     time.sleep(errand.hold_s)
@@ -309,17 +281,16 @@ def _http(errand: Errand, pipe: Connection) -> dict[str, Any]:
 
 
 def _http_update(errand: Errand, pipe: Connection) -> dict[str, Any]:
-    _tell(pipe, "at", "pause")
-    with _post(errand, "/pause_generation", {"mode": errand.mode, "lease_s": errand.lease_s}) as response:
-        response.read()
-    _tell(pipe, "at", "update")
     flush = errand.mode != "in_place"
-    body = {"model_path": str(errand.folder), "weight_version": errand.label, "flush_cache": flush}
-    with _post(errand, "/update_weights_from_disk", body) as response:
-        response.read()
-    _tell(pipe, "at", "continue")
-    with _post(errand, "/continue_generation", {}) as response:
-        response.read()
+    update = {"model_path": str(errand.folder), "weight_version": errand.label, "flush_cache": flush}
+    for phase, path, body in (
+        ("pause", "/pause_generation", {"mode": errand.mode, "lease_s": errand.lease_s}),
+        ("update", "/update_weights_from_disk", update),
+        ("continue", "/continue_generation", {}),
+    ):
+        _tell(pipe, "at", phase)
+        with _post(errand, path, body) as response:
+            response.read()
     return {}
 
 

@@ -10,14 +10,14 @@ Invariants:
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from caesura.client import EngineDied, EngineError, ShuttingDown, TimedOut
+from caesura.client import EngineDied, EngineError, ShuttingDown
+from caesura.io_struct import AbortReq
 
-from . import network_faults, process_faults, resource_faults  # noqa: F401 (they fill KINDS)
 from .footprint import shared_files_of, wait_until_within
 from .kinds import KINDS
 from .known import Version
@@ -54,17 +54,14 @@ class Campaign:
         seed: int,
         kinds: Sequence[str] | None = None,
         log: Path | None = None,
-        new_life: Callable[..., Life] = Life,
     ) -> None:
         self._versions = versions
         self._seed = seed
         self._kinds = [KINDS[name] for name in kinds or KINDS]
         self._log = log
-        self._new_life = new_life
         self._life: Life | None = None
         self._known: dict[str, str] = {}
         """Checksum of each version, learned at the first start."""
-        self.lives = 0
 
     def run(self, first: int, count: int) -> Iterator[Outcome]:
         for number in range(first, first + count):
@@ -91,14 +88,8 @@ class Campaign:
                 self._settle_end(scene)
             else:
                 outcome.recovery = self._settle(scene)
-        except (Gone, EngineDied) as error:
-            scene.problem("failed", f"the engine ended: {error}")
-            self._give_up()
-        except TimedOut as error:
-            scene.problem("failed", f"no answer: {error}")
-            self._give_up()
-        except EngineError as error:
-            scene.problem("failed", f"{error.code}: {error}")
+        except (Gone, EngineError) as error:
+            scene.problem("failed", f"{type(error).__name__}: {error}")
             self._give_up()
         if self._life is None:
             self._begin()
@@ -111,8 +102,7 @@ class Campaign:
         self._give_up()
 
     def _begin(self) -> Life:
-        self.lives += 1
-        life = self._life = self._new_life(self._versions, self._known, log=self._log)
+        life = self._life = Life(self._versions, self._known, log=self._log)
         for number, transport in enumerate(WARM_UP):
             scene = Scene(life, -1, random.Random(number))
             version = self._versions[number % len(self._versions)]
@@ -149,7 +139,7 @@ class Campaign:
         recovery = time.monotonic() - scene.cleared_at
         life.wait(lambda: not set(scene.short) & set(life.ledger.open()))
         life.wait(lambda: all(handle.done() for handle in scene.handles))
-        life.witness.abort_all()
+        life.witness.send(AbortReq(abort_all=True))
         life.wait(lambda: not life.ledger.open())
         pids = life.dismiss()
         life.leave_groups()

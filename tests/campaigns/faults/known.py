@@ -12,13 +12,11 @@ Invariants:
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from checkpoints import random_tensor, write_checkpoint
+from checkpoints import Shape, random_tensor, write_checkpoint
 
-VOCAB, HIDDEN, LAYERS, CONTEXT = 256, 64, 6, 4096
-HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4, 2, 16, 512
+VOCAB, CONTEXT = 256, 4096
 FIRST_TOKEN = 2
 """First id above those of beginning and end."""
 LAYER_SCALE = 0.05
@@ -41,31 +39,8 @@ class Version:
         return found
 
 
-class SuccessorShape:
-    """A Qwen3 decoder for ``write_checkpoint``; its seed is the version's number."""
-
-    bos_token_id, eos_token_id = 0, 1
-
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
-        for layer in range(LAYERS):
-            prefix = f"model.layers.{layer}"
-            shapes |= {
-                f"{prefix}.input_layernorm.weight": (HIDDEN,),
-                f"{prefix}.self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
-                f"{prefix}.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-                f"{prefix}.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-                f"{prefix}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-                f"{prefix}.self_attn.q_norm.weight": (HEAD_DIM,),
-                f"{prefix}.self_attn.k_norm.weight": (HEAD_DIM,),
-                f"{prefix}.post_attention_layernorm.weight": (HIDDEN,),
-                f"{prefix}.mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
-                f"{prefix}.mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
-                f"{prefix}.mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
-            }
-        shapes["model.norm.weight"] = (HIDDEN,)
-        shapes["lm_head.weight"] = (VOCAB, HIDDEN)
-        return shapes
+class SuccessorShape(Shape):
+    """A Qwen3 decoder whose seed is the version's number."""
 
     def tensor(self, name: str, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
         """Draw embeddings of unit scale, the head permuted from them, small layers, norms close to one."""
@@ -75,37 +50,25 @@ class SuccessorShape:
             head = torch.empty_like(table)
             head[torch.tensor(successors(seed))] = table
             return head
-        if name == "model.embed_tokens.weight":
-            return random_tensor(name, shape, seed=seed, dtype=torch.float32).mul_(50).to(dtype)
         if len(shape) == 1:
-            noise = random_tensor(name, (1, *shape), seed=seed, dtype=torch.float32)[0]
-            return (1 + noise).to(dtype)
-        return (random_tensor(name, shape, seed=seed, dtype=torch.float32) * 50 * LAYER_SCALE / 8).to(dtype)
+            return 1 + random_tensor(name, (1, *shape), seed=seed, dtype=torch.float32)[0].to(dtype)
+        scale = 50 if name == "model.embed_tokens.weight" else 50 * LAYER_SCALE / 8
+        return (random_tensor(name, shape, seed=seed, dtype=torch.float32) * scale).to(dtype)
 
-    def config(self, dtype: str) -> dict[str, Any]:
-        return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "num_hidden_layers": LAYERS,
-            "hidden_size": HIDDEN,
-            "intermediate_size": INTERMEDIATE,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS,
-            "head_dim": HEAD_DIM,
-            "vocab_size": VOCAB,
-            "max_position_embeddings": CONTEXT,
-            "bos_token_id": self.bos_token_id,
-            "eos_token_id": self.eos_token_id,
-            "tie_word_embeddings": False,
-            "attention_bias": False,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "rope_scaling": None,
-            "rope_theta": 10_000.0,
-            "sliding_window": None,
-            "torch_dtype": dtype,
-            "use_sliding_window": False,
-        }
+
+SHAPE = SuccessorShape(
+    num_hidden_layers=6,
+    hidden_size=64,
+    intermediate_size=512,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=VOCAB,
+    max_position_embeddings=CONTEXT,
+    bos_token_id=0,
+    eos_token_id=1,
+    tie_word_embeddings=False,
+)
 
 
 def successors(seed: int) -> tuple[int, ...]:
@@ -122,6 +85,6 @@ def make_versions(folder: Path, count: int = 3) -> list[Version]:
     found = []
     for number in range(count):
         label = chr(ord("A") + number)
-        path = write_checkpoint(folder / label, SuccessorShape(), seed=number, dtype="float32", shards=1)
+        path = write_checkpoint(folder / label, SHAPE, seed=number, dtype="float32", shards=1)
         found.append(Version(label, path, successors(number)))
     return found

@@ -128,12 +128,12 @@ class Ledger:
                 "failed", f"{result.rid}: ended as {reason} with {len(tokens)} of {account.new_tokens} tokens"
             )
 
-    def refused(self, reply: ErrorReply, *, allowed: Sequence[str] = ()) -> None:
+    def refused(self, reply: ErrorReply) -> None:
         """Record an error; as the answer to a generate request it ends all of its samples."""
         samples = [index for rid, index in self._accounts if rid == reply.id]
         for index in samples:
             self._end(reply.id, index)
-        if samples and reply.code not in allowed:
+        if samples:
             self._add("failed", f"{reply.id}: refused as {reply.code}: {reply.message}")
 
     def open(self) -> list[str]:

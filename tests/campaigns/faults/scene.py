@@ -14,7 +14,6 @@ from typing import Any
 from caesura.client.connection.blocking import GenerationHandle
 
 from .actors import Errand
-from .frontend import FrontEnd
 from .ledger import Problem, check_tokens
 from .life import Actor, Life
 from .witness import LONG_TOKENS, draw_prompt, greedy
@@ -124,12 +123,12 @@ class Scene:
         } | fields
         return self._start(Errand(**drawn))
 
-    def http_client(self, front: FrontEnd) -> Actor:
-        """Start a streaming client of the front end, or a trainer that pauses and updates through it."""
+    def http_client(self, url: str) -> Actor:
+        """Start a streaming client of a front end, or a trainer that pauses and updates through it."""
         version = self.rng.choice(self.life.versions)
         return self._start(
             Errand(
-                endpoint=front.url,
+                endpoint=url,
                 work=self.rng.choice(("http", "http", "http-update")),
                 prompt=tuple(draw_prompt(self.rng)),
                 new_tokens=self.rng.choice((200, 1500)),

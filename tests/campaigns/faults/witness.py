@@ -5,21 +5,10 @@ It has no thread: whoever waits for something calls :meth:`Witness.pump` meanwhi
 """
 
 import random
-from types import TracebackType
-from typing import Self
 
-import zmq
+from support.raw_client import RawClient
 
-from caesura.io_struct import (
-    AbortReq,
-    BatchTokenOutput,
-    ErrorReply,
-    GenerateReqInput,
-    Message,
-    SamplingParams,
-    decode_reply,
-    encode,
-)
+from caesura.io_struct import BatchTokenOutput, ErrorReply, GenerateReqInput, Message, SamplingParams
 
 from .known import FIRST_TOKEN, VOCAB
 from .ledger import Ledger
@@ -36,20 +25,14 @@ def greedy(new_tokens: int, samples: int = 1) -> SamplingParams:
     return SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True, n=samples)
 
 
-class Witness:
+class Witness(RawClient):
     """A DEALER socket on ``endpoint`` whose requests ``ledger`` keeps account of."""
 
-    def __init__(self, endpoint: str, ledger: Ledger, *, allowed: tuple[str, ...] = ()) -> None:
+    def __init__(self, endpoint: str, ledger: Ledger) -> None:
+        super().__init__(endpoint)
         self.ledger = ledger
         self.arrived = 0
         """Messages so far."""
-        self._allowed = allowed
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.rcvhwm = self._socket.sndhwm = 0
-        self._socket.connect(endpoint)
-        self._replies: dict[str, Message] = {}
 
     def generate(
         self, rid: str, prompt: list[int], new_tokens: int, *, stream: bool = False, samples: int = 1
@@ -58,22 +41,12 @@ class Witness:
         params = greedy(new_tokens, samples)
         self.send(GenerateReqInput(id=rid, rid=rid, input_ids=prompt, sampling_params=params, stream=stream))
 
-    def abort_all(self) -> None:
-        self.send(AbortReq(abort_all=True))
-
-    def send(self, message: Message) -> None:
-        self._socket.send(encode(message))
-
-    def take_reply(self, message_id: str) -> Message | None:
-        """Return the reply to a message that was no generation, once, or None before it has come."""
-        return self._replies.pop(message_id, None)
-
     def pump(self, seconds: float) -> bool:
         """Take in what has come, after waiting at most so long for the first; whether anything came."""
-        if not self._socket.poll(max(0, round(seconds * 1000))):
+        if not self.socket.poll(max(0, round(seconds * 1000))):
             return False
-        while self._socket.poll(0):
-            self._take(decode_reply(self._socket.recv_multipart()[0]))
+        for message in self.received():
+            self._take(message)
             self.arrived += 1
         return True
 
@@ -84,19 +57,4 @@ class Witness:
             for result in message.finished:
                 self.ledger.ended(result)
         elif isinstance(message, ErrorReply):
-            self.ledger.refused(message, allowed=self._allowed)
-            self._replies[message.id] = message
-        elif (message_id := getattr(message, "id", None)) is not None:
-            self._replies[message_id] = message
-
-    def close(self) -> None:
-        if not self._context.closed:
-            self._context.destroy(linger=0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+            self.ledger.refused(message)

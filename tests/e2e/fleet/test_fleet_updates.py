@@ -345,9 +345,3 @@ def test_an_update_that_is_cancelled_before_its_commit_is_aborted(engines, tenso
         assert await served(fleet) == [("third", fleet.weights_epoch)] * 2
 
     run(engines, body)
-
-
-def test_engines_that_differ_are_no_fleet(engines, other_model):
-    engines[1].update_weights_from_disk(other_model, weight_version="another")
-    with pytest.raises(InvalidRequest, match="'another'"):
-        run(engines, lambda fleet: fleet.status())

@@ -185,16 +185,6 @@ def embeds(engine):
     return {name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def test_an_update_of_another_component(engine, sd3, other):
-    before = np.asarray(engine.generate_images("a red", **OPTIONS).image)
-    with engine.weight_update(component="vae", manifest=manifest(state(other, "vae"))):
-        engine.update_weights_from_tensor(state(other, "vae"), component="vae")
-    changed = engine.generate_images("a red", **OPTIONS)
-    assert not np.array_equal(np.asarray(changed.image), before)
-    engine.update_weights_from_disk(sd3, component="vae")
-    assert np.array_equal(np.asarray(engine.generate_images("a red", **OPTIONS).image), before)
-
-
 def test_a_broadcast_update(at_first, other):
     engine = at_first
     with WeightUpdateGroup.create([engine]) as group:
@@ -213,18 +203,3 @@ def test_a_partial_transformer_is_refused_by_name_and_poisons_nothing(engine, ot
     with pytest.raises(InvalidRequest, match="component"):
         engine.update_weights_from_tensor(tensors, component="unet")
     assert engine.status().weights == "valid"
-
-
-def test_memory_is_released_and_comes_back_with_an_update(engine, sd3):
-    before = engine.generate_images("a red", **OPTIONS)
-    engine.pause(mode="retract")
-    freed = engine.release_memory(["weights"])
-    assert freed.freed_bytes["weights"] > 0
-    engine.resume_memory(["weights"])
-    assert engine.status().weights == "invalid"
-    for component in ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
-        engine.update_weights_from_disk(sd3, component=component)
-    engine.continue_generation()
-    after = engine.generate_images("a red", **OPTIONS)
-    assert np.array_equal(latents(before), latents(after))
-    assert np.array_equal(np.asarray(before.image), np.asarray(after.image))

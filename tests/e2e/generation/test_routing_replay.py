@@ -156,15 +156,6 @@ def test_aborted_in_the_middle(driver, models):
     check_replay(models[0][1], prompt, output)
 
 
-def test_from_the_end_of_the_prompt(driver):
-    prompt = text(30, 9)
-    whole = ask(driver, prompt, 10)
-    driver.run_until_idle()
-    tail = ask(driver, prompt, 10, routed_experts_start_len=30)
-    driver.run_until_idle()
-    assert torch.equal(rows_of(finished(driver, whole))[30:], rows_of(finished(driver, tail)))
-
-
 # -- all of it at once ---------------------------------------------------------------------------------------
 
 REQUESTS, NEW_TOKENS, PROMPT = 96, 40, 24

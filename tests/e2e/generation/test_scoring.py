@@ -9,7 +9,6 @@ from support.checkpoints import make_checkpoint
 from support.lanes import quick
 
 from caesura.client import SamplingParams, launch_scheduler
-from caesura.client.exceptions import EngineError, InvalidRequest, Unsupported
 
 MIB = 1 << 20
 SHAPE = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}
@@ -68,16 +67,6 @@ def test_finished_rollouts_are_scored(policy, reference, residency):
         )
 
 
-@pytest.mark.long
-def test_the_policy_as_its_own_reference(policy):
-    with launch_scheduler(policy, reference_model_path=policy, **OPTIONS) as client:
-        outputs = client.generate(PROMPTS, PARAMS, return_logprob=True)
-        rollouts = [prompt + out.output_ids for prompt, out in zip(PROMPTS, outputs, strict=True)]
-        scores = client.score(rollouts, start=[len(p) for p in PROMPTS], temperature=0.8)
-        for out, found in zip(outputs, scores, strict=True):
-            np.testing.assert_allclose(found, out.output_logprobs, atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("residency", quick(RESIDENCIES[::-1]))
 def test_the_reference_is_in_memory_while_it_is_used(policy, reference, alone, residency):
     with launch_scheduler(
@@ -98,14 +87,3 @@ def test_the_reference_is_in_memory_while_it_is_used(policy, reference, alone, r
                 assert extra < 0.4 * size, "what is left: workspaces, and Python's objects"
             client.score(PROMPTS, start=1)
         assert psutil.Process(rest.pid).num_threads() < 12
-
-
-def test_wrong_arguments_are_refused(policy, reference):
-    with launch_scheduler(policy, **OPTIONS) as client:
-        with pytest.raises(Unsupported, match="no reference is loaded"):
-            client.score([1, 2, 3], start=1)
-        with pytest.raises(InvalidRequest, match="2 start for 1 sequences"):
-            client.score([[1, 2, 3]], start=[1, 2])
-    with pytest.raises(EngineError, match="nowhere") as caught:
-        launch_scheduler(policy, reference_model_path=policy / "nowhere", **OPTIONS)
-    assert caught.value.code in ("checkpoint_error", "unsupported_model")

@@ -2,8 +2,6 @@
 # ruff: noqa: ASYNC110  (another process's state is asked for)
 
 import asyncio
-import os
-import signal
 import threading
 
 import pytest
@@ -197,30 +195,6 @@ def test_an_abort_from_outside_gives_the_text_so_far(engine, tokenizer):
         await manager.client.continue_generation()
 
     run(engine, tokenizer, body)
-
-
-def test_a_dead_engine_is_told_to_every_waiter(model, tmp_path):
-    tokenizer = TextTokenizer.from_folder(make_byte_level(tmp_path))
-    params = SamplingParams(max_new_tokens=200, ignore_eos=True)
-
-    async def body(manager, engine):
-        await manager.client.pause("in_place")
-        request = GenerationRequest(prompt="The", sampling_params=params, stop=["never said"])
-        waiting = [asyncio.ensure_future(manager.generate(request)) for _ in range(50)]
-        waiting += [asyncio.ensure_future(anext(manager.stream(request))) for _ in range(50)]
-        while (await manager.client.status()).waiting_requests < 100:
-            await asyncio.sleep(0.01)
-        os.kill((await manager.client.status()).pid, signal.SIGKILL)
-        for result in await asyncio.gather(*waiting, return_exceptions=True):
-            assert isinstance(result, EngineDied)
-
-    async def main(engine):
-        client = AsyncSchedulerClient(engine.endpoint, connect_timeout=0.2)
-        async with client:
-            await body(TokenizerManager(client, tokenizer), engine)
-
-    with serve(model) as engine:
-        asyncio.run(main(engine))
 
 
 @pytest.fixture

@@ -9,16 +9,12 @@ import json
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-import httpx
 import pytest
-import torch
-from prometheus_client.parser import text_string_to_metric_families
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 from support.browser import browsing, chromium
 from support.http_server import listening
-from support.waiting import eventually
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 from caesura.client.memory_view.record import fetch
@@ -235,60 +231,3 @@ def test_dashboard_asks_only_this_server_without_errors(page, address):
     refused = [entry["message"] for entry in page.before_login]
     assert all("401" in message for message in refused), refused
     assert page.browser.get_log("browser") == []
-
-
-def test_the_engine_counts_its_pauses_and_updates(engine, address, other_model):
-    def scrape():
-        families = text_string_to_metric_families(httpx.get(f"{address}/metrics").text)
-        return {
-            (sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "model_name")): sample.value
-            for family in families
-            for sample in family.samples
-        }
-
-    def rises(name, *labels):
-        return after[f"caesura:{name}", *labels] - before.get((f"caesura:{name}", *labels), 0)
-
-    before = scrape()
-    for _ in range(2):
-        engine.generate([1, 2, 3] * 8, SamplingParams(max_new_tokens=5, ignore_eos=True))
-    engine.pause("in_place")
-    engine.pause("in_place")
-    engine.pause("retract")
-    engine.begin_weight_update()
-    engine.update_weights_from_tensor([("model.norm.weight", torch.ones(40))])
-    engine.end_weight_update(commit=False)
-    engine.update_weights_from_disk(str(other_model))
-    engine.continue_generation()
-    engine.pause("retract")
-    engine.continue_generation()
-    status = engine.status()
-    # Figures may be a moment old, for which nobody asks the engine again.
-    epoch = status.weights_epoch
-    after = eventually(lambda: found if (found := scrape())["caesura:weights_epoch",] == epoch else None)
-    assert rises("pauses_total", "in_place") == 1, "again in the same mode is no other pause"
-    assert rises("pauses_total", "retract") == 2
-    seconds = {pause.mode: pause.seconds for pause in status.totals.pauses}
-    assert after["caesura:pause_seconds_total", "retract"] == pytest.approx(seconds["retract"]), (
-        "it stands still"
-    )
-    assert seconds["retract"] > after["caesura:stage_seconds_total", "update.copy"] > 0
-    assert rises("weight_updates_total", "committed", "disk") == 1
-    assert rises("weight_updates_total", "failed", "tensor") == 1
-    assert rises("weight_updates_total", "committed", "tensor") == 0
-    assert rises("prompt_tokens_total") == 48
-    assert rises("cached_tokens_total") == 16
-    assert rises("finished_requests_total", "length") == 2
-    assert rises("generation_tokens_total") == 10
-    assert after["caesura:memory_bytes", "weights"] > 0
-
-
-def test_a_pause_that_lasts_counts(engine, address):
-    engine.pause("abort")
-    try:
-        (first,) = [pause for pause in engine.status().totals.pauses if pause.mode == "abort"]
-        (second,) = [pause for pause in engine.status().totals.pauses if pause.mode == "abort"]
-        assert second.seconds > first.seconds
-        assert second.count == first.count == 1
-    finally:
-        engine.continue_generation()

@@ -277,18 +277,6 @@ def test_models_has_the_pipeline(client):
     assert client.models.retrieve("painter").id == "painter"
 
 
-def test_status_counts_images_by_stage(engine):
-    engine.pause("in_place")
-    handles = [threading.Thread(target=lambda: engine.generate_images("a", width=16, height=16, **STEPS))]
-    handles[0].start()
-    eventually(lambda: engine.status().waiting_requests == 1)
-    assert engine.status().images is not None
-    engine.continue_generation()
-    handles[0].join()
-    load = engine.status().images
-    assert (load.encoding, load.denoising, load.decoding) == (0, 0, 0)
-
-
 def test_an_image_route_of_a_language_model_says_so(tmp_path):
     with served("--model", str(make_text_model(tmp_path / "text"))) as language:
         for path in ("/v1/images/generations", "/rollout/generate"):

@@ -6,7 +6,6 @@ import json
 import struct
 from collections.abc import Iterator
 
-import httpx
 import openai
 import pytest
 from openai.types import Completion
@@ -52,12 +51,6 @@ def test_unknown_model(served):
     with pytest.raises(openai.NotFoundError) as caught:
         served.client.completions.create(model="gpt-5", prompt="once")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-
-
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/v1/chat/completions"])
-def test_every_route_needs_the_key(served, path):
-    method = "GET" if path.endswith("models") else "POST"
-    assert httpx.request(method, served.url + path, json={}).status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -120,14 +113,6 @@ def test_too_long_a_prompt(served):
         assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="token"):
         served.client.chat.completions.create(model=NAME, messages=messages("a猫" * ENCODE_INLINE))
-
-
-def test_not_json(served):
-    answer = httpx.post(
-        f"{served.url}/v1/completions", content=b"{", headers={"authorization": "Bearer secret"}
-    )
-    assert answer.status_code == 400
-    assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 EVERYTHING = {"return_token_ids": True, "ignore_eos": True, "return_routed_experts": True}

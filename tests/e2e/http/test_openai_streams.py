@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Iterator
 from itertools import pairwise
 
-import openai
 import pytest
 from support.openai_server import (
     GREEDY,
@@ -167,18 +166,6 @@ def test_chat_logprobs_are_exact_bytes(served):
         assert all(a.logprob >= b.logprob for a, b in pairwise(entry.top_logprobs))
 
 
-def test_impossible_tokens_have_a_finite_logprob(served):
-    answer = served.client.chat.completions.create(
-        messages=messages("x"),
-        max_tokens=1,
-        logprobs=True,
-        top_logprobs=20,
-        **with_ids(min_tokens=1, ignore_eos=False),
-    )
-    [entry] = answer.choices[0].logprobs.content
-    assert all(isinstance(other.logprob, float) for other in entry.top_logprobs)
-
-
 # -- asyncio, aborts, pauses ---------------------------------------------------------------------------------
 
 
@@ -193,60 +180,6 @@ def test_many_at_once(served):
     texts = asyncio.run(run())
     create = served.client.completions.create
     assert texts == [create(prompt=[5 + i], max_tokens=6, **GREEDY).choices[0].text for i in range(12)]
-
-
-def test_streams_from_asyncio(served):
-    async def run() -> str:
-        async with served.asyncio_client() as client:
-            stream = await client.chat.completions.create(
-                messages=messages("once"), max_tokens=12, stream=True, **GREEDY
-            )
-            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-    whole = served.client.chat.completions.create(messages=messages("once"), max_tokens=12, **GREEDY)
-    assert asyncio.run(run()) == whole.choices[0].message.content
-
-
-def test_an_aborted_answer_is_an_answer(served):
-    async def run() -> openai.types.Completion:
-        async with served.asyncio_client() as client:
-            task = asyncio.create_task(
-                client.completions.create(prompt="once", max_tokens=300, **with_ids(rid="doomed"))
-            )
-            while (await asyncio.to_thread(served.engine.status)).waiting_requests == 0:
-                assert not task.done()
-            await asyncio.to_thread(served.engine.abort, "doomed")
-            return await task
-
-    served.engine.pause("in_place")
-    try:
-        answer = asyncio.run(run())
-    finally:
-        served.engine.continue_generation()
-    assert answer.choices[0].finish_reason == "abort"
-    assert answer.choices[0].token_ids == []
-    assert answer.metadata["weight_version"] == served.engine.status().weight_version
-    assert answer.id == "doomed"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_while_paused_is_forgotten(served, stream):
-    async def run() -> None:
-        async with served.asyncio_client() as client:
-            task = asyncio.create_task(
-                client.completions.create(prompt="once", max_tokens=300, stream=stream, **GREEDY)
-            )
-            while (await asyncio.to_thread(served.engine.status)).waiting_requests == 0:
-                assert not task.done()
-            task.cancel()
-            await asyncio.wait([task])
-
-    served.engine.pause("in_place")
-    try:
-        asyncio.run(run())
-        wait_until_idle(served)
-    finally:
-        served.engine.continue_generation()
 
 
 def test_an_update_within_a_stream_is_in_its_spans(served):

@@ -288,16 +288,6 @@ def test_the_client_needs_no_web_server():
 
 
 @pytest.mark.long
-def test_a_second_client_shares_the_engine(tiny_model):
-    with served("--model", str(tiny_model)) as engine:
-        endpoint = "ipc://" + engine.announced.split("ipc://")[1].rstrip(")\n")
-        with SchedulerClient(endpoint, owner="trainer") as client:
-            client.pause("in_place", owner="trainer")
-            assert engine.post("/continue_generation", {}).status_code == 400
-            assert engine.post("/continue_generation", {"force": True}).status_code == 200
-
-
-@pytest.mark.long
 def test_beyond_loopback_without_a_key_needs_the_explicit_word(tiny_model):
     with served("--model", str(tiny_model), "--host", "0.0.0.0", "--insecure-bind") as engine:
         url = engine.url.replace("0.0.0.0", "127.0.0.1")

@@ -66,45 +66,6 @@ def test_an_update_while_a_request_is_frozen(served, http, step_7):
     assert [span.version for span in handle.result().weight_versions] == ["default", "step_7"]
 
 
-def test_keep_computes_requests_again_with_the_new_weights(served, http, step_7):
-    params = SamplingParams(max_new_tokens=400, ignore_eos=True, seed=3)
-    generate(http, token_ids=list(range(2, 202)), sampling_params={"max_tokens": 1})
-    handle = served.engine.submit(PROMPT, sampling_params=params, stream=True)
-    next(iter(handle))
-    assert http.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
-    assert http.get("/is_paused").json() == {"is_paused": True}
-    status = served.engine.status()
-    assert (status.pause_mode, status.waiting_requests) == ("retract", 1)
-    assert (status.kv.cached, status.kv.held) == (0, 0)
-    http.post("/update_weights", json={"weight_dir": step_7}).raise_for_status()
-    http.post("/resume").raise_for_status()
-    assert http.get("/is_paused").json() == {"is_paused": False}
-    assert not any(span.stale_kv for span in handle.result().weight_versions)
-
-
-def test_wait_lets_requests_end(served, http):
-    params = SamplingParams(max_new_tokens=400, ignore_eos=True, seed=3)
-    handle = served.engine.submit(PROMPT, sampling_params=params, stream=True)
-    next(iter(handle))
-    assert http.post("/pause", params={"mode": "wait"}).json() == {"status": "paused"}
-    result = handle.result()
-    assert (result.finish_reason.type, len(result.output_ids)) == ("length", 400)
-    assert served.engine.status().kv.cached == 0
-    refused = http.post("/inference/v1/generate", json={"token_ids": PROMPT})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "paused")
-    http.post("/resume").raise_for_status()
-    assert generate(http, sampling_params={"max_tokens": 1})["choices"]
-
-
-def test_an_abort_may_clear_the_cache(served, http):
-    for clear, left in (("false", True), ("true", False)):
-        generate(http, token_ids=list(range(2, 202)), sampling_params={"max_tokens": 1})
-        http.post("/pause", params={"mode": "abort", "clear_cache": clear}).raise_for_status()
-        assert served.engine.status().pause_mode == "abort"
-        assert bool(served.engine.status().kv.cached) == left
-        http.post("/resume").raise_for_status()
-
-
 def test_tokens_and_logprobs_are_the_engines(served, http):
     found = generate(http, sampling_params={**LONG, "n": 2, "max_tokens": 12})
     params = SamplingParams(n=2, max_new_tokens=12, ignore_eos=True, seed=3)
@@ -344,8 +305,3 @@ def test_commands_that_cannot_be_served_change_nothing(served, http, path, optio
 
 def test_answers_are_tokens(http):
     assert generate(http, sampling_params={"max_tokens": 1}, output_mode="tokens")["choices"]
-
-
-def test_control_needs_the_key(served):
-    for path in ("/pause", "/resume", "/update_weights", "/inference/v1/generate"):
-        assert httpx.post(served.url + path, json={}).status_code == 401

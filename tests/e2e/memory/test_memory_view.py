@@ -1,20 +1,10 @@
 """Memory events of an engine while it is paused, updated, flushed and released."""
 
-import re
-import signal
-import subprocess
-import sys
-from pathlib import Path
-from time import monotonic
-
-import msgspec
 import pytest
-from support.clock import clock_of
 from support.scripted import EngineDriver
+from support.waiting import eventually
 
 from caesura.client import SamplingParams, launch_scheduler
-from caesura.client.memory_view.record import fetch
-from caesura.client.serve.pages.document import PageData
 from caesura.io_struct import (
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
@@ -27,9 +17,7 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
 )
 from caesura.scheduler.memory.device_module import device_module_for
-from caesura.scheduler.observability.memory_history import SAMPLE_S
 
-CAESURA = [str(Path(sys.executable).with_name("caesura")), "memory"]
 pytestmark = pytest.mark.skipif(
     device_module_for("cpu").memory_reserved() == 0, reason="reserved memory is read from /proc"
 )
@@ -77,14 +65,6 @@ def test_a_cycle_is_recorded_with_the_cause_of_each_reading(driver, other_model)
     assert pause.at <= begin.at <= commit.at <= end.at
 
 
-def test_a_continue_that_empties_nothing_returns_nothing(driver):
-    driver.call(PauseGenerationReqInput())
-    driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
-    event = history(driver)[-1]
-    assert (event.cause, event.returned) == ("continue", None)
-    assert event.residual is not None
-
-
 def test_an_update_that_fails_and_one_that_empties(driver, other_model, monkeypatch):
     def broken() -> None:
         raise RuntimeError("no derivation today")
@@ -129,51 +109,21 @@ def test_flush_release_and_resume(driver, tiny_model):
     assert events["update_commit"].by_tag.weights == events["start"].by_tag.weights > 0
 
 
-def test_steps_are_sampled(driver, monkeypatch):
-    now = [monotonic()]
-    monkeypatch.setattr("caesura.scheduler.observability.memory_history.monotonic", lambda: now[0])
-    driver.call(PauseGenerationReqInput())
-    driver.call(ContinueGenerationReqInput())
-    now[0] += SAMPLE_S
-    driver.tick(5)
-    assert history(driver)[-1].cause == "continue", "an idle engine is not looked at"
-    driver.generate([5, 6, 7], 6)
-    driver.run_until_idle()
-    events = driver.call(GetMemoryHistoryReqInput()).events
-    assert [event.cause for event in events[-2:]] == ["continue", "sample"]
-    assert events[-1].step == 1
-
-
-def test_a_failed_step(driver):
-    driver.generate([5, 6, 7], 20)
-    driver.tick(3)
-    driver.runner.fail_next = True
-    driver.run_until_idle()
-    event = history(driver)[-1]
-    assert event.cause == "failure"
-    assert event.detail == "RuntimeError: scripted failure of a batch"
-    assert event.returned is not None
-
-
-def test_idleness_is_noted_once(driver, monkeypatch):
-    clock = clock_of(monkeypatch, ["runtime.loop"])
-    driver.generate([5, 6, 7], 4)
-    driver.run_until_idle()
-    for _ in range(3):
-        clock.now += driver.config.idle_empty_s + 1
+def test_a_failed_step_an_expired_lease_and_idleness_are_events(tiny_model):
+    with EngineDriver(str(tiny_model), idle_empty_s=0.01) as driver:
+        driver.generate([5, 6, 7], 20)
         driver.tick(3)
-    assert [event.cause for event in history(driver)].count("idle") == 1
-
-
-def test_a_lease_that_expires(driver, monkeypatch):
-    driver.call(PauseGenerationReqInput(owner="me", lease_s=0.01))
-    lifecycle = driver.engine.state
-    monkeypatch.setattr(lifecycle.ownership.lease, "expires", 0.0)
-    driver.tick(2)
-    event = history(driver)[-1]
-    assert (event.cause, event.detail) == ("lease_expiry", "of 'me'")
-    assert event.returned is not None
-    assert event.residual is not None
+        driver.runner.fail_next = True
+        driver.run_until_idle()
+        driver.call(PauseGenerationReqInput(owner="me", lease_s=60.0))
+        driver.engine.state.ownership.lease.expires = 0.0
+        driver.tick(2)
+        eventually(lambda: driver.tick() or history(driver)[-1].cause == "idle")
+        emptied = [event for event in history(driver, after=1) if event.returned is not None]
+        assert [(event.cause, event.detail) for event in emptied][:2] == [
+            ("failure", "RuntimeError: scripted failure of a batch"),
+            ("lease_expiry", "of 'me'"),
+        ]
 
 
 def test_the_stages_of_everything_are_in_status(driver, other_model):
@@ -208,50 +158,7 @@ def engine(tiny_model):
         yield client
 
 
-def run_memory(engine, *arguments, **options):
-    command = [*CAESURA, "--endpoint", engine.endpoint, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
-
-
 def test_a_real_step_counts_its_sampling(engine):
     stages = {stage.name: stage for stage in engine.status().stages}
     assert stages["sample"].count == stages["prefill"].count + stages["decode"].count
     assert stages["sample"].total_s < stages["prefill"].total_s + stages["decode"].total_s
-
-
-def test_the_command_writes_a_page(engine, tmp_path):
-    page = tmp_path / "memory.html"
-    done = run_memory(engine, "--html", str(page))
-    assert (done.returncode, done.stderr) == (0, "")
-    (told,) = re.findall(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)
-    data = msgspec.json.decode(told, type=PageData)
-    assert data.status.pid == engine.status().pid
-    assert [event.cause for event in data.history.events if event.cause != "sample"][:3] == [
-        "start",
-        "pause",
-        "continue",
-    ]
-
-
-def test_the_live_view_ends_with_ctrl_c(engine):
-    command = [*CAESURA, "--endpoint", engine.endpoint, "--live", "--interval", "0.05"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as viewer:
-        lines = [viewer.stdout.readline() for _ in range(3)]
-        viewer.send_signal(signal.SIGINT)
-        _, errors = viewer.communicate()
-    assert lines[0].startswith("time")
-    assert "running" in lines[2]
-    assert (viewer.returncode, errors) == (0, "")
-
-
-def test_a_page_of_history_at_a_time(tiny_model):
-    with launch_scheduler(
-        tiny_model, device="cpu", num_threads=1, kv_pool_tokens=256, log_level="ERROR"
-    ) as client:
-        for _ in range(150):
-            client.pause()
-            client.continue_generation()
-        first = client.memory_history()
-        assert (len(first.events), first.more) == (256, True)
-        events = fetch(client, timeout=None).events
-    assert [event.seq for event in events] == list(range(1, 302))

@@ -19,7 +19,6 @@ from caesura.client import (
     EngineDied,
     NoSession,
     SchedulerClient,
-    SessionOpen,
     TimedOut,
     WeightMismatch,
     launch_scheduler,
@@ -193,16 +192,6 @@ def test_a_session_does_not_outlive_its_engine(tiny_model, other_model, tmp_path
             assert trainer.session_id is None
             reply = trainer.update_weights_from_tensor(weights.items(), bucket_bytes=SMALL, timeout=PATIENCE)
             assert (reply.committed, engine.status().weights_epoch) == (True, 1)
-
-
-def test_a_session_of_another_trainer_is_not_ended(engine, trainer, other_model):
-    engine.begin_weight_update()
-    with pytest.raises(SessionOpen):
-        trainer.update_weights_from_tensor(weights_of(other_model).items(), bucket_bytes=SMALL)
-    with pytest.raises(SessionOpen), trainer.weight_update():
-        raise AssertionError("the block runs")
-    assert engine.status().session is not None
-    engine.end_weight_update(commit=False)
 
 
 @pytest.mark.parametrize("kind", ["update", "block"])

@@ -54,10 +54,6 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "model.safetensors")
 
 
-def test_the_two_checkpoints_differ(cold):
-    assert cold[0] != cold[1]
-
-
 def test_scales_may_come_long_before_or_after_their_weights(engine, folders, cold):
     fp8 = weights_of(folders[1]["fp8"])
     scales = {name: value for name, value in fp8.items() if name.endswith("_scale_inv")}
@@ -127,16 +123,6 @@ def test_checker_verbs_see_fp8(engine, folders, cold):
     engine.update_weights_from_disk(folders[0]["bf16"])
     assert engine.check_weights("compare").changed == []
     assert tokens_of(engine) == cold[0][1]
-
-
-def test_released_weights_come_back(engine, folders, cold):
-    engine.pause("abort")
-    engine.release_memory(["weights"])
-    engine.resume_memory(["weights"])
-    assert engine.status().weights == "invalid"
-    engine.update_weights_from_disk(folders[1]["bf16"])
-    engine.continue_generation()
-    assert (engine.check_weights("checksum").total, tokens_of(engine)) == cold[1]
 
 
 def test_deterministic_is_refused_where_blocks_cannot_be_packed(folders, tmp_path):

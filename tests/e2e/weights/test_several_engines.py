@@ -133,12 +133,3 @@ def test_an_engine_that_dies_in_the_midst_costs_itself_and_those_behind_it(engin
     assert behind.status().weights == "poisoned"
     assert clone_weights(before, [behind], timeout=PATIENCE_S)[0].weight_version == "new"
     assert len(set(totals([before, behind]))) == 1
-
-
-def test_weights_of_one_engine_for_all_others(engines, other_model, tiny_model):
-    source, *others = engines
-    for engine, path in zip(engines, (other_model, tiny_model, tiny_model), strict=True):
-        engine.update_weights_from_disk(path, weight_version=path.name)
-    replies = clone_weights(source, others, bucket_bytes=20_000, timeout=PATIENCE_S)
-    assert [reply.weight_version for reply in replies] == [other_model.name] * 2
-    assert len(set(totals(engines))) == 1

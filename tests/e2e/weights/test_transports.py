@@ -13,16 +13,14 @@ from support.checkpoints import make_checkpoint
 from support.scripted import EngineDriver, assert_error
 from support.waiting import eventually
 
-from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
+from caesura.client import SchedulerClient, launch_scheduler
 from caesura.client.exceptions import EngineError
 from caesura.client.trainer import (
     SharedBucket,
     SharedTensors,
     buckets,
-    manifest,
 )
 from caesura.io_struct import (
-    BeginWeightUpdateReqInput,
     CaesuraError,
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
@@ -85,34 +83,6 @@ def driver(tiny_model):
         yield driver
 
 
-def test_calls_while_paused_join_one_session(driver, other_model):
-    driver.call(PauseGenerationReqInput())
-    sender = Sender(driver, other_model, 20_000)
-    for number in range(len(sender.parts) - 1):
-        reply = sender.send(number, weight_version="v1")
-        assert (reply.committed, reply.weights, reply.weight_version) == (False, "updating", "default")
-    status = driver.status()
-    assert (status.session.kind, status.weights_epoch) == ("implicit", 0)
-    reply = sender.send(len(sender.parts) - 1, weight_version="v1")
-    assert (reply.committed, reply.weights, reply.weight_version, reply.weights_epoch) == (
-        True,
-        "valid",
-        "v1",
-        1,
-    )
-
-
-def test_continue_commits_an_implicit_session(driver, other_model):
-    driver.call(PauseGenerationReqInput())
-    sender = Sender(driver, other_model, 20_000)
-    assert not sender.send(0, weight_version="part").committed
-    driver.call(ContinueGenerationReqInput())
-    status = driver.status()
-    assert (status.generation, status.weights, status.weights_epoch, status.weight_version) == (
-        "running", "valid", 1, "part",
-    )  # fmt: skip
-
-
 def test_a_call_while_running_is_a_session_of_its_own(driver, other_model):
     sender = Sender(driver, other_model, 20_000)
     epochs = [sender.send(number).weights_epoch for number in range(len(sender.parts))]
@@ -153,25 +123,6 @@ def test_a_bad_first_buffer_changes_nothing(driver, other_model):
     assert (status.weights, status.session, status.weights_epoch) == ("valid", None, 0)
 
 
-def test_a_manifest_must_be_fulfilled(driver, other_model):
-    specs = manifest(weights_of(other_model).items())
-    session_id = driver.begin(manifest=specs)
-    sender = Sender(driver, other_model, 20_000)
-    sender.send(0, session_id=session_id)
-    error = assert_error(driver.call(EndWeightUpdateReqInput(session_id=session_id)), "weight_mismatch")
-    assert len(error.detail["missing"]) > 0
-    for number in range(1, len(sender.parts)):
-        sender.send(number, session_id=session_id)
-    assert driver.call(EndWeightUpdateReqInput(session_id=session_id)).committed
-
-
-def test_a_manifest_that_does_not_fit_is_refused_at_once(driver):
-    specs = [TensorSpec(name="model.embed_tokens.weight", dtype="F32", shape=[3, 3])]
-    error = assert_error(driver.call(BeginWeightUpdateReqInput(manifest=specs)), "weight_mismatch")
-    assert error.detail["mismatched"][0]["name"] == "model.embed_tokens.weight"
-    assert driver.status().session is None
-
-
 @pytest.mark.parametrize("fault", ["offset", "dtype", "misaligned", "buffer", "rows", "nbytes"])
 def test_specs_are_bounds_checked(driver, other_model, fault):
     name, tensor = next(iter(weights_of(other_model).items()))
@@ -190,30 +141,6 @@ def test_specs_are_bounds_checked(driver, other_model, fault):
         "weight_mismatch",
     )
     assert driver.status().weights == "valid"
-
-
-def test_requests_go_on_across_a_tensor_update(engine, family):
-    params = SamplingParams(max_new_tokens=100, temperature=1.0, seed=3, ignore_eos=True)
-    handle = engine.submit([5, 6, 7], sampling_params=params)
-    engine.pause("in_place")
-    engine.update_weights_from_ipc(weights_of(family[2]).items(), flush_cache=False, weight_version="x")
-    engine.continue_generation()
-    spans = handle.result().weight_versions
-    assert (spans[-1].version, spans[-1].end) == ("x", 100)
-
-
-def test_a_failing_block_aborts_its_session(engine, family):
-    epoch = engine.status().weights_epoch
-    with pytest.raises(ZeroDivisionError), engine.weight_update(weight_version="never"):
-        raise ZeroDivisionError
-    status = engine.status()
-    assert (status.weights, status.weights_epoch, status.session) == ("valid", epoch, None)
-    with engine.weight_update(weight_version="later") as update:
-        engine.update_weights_from_tensor(weights_of(family[0]).items(), bucket_bytes=4096)
-        assert engine.status().weights == "updating"
-    assert update.result is not None
-    assert update.result.committed
-    assert engine.status().weight_version == "later"
 
 
 def test_shared_memory_that_could_fault_the_engine_is_refused(engine, family):

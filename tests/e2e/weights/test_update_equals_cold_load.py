@@ -8,7 +8,6 @@ import shutil
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +17,6 @@ from support.waiting import eventually
 
 from caesura.io_struct import (
     ContinueGenerationReqInput,
-    EndWeightUpdateReqInput,
     FlushCacheReqInput,
     GenerateReqInput,
     PauseGenerationReqInput,
@@ -209,28 +207,6 @@ class TestPoisoned:
         assert len(tokens_of(driver.result(rid))) == 20
         assert (checksums(driver), outputs(driver)) == cold(checkpoint("qwen3", 2))
 
-    @pytest.mark.parametrize("written", [False, True])
-    def test_deadline_of_a_session(self, driver, checkpoint, cold, written):
-        driver.call(PauseGenerationReqInput(mode="in_place"))
-        session_id = driver.begin(deadline_s=600)
-        if written:
-            message = UpdateWeightFromDiskReqInput(
-                model_path=str(checkpoint("qwen3", 2)), flush_cache=False, session_id=session_id
-            )
-            assert not driver.call(message).committed
-        assert driver.status().session.deadline_s > 0
-        driver.engine.sessions.current.deadline = 0.0
-        driver.tick()
-        status = driver.status()
-        assert (status.session, status.weights) == (None, "poisoned" if written else "valid")
-        assert_error(driver.call(EndWeightUpdateReqInput(session_id=session_id)), "no_session")
-        if written:
-            self.assert_nothing_runs(driver)
-            update(driver, checkpoint("qwen3", 3))
-        driver.call(ContinueGenerationReqInput())
-        expected = cold(checkpoint("qwen3", 3 if written else 1))
-        assert (checksums(driver), outputs(driver)) == expected
-
     def test_deadline_in_the_midst_of_a_call(self, driver, checkpoint):
         session_id = driver.begin(deadline_s=600)
         update = UpdateWeightFromDiskReqInput(model_path=str(checkpoint("qwen3", 2)), session_id=session_id)
@@ -240,20 +216,3 @@ class TestPoisoned:
         driver.tick(3)
         assert_error(driver.replies.pop(waiting), "deadline_exceeded")
         self.assert_nothing_runs(driver)
-
-    def test_reset_tensors_then_an_update(self, driver, checkpoint, cold):
-        driver.call(WeightsCheckerReqInput(action="snapshot"), max_ticks=5000)
-        driver.call(WeightsCheckerReqInput(action="reset_tensors"), max_ticks=5000)
-        changed = driver.call(WeightsCheckerReqInput(action="compare"), max_ticks=5000).changed
-        assert set(changed) == set(cold(checkpoint("qwen3", 1))[0])
-        self.assert_nothing_runs(driver)
-        reply = update(driver, checkpoint("qwen3", 1))
-        assert reply.changed_tensors == reply.written_tensors
-        assert (checksums(driver), outputs(driver)) == cold(checkpoint("qwen3", 1))
-        assert driver.call(WeightsCheckerReqInput(action="compare"), max_ticks=5000).changed == []
-
-
-def test_outputs_depend_on_the_weights(checkpoint, cold):
-    logprobs = [np.frombuffer(data, "<f4") for _, data in cold(checkpoint("qwen3", 1))[1]]
-    assert all(np.isfinite(values).all() for values in logprobs)
-    assert len({data for _, data in cold(checkpoint("qwen3", 1))[1]}) == 2 * len(PROMPTS)

@@ -1,4 +1,4 @@
-"""An address for engines that tests script, and both clients."""
+"""An address for engines that tests script, both clients, and an event loop for tests that are coroutines."""
 
 import asyncio
 import inspect
@@ -70,3 +70,12 @@ def connect(request):
         yield lambda *given, **options: Driven(loop, None)._result(made(*given, **options))
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(pyfuncitem.obj(**given), debug=True)
+    return True

@@ -1,5 +1,6 @@
-"""``decode_request`` on bytes that no honest client sends: a message, or one kind of error."""
+"""``decode_request`` on bytes that no honest client sends: a message, or an error in words."""
 
+import json
 import tracemalloc
 from typing import get_args
 
@@ -8,62 +9,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.properties import examples
+from support.record_frames import FOLDER
 
 from caesura.io_struct import (
+    WIRE_VERSION,
     AbortReq,
     AbortReqOutput,
     CaesuraError,
-    EndWeightUpdateReqInput,
     ErrorCode,
     ErrorReply,
     GetStatusReqInput,
     Message,
-    PauseGenerationReqInput,
+    SamplingParams,
+    SdeParams,
     ToClient,
     ToScheduler,
-    codec,
     decode_reply,
     decode_request,
     encode,
     encode_reply,
 )
+from caesura.io_struct.field_errors import nearest, shown
 
-VALUES_OF_REQUIRED: dict[str, object] = {
-    "wire_major": 1,
-    "wire_minor": 0,
-    "input_ids": [1, 2, 3],
-    "model_path": "/é",
-    "rid": "r",
-    "specs": [{"name": "w", "dtype": "F32", "shape": [2, 3], "nbytes": 24}],
-    "handle": {"type": "SharedMemoryHandle", "pid": 1, "fd": 3, "inode": 5, "nbytes": 24},
-    "zmq_handles": {"cpu": "ipc://@server"},
-    "master_address": "127.0.0.1",
-    "master_port": 29500,
-    "rank_offset": 1,
-    "world_size": 2,
-    "rank": 1,
-    "released_tags": ["weights"],
-    "freed_bytes": {"weights": 7},
-    "resumed_bytes": {},
-    "reserved_before": 2,
-    "reserved_after": 1,
-    "events": [],
-    "more": False,
-    "start": [1],
-    "logprobs": [b"0123"],
-}
-OF_KIND: dict[str, dict[str, object]] = {"ScoreReqInput": {"input_ids": [[1, 2, 3]]}}
-
-
-def sample(kind: type[Message]) -> Message:
-    required = [field.name for field in msgspec.structs.fields(kind) if field.required]
-    values = VALUES_OF_REQUIRED | OF_KIND.get(kind.__name__, {})
-    return msgspec.convert(
-        {"type": kind.__name__, "id": "i"} | {name: values[name] for name in required}, kind
-    )
-
-
-REQUESTS = [sample(kind) for kind in get_args(ToScheduler)]
+RECORDED = json.loads((FOLDER / "wire-{}.{}.json".format(*WIRE_VERSION)).read_text(encoding="utf-8"))[
+    "frames"
+]
+REQUESTS = [
+    decode_request(bytes.fromhex(each["frame"])) for each in RECORDED if each["direction"] == "to_scheduler"
+]
 
 
 def packed(**fields: object) -> bytes:
@@ -77,12 +50,6 @@ def refused(frame: bytes) -> CaesuraError:
     return caught.value
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=lambda r: type(r).__name__)
-def test_every_request_survives_the_wire(request_):
-    assert decode_request(encode(request_)) == request_
-    assert decode_request(memoryview(encode(request_))) == request_
-
-
 def test_a_reply_is_no_request_and_a_request_no_reply():
     assert not set(get_args(ToScheduler)) & set(get_args(ToClient))
     refused(encode(AbortReqOutput(id="a", aborted=1)))
@@ -94,17 +61,11 @@ def test_a_reply_is_no_request_and_a_request_no_reply():
 @pytest.mark.parametrize(
     "frame",
     [
-        b"",
         b"\x00",
         b"\xc1",
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\x80\x04K\x01.",
-        b"\xdd\xff\xff\xff\xff",
         b"\xdf\xff\xff\xff\xff",
         b"\xdb\xff\xff\xff\xff",
         b"\x82\xa4type\xb0GenerateReqInput\xa9input_ids\xdd\xff\xff\xff\xff",
-        b"\x91" * 100_000,
-        b"\x81\xa1a" * 100_000,
         b"\x81\xa4type" * 50_000,
         b"\x81\xa2id\xa2\xed\xa0",
         b"\x81\xa2id\xc7\x0c\xff" + b"\xff" * 12,
@@ -116,7 +77,7 @@ def test_a_reply_is_no_request_and_a_request_no_reply():
         encode(GetStatusReqInput()) + b"\x00",
         encode(REQUESTS[0])[:-1],
     ],
-    ids=range(21),
+    ids=range(15),
 )
 def test_garbage_is_one_kind_of_error(frame):
     refused(frame)
@@ -127,20 +88,11 @@ def test_garbage_is_one_kind_of_error(frame):
     [
         {"type": "GetStatusReqInput", "surprise": 1},
         {"type": "AbortReq", "abort_all": "yes"},
-        {"type": "PauseGenerationReqInput", "mode": "sideways"},
         {"type": "GenerateReqInput"},
         {"type": "GenerateReqInput", "input_ids": [1.5]},
         {"type": "GenerateReqInput", "input_ids": [True]},
-        {"type": "GenerateReqInput", "input_ids": [-1]},
-        {"type": "GenerateReqInput", "input_ids": [2**31]},
         {"type": "GenerateReqInput", "input_ids": ["1"]},
         {"type": "GenerateReqInput", "input_ids": None},
-        {"type": "GenerateReqInput", "input_ids": [1], "rid": ""},
-        {"type": "GenerateReqInput", "input_ids": [1], "rid": "r" * 129},
-        {"type": "GenerateReqInput", "input_ids": [1], "sampling_params": {"n": 0}},
-        {"type": "GenerateReqInput", "input_ids": [1], "sampling_params": {"n": 1025}},
-        {"type": "GenerateReqInput", "input_ids": [1], "sampling_params": {"seed": -1}},
-        {"type": "GenerateReqInput", "input_ids": [1], "sampling_params": {"temperature": "hot"}},
         {"type": "GenerateReqInput", "input_ids": [1], "sampling_params": {"heat": 1.0}},
         {"type": "BeginWeightUpdateReqInput", "deadline_s": float("nan")},
         {"type": "BeginWeightUpdateReqInput", "deadline_s": 0.0},
@@ -164,13 +116,6 @@ def test_an_id_that_is_no_string_is_not_echoed(value):
 def test_the_refusal_of_a_long_id_echoes_it():
     long = "x" * 129
     assert refused(packed(type="GetStatusReqInput", id=long)).detail["id"] == long
-
-
-def test_a_header_beyond_the_limit_is_refused_unread(monkeypatch):
-    frame = encode(REQUESTS[0])
-    monkeypatch.setattr(codec, "MAX_HEADER_BYTES", len(frame))
-    decode_request(frame)
-    assert "over the limit" in refused(frame + b"\x00").message
 
 
 @pytest.mark.parametrize("type_", ["GetStatusReqInput", "no such type"])
@@ -217,12 +162,6 @@ TAGS = st.sampled_from([kind.__name__ for kind in get_args(ToScheduler) + get_ar
 
 
 @settings(max_examples=examples(120))
-@given(st.binary(max_size=200))
-def test_any_bytes(frame):
-    message_or_error(frame)
-
-
-@settings(max_examples=examples(120))
 @given(TAGS, st.dictionaries(NAMES, VALUES, max_size=6))
 def test_any_msgpack_that_looks_like_ours(tag, fields):
     message_or_error(packed(**{**fields, "type": tag}))
@@ -251,9 +190,7 @@ def test_any_damage_to_a_real_message(request_, flips, cut):
     ],
 )
 def test_a_refusal_does_not_repeat_what_it_refuses(fields):
-    with pytest.raises(CaesuraError) as caught:
-        decode_request(msgspec.msgpack.encode(fields))
-    assert len(caught.value.message) < 1000
+    assert len(refused(packed(**fields)).message) < 1000
 
 
 @pytest.mark.parametrize(
@@ -267,16 +204,8 @@ def test_a_refusal_does_not_repeat_what_it_refuses(fields):
 )
 def test_stored_error_texts_are_short(fields):
     *_, name = fields
-    decode_request(msgspec.msgpack.encode({**fields, name: "é" * 1024}))
-    with pytest.raises(CaesuraError) as caught:
-        decode_request(msgspec.msgpack.encode({**fields, name: "é" * 1025}))
-    assert caught.value.code == ErrorCode.MALFORMED_MESSAGE
-
-
-def test_the_order_of_fields_does_not_matter():
-    frame = packed(commit=False, weight_version="2", id="i", type="EndWeightUpdateReqInput")
-    assert decode_request(frame) == EndWeightUpdateReqInput(id="i", commit=False, weight_version="2")
-    assert decode_request(packed(type="PauseGenerationReqInput", id="p")) == PauseGenerationReqInput(id="p")
+    decode_request(packed(**{**fields, name: "é" * 1024}))
+    refused(packed(**{**fields, name: "é" * 1025}))
 
 
 def test_an_error_about_an_absurd_number_can_be_sent():
@@ -285,3 +214,144 @@ def test_an_error_about_an_absurd_number_can_be_sent():
     )
     reply = decode_reply(encode_reply(error.to_reply("i")))
     assert reply.detail == {"needed_bytes": str(1 << 80), "shapes": [[str(1 << 64)], {"n": -1}]}
+
+
+GENERATE = {"type": "GenerateReqInput", "input_ids": [1]}
+SAMPLING = (
+    "max_new_tokens, temperature, top_p, top_k, min_p, frequency_penalty, presence_penalty, "
+    "repetition_penalty, logit_bias, "
+    "min_new_tokens, stop_token_ids, ignore_eos, seed, n"
+)
+
+
+def said(message: object) -> str:
+    return refused(msgspec.msgpack.encode(message)).message
+
+
+@pytest.mark.parametrize(
+    "message,sentence",
+    [
+        (
+            {"type": "PauseGenerationReqInput", "lease_s": -1},
+            "lease_s = -1 must be a number above 0, at most 86400 or null",
+        ),
+        (
+            {"type": "ReleaseMemoryOccupationReqInput", "tags": ["kv"]},
+            "tags[0] = 'kv' must be 'cuda_graph', 'kv_cache' or 'weights' (did you mean 'kv_cache'?)",
+        ),
+        ({"type": "GenerateReqInput"}, "input_ids is missing"),
+        (
+            {**GENERATE, "input_ids": "abc"},
+            "input_ids = 'abc' must be a list of integers from 0 to 2147483647",
+        ),
+        (
+            {"type": "GenerateImagesReqInput", "sigmas": []},
+            "sigmas = [] must be a list of 1 to 1000 numbers or null",
+        ),
+        (
+            {"type": "GenerateImagesReqInput", "prompt_ids": [[1]] * 9},
+            (
+                f"prompt_ids = {[[1]] * 9} must be a list of at most 8 lists of integers "
+                "from 0 to 2147483647 or null"
+            ),
+        ),
+        ({**GENERATE, "input_ids": [5, -1]}, "input_ids[1] = -1 must be an integer from 0 to 2147483647"),
+        ({**GENERATE, "stream": "yes"}, "stream = 'yes' must be true or false"),
+        (
+            {**GENERATE, "rid": "x" * 200},
+            f"rid = '{'x' * 60}'… (200 characters) must be a string of 1 to 128 characters or null",
+        ),
+        (
+            {**GENERATE, "sampling_params": {"logprobs": 5}},
+            (
+                "sampling_params.logprobs is not known (did you mean return_logprob, next to "
+                f"sampling_params?); valid are {SAMPLING}"
+            ),
+        ),
+        (
+            {**GENERATE, "sampling_params": {"max_new_tokens": "ten"}},
+            "sampling_params.max_new_tokens = 'ten' must be an integer or null",
+        ),
+        (
+            {**GENERATE, "sampling_params": {"logit_bias": {"the": 1.0}}},
+            "every key of sampling_params.logit_bias must be an integer from 0 to 2147483647",
+        ),
+        (
+            {**GENERATE, "sampling_params": {"logit_bias": {5: "much"}}},
+            "every value of sampling_params.logit_bias must be a number",
+        ),
+        ({**GENERATE, "sampling_params": {1: 2}}, "every key of sampling_params must be a string"),
+        ({**GENERATE, "sampling_params": [1]}, "sampling_params = [1] must be an object"),
+    ],
+)
+def test_an_invalid_field_is_refused_in_a_sentence(message, sentence):
+    assert said(message) == sentence
+
+
+def test_the_error_for_an_unknown_type_names_the_nearest():
+    assert "did you mean GenerateReqInput?" in said({"type": "GenerateRequestInput"})
+    assert "not a Caesura message" in said([])
+
+
+def test_a_large_message_is_not_decoded_twice_to_be_refused():
+    message = {**GENERATE, "input_ids": [1] * 100_000, "sampling_params": {"n": 0}}
+    assert said(message) == "sampling_params.n must be an integer from 1 to 1024"
+
+
+@pytest.mark.parametrize("name", ["x" * 100_000, "a - at `$.b`", "`", "\x1b[2J", ""])
+def test_names_that_a_sender_chose_stay_short(name):
+    assert len(said({**GENERATE, name: 1})) < 1000
+
+
+def test_values_are_shown_short():
+    assert shown("x" * 5000).endswith("(5000 characters)")
+    assert shown([0] * 5000) == "list of 5000"
+    assert len(shown({"a": "x" * 500})) < 80
+
+
+GREEDY = ": temperature = 0 decodes greedily, any other samples"
+TEXT = (
+    ": it is about text, which caesura.client.text.TextClient and `caesura serve` make; the engine has tokens"
+)
+
+
+@pytest.mark.parametrize(
+    "keyword,hint",
+    [
+        ("max_tokens", " (did you mean max_new_tokens?)"),
+        ("n_samples", " (did you mean n?)"),
+        ("eos_token_id", " (did you mean stop_token_ids?)"),
+        ("do_sample", GREEDY),
+        ("num_beams", ": there is no beam search"),
+        ("stop", f"{TEXT}, and stop_token_ids"),
+        ("skip_special_tokens", TEXT),
+        ("top_logprobs", " (did you mean top_logprobs_num, next to SamplingParams?)"),
+        ("logprobs", " (did you mean return_logprob, next to SamplingParams?)"),
+        ("return_logprob", " here: it stands next to SamplingParams"),
+        ("regex", ""),
+    ],
+)
+def test_misspelled_sampling_parameters_are_answered_with_the_right_name(keyword, hint):
+    with pytest.raises(TypeError) as caught:
+        SamplingParams(temperature=0.5, **{keyword: 1})
+    assert str(caught.value) == f"SamplingParams: {keyword} is not known{hint}; valid are {SAMPLING}"
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+def test_misspelled_noise_is_answered_with_the_right_name():
+    said = r"SdeParams: noise is not known \(did you mean noise_level\?\); valid are type, noise_l"
+    with pytest.raises(TypeError, match=said):
+        SdeParams(noise=0.5)
+
+
+def test_sampling_parameters_are_made_as_ever():
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(5)
+    made = SamplingParams(n=2)
+    assert made == msgspec.convert({"n": 2}, SamplingParams)
+    assert made == msgspec.structs.replace(SamplingParams(), n=2)
+
+
+@pytest.mark.parametrize("given,found", [("ending", None), ("topp", "top_p"), ("zzz", None)])
+def test_the_nearest_name(given, found):
+    assert nearest(given, SAMPLING.split(", ")) == found

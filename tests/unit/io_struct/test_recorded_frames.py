@@ -21,6 +21,7 @@ from caesura.io_struct import (
     Message,
     decode_reply,
     decode_request,
+    encode,
     salvage_reply,
 )
 
@@ -83,6 +84,7 @@ def test_every_message_of_this_version_is_recorded():
 def test_recorded_frames_decode_to_the_same(direction, frame):
     message = READ[direction](frame)
     assert isinstance(message, Message)
+    assert READ[direction](memoryview(encode(message))) == message
     said = msgspec.msgpack.decode(frame)
     assert holds(msgspec.to_builtins(message, builtin_types=(bytes,)), said)
 

@@ -1,13 +1,23 @@
-"""Forms of prompts and sampling parameters that ``generate``, ``submit`` and ``score`` accept."""
+"""Forms of prompts, parameters and results of text and images: what the client takes, and what it refuses."""
 
+import msgspec
 import numpy
+import numpy as np
 import pytest
 import torch
 from support.fake_scheduler import FakeScheduler, floats
 
-from caesura.client import InternalError, InvalidRequest, SamplingParams, SchedulerClient
+from caesura.client import ImageTensor, InternalError, InvalidRequest, SamplingParams, SchedulerClient
+from caesura.client.connection.images import decode_images, plan_images
 from caesura.client.connection.prompts import Scores
-from caesura.io_struct import GenerateReqInput, ScoreReqInput, ScoreReqOutput
+from caesura.io_struct import (
+    FinishReason,
+    GenerateImagesReqOutput,
+    GenerateReqInput,
+    ResultTensor,
+    ScoreReqOutput,
+    WeightVersionSpan,
+)
 
 
 @pytest.fixture(scope="module")
@@ -87,22 +97,10 @@ def test_invalid_prompt_error_is_one_sentence(generate, prompt, sentence):
 @pytest.mark.parametrize(
     "params,sentence",
     [
-        (
-            {"max_tokens": 5},
-            r"sampling_params.max_tokens is not known \(did you mean max_new_tokens\?\); valid are max_new",
-        ),
-        ({"temp": 1}, r"did you mean temperature\?"),
+        ({"max_tokens": 5}, r"sampling_params.max_tokens is not known \(did you mean max_new_tokens\?\)"),
         ({"temperature": "hot"}, "sampling_params.temperature = 'hot' must be a number"),
         ({"n": 0}, "sampling_params.n = 0 must be an integer from 1 to 1024"),
-        ({1: 2}, "every key of sampling_params must be a string"),
-        (
-            "greedy",
-            "sampling_params = 'greedy' must be a SamplingParams or a dict, or a list of one for each prompt",
-        ),
-        (
-            0.5,
-            "sampling_params = 0.5 must be a SamplingParams or a dict, or a list of one for each prompt",
-        ),
+        ("greedy", "= 'greedy' must be a SamplingParams or a dict, or a list of one for each prompt"),
         ([0.5], "sampling_params = 0.5 must be a SamplingParams or a dict"),
         ([{}, {}], "2 sampling_params for 1 prompts"),
     ],
@@ -117,6 +115,8 @@ def test_invalid_sampling_parameters_error_is_one_sentence(generate, params, sen
     [
         ("max_new_tokens", "unknown generation option max_new_tokens: it is a field of sampling_params"),
         ("max_tokens", r"max_tokens \(did you mean max_new_tokens, a field of sampling_params\?\)"),
+        ("stream", "unknown generation option stream"),
+        ("id", "unknown generation option id; options are"),
         ("return_logprobs", r"return_logprobs \(did you mean return_logprob\?\); options are cache_salt,"),
     ],
 )
@@ -141,51 +141,114 @@ def test_score_takes_arrays_too():
         Scores("Hello", 1, 1.0)
 
 
-def by_position(request: ScoreReqInput):
-    yield ScoreReqOutput(
-        id=request.id,
-        logprobs=[
-            floats(-float(i) for i in range(start, len(ids)))
-            for ids, start in zip(request.input_ids, request.start, strict=True)
-        ],
-    )
-
-
-def score(endpoint, handler, *args, **options):
-    with FakeScheduler(endpoint, handler) as fake, SchedulerClient(endpoint) as client:
-        return client.score(*args, **options), fake.next_request(ScoreReqInput)
-
-
-def test_one_sequence_gives_one_list(endpoint):
-    found, sent = score(endpoint, by_position, (7, 8, 9), start=1, temperature=0.5)
-    assert found == [-1.0, -2.0]
-    assert (sent.input_ids, sent.start, sent.temperature) == ([[7, 8, 9]], [1], 0.5)
-
-
-def test_many_give_many_and_one_start_serves_all(endpoint):
-    found, sent = score(endpoint, by_position, [[7, 8, 9], [5, 6]], start=2, message_id="m")
-    assert found == [[-2.0], []]
-    assert (sent.id, sent.start, sent.temperature) == ("m", [2, 2], 1.0)
-    found, _ = score(endpoint, by_position, [[7, 8, 9], [5, 6]], start=[2, 1])
-    assert found == [[-2.0], [-1.0]]
-
-
 @pytest.mark.parametrize("lengths", [[1, 1], [2, 1, 1], [2], []])
-def test_an_answer_of_other_lengths_is_refused(endpoint, lengths):
+def test_scores_of_other_lengths_are_refused(endpoint, lengths):
     def wrong(request):
         yield ScoreReqOutput(id=request.id, logprobs=[floats([0.0] * length) for length in lengths])
 
-    with pytest.raises(InternalError, match=r"for \[2, 1\] tokens"):
-        score(endpoint, wrong, [[7, 8, 9], [5, 6]], start=1)
+    refused = pytest.raises(InternalError, match=r"for \[2, 1\] tokens")
+    with FakeScheduler(endpoint, wrong), SchedulerClient(endpoint) as client, refused:
+        client.score([[7, 8, 9], [5, 6]], start=1)
 
 
 @pytest.mark.parametrize(
     ("ids", "start"), [([[1, 2]], [1, 1]), ([[1, 2], [3, 4]], [1]), (["a"], 1), ([[1.5]], 1), ([[1]], [1.5])]
 )
-def test_invalid_scores_are_refused_before_sending(endpoint, ids, start):
-    with (
-        FakeScheduler(endpoint, by_position),
-        SchedulerClient(endpoint) as client,
-        pytest.raises(InvalidRequest),
-    ):
-        client.score(ids, start=start)
+def test_invalid_scores_are_refused_before_sending(ids, start):
+    with pytest.raises(InvalidRequest):
+        Scores(ids, start, 1.0)
+
+
+LATENTS = np.arange(3 * 2 * 2, dtype="<f4").reshape(3, 2, 2)
+FRAMES = [each.astype("<f4").tobytes() for each in (LATENTS, np.array([-1.5, 0.0]), np.array([0.5, 0.0]))]
+RESULT = GenerateImagesReqOutput(
+    rid="r",
+    index=0,
+    finish_reason=FinishReason(type="abort"),
+    weight_versions=[
+        WeightVersionSpan(version="a", epoch=0, start=0, end=1),
+        WeightVersionSpan(version="b", epoch=1, start=1, end=2),
+    ],
+    seed=1,
+    steps=5,
+    steps_done=2,
+    step_indices=[0, 1],
+    latent_indices=[0, 1, 2],
+    tensors=[
+        ResultTensor(name="latents", dtype="F32", shape=[3, 2, 2], buffer=0),
+        ResultTensor(name="log_probs", dtype="F32", shape=[2], buffer=1),
+        ResultTensor(name="noise_stds", dtype="F32", shape=[2], buffer=2),
+    ],
+)
+
+
+def test_a_result_is_views_of_its_frames():
+    output = decode_images(RESULT, FRAMES)
+    assert np.array_equal(np.asarray(output.latents), LATENTS)
+    assert (output.log_probs, output.noise_stds, output.timesteps) == ([-1.5, 0.0], [0.5, 0.0], [])
+    assert (output.image, output.final_latents, output.embeds) == (None, None, {})
+    assert not np.asarray(output.latents).flags.writeable
+
+
+def changed(**fields):
+    return msgspec.structs.replace(RESULT, **fields)
+
+
+def tensor(name="latents", dtype="F32", shape=(3, 2, 2), buffer=0):
+    return [ResultTensor(name=name, dtype=dtype, shape=list(shape), buffer=buffer), *RESULT.tensors[1:]]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        changed(step_indices=[0]),
+        changed(latent_indices=[0, 1]),
+        changed(steps_done=3),
+        changed(weight_versions=[]),
+        changed(tensors=tensor(buffer=3)),
+        changed(tensors=tensor(buffer=-1)),
+        changed(tensors=tensor(dtype="F7")),
+        changed(tensors=tensor(shape=(3, 2, 3))),
+        changed(tensors=tensor(shape=(-3, -2, 2))[:1] + RESULT.tensors[:1]),
+    ],
+)
+def test_a_result_whose_parts_do_not_fit_is_refused(result):
+    with pytest.raises(InternalError):
+        decode_images(result, FRAMES)
+
+
+def plan(prompt=None, embeds=None, **options):
+    return plan_images(prompt, embeds, options, rid=None, message_id="m")
+
+
+def test_arrays_tensors_and_results_become_frames():
+    values = np.asarray([[1.0, 2.0]], np.float32)
+    given = {
+        "numpy": values,
+        "torch": torch.from_numpy(values),
+        "half": torch.from_numpy(values).bfloat16(),
+        "result": ImageTensor("BF16", (1, 2), b"1234"),
+        "column": values.T,
+    }
+    work = plan(embeds=given)
+    specs = {spec.name: (spec.dtype, spec.shape, spec.nbytes) for spec in work.requests[0].tensors}
+    assert specs["numpy"] == specs["torch"] == specs["half"] == ("F32", [1, 2], 8)
+    assert (specs["result"], specs["column"]) == (("BF16", [1, 2], 4), ("F32", [2, 1], 8))
+    assert work.buffers[0] == work.buffers[1] == work.buffers[2] == work.buffers[4] == values.tobytes()
+
+
+@pytest.mark.parametrize("embeds", [{"a": "text"}, {"a": [1.0]}, {"a": np.asarray(["x"])}, {"a": None}])
+def test_embeddings_that_are_no_arrays_are_refused(embeds):
+    with pytest.raises(InvalidRequest):
+        plan(embeds=embeds)
+
+
+@pytest.mark.parametrize("prompt", [[1], [None, 2], 3.5])
+def test_a_prompt_that_is_no_text_is_refused(prompt):
+    with pytest.raises(InvalidRequest):
+        plan(prompt)
+
+
+def test_numpy_has_no_bfloat16_and_is_told_so():
+    with pytest.raises(AttributeError, match="BF16"):
+        np.asarray(ImageTensor("BF16", (1,), b"12").__array_interface__)

@@ -1,5 +1,6 @@
 """Parts of a sample from several engines against the whole from one: an engine's model cuts it anywhere."""
 
+import math
 import struct
 from dataclasses import replace
 from itertools import accumulate, chain
@@ -7,12 +8,18 @@ from itertools import accumulate, chain
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fake_scheduler import finished, floats
 
-from caesura.client.connection.results import GenerateOutput, TokenDelta, TokenDetails, TokenLogprobs
+from caesura.client.connection.results import (
+    GenerateOutput,
+    TokenDelta,
+    TokenDetails,
+    TokenLogprobs,
+    decode_output,
+)
 from caesura.client.group.continuation import Part, continuation, joined
 from caesura.io_struct import (
     DeltaWeights,
-    FinishReason,
     GenerateReqInput,
     SamplingMask,
     SamplingParams,
@@ -80,41 +87,28 @@ def answer(asked: GenerateReqInput, start: int, end: int) -> GenerateOutput:
     """Return the answer of an engine that samples the tokens [start, end) of the whole."""
     spans: list[WeightVersionSpan] = []
     for token in range(start, end):
-        by = weights_at(token)
-        if spans and (spans[-1].version, spans[-1].stale_kv) == (by.version, by.stale_kv):
+        by = msgspec.structs.asdict(weights_at(token))
+        if spans and (spans[-1].version, spans[-1].stale_kv) == (by["version"], by["stale_kv"]):
             spans[-1] = msgspec.structs.replace(spans[-1], end=token + 1 - start)
         else:
-            spans.append(
-                WeightVersionSpan(
-                    version=by.version,
-                    epoch=by.epoch,
-                    incarnation=by.incarnation,
-                    stale_kv=by.stale_kv,
-                    start=token - start,
-                    end=token + 1 - start,
-                )
-            )
+            spans.append(WeightVersionSpan(**by, start=token - start, end=token + 1 - start))
     inputs = len(asked.input_ids) - asked.logprob_start_len
-    return GenerateOutput(
-        rid=asked.rid,
-        index=2,
-        output_ids=list(range(start, end)),
-        output_logprobs=[-float(token) for token in range(start, end)],
-        raw_logprobs=[-token - 0.5 for token in range(start, end)],
-        sampled_logprobs=None,
-        output_top_logprobs=rows(start, end),
-        sampling_mask=masks(start, end),
-        input_logprobs=[None, *(-float(position) for position in range(1, inputs))],
-        input_top_logprobs=rows(0, inputs - 1),
-        routed_experts=None,
-        finish_reason=FinishReason(type="length", length=end - start),
+    wire = finished(
+        asked.rid,
+        list(range(start, end)),
+        2,
+        output_logprobs=floats(-float(token) for token in range(start, end)),
+        raw_logprobs=floats(-token - 0.5 for token in range(start, end)),
+        input_logprobs=floats([math.nan, *(-float(position) for position in range(1, inputs))]),
         weight_versions=spans,
         prompt_tokens=len(asked.input_ids),
         cached_tokens=2,
-        seed=7,
-        num_retractions=0,
-        queue_time=0.0,
-        e2e_latency=0.0,
+    )
+    return replace(
+        decode_output(wire),
+        output_top_logprobs=rows(start, end),
+        sampling_mask=masks(start, end),
+        input_top_logprobs=rows(0, inputs - 1),
     )
 
 

@@ -1,10 +1,12 @@
-"""Starting, watching and ending a child process; the child is a fake scheduler that behaves as told."""
+"""Starting, watching, ending and starting again a child: a fake scheduler that behaves as told."""
 
 import contextlib
 import logging
 import os
+import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -19,13 +21,31 @@ from support.waiting import eventually
 
 from caesura import __version__
 from caesura.client import (
+    Busy,
     CheckpointError,
     EngineDied,
+    EngineError,
+    EnginePaused,
+    InvalidRequest,
+    QueueFull,
     SchedulerClient,
+    ShuttingDown,
     TimedOut,
+    WeightMismatch,
     launch_scheduler,
 )
-from caesura.client.launch.launcher import Child, LaunchedScheduler, how_it_ended
+from caesura.client.launch.launcher import Child, LaunchedScheduler, _command_line, how_it_ended
+from caesura.client.launch.notify import notify, watchdog_interval_s
+from caesura.client.launch.supervisor import (
+    GAVE_UP_STATUS,
+    Down,
+    Ended,
+    RestartPolicy,
+    Serving,
+    Supervisor,
+    status_of,
+    stop_timeout_s,
+)
 
 FAKE = support.fake_scheduler.__file__
 
@@ -108,11 +128,12 @@ def test_a_crash_at_start_tells_exit_code_and_last_words(directory, capsys):
 
 def test_a_log_file_takes_the_childs_output(directory, tmp_path, capsys):
     log = tmp_path / "engine.log"
+    log.write_text("what was there\nand was cut off")
     with pytest.raises(EngineDied, match="out of paper"):
         launch(directory, "crash", log_path=log)
-    first, *rest = log.read_text().splitlines()
+    *before, first, last = log.read_text().splitlines()
+    assert (before, last) == (["what was there", "and was cut off"], "RuntimeError: out of paper")
     assert FIRST_LINE.fullmatch(first)
-    assert rest == ["RuntimeError: out of paper"]
     assert capsys.readouterr().err == ""
 
 
@@ -120,21 +141,6 @@ FIRST_LINE = re.compile(
     rf"===== \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d caesura {re.escape(__version__)} scheduler, pid (\d+) +on "
     r"ipc://\S+/s ====="
 )
-
-
-def test_each_run_in_a_log_file_begins_with_a_line_that_says_whose_it_is(tmp_path):
-    log = tmp_path / "engine.log"
-    log.write_text("what was there\nand was cut off")
-    pids = []
-    for run in ("one", "two"):
-        directory = tmp_path / run
-        directory.mkdir(mode=0o700)
-        launched = launch(directory, log_path=log)
-        pids.append(launched.pid)
-        launched.close()
-    lines = log.read_text().splitlines()
-    assert lines[:2] == ["what was there", "and was cut off"]
-    assert [int(FIRST_LINE.fullmatch(line)[1]) for line in lines[2:]] == pids
 
 
 @pytest.mark.parametrize("name", ["/dev/null", "fifo"])
@@ -175,47 +181,30 @@ def test_death_in_use_fails_waiters_with_the_exit_code(directory, capsys):
             client.status(timeout=PATIENCE)
 
 
-def test_a_killed_engine_is_noticed_without_a_call_in_flight(directory):
-    launched = launch(directory)
-    handle = launched.client.submit([1])
-    assert handle.result(PATIENCE).output_ids == [1, 0]
-    os.kill(launched.pid, signal.SIGKILL)
-    with pytest.raises(EngineDied, match=r"was killed by signal 9 \(SIGKILL: .* memory\) while"):
-        while True:
-            launched.client.status(timeout=PATIENCE)
-    launched.close()
+def ends_logged(caplog):
+    return eventually(lambda: [each for each in caplog.records if "the scheduler process" in each.message])
 
 
-def ends_logged(caplog, number: int) -> list[str]:
-    return eventually(
-        lambda: (
-            found
-            if len(found := [m for m in caplog.messages if "the scheduler process" in m]) >= number
-            else []
-        )
-    )
-
-
-def test_an_end_that_nobody_asked_for_is_logged_and_no_other(directory, tmp_path, caplog):
+def test_an_end_that_nobody_asked_for_is_logged_and_no_other(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="caesura")
-    launched = launch(directory)
+    for folder in "abc":
+        (tmp_path / folder).mkdir(mode=0o700)
+    launched = launch(tmp_path / "a")
     os.kill(launched.pid, signal.SIGKILL)
-    (line,) = ends_logged(caplog, 1)
+    (told,) = ends_logged(caplog)
     killed = "was killed by signal 9 (SIGKILL: by somebody, or by the kernel for lack of memory)"
-    assert line == f"the scheduler process (pid {launched.pid}) {killed}"
-    assert caplog.records[-1].levelname == "WARNING"
+    assert told.message == f"the scheduler process (pid {launched.pid}) {killed}"
+    assert told.levelname == "WARNING"
     launched.close()
     caplog.clear()
-    (tmp_path / "again").mkdir(mode=0o700)
-    launched = launch(tmp_path / "again")
+    launched = launch(tmp_path / "b")
     launched.close()
     assert launched.returncode == 0
-    (tmp_path / "third").mkdir(mode=0o700)
-    launched = launch(tmp_path / "third")
+    launched = launch(tmp_path / "c")
     launched.client.shutdown(timeout=PATIENCE)
-    (line,) = ends_logged(caplog, 1)
-    assert line == f"the scheduler process (pid {launched.pid}) ended with status 0"
-    assert caplog.records[-1].levelname == "INFO"
+    (told,) = ends_logged(caplog)
+    assert told.message == f"the scheduler process (pid {launched.pid}) ended with status 0"
+    assert told.levelname == "INFO"
     launched.close()
 
 
@@ -242,62 +231,40 @@ def test_an_engine_that_ignores_everything_is_killed(directory, monkeypatch, cap
     assert not directory.exists()
 
 
-@pytest.mark.parametrize("ending", ["os.kill(os.getpid(), 9)", "pass"], ids=["killed", "forgot-close"])
-def test_the_child_never_outlives_its_parent(directory, ending):
+def test_the_child_does_not_outlive_a_parent_that_forgot_to_close(directory):
     parent = textwrap.dedent(f"""
-        import os, sys
         from caesura.client.launch.launcher import LaunchedScheduler
         launched = LaunchedScheduler({[sys.executable, FAKE, "--endpoint", f"ipc://{directory}/s"]!r})
         print(launched.pid, flush=True)
-        {ending}
     """)
     done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=PATIENCE)
     assert gone(int(done.stdout))
 
 
-def test_options_become_the_schedulers_arguments(monkeypatch, tmp_path):
-    seen = {}
-
-    class Recorder:
-        def __init__(self, command, **options):
-            seen.update(options, command=command)
-
-    monkeypatch.setattr("caesura.client.launch.launcher.LaunchedScheduler", Recorder)
-    launch_scheduler(
-        tmp_path,
-        dtype="float32",
-        prefix_cache=False,
-        check_ledger=True,
-        context_len=64,
-        endpoint="ipc:///x/y",
-    )
-    assert seen["command"][1:] == [
-        *(
-            "-P",
-            "-m",
-            "caesura.scheduler",
-            "--model",
-            str(tmp_path),
-            "--endpoint",
-            "ipc:///x/y",
-            "--dtype",
-            "float32",
-        ),
-        *("--context-len", "64", "--no-prefix-cache", "--check-ledger"),
+def test_options_become_the_schedulers_arguments():
+    given = {"dtype": "float32", "prefix_cache": False, "check_ledger": True, "context_len": 64}
+    assert _command_line("m", "ipc:///x/y", given)[1:] == [
+        *("-P", "-m", "caesura.scheduler", "--model", "m", "--endpoint", "ipc:///x/y", "--dtype", "float32"),
+        *("--no-prefix-cache", "--check-ledger", "--context-len", "64"),
     ]
-    assert seen["directory"] is None  # the caller's endpoint is the caller's to remove
 
 
-@pytest.mark.parametrize("model", [None, 3])
-def test_a_model_that_is_no_path_is_a_type_error_before_anything_is_made(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "model,options,error",
+    [
+        (None, {}, pytest.raises(TypeError, match="PathLike")),
+        (3, {}, pytest.raises(TypeError, match="PathLike")),
+        ("/model", {"startup_timeout": float("nan")}, pytest.raises(InvalidRequest, match="startup_timeout")),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_anything_is_made(model, options, error, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(TypeError, match="PathLike"):
-        launch_scheduler(model)
+    with error:
+        launch_scheduler(model, **options)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_close_waits_for_a_drain_that_hurry_ends(directory, monkeypatch):
-    monkeypatch.setattr("caesura.client.launch.launcher.SHUTDOWN_S", PATIENCE)
+def test_close_waits_for_a_drain_that_hurry_ends(directory):
     launched = launch(directory, "drain")
     closing = threading.Thread(target=launched.close, kwargs={"drain": True, "drain_s": 3600.0})
     closing.start()
@@ -329,3 +296,228 @@ def test_close_waits_for_a_drain_that_hurry_ends(directory, monkeypatch):
 def test_a_keyword_of_another_engine_is_refused_with_the_one_that_was_meant(keyword, meant):
     with pytest.raises(TypeError, match=f"launch_scheduler: {keyword} is not known.*{re.escape(meant)}"):
         launch_scheduler(**{"model": "m", keyword: 1})
+
+
+QUICK = {"first_delay_s": 0.01, "longest_delay_s": 0.02, "hang_timeout_s": 0.0, "stop_timeout_s": 10.0}
+
+
+class Watched:
+    """A supervisor and what it has told."""
+
+    def __init__(self, tmp_path, behave="well", **policy) -> None:
+        self.directory = tmp_path / "run"
+        self.directory.mkdir(mode=0o700)
+        self.states: queue.Queue = queue.Queue()
+        self.supervisor = Supervisor(
+            [sys.executable, FAKE, "--behave", behave],
+            f"ipc://{self.directory}/s",
+            policy=RestartPolicy(**{**QUICK, **policy}),
+            directory=self.directory,
+        )
+
+    def next(self, kind):
+        state = self.states.get(timeout=PATIENCE)
+        assert isinstance(state, kind), state
+        return state
+
+    def begin(self) -> "Watched":
+        self.supervisor.subscribe(self.states.put)
+        self.supervisor.begin()
+        return self
+
+
+@pytest.fixture
+def watch(tmp_path):
+    with contextlib.ExitStack() as cleanup:
+
+        def watched(*arguments, **policy) -> Watched:
+            made = Watched(tmp_path, *arguments, **policy)
+            cleanup.callback(made.supervisor.close)
+            return made
+
+        yield watched
+
+
+def test_a_killed_scheduler_comes_back_at_the_same_endpoint(watch, caplog):
+    watched = watch()
+    first = watched.supervisor.start()
+    watched.supervisor.subscribe(watched.states.put)
+    assert watched.next(Serving) == first
+    with SchedulerClient(first.endpoint, connect_timeout=PATIENCE) as client:
+        assert client.status(timeout=PATIENCE).pid == first.pid
+        os.kill(first.pid, signal.SIGKILL)
+        assert "killed by signal 9" in watched.next(Down).reason
+        second = watched.next(Serving)
+        assert (second.endpoint, second.restarts) == (first.endpoint, 1)
+        while True:  # a call may still meet the loss of the first connection
+            with contextlib.suppress(EngineDied):
+                assert client.status(timeout=PATIENCE).pid == second.pid != first.pid
+                break
+    lines = [record.message for record in caplog.records if "restart 1 of 5" in record.message]
+    assert len(lines) == 1
+    assert "killed by signal 9" in lines[0]
+    watched.supervisor.close()
+    assert watched.next(Ended).error is None
+    assert not psutil.pid_exists(second.pid)
+    assert not watched.directory.exists()
+
+
+def test_the_last_words_of_a_crash_are_in_the_reason(watch):
+    watched = watch("die-on-generate").begin()
+    serving = watched.next(Serving)
+    with SchedulerClient(serving.endpoint) as client, pytest.raises(EngineDied) as caught:
+        client.generate([1], timeout=PATIENCE)
+    assert caught.value.retryable
+    assert watched.next(Down).reason == "ended with status 3, last line: last words"
+    watched.next(Serving)
+
+
+@pytest.mark.parametrize(
+    ("behave", "kind", "status"), [("refuse", CheckpointError, 1), ("no-such-behaviour", EngineDied, 2)]
+)
+def test_a_refused_start_is_not_retried(watch, behave, kind, status):
+    error = watch(behave).begin().next(Ended).error
+    assert isinstance(error, kind)
+    assert status_of(error) == status
+
+
+def test_a_crash_loop_ends_with_the_last_reason(watch):
+    watched = watch("crash", max_restarts=2).begin()
+    delays = [watched.next(Down).delay_s for _ in range(2)]
+    assert delays == [0.01, 0.02]
+    error = watched.next(Ended).error
+    assert isinstance(error, EngineDied)
+    assert "out of paper" in error.message
+    assert "restarted 2 times" in error.message
+    assert status_of(error) == GAVE_UP_STATUS
+
+
+def test_restarts_outside_the_window_do_not_count(watch):
+    watched = watch(max_restarts=1, window_s=0.0).begin()
+    for _ in range(3):
+        os.kill(watched.next(Serving).pid, signal.SIGKILL)
+        assert watched.next(Down).delay_s == 0.01
+    watched.next(Serving)
+
+
+def test_a_start_that_times_out_is_retried(watch):
+    watched = watch("hang", startup_timeout_s=0.5, max_restarts=1).begin()
+    assert "was not ready within 0.5 s" in watched.next(Down).reason
+    assert "giving up" in watched.next(Ended).error.message
+
+
+def test_a_stopped_process_is_killed_and_replaced(watch):
+    watched = watch(hang_timeout_s=1.0).begin()
+    first = watched.next(Serving)
+    os.kill(first.pid, signal.SIGSTOP)
+    assert "did not answer its status for 1 s" in watched.next(Down).reason
+    assert watched.next(Serving).pid != first.pid
+    assert not psutil.pid_exists(first.pid)
+
+
+def test_hang_timeout_0_disables_the_probe(watch):
+    watched = watch(hang_timeout_s=0.0).begin()
+    first = watched.next(Serving)
+    os.kill(first.pid, signal.SIGSTOP)
+    with pytest.raises(queue.Empty):
+        watched.states.get(timeout=1.0)
+    os.kill(first.pid, signal.SIGKILL)
+    watched.next(Down)
+
+
+@pytest.mark.parametrize(
+    "behave,policy,told",
+    [
+        ("ignore-signals", {"stop_timeout_s": 0.3}, "which was to end, was killed by signal 9 (SIGKILL"),
+        ("deaf", {"stop_silence_s": 0.3}, "has neither ended nor answered for 0.3 s after SIGTERM"),
+    ],
+)
+def test_a_scheduler_that_does_not_end_is_killed(watch, caplog, behave, policy, told):
+    policy = {"stop_timeout_s": PATIENCE, "hang_timeout_s": PATIENCE, **policy}
+    watched = watch(behave, **policy).begin()
+    pid = watched.next(Serving).pid
+    watched.supervisor.close()
+    assert watched.next(Ended).error is None
+    assert not psutil.pid_exists(pid)
+    assert told in caplog.text
+    assert ("nor answered" in caplog.text) == (behave == "deaf")
+
+
+def test_a_stopped_process_ends_by_the_signal_that_asks_for_it(watch, caplog):
+    watched = watch(stop_timeout_s=float("inf")).begin()
+    os.kill(watched.next(Serving).pid, signal.SIGSTOP)
+    watched.supervisor.close()
+    assert watched.next(Ended).error is None
+    assert "killed by signal 15" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seconds"),
+    [
+        ([], 60.0),
+        (["--drain-timeout-s", "3600"], 60.0),  # it does not drain
+        (["--shutdown-mode", "drain"], 90.0),
+        (["--shutdown-mode=drain", "--drain-timeout-s=3600"], 3660.0),
+        (["--drain-timeout-s", "1", "--shutdown-mode", "drain", "--drain-timeout-s", "7200"], 7260.0),
+        (["--shutdown-mode", "drain", "--shutdown-mode", "abort"], 60.0),
+        (["--shutdown-mode", "drain", "--drain-timeout-s", "soon"], 60.0),
+        (["--shutdown-mode", "drain", "--drain-timeout-s"], 90.0),
+        (["--shutdown-mode", "drain", "--drain-timeout-s", "inf"], float("inf")),
+    ],
+)
+def test_the_stop_timeout_exceeds_the_drain_timeout(arguments, seconds):
+    assert stop_timeout_s(arguments) == seconds
+
+
+def test_a_supervisor_between_retries_ends_at_once(watch):
+    watched = watch("crash", first_delay_s=3600.0, longest_delay_s=3600.0).begin()
+    watched.next(Down)
+    watched.supervisor.close()
+    assert watched.next(Ended).error is None
+
+
+def test_delays_double_up_to_the_longest():
+    policy = RestartPolicy(first_delay_s=0.5, longest_delay_s=30.0)
+    assert [policy.delay(count) for count in (0, 1, 2, 6, 7, 10_000)] == [0.5, 1.0, 2.0, 30.0, 30.0, 30.0]
+
+
+def test_exceptions_say_whether_a_retry_may_help():
+    assert all(kind("x").retryable for kind in (EngineDied, Busy, QueueFull, ShuttingDown, EnginePaused))
+    assert not any(kind("x").retryable for kind in (EngineError, InvalidRequest, WeightMismatch))
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_the_service_manager_is_told(tmp_path, monkeypatch, abstract):
+    name = f"\0caesura-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(name)
+        manager.settimeout(PATIENCE)
+        monkeypatch.setenv("NOTIFY_SOCKET", name.replace("\0", "@"))
+        assert notify("READY=1", "STATUS=fine")
+        assert manager.recv(1024) == b"READY=1\nSTATUS=fine"
+    assert not notify("READY=1")  # nobody is there any more
+
+
+def test_without_a_service_manager_nothing_is_told(monkeypatch):
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    assert not notify("READY=1")
+    monkeypatch.setenv("NOTIFY_SOCKET", "relative")
+    assert not notify("READY=1")
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "pid", "interval"),
+    [
+        ("30000000", None, 10.0),
+        ("30000000", "1", None),
+        ("0", None, None),
+        ("soon", None, None),
+        (None, None, None),
+    ],
+)
+def test_the_watchdog_interval_is_a_third_of_the_managers_limit(monkeypatch, microseconds, pid, interval):
+    for name, value in (("WATCHDOG_USEC", microseconds), ("WATCHDOG_PID", pid)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert watchdog_interval_s() == interval

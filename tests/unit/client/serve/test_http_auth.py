@@ -1,83 +1,52 @@
 """Keys that open each route, and limits of bodies, over every route of the application."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from litestar import Request, Response, post
+from litestar import Response, post
+from support.fake_scheduler import FakeScheduler
 from support.http_server import client_of, front_end, routes_served
 
-from caesura.client.connection import link
+from caesura.client import AsyncSchedulerClient
 from caesura.client.serve.middleware import ACCESS_CLASSES
 
-CHANGES_THE_ENGINE = [
-    "pause",
-    "profile",
-    "continue",
-    "flush",
-    "release",
-    "resume",
-    "update",
-    "begin",
-    "end",
-    "init",
-    "destroy",
-    "checker",
-    "post_process",
-]
+CHANGES_THE_ENGINE = re.compile(
+    "pause|profile|continue|flush|release|resume|update|begin|end|init|destroy|weights_checker|post_process"
+)
 
 
-@pytest.fixture(autouse=True)
-def asks_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of requests find no engine, and each would wait for its second try."""
-    monkeypatch.setattr(link, "RETRY_S", 0.0)
+@pytest.fixture
+def refused(agreeing_engine: FakeScheduler) -> Callable[[dict[str, str], str | None], set[str]]:
+    """Return the access classes that a key does not open; every route of a class must behave alike."""
 
+    def found(options: dict[str, str], key: str | None) -> set[str]:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        front = front_end(AsyncSchedulerClient(agreeing_engine.endpoint), **options)
+        with client_of(front, raise_server_exceptions=False) as client:
+            verdicts = {
+                (
+                    handler.opt["access"],
+                    client.request(method, path, headers=headers, content=b"{}").status_code == 401,
+                )
+                for method, path, handler in routes_served()
+            }
+        assert len(verdicts) == len(ACCESS_CLASSES), verdicts
+        return {kind for kind, is_refused in verdicts if is_refused}
 
-def statuses(options: dict[str, str], key: str | None) -> dict[tuple[str, str], int]:
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    with client_of(front_end(**options), raise_server_exceptions=False) as client:
-        return {
-            (path, method): client.request(method, path, headers=headers, content=b"{}").status_code
-            for method, path, _ in routes_served()
-        }
-
-
-def refused(options: dict[str, str], key: str | None) -> set[str]:
-    """Access classes that ``key`` does not open; every route of a class must behave alike."""
-    access = {(path, method): handler.opt["access"] for method, path, handler in routes_served()}
-    found = {(access[route], status == 401) for route, status in statuses(options, key).items()}
-    assert len(found) == len(ACCESS_CLASSES), found
-    return {kind for kind, is_refused in found if is_refused}
+    return found
 
 
 def test_every_route_has_a_class_and_only_changes_need_an_admin():
     for method, path, handler in routes_served():
         access = handler.opt.get("access")
         assert access in ACCESS_CLASSES, f"{method} {path} has no access class"
-        if any(word in path for word in CHANGES_THE_ENGINE) and not path.startswith("/is_"):
+        if CHANGES_THE_ENGINE.search(path) and not path.startswith("/is_"):
             assert access == "admin", f"{method} {path}"
         elif access == "admin":
             raise AssertionError(f"{method} {path} is for admins, but changes nothing")
-
-
-def test_the_routes_are_there():
-    paths = {path for _, path, _ in routes_served()}
-    named = (
-        "/generate /abort_request /pause_generation /continue_generation /flush_cache "
-        "/update_weights_from_disk "
-        "/update_weights_from_distributed /update_weights_from_tensor /update_weights_from_ipc "
-        "/begin_weight_update "
-        "/end_weight_update /init_weights_update_group /destroy_weights_update_group "
-        "/release_memory_occupation "
-        "/resume_memory_occupation /weights_checker /update_weight_version /get_weight_version "
-        "/weight_version /model_info "
-        "/get_model_info /server_info /get_server_info /health /health_generate /ready /ping /v1/loads "
-        "/get_load /tokenize "
-        "/detokenize /metrics /post_process_weights /v1/models /v1/completions /v1/chat/completions "
-        "/dashboard"
-    )
-    assert not set(named.split()) - paths
 
 
 def test_the_curl_example_shows_every_route():
@@ -104,7 +73,7 @@ def test_the_curl_example_shows_every_route():
         ({"api_key": "u", "admin_key": "a"}, "ua", {"user", "admin"}),
     ],
 )
-def test_keys_open_the_routes_of_their_class(options, key, expected):
+def test_keys_open_the_routes_of_their_class(refused, options, key, expected):
     assert refused(options, key) == expected
 
 
@@ -168,9 +137,7 @@ def test_rebound_host_names_are_refused_without_keys(host, allowed):
         with client_of(front_end(**keys)) as client:
             headers = {"host": host, "authorization": "Bearer k"}
             assert client.post("/post_process_weights", headers=headers).status_code == 200
-    with client_of(
-        front_end(host="engine.internal", admin_key="a")
-    ) as client:  # user routes are without a key
+    with client_of(front_end(host="engine.internal", admin_key="a")) as client:  # users need no key
         assert (client.post("/tokenize", headers={"host": host}).status_code != 403) == allowed
 
 
@@ -198,15 +165,6 @@ def test_refusals_under_v1_have_openais_form_except_on_native_routes():
         assert kinds("/v1/completions", headers={"host": "evil.example"}) == (403, openai)
 
 
-def test_keys_are_in_no_text_of_the_options():
-    front = front_end(api_key="secret-u", admin_key="secret-a")
-    assert "secret" not in repr(front.options)
-    with client_of(front) as client:
-        for path in ("/server_info", "/nowhere", "/generate"):
-            response = client.get(path, headers={"authorization": "Bearer secret-u"})
-            assert "secret" not in response.text
-
-
 def test_a_route_without_a_class_is_closed():
     @post("/forgotten", status_code=200)
     async def forgotten() -> Response[bytes]:
@@ -231,31 +189,3 @@ def test_bodies_are_bounded_announced_or_not():
         path = "/update_weights_from_tensor"
         assert client.post(path, content=b" " * 101, headers=headers).status_code == 400  # read, and no file
         assert client.post(path, content=pieces(), headers=headers).status_code == 413
-
-
-def test_a_defect_tells_nothing(caplog):
-    @post("/broken", status_code=200, opt={"access": "open"})
-    async def broken(request: Request[Any, Any, Any]) -> Response[bytes]:
-        raise ValueError("inner-detail")
-
-    with client_of(front_end(), [broken], raise_server_exceptions=False) as client:
-        response = client.post("/broken")
-    assert response.status_code == 500
-    assert "inner-detail" not in response.text
-    assert "inner-detail" in caplog.text
-
-
-def test_without_an_engine_everything_is_503():
-    with client_of(front_end(enable_memory_saver=True)) as client:
-        for path in ("/health", "/ready", "/ping", "/v1/loads", "/server_info"):
-            assert client.get(path).status_code == 503, path
-        for path in (
-            "/pause_generation",
-            "/release_memory_occupation",
-            "/begin_weight_update",
-            "/weights_checker",
-        ):
-            assert client.post(path).status_code == 503, path
-        for stream in (False, True):
-            response = client.post("/generate", json={"input_ids": [1], "stream": stream})
-            assert response.status_code == 503

@@ -1,23 +1,27 @@
-"""Connections that send slowly, nothing, or too many at once: each ends by itself and keeps no other out."""
+"""Connections that send slowly, nothing or too much, engines that are silent or gone: each is told soon."""
 
 import contextlib
 import json
 import socket
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import msgspec
 import pytest
-from support.fake_scheduler import FakeScheduler, answer, echo
+from support.fake_scheduler import FakeScheduler, answer, echo, status_reply
 from support.http_server import Listening, listening
 from support.waiting import PATIENCE_S, eventually
 
-from caesura.client.serve.server import MAX_PIPELINED, Connections, Deadlines
-from caesura.io_struct import GenerateReqInput, Message, Request
+from caesura.client.serve.server import MAX_HEAD_BYTES, MAX_PIPELINED, Connections, Deadlines
+from caesura.io_struct import GenerateReqInput, GetStatusReqInput, Message, Request
+from caesura.io_struct.control import RankStatus
 
 SOON = Deadlines(
     first_byte=0.5, head=0.5, body=0.5, body_rate=1 << 20, linger=0.5, keep_alive=0.5, stalled=0.5
 )
 HEAD = b"POST /pause_generation HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer k\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -25,6 +29,15 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 def hasty() -> Iterator[Listening]:
     with listening(api_key="k", connections=Connections(deadlines=SOON)) as server:
         yield server
+
+
+def asking(prompt: list[int]) -> bytes:
+    body = json.dumps({"input_ids": prompt}).encode()
+    return b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+def busy(request: Request) -> Iterable[Message | bytes]:
+    return [] if isinstance(request, GenerateReqInput) else answer(request)
 
 
 def rest_of(peer: socket.socket) -> bytes:
@@ -92,15 +105,7 @@ def test_a_whole_request_has_no_deadline(tmp_path, before):
     held: list[GenerateReqInput] = []
 
     def slow(request: Request) -> Iterable[Message | bytes]:
-        if isinstance(request, GenerateReqInput) and request.input_ids == [9]:
-            held.append(request)
-            return []
-        return answer(request)
-
-    def asking(prompt: list[int]) -> bytes:
-        body = json.dumps({"input_ids": prompt}).encode()
-        head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
-        return head + body
+        return answer(request) if getattr(request, "input_ids", None) != [9] else held.append(request) or []
 
     with (
         FakeScheduler(f"ipc://{tmp_path}/engine", slow) as engine,
@@ -164,48 +169,38 @@ def test_at_the_limit_connections_answered_early_make_room():
 
 
 def test_pipelined_requests_are_bounded(tmp_path):
-    def busy(request: Request) -> Iterable[Message | bytes]:
-        return [] if isinstance(request, GenerateReqInput) else answer(request)
-
     connections = Connections()
-    body = json.dumps({"input_ids": [1, 2]}).encode()
-    request = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     with (
         FakeScheduler(f"ipc://{tmp_path}/engine", busy) as engine,
         listening(endpoint=engine.endpoint, connect_timeout=None, connections=connections) as server,
     ):
         with server.connect() as peer:
-            peer.sendall(request + HEALTH * MAX_PIPELINED)
+            peer.sendall(asking([1, 2]) + HEALTH * MAX_PIPELINED)
             engine.push(echo(engine.next_request(GenerateReqInput)))
             found = b""
             while found.count(b"HTTP/1.1 200 ") < 1 + MAX_PIPELINED:
                 found += peer.recv(65536)
         with server.connect() as peer:
-            peer.sendall(request + HEALTH * (MAX_PIPELINED + 1))
+            peer.sendall(asking([1, 2]) + HEALTH * (MAX_PIPELINED + 1))
             assert rest_of(peer).startswith(b"HTTP/1.1 400 ")
     assert connections.closed["pipelined"] == 1
 
 
 def test_busy_connections_leave_room_for_health_and_commands_only(tmp_path):
-    def busy(request: Request) -> Iterable[Message | bytes]:
-        return [] if isinstance(request, GenerateReqInput) else answer(request)
-
     connections = Connections(limit=3, reserve=2)
-    body = json.dumps({"input_ids": [1, 2]}).encode()
-    request = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     with (
         FakeScheduler(f"ipc://{tmp_path}/engine", busy) as engine,
         listening(endpoint=engine.endpoint, connect_timeout=None, connections=connections) as server,
         contextlib.ExitStack() as stack,
     ):
         for _ in range(3):
-            stack.enter_context(server.connect()).sendall(request)
+            stack.enter_context(server.connect()).sendall(asking([1, 2]))
             engine.next_request(GenerateReqInput)
         for path in ("/health", "/v1/loads"):
             assert httpx.get(server.url + path).status_code == 200, path
         assert httpx.post(f"{server.url}/pause_generation").status_code == 200
         for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize"):
-            refused = httpx.post(server.url + path, content=body)
+            refused = httpx.post(server.url + path, json={"input_ids": [1, 2]})
             assert refused.status_code == 503, path
             assert refused.headers["retry-after"] == "1"
             assert refused.headers["connection"] == "close"
@@ -218,3 +213,111 @@ def test_server_ends_without_waiting_for_connections(monkeypatch):
             stack.enter_context(server.connect()).sendall(sent)
         assert httpx.get(f"{server.url}/health").status_code == 503
         server.stop()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[tuple[str, int]]:
+    with listening(api_key="k") as server:
+        yield server.address
+
+
+@pytest.mark.parametrize(
+    ("first", "endless"),
+    [
+        (b"GET /", b"a"),
+        (b"GET /health HTTP/1.1\r\nX: ", b"a"),
+        (b"GET /health HTTP/1.1\r\n", b"X: " + b"a" * 1000 + b"\r\n"),
+        (b"", b"\r\n"),
+        (CHUNKED + b"0\r\n", b"X: " + b"a" * 1000 + b"\r\n"),
+        (CHUNKED + b"0\r\nX: ", b"a"),
+        (CHUNKED + b"5;", b"a"),
+    ],
+)
+def test_unfinished_headers_are_cut_off_before_authorization(address, first, endless):
+    with socket.create_connection(address) as peer:
+        try:
+            peer.sendall(first + endless * ((1 << 20) // len(endless)))
+            found = peer.recv(1000)
+        except ConnectionError:  # closed with what it had not read
+            return
+    assert found == b"" or found.startswith(b"HTTP/1.1 400 ")
+
+
+def test_heads_below_the_limit_and_bodies_above_it_pass(address):
+    long = b"X: " + b"a" * (MAX_HEAD_BYTES - len(HEAD) - 100) + b"\r\n"
+    body = b" " * (4 * MAX_HEAD_BYTES)
+    pieces = b"".join(b"400\r\n" + b" " * 1024 + b"\r\n" for _ in range(256)) + b"0\r\n\r\n"
+    plain = HEAD + long + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with socket.create_connection(address) as peer:
+        reader = peer.makefile("rb")
+        peer.sendall((plain + CHUNKED + pieces) * 2)  # the next head follows the body at once
+        for _ in range(4):
+            assert reader.readline().startswith(b"HTTP/1.1 503 ")  # read, and no engine
+            length = 0
+            while (line := reader.readline()) != b"\r\n":
+                name, _, value = line.partition(b":")
+                length = int(value) if name.lower() == b"content-length" else length
+            reader.read(length)
+
+
+def test_an_engine_with_work_may_be_silent_for_a_step(tmp_path):
+    is_silent = False
+    with (
+        FakeScheduler(f"ipc://{tmp_path}/engine", lambda each: [] if is_silent else busy(each)) as engine,
+        listening(endpoint=engine.endpoint, connect_timeout=None) as server,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        assert httpx.get(server.url + "/health").status_code == 200
+        asked = thread.submit(httpx.post, f"{server.url}/generate", json={"input_ids": [1]}, timeout=None)
+        eventually(lambda: 'num_http_reqs{model_name=""} 1.0' in httpx.get(f"{server.url}/metrics").text)
+        is_silent = True
+        assert httpx.get(server.url + "/health").status_code == 200  # as of a moment ago
+        is_silent = False
+        engine.push(echo(engine.next_request(GenerateReqInput)))
+        assert asked.result().status_code == 200
+
+
+def test_without_an_engine_everything_fails_at_once_until_it_is_back(tmp_path):
+    generate = {"input_ids": [1, 2]}
+    endpoint = f"ipc://{tmp_path}/engine"
+    commands = ("pause_generation", "weights_checker", "release_memory_occupation", "begin_weight_update")
+    requests = [
+        *(("GET", f"/{path}", None) for path in ("health", "ready", "ping", "v1/loads", "server_info")),
+        *(("POST", f"/{path}", {}) for path in commands),
+        *(("POST", "/generate", {**generate, "stream": stream}) for stream in (False, True)),
+        ("POST", "/v1/completions", {"prompt": [1, 2]}),
+    ]
+    with contextlib.ExitStack() as stack:
+        with FakeScheduler(endpoint):
+            server = stack.enter_context(
+                listening(endpoint=endpoint, connect_timeout=PATIENCE_S, enable_memory_saver=True)
+            )
+            http = stack.enter_context(httpx.Client(base_url=server.url, timeout=None))
+            assert http.post("/generate", json=generate).status_code == 200
+        eventually(lambda: http.get("/health").status_code == 503)
+        for method, path, body in requests:
+            refused = http.request(method, path, json=body)
+            assert refused.status_code == 503, path
+            assert method == "GET" or refused.headers["retry-after"] == "1", path
+        assert http.post("/generate", json=generate).json()["retryable"] is True
+        with FakeScheduler(endpoint):
+            eventually(lambda: http.get("/health").status_code == 200)
+            assert http.post("/generate", json=generate).status_code == 200
+
+
+def test_server_info_says_how_many_ranks_there_are(tmp_path):
+    memory = {"reserved": 1, "allocated": 1, "available": None}
+    ranks = [RankStatus(rank=rank, pid=1, host="h", **memory) for rank in (1, 2, 3)]
+
+    def divided(request: Request) -> Iterable[Message | bytes]:
+        if isinstance(request, GetStatusReqInput):
+            return [msgspec.structs.replace(status_reply(request), ranks=ranks)]
+        return answer(request)
+
+    with (
+        FakeScheduler(f"ipc://{tmp_path}/engine", divided) as engine,
+        listening(endpoint=engine.endpoint, connect_timeout=None) as server,
+    ):
+        found = httpx.get(f"{server.url}/server_info", timeout=None).json()
+    names = ("tp_size", "num_gpus", "pp_size", "dp_size", "nnodes")
+    assert [found[name] for name in names] == [4, 4, 1, 1, 1]

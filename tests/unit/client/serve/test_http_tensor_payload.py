@@ -1,14 +1,11 @@
 """Weights in bodies: what is read, where it lies, and everything that is refused before it is believed."""
 
 import base64
-import json
 import pickle
 import struct
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save
 
 from caesura.client.exceptions import InvalidRequest, Unsupported
@@ -19,20 +16,15 @@ from caesura.client.serve.sglang.tensor_payload import (
     read_pickled,
     read_safetensors,
 )
-from caesura.io_struct import CaesuraError
 
 UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 
 
 def by_name(frames: Frames) -> dict[str, tuple[str, list[int], bytes]]:
-    return {
-        spec.name: (
-            spec.dtype,
-            spec.shape,
-            bytes(frames.buffers[spec.buffer])[spec.offset : spec.offset + spec.nbytes],
-        )
-        for spec in frames.specs
-    }
+    def data(spec):
+        return bytes(frames.buffers[spec.buffer])[spec.offset : spec.offset + spec.nbytes]
+
+    return {spec.name: (spec.dtype, spec.shape, data(spec)) for spec in frames.specs}
 
 
 def test_a_safetensors_file_is_its_tensors():
@@ -48,34 +40,6 @@ def test_a_safetensors_file_is_its_tensors():
     assert found["b"] == ("BF16", [5], tensors["b"].view(torch.int16).numpy().tobytes())
     assert found["empty"] == ("F32", [0, 4], b"")
     assert found["scalar"] == ("I64", [], struct.pack("<q", 3))
-
-
-@given(st.binary(max_size=200))
-def test_other_values_are_refused(body):
-    try:
-        read_safetensors(body)
-    except InvalidRequest:
-        return
-    (size,) = struct.unpack_from("<Q", body)
-    assert isinstance(json.loads(body[8 : 8 + size]), dict)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 9]}},
-        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}},
-        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}},
-        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}},
-        {"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}},
-        {"a": 3},
-        [],
-    ],
-)
-def test_headers_that_lie_are_refused(header):
-    text = json.dumps(header).encode()
-    with pytest.raises(InvalidRequest):
-        read_safetensors(struct.pack("<Q", len(text)) + text + bytes(8))
 
 
 def test_names_of_dtypes():
@@ -121,27 +85,13 @@ def payload(value: object) -> list[str]:
     return [base64.b64encode(pickle.PROTO + b"\x04" + dump(value) + pickle.STOP).decode()]
 
 
-def cuda(
-    size=(2, 3), stride=(3, 1), start=0, dtype=torch.bfloat16, device: object = UUID, **changes: object
-) -> Made:
+def cuda(size=(2, 3), stride=(3, 1), start=0, dtype=torch.bfloat16, device=UUID, **changes: object) -> Made:
     values: dict[str, object] = {
-        "class": None,
-        "size": Made("torch.Size", size),
-        "stride": stride,
-        "start": start,
-        "storage_class": None,
-        "dtype": dtype,
-        "device": device,
-        "handle": b"h" * 66,
-        "nbytes": 64,
-        "offset": 512,
-        "requires_grad": False,
-        "ref_counter_handle": b"c",
-        "ref_counter_offset": 7,
-        "event_handle": b"e",
-        "event_sync_required": True,
-        **changes,
-    }
+        "class": None, "size": Made("torch.Size", size), "stride": stride, "start": start,
+        "storage_class": None, "dtype": dtype, "device": device, "handle": b"h" * 66, "nbytes": 64,
+        "offset": 512, "requires_grad": False, "ref_counter_handle": b"c", "ref_counter_offset": 7,
+        "event_handle": b"e", "event_sync_required": True, **changes,
+    }  # fmt: skip
     return Made("sglang.srt.utils.patch_torch._rebuild_cuda_tensor_modified", *values.values())
 
 
@@ -236,13 +186,3 @@ def test_no_other_file_is_opened(handle):
 def test_shared_memory_that_is_gone_is_refused():
     with pytest.raises(InvalidRequest, match="cannot be opened"):
         read_pickled(shared(b"/torch_1_999999999_9"), flattened=False)
-
-
-@given(st.binary(max_size=64))
-def test_no_bytes_do_more_than_fail(data):
-    for flattened in (False, True):
-        try:
-            found = read_pickled([base64.b64encode(data).decode()], flattened=flattened)
-        except CaesuraError:
-            continue
-        assert found == []

@@ -1,4 +1,4 @@
-"""Metrics: what is counted is what is scraped, an engine costs one status however many ask."""
+"""Metrics: what is counted is what is scraped, and one look a second at the engine however many ask."""
 
 import asyncio
 import re
@@ -6,19 +6,24 @@ from base64 import b64encode
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
-from support.fake_scheduler import FakeScheduler, answer, memory_event, status_reply
+from support.fake_scheduler import FakeScheduler, answer, memory_event, silent, status_reply
 from support.http_server import front_end
 
 from caesura.client import AsyncSchedulerClient
 from caesura.client.serve.app import ServeOptions, create_app
 from caesura.client.serve.pages import document, engine_watch, metrics
+from caesura.client.serve.pages.document import Tick
+from caesura.client.serve.pages.engine_watch import GAP_S, TICK_S, TICKS, EngineWatch, Ticks, percentiles
 from caesura.client.serve.pages.metrics import PREFIX, Metrics
 from caesura.io_struct import (
     ComponentStatus,
@@ -27,13 +32,14 @@ from caesura.io_struct import (
     EngineTotals,
     GetStatusReqInput,
     GetStatusReqOutput,
-    ImageLoad,
     MemoryByTag,
     PauseTotal,
     PromptCacheStatus,
+    StageStatus,
     StepFailures,
     UpdateTotal,
 )
+from caesura.io_struct.distribution import Histogram, one_two_five
 
 ROOT = Path(__file__).parents[4]
 TOTALS = EngineTotals(
@@ -53,18 +59,14 @@ BY_TAG = memory_event(1).by_tag
 def busy(request):
     if not isinstance(request, GetStatusReqInput):
         return answer(request)
-    status = status_reply(request)
-    failures = StepFailures(failed=1, token_limit=64)
-    there = [ComponentStatus(name="vae", residency="layerwise", nbytes=9000, device_bytes=4096)]
-    prompts = PromptCacheStatus(entries=3, nbytes=3 << 10, limit_bytes=1 << 20, hits=8, misses=5)
     return [
         msgspec.structs.replace(
-            status,
+            status_reply(request),
             totals=TOTALS,
             memory_by_tag=BY_TAG,
-            step_failures=failures,
-            components=there,
-            prompt_cache=prompts,
+            step_failures=StepFailures(failed=1, token_limit=64),
+            components=[ComponentStatus(name="vae", residency="layerwise", nbytes=9000, device_bytes=4096)],
+            prompt_cache=PromptCacheStatus(entries=3, nbytes=3 << 10, limit_bytes=1 << 20, hits=8, misses=5),
         )
     ]
 
@@ -105,6 +107,23 @@ async def served(tmp_path, handler=busy, **options):
                 yield Served(engine, http, front.metrics)
             finally:
                 await client.close()
+
+
+def get(tmp_path, *paths, headers=None, **options):
+    """Return the server's answers, one after the other."""
+
+    async def ask():
+        async with served(tmp_path, **options) as it:
+            return [await it.http.get(path, headers=headers) for path in paths]
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Every look asks the engine, and waits for it only a moment."""
+    monkeypatch.setattr(engine_watch, "FRESH_S", 0.0)
+    monkeypatch.setattr(engine_watch, "ANSWER_S", 0.2)
 
 
 async def _what_a_scrape_says(tmp_path):
@@ -172,46 +191,15 @@ def test_the_documentation_lists_every_metric_and_no_other(tmp_path):
 
 
 IMAGE_FIGURES = {"denoise_throughput", "denoise_steps_total", "image_samples"}
-TOKEN_FIGURES = {
-    "gen_throughput", "generation_tokens_total", "prompt_tokens_total", "cached_tokens_total",
-    "cache_hit_rate",
-    "token_usage", "num_used_tokens", "num_cached_tokens", "max_total_num_tokens",
-}  # fmt: skip
-
-
-def test_an_image_engine_has_steps_and_no_tokens(tmp_path):
-    load = ImageLoad(encoding=1, denoising=2, decoding=3)
-
-    def paints(request):
-        return [
-            msgspec.structs.replace(reply, images=load) if isinstance(reply, GetStatusReqOutput) else reply
-            for reply in busy(request)
-        ]
-
-    async def scrape():
-        async with served(tmp_path, paints) as it:
-            return await it.scrape()
-
-    found = asyncio.run(scrape())
-    names = {name for name, *_ in found}
-    assert names >= IMAGE_FIGURES
-    assert not names & TOKEN_FIGURES
-    stages = {stage: found["image_samples", stage] for stage in ("encoding", "denoising", "decoding")}
-    assert stages == {"encoding": 1, "denoising": 2, "decoding": 3}
-    assert found["denoise_steps_total",] == 34
 
 
 def test_every_series_names_the_model_and_media_types_say_their_charset_once(tmp_path):
-    async def scrape(accept):
-        async with served(tmp_path) as it:
-            return await it.http.get("/metrics", headers={"accept": accept})
-
-    plain = asyncio.run(scrape("text/plain;version=1.0.0"))
-    strict = asyncio.run(scrape("application/openmetrics-text;version=1.0.0"))
-    for reply in (plain, strict):
-        assert reply.headers["content-type"].count("charset") == 1, (
-            "Prometheus refuses a parameter that comes twice"
-        )
+    (plain,), (strict,) = (
+        get(tmp_path, "/metrics", headers={"accept": f"{kind};version=1.0.0"})
+        for kind in ("text/plain", "application/openmetrics-text")
+    )
+    for reply in (plain, strict):  # Prometheus refuses a parameter that comes twice
+        assert reply.headers["content-type"].count("charset") == 1
     assert plain.headers["content-type"].startswith("text/plain; version=1.0.0")
     assert strict.headers["content-type"].startswith("application/openmetrics-text")
     for families in (text_string_to_metric_families(plain.text), parse_openmetrics(strict.text)):
@@ -221,40 +209,26 @@ def test_every_series_names_the_model_and_media_types_say_their_charset_once(tmp
             assert all(sample.labels["model_name"] == "policy" for sample in family.samples)
 
 
-def test_simultaneous_scrapes_cost_the_engine_one_status(tmp_path):
-    async def ask():
-        async with served(tmp_path) as it:
-            await asyncio.gather(*(it.http.get("/metrics") for _ in range(20)))
-            return it.engine.requests.qsize()
-
-    assert asyncio.run(ask()) == 1
+async def test_simultaneous_scrapes_cost_the_engine_one_status(tmp_path):
+    async with served(tmp_path) as it:
+        await asyncio.gather(*(it.http.get("/metrics") for _ in range(20)))
+        assert it.engine.requests.qsize() == 1
 
 
-def test_an_engine_that_is_gone_leaves_its_last_figures(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_watch, "FRESH_S", 0.0)
-    monkeypatch.setattr(engine_watch, "ANSWER_S", 0.2)
-
-    async def ask():
-        async with served(tmp_path) as it:
-            await it.scrape()
-            it.engine.close()
-            return await it.scrape(), (await it.http.get("/dashboard/data")).json()
-
-    found, page = asyncio.run(ask())
+async def test_an_engine_that_is_gone_leaves_its_last_figures(tmp_path, impatient):
+    async with served(tmp_path) as it:
+        await it.scrape()
+        it.engine.close()
+        found, page = await it.scrape(), (await it.http.get("/dashboard/data")).json()
     assert (found["engine_up",], found["generation_tokens_total",], found["gen_throughput",]) == (0, 34, 0)
     assert found["engine_status_age_seconds",] > 0
     assert (page["answered"], page["status"]["generated_tokens"], page["history"]) == (False, 34, None)
 
 
-def test_an_engine_that_never_answered_is_down_and_no_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_watch, "ANSWER_S", 0.1)
-
-    async def ask():
-        async with served(tmp_path, handler=lambda request: []) as it:
-            it.metrics.error("timed_out")
-            return await it.scrape(), (await it.http.get("/dashboard/data")).json()
-
-    found, page = asyncio.run(ask())
+async def test_an_engine_that_never_answered_is_down_and_no_error(tmp_path, impatient):
+    async with served(tmp_path, handler=silent) as it:
+        it.metrics.error("timed_out")
+        found, page = await it.scrape(), (await it.http.get("/dashboard/data")).json()
     assert found["engine_up",] == 0
     assert ("generation_tokens_total",) not in found
     assert found["errors_total", "timed_out"] == 1
@@ -262,35 +236,24 @@ def test_an_engine_that_never_answered_is_down_and_no_error(tmp_path, monkeypatc
 
 
 def test_the_page_gets_only_news(tmp_path):
-    async def ask():
-        async with served(tmp_path) as it:
-            first = (await it.http.get("/dashboard/data")).json()
-            second = (await it.http.get("/dashboard/data", params={"after": 1, "since": first["now"]})).json()
-            below = (await it.http.get("/dashboard/data", params={"after": -1})).json()
-            beyond = [await it.http.get("/dashboard/data", params={"after": n}) for n in (2**63, 10**30)]
-            return first, second, below, beyond
-
-    first, second, below, beyond = asyncio.run(ask())
+    data = "/dashboard/data"
+    first, second, below, *beyond = get(
+        tmp_path, data, f"{data}?after=1&since=1e12", *(f"{data}?after={n}" for n in (-1, 2**63, 10**30))
+    )
     assert [answer.status_code for answer in beyond] == [400, 400]
+    first, second, below = (each.json() for each in (first, second, below))
     assert [event["seq"] for event in first["history"]["events"]] == [1, 2]
     assert [event["seq"] for event in second["history"]["events"]] == [2]
     assert below["history"]["events"] == first["history"]["events"]
-    assert len(first["ticks"]) == 1
-    assert second["ticks"] == []
+    assert (len(first["ticks"]), second["ticks"]) == (1, [])
     assert first["model_name"] == "policy"
 
 
 def test_the_page_is_open_and_its_data_is_not(tmp_path):
-    async def ask():
-        async with served(tmp_path, api_key="secret") as it:
-            page = await it.http.get("/dashboard")
-            root = await it.http.get("/")
-            scrape = await it.http.get("/metrics")
-            refused = await it.http.get("/dashboard/data")
-            told = await it.http.get("/dashboard/data", headers={"authorization": "Bearer secret"})
-            return page, root, scrape, refused, told
-
-    page, root, scrape, refused, told = asyncio.run(ask())
+    paths = ("/dashboard", "/", "/metrics", "/dashboard/data")
+    page, root, scrape, refused = get(tmp_path, *paths, api_key="secret")
+    bearer = {"authorization": "Bearer secret"}
+    (told,) = get(tmp_path, "/dashboard/data", headers=bearer, api_key="secret")
     assert [reply.status_code for reply in (page, scrape, refused, told)] == [200, 200, 401, 200]
     assert not any(b"secret" in reply.content for reply in (page, root, scrape, refused, told))
     assert (root.status_code, root.headers["location"], root.content) == (307, "dashboard", b"")
@@ -298,11 +261,7 @@ def test_the_page_is_open_and_its_data_is_not(tmp_path):
 
 
 def test_the_content_policy_allows_only_the_pages_own_parts(tmp_path):
-    async def ask():
-        async with served(tmp_path) as it:
-            return await it.http.get("/dashboard")
-
-    page = asyncio.run(ask())
+    (page,) = get(tmp_path, "/dashboard")
     policy = dict(part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";"))
     for tag, directive in (("script", "script-src"), ("style", "style-src")):
         (inline,) = re.findall(f"<{tag}>(.*?)</{tag}>", page.text, re.DOTALL)
@@ -332,3 +291,143 @@ def test_prometheus_scrapes_the_front_end_of_the_compose_file():
     assert set(compose[host]["networks"]) & set(compose["prometheus"]["networks"])
     assert compose["scheduler"]["network_mode"] == "none"
     assert ServeOptions().port == int(port)
+
+
+@given(st.lists(st.tuples(st.floats(0, 20_000), st.integers(1, 5))))
+def test_a_histogram_counts_values_up_to_each_bound(seen):
+    bounds = one_two_five(-2, 3)
+    histogram = Histogram(bounds)
+    for value, times in seen:
+        histogram.observe(value, times)
+    buckets, total = histogram.cumulative()
+    assert [float(bound) for bound, _ in buckets] == [*bounds, float("inf")]
+    for bound, count in buckets:
+        assert count == sum(times for value, times in seen if value <= float(bound))
+    assert total == pytest.approx(sum(value * times for value, times in seen))
+    assert (histogram.quantile(0.5) is None) == (percentiles({"in the queue": histogram}) == []) == (not seen)
+
+
+class Scripted:
+    """A client whose engine says what it is told to."""
+
+    def __init__(self, *seen):
+        self.seen = list(seen)
+
+    async def status(self, *, owner, timeout):  # noqa: ASYNC109  (as the client's)
+        found = self.seen.pop(0)
+        if isinstance(found, GetStatusReqOutput):
+            return found
+        uptime, tokens, incarnation = found
+        reply = status_reply(GetStatusReqInput())
+        return msgspec.structs.replace(
+            reply, uptime_s=uptime, generated_tokens=tokens, incarnation=str(incarnation)
+        )
+
+
+@pytest.mark.parametrize(
+    ("seen", "throughput"),
+    [
+        pytest.param([(5.0, 100, 1)], 0.0, id="one look says nothing"),
+        pytest.param([(5.0, 100, 1), (5.25, 125, 1)], 100.0, id="close looks"),
+        pytest.param([(5.0, 0, 1), (6.0, 50, 1), (7.0, 250, 1), (8.0, 350, 1)], 100.0, id="the last second"),
+        pytest.param([(5.0, 0, 1), (20.0, 3000, 1)], 0.0, id="nothing is known of a gap"),
+        pytest.param([(500.0, 9000, 1), (1.0, 10, 2), (2.0, 30, 2)], 20.0, id="another engine"),
+        pytest.param([(5.0, 0, 1)] + [(5 + t / 8, 100 * t, 1) for t in range(1, 33)], 800.0, id="many looks"),
+    ],
+)  # fmt: skip
+async def test_throughput_is_of_the_engines_last_second(seen, throughput, impatient):
+    watch, client = EngineWatch(), Scripted(*seen)
+    for _ in seen:
+        look = await watch.look(client)  # type: ignore[arg-type]
+    ticks = watch.ticks.since(0.0)
+    assert look.throughput == pytest.approx(throughput)
+    assert [tick.uptime_s for tick in ticks][-1] == seen[-1][0], "the newest is always among them"
+    gaps = [after.uptime_s - before.uptime_s for before, after in pairwise(ticks[:-1])]
+    assert all(gap >= TICK_S for gap in gaps)
+
+
+async def test_ticks_come_while_nobody_asks():
+    watch = EngineWatch()
+    with pytest.raises(IndexError):  # the script is over
+        await watch.sample(Scripted((1.0, 100, 1), (2.0, 200, 1)))  # type: ignore[arg-type]
+    assert [tick.generated_tokens for tick in watch.ticks.since(0.0)] == [100, 200]
+
+
+def tick(uptime):
+    return Tick(1000.0 + uptime, float(uptime), 0, 0, 0, 0, 0)
+
+
+@given(st.integers(1, 30 * TICKS), st.sets(st.integers(1, 30 * TICKS), max_size=3))
+def test_ticks_reach_back_to_the_start_and_stay_bounded(count, missing):
+    missing = {at for at in missing if at < count}
+    kept = Ticks()
+    for number in range(count):
+        gaps = sum(at <= number for at in missing)
+        kept.add(tick(number * TICK_S + gaps * (GAP_S + 1)))
+    found = kept.since(0.0)
+    assert len(found) <= 2 * TICKS + 1
+    assert found[-1].uptime_s == tick((count - 1) * TICK_S + len(missing) * (GAP_S + 1)).uptime_s
+    assert found[0].uptime_s <= max(0.05 * found[-1].uptime_s, 0.0)
+    assert all(before.uptime_s < after.uptime_s for before, after in pairwise(found))
+    recent = found[-min(len(found), TICKS) :]
+    assert all(after.gap == (after.uptime_s - before.uptime_s > GAP_S) for before, after in pairwise(recent))
+    assert sum(each.gap for each in found) <= len(missing)
+
+
+def test_a_gap_stays_where_its_tick_is_thinned():
+    count = 5 * TICKS
+    for at in range(1, count, 197):
+        kept = Ticks()
+        for number in range(count):
+            kept.add(tick(number + (GAP_S + 1 if number >= at else 0)))
+        found = kept.since(0.0)
+        (gap,) = (position for position, each in enumerate(found) if each.gap)
+        assert gap
+        assert found[gap - 1].uptime_s < at <= found[gap].uptime_s - GAP_S
+
+
+def stages(**seconds):
+    return [
+        StageStatus(name=name.replace("_", "."), count=1, total_s=total, median_s=0.0, longest_s=0.0)
+        for name, total in seconds.items()
+    ]
+
+
+async def test_an_update_is_shown_by_stage_once_the_engine_runs_again(impatient):
+    status = msgspec.structs.replace(status_reply(GetStatusReqInput()), generation="running")
+
+    def after(commits, generation, **seconds):
+        totals = EngineTotals(updates=[UpdateTotal(source="disk", committed=commits, failed=0)])
+        return msgspec.structs.replace(status, generation=generation, totals=totals, stages=stages(**seconds))
+
+    seen = [
+        after(3, "running", pause=9.0, update_copy=5.0),
+        after(4, "paused", pause=9.5, update_copy=6.0),
+        after(4, "running", pause=9.5, update_copy=6.0, **{"continue": 0.25}),
+        after(6, "running", pause=10.5, update_copy=6.0, **{"continue": 0.25}),
+    ]
+
+    watch, client = EngineWatch(), Scripted(*seen)
+    found = []
+    for _ in seen:
+        await watch.look(client)  # type: ignore[arg-type]
+        found.append(watch.last_update)
+    first, paused, one, two = found
+    assert (first, paused) == (None, None), "nothing is known of updates before the first look"
+    assert one.updates == 1
+    assert {name: value for name, value in one.seconds.items() if value} == {
+        "pause": 0.5, "update.copy": 1.0, "continue": 0.25
+    }  # fmt: skip
+    assert (two.updates, two.seconds["pause"], two.seconds["update.copy"]) == (2, 0.5, 0.0)
+
+
+@given(st.lists(st.floats(0.001, 900), min_size=1), st.sampled_from([0.5, 0.9, 0.99]))
+def test_a_percentile_lies_in_the_bucket_of_the_exact_value(seen, share):
+    bounds = one_two_five(-3, 3)
+    histogram = Histogram(bounds)
+    for value in seen:
+        histogram.observe(value)
+    exact = sorted(seen)[max(0, -(-int(share * 1000) * len(seen) // 1000) - 1)]
+    upper = next(bound for bound in bounds if exact <= bound)
+    lower = max((bound for bound in bounds if bound < exact), default=0.0)
+    assert lower <= histogram.quantile(share) <= upper

@@ -1,16 +1,24 @@
-"""TextTokenizer and ChatTemplate: what transformers gives for the same folder."""
+"""TextTokenizer and ChatTemplate: what transformers gives for the same folder; templates without end."""
 
+import gc
 import json
+import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from support.tokenizers import CHAT_TEMPLATE, LINES, SPECIALS, make_byte_level, make_sentencepiece
+from support.waiting import eventually
 
 from caesura.client.exceptions import CheckpointError, InvalidRequest
 from caesura.client.text import TextTokenizer, TokenizerMissing
+from caesura.client.text.chat_template import ChatTemplate
+from caesura.client.text.tokenizer import MAX_TEMPLATE_CHARACTERS
 
 MAKERS = {"byte_level": make_byte_level, "sentencepiece": make_sentencepiece}
 MESSAGES = [
@@ -83,10 +91,8 @@ def test_templates_in_files_of_their_own(ours, tmp_path):
     assert both.render_chat(MESSAGES, tools=TOOLS) == "1 tools"
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     listed = TextTokenizer.from_folder(make_byte_level(tmp_path / "listed", chat_template=named))
-    assert (listed.render_chat(MESSAGES), listed.render_chat(MESSAGES, tools=TOOLS)) == (
-        "plain",
-        "with tools",
-    )
+    assert listed.render_chat(MESSAGES) == "plain"
+    assert listed.render_chat(MESSAGES, tools=TOOLS) == "with tools"
 
 
 @pytest.mark.parametrize(
@@ -160,3 +166,128 @@ def test_padding_and_truncation_of_the_file_are_ignored(tmp_path: Path):
     (folder / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = TextTokenizer.from_folder(folder)
     assert tokenizer.decode(tokenizer.encode(LINES[0])) == LINES[0]
+
+
+ASKED = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def started() -> Callable[[], psutil.Process | None]:
+    before = psutil.Process().children()
+    return lambda: next((each for each in psutil.Process().children() if each not in before), None)
+
+
+def growing(operator):
+    steps = "{% for i in range(40) %}{% set ns.s = ns.s OP ns.s %}{% endfor %}".replace("OP", operator)
+    return "{% set ns = namespace(s='xxxxxxxx') %}" + steps
+
+
+BIG = (
+    "{% set big = ('a' * 10**7) %}{% for a in range(99999) %}{{ big.translate({97: 98})|length }}{% endfor %}"
+)
+ENDLESS = [
+    "{% for a in range(99999) %}{% set x = range(99999)|sum %}{% endfor %}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "{% for a in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
+    "{{ lipsum(n=10**9) }}",
+    BIG,
+    "{{ (10 ** (10 ** 9 + messages|length))|string|length }}",
+]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(pytest.param(source, marks=pytest.mark.slow) for source in ENDLESS),
+        "{{ 'x' * 10**9 }}",
+        "{{ ['x'] * 10**9 }}",
+        "{{ ('x' * 10**6) * 10**6 }}",
+        growing("+"),
+        growing("~"),
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ 'x'|center(1000000000) }}",
+        "{{ 'x'|indent(1000000000, true) }}",
+        "{{ ('x' * 1000000).replace('x', 'y' * 1000000) }}",
+        "{{ 'aaaaaaaaaa'.translate({97: 'x' * 10**8}) }}",
+        "{{ {'a': 1}|tojson(indent=1000000000) }}",
+        "{{ 'x' * 17 * 2**20 }}",
+    ],
+)
+def test_templates_without_end_and_much_of_little_are_refused(source):
+    template = ChatTemplate(
+        {"default": "{% if messages[0].harm %}" + source + "{% else %}fine{% endif %}"}, {}
+    )
+    with pytest.raises(InvalidRequest, match=r"of CPU time|limit|too much memory|unsafe|refuses|recursion"):
+        template.render([{"role": "user", "harm": True}])
+    assert template.render(ASKED) == "fine"
+
+
+def test_a_process_that_was_ended_is_replaced(started):
+    template = ChatTemplate({"default": "fine"}, {})
+    assert template.render(ASKED) == "fine"
+    child = started()
+    child.kill()
+    eventually(lambda: child.status() == psutil.STATUS_ZOMBIE)
+    assert template.render(ASKED) == "fine"
+
+
+def test_processes_end_with_the_template(started):
+    template = ChatTemplate({"default": "fine"}, {})
+    template.render(ASKED)
+    child = started()
+    del template
+    gc.collect()
+    assert not child.is_running()
+
+
+def test_a_fork_has_a_process_of_its_own():
+    template = ChatTemplate({"default": "fine"}, {})
+    template.render(ASKED)
+    if (child := os.fork()) == 0:
+        os._exit(0 if template.render(ASKED) == "fine" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert template.render(ASKED) == "fine"
+
+
+def test_threads_get_their_own_texts():
+    template = ChatTemplate({"default": "{{ messages[0].content * 1000 }}"}, {})
+    found: dict[str, str] = {}
+
+    def render(text: str) -> None:
+        for _ in range(20):
+            found[text] = template.render([{"role": "user", "content": text}])
+
+    threads = [threading.Thread(target=render, args=(text,)) for text in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {text: text * 1000 for text in "abcd"}
+
+
+def test_messages_must_be_json():
+    with pytest.raises(InvalidRequest, match="not JSON"):
+        ChatTemplate({"default": "fine"}, {}).render([{"role": "user", "content": object()}])
+
+
+def test_a_template_has_a_size(tmp_path):
+    make_byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("x" * (MAX_TEMPLATE_CHARACTERS + 1))
+    with pytest.raises(CheckpointError, match="limit"):
+        TextTokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ raise_exception('\\ud800') }}", "{{ '\\ud800' }}", "{{ '\\ud800' | nothing }}"]
+)
+def test_surrogates_of_a_template_are_refused_in_words_that_can_be_encoded(source):
+    with pytest.raises((InvalidRequest, CheckpointError)) as refused:
+        ChatTemplate({"default": source}, {}).render(ASKED)
+    assert refused.value.message.encode()
+
+
+def test_a_long_error_of_a_template_is_cut():
+    with pytest.raises(InvalidRequest) as refused:
+        ChatTemplate({"default": "{{ raise_exception('x' * 10**7) }}"}, {}).render(ASKED)
+    assert len(refused.value.message) < 2000

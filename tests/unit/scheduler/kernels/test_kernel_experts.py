@@ -1,25 +1,20 @@
 """Choice, sorting, grouped products and weighted sums of experts against float64."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernels import instruction_sets, least, threads, unit
+from support.kernels import assert_near, instruction_sets, least, normal, packed, threads, unit
 from support.properties import examples
-from support.sanitized import run_sanitized
 
-from caesura.scheduler.kernels import experts, linear, native
+from caesura.scheduler.kernels import experts, native
+from caesura.scheduler.kernels.decoder_layers import GroupRouting
+from caesura.scheduler.layers.moe import best_in_groups
 
+pytestmark = pytest.mark.usefixtures("built")
 DTYPES = native.FLOATS
-
-
-@pytest.fixture(autouse=True)
-def kernels() -> None:
-    if native.why_not():
-        pytest.skip(f"no compiled kernels: {native.why_not()}")
 
 
 @st.composite
@@ -99,16 +94,6 @@ def test_pairs_are_sorted_by_expert_then_token(case):
 def test_an_id_of_no_expert_is_refused(wrong):
     with pytest.raises(IndexError, match=r"beyond \[0, 5\)"):
         experts.group(torch.tensor([[0, 4], [wrong, 1]]), 5)
-
-
-def packed(weights: torch.Tensor) -> torch.Tensor:
-    """[experts, N, K] as storage."""
-    count, outputs, inputs = weights.shape
-    rows, columns = linear.storage_shape(outputs, inputs, weights.dtype)
-    storage = torch.zeros(count * rows, columns, dtype=weights.dtype)
-    for expert, weight in enumerate(weights):
-        linear.pack_rows(storage, weight, expert * rows)
-    return storage
 
 
 @st.composite
@@ -240,54 +225,71 @@ def test_other_mismatches_are_refused():
             experts.group(ids, 4)
 
 
-SANITIZED = """
-import torch
-from caesura.scheduler.kernels import experts, linear
-torch.set_num_threads(2)
-torch.manual_seed(0)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_expert_has_its_bias(dtype) -> None:
+    ids = torch.tensor([[2, 0], [2, 3], [0, 2]])
+    groups = experts.group(ids, 4)
+    x, w, bias = normal(1, dtype, 6, 30), normal(2, dtype, 4, 41, 30), normal(3, dtype, 4, 41)
+    product = experts.GroupedProduct(packed(w), 4, 41, 30)
+    of_rows = ids.flatten().sort().values
+    expected = (w[of_rows].double() @ x.double().unsqueeze(-1)).squeeze(-1) + bias[of_rows].double()
+    for _ in instruction_sets():
+        assert_near(product(x, groups, bias=bias) / 30**0.5, expected / 30**0.5, dtype)
+    for wrong in (bias[:3], bias[:, :40], bias.T.contiguous().T, bias.double()):
+        with pytest.raises(ValueError, match="no product"):
+            product(x, groups, bias=wrong)
 
 
-def forward(dtype, tokens, count, k, outputs, inputs):
-    x, w = torch.randn(tokens, inputs).to(dtype), torch.randn(count, outputs, inputs).to(dtype)
-    rows, columns = linear.storage_shape(outputs, inputs, dtype)
-    store = torch.zeros(count * rows, columns, dtype=dtype)
-    for expert in range(count):
-        linear.pack_rows(store, w[expert], expert * rows)
-    ids, weights = experts.route(torch.randn(tokens, count).to(dtype), k, normalize=True)
-    groups = experts.group(ids, count)
-    product = experts.GroupedProduct(store, count, outputs, inputs)
-
-    def run(part):
-        groups = experts.group(ids[part], count)
-        return experts.combine(product(x[part][groups.tokens], groups), groups, weights[part])
-
-    y = run(slice(None))
-    terms = (w[ids].double() @ x.double()[:, None, :, None]).squeeze(-1) * weights.double().unsqueeze(-1)
-    torch.testing.assert_close(y.double(), terms.sum(1), rtol=0.02, atol=0.1)
-    assert torch.equal(run(slice(tokens // 2, None)), y[tokens // 2 :])
-    try:
-        experts.group(torch.full((3, 2), count), count)
-    except IndexError:
-        return
-    raise AssertionError
+# By groups
 
 
-for isa in native.ISAS[1:]:
-    with native.limited_to(isa) as possible:
-        for dtype in native.FLOATS if possible else ():
-            tokens = 300 if dtype == torch.bfloat16 else 60  # more than an AMX chunk, or than wait unpacked
-            for shape in (
-                (1, 1, 1, 1, 2), (13, 5, 3, 33, 30), (3, 40, 17, 64, 32),
-                (tokens, 2, 2, 97, 98), (0, 4, 2, 8, 8),
-            ):
-                forward(dtype, *shape)
-print("clean")
-"""
+@settings(max_examples=examples(40))
+@given(
+    tokens=st.integers(0, 20),
+    groups=st.sampled_from([(1, 1), (3, 2), (8, 4), (64, 9)]),
+    size=st.integers(2, 9),
+    sigmoid=st.booleans(),
+    best_two=st.booleans(),
+    normalize=st.booleans(),
+    biased=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_the_choice_by_groups_is_that_of_torch(
+    tokens, groups, size, sigmoid, best_two, normalize, biased, seed
+) -> None:
+    count, top_groups = groups
+    total, k = count * size, min(4, top_groups * size)
+    by = GroupRouting(groups=count, top_groups=top_groups, sigmoid=sigmoid, best_two=best_two, scale=1.7)
+    logits, bias = (
+        normal(seed, torch.float32, tokens, total) * 3,
+        normal(seed + 1, torch.float32, total) * 0.1,
+    )
+    expected_ids, expected = best_in_groups(logits, bias if biased else None, k, by, normalize=normalize)
+    for _ in instruction_sets():
+        ids, weights = experts.route_in_groups(
+            logits.clone(), bias if biased else None, k, by, normalize=normalize
+        )
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.long
-def test_no_access_out_of_bounds_and_no_undefined_behaviour(tmp_path):
-    with native.limited_to("avx512bf16") as possible:
-        header = Path(__file__).parents[3] / "support" / "fake_amx.h"
-        flags = ("-include", str(header)) if possible else ()
-    assert run_sanitized(SANITIZED, tmp_path, "linear", "experts", flags=flags) == "clean\n"
+def test_a_choice_by_groups_with_nan_stays_within_the_experts() -> None:
+    logits = torch.zeros(3, 12)
+    logits[1] = torch.nan
+    logits[2, :7] = torch.nan
+    by = GroupRouting(groups=3, top_groups=2, sigmoid=True, best_two=True, scale=1.0)
+    for _ in instruction_sets():
+        ids, weights = experts.route_in_groups(logits.clone(), None, 5, by, normalize=True)
+        assert all(len(set(row)) == 5 and min(row) >= 0 and max(row) < 12 for row in ids.tolist())
+        assert weights[1].isnan().all()
+        assert weights[0].isfinite().all()
+
+
+def test_choices_by_groups_that_do_not_fit_are_refused() -> None:
+    by = GroupRouting(groups=2, top_groups=1, sigmoid=True, best_two=False, scale=1.0)
+    for logits, bias in (
+        (torch.zeros(3, 4).bfloat16(), None), (torch.zeros(4, 3).T, None),
+        (torch.zeros(3, 4), torch.zeros(3)), (torch.zeros(3, 4), torch.zeros(4).double()),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="no choice"):
+            experts.route_in_groups(logits, bias, 1, by, normalize=True)

@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernels import least, unit
+from support.kernels import assert_near, instruction_sets, least, normal, packed, threads, unit
 from support.properties import examples
 
 from caesura.scheduler.kernels import linear, native
 
+pytestmark = pytest.mark.usefixtures("built")
 DTYPES = native.FLOATS
 LAYOUTS = (*DTYPES, linear.FP8)
 
@@ -20,34 +21,8 @@ LAYOUTS = (*DTYPES, linear.FP8)
 def isa(request):
     with native.limited_to(request.param) as possible:
         if not possible:
-            pytest.skip(
-                f"{request.param} is not to be had here: {native.why_not() or 'the processor lacks it'}"
-            )
+            pytest.skip(f"no {request.param} here")
         yield request.param
-
-
-@pytest.fixture
-def kernels():
-    if native.why_not():
-        pytest.skip(f"no compiled kernels: {native.why_not()}")
-
-
-def threads(count: int):
-    class Threads:
-        def __enter__(self):
-            self.before = torch.get_num_threads()
-            torch.set_num_threads(count)
-
-        def __exit__(self, *_):
-            torch.set_num_threads(self.before)
-
-    return Threads()
-
-
-def packed(w: torch.Tensor) -> torch.Tensor:
-    storage = torch.zeros(linear.storage_shape(*w.shape, w.dtype), dtype=torch.float32).to(w.dtype)
-    linear.pack_rows(storage, w, 0)
-    return storage
 
 
 def product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -66,11 +41,9 @@ def products(draw):
     rows, outputs = draw(st.integers(0, 40)), draw(st.integers(1, 100))
     inputs = draw(st.integers(1, 150)) * (4 // dtype.itemsize)
     seed = draw(st.integers(0, 2**16))
-    generator = torch.Generator().manual_seed(seed)
     padding = draw(st.integers(0, 3))  # of rows, so that strides are odd and rows unaligned
-    x = torch.randn(rows, inputs + padding, generator=generator).to(dtype)[:, padding:]
-    w = torch.randn(outputs, inputs, generator=generator).to(dtype)
-    bias = torch.randn(outputs, generator=generator).to(dtype) if draw(st.booleans()) else None
+    x, w = normal(seed, dtype, rows, inputs + padding)[:, padding:], normal(seed + 1, dtype, outputs, inputs)
+    bias = normal(seed + 2, dtype, outputs) if draw(st.booleans()) else None
     out = torch.full((rows + 1, outputs + padding), 77.0, dtype=dtype)
     return x, w, bias, out
 
@@ -80,25 +53,20 @@ def products(draw):
 def test_product_matches_float64_and_writes_nothing_else(case):
     x, w, bias, out = case
     expected = x.double() @ w.double().T + (0 if bias is None else bias.double())
-    for name in native.ISAS[1:]:
-        with native.limited_to(name) as possible:
-            if not possible:
-                continue
-            out.fill_(77.0)
-            target = out[: len(x), : len(w)]
-            linear.linear(x, packed(w), bias, target)
-            assert ((target.double() - expected).abs() <= tolerance(x, w, bias)).all(), name
-            assert (out[len(x) :] == 77).all()
-            assert (out[:, len(w) :] == 77).all()
+    for name in instruction_sets():
+        out.fill_(77.0)
+        target = out[: len(x), : len(w)]
+        linear.linear(x, packed(w), bias, target)
+        assert ((target.double() - expected).abs() <= tolerance(x, w, bias)).all(), name
+        assert (out[len(x) :] == 77).all()
+        assert (out[:, len(w) :] == 77).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("outputs,inputs", [(96, 130), (256, 512), (33, 64)])
 def test_a_row_has_the_same_bits_in_every_company(isa, dtype, outputs, inputs):
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(150, inputs, generator=generator).to(dtype)
-    w = packed(torch.randn(outputs, inputs, generator=generator).to(dtype))
-    bias = torch.randn(outputs, generator=generator).to(dtype)
+    x, bias = normal(5, dtype, 150, inputs), normal(6, dtype, outputs)
+    w = packed(normal(7, dtype, outputs, inputs))
 
     def run(rows):
         return linear.linear(rows, w, bias, rows.new_empty(len(rows), outputs))
@@ -108,17 +76,14 @@ def test_a_row_has_the_same_bits_in_every_company(isa, dtype, outputs, inputs):
         with threads(count):
             for rows in (*range(1, 28), 48, 49, 97, 150):
                 assert torch.equal(run(x[:rows]), alone[:rows]), (count, rows)
-            order = torch.randperm(len(x), generator=generator)
+            order = torch.randperm(len(x), generator=torch.Generator().manual_seed(5))
             assert torch.equal(run(x[order]), alone[order])
 
 
 @pytest.mark.parametrize("outputs,inputs", [(77, 130), (33, 514)])
 def test_float16_is_computed_in_float32_and_rounded_once(isa, outputs, inputs):
-    generator = torch.Generator().manual_seed(9)
-    x, w, bias = (
-        torch.randn(shape, generator=generator).half()
-        for shape in ((60, inputs), (outputs, inputs), (outputs,))
-    )
+    shapes = (60, inputs), (outputs, inputs), (outputs,)
+    x, w, bias = (normal(seed, torch.float16, *shape) for seed, shape in enumerate(shapes))
     x[1], x[2] = 30_000, 65_504  # whose sums are beyond it, and some of them not
     w[3], w[4, 0], w[4, 1:] = 2e-6, 0.5, 0  # subnormal numbers; and a sum that is one product
     narrow, wide = (
@@ -135,9 +100,7 @@ def test_float16_is_computed_in_float32_and_rounded_once(isa, outputs, inputs):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_long_inputs_go_through_several_chunks_of_rows(isa, dtype):
-    generator = torch.Generator().manual_seed(6)
-    x = torch.randn(130, 4096, generator=generator).to(dtype)  # more than what stays in a second-level cache
-    w = torch.randn(64, 4096, generator=generator).to(dtype)
+    x, w = normal(6, dtype, 130, 4096), normal(7, dtype, 64, 4096)  # more than a second-level cache holds
     expected = x.double() @ w.double().T
     assert ((product(x, w).double() - expected).abs() <= tolerance(x, w, None)).all()
 
@@ -151,6 +114,61 @@ def test_not_a_number_stays_in_its_row(isa, dtype):
     assert y[2].isnan().all()
     assert (y[3] == torch.inf).all()
     assert (y[[0, 1, 4]] == 64).all()
+
+
+# Of every head
+
+
+@settings(max_examples=examples(30))
+@given(
+    dtype=st.sampled_from(DTYPES),
+    tokens=st.integers(0, 70),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 70), st.integers(1, 40)),
+    seed=st.integers(0, 999),
+)
+def test_products_of_heads_match_float64_and_write_nothing_else(dtype, tokens, sizes, seed) -> None:
+    heads, outputs, inputs = sizes[0], sizes[1], 2 * sizes[2]
+    x = normal(seed, dtype, tokens, heads, inputs + 3)[..., 3:]
+    w = normal(seed + 1, dtype, heads, outputs, inputs)
+    expected = torch.einsum("tbk,bnk->tbn", x.double(), w.double())
+    product = linear.BatchedProduct(packed(w), heads, outputs, inputs)
+    for _ in instruction_sets():
+        memory = torch.full((tokens, heads, outputs + 2), 77.0, dtype=dtype)
+        with threads(2):
+            got = product(x, memory[..., 1:-1])
+        assert_near(got / inputs**0.5, expected / inputs**0.5, dtype, 4)
+        assert (memory[..., [0, -1]] == 77).all()
+        for row in range(min(tokens, 3)):
+            assert torch.equal(
+                product(x[row : row + 1], torch.empty(1, heads, outputs, dtype=dtype)), got[row : row + 1]
+            )
+
+
+@pytest.mark.parametrize("change", [
+    {"x": torch.zeros(2, 3, 8)}, {"x": torch.zeros(2, 3, 6).bfloat16()}, {"out": torch.zeros(2, 3, 5)},
+    {"out": torch.zeros(3, 3, 4)}, {"x": torch.zeros(2, 6, 3).transpose(1, 2)},
+])  # fmt: skip
+def test_products_of_heads_that_do_not_fit_are_refused(change) -> None:
+    given = {"x": torch.zeros(2, 3, 6), "out": torch.zeros(2, 3, 4)} | change
+    with pytest.raises(ValueError, match="no products"):
+        linear.BatchedProduct(packed(torch.zeros(3, 4, 6)), 3, 4, 6)(**given)
+    with pytest.raises(ValueError, match="does not hold"):
+        linear.BatchedProduct(torch.zeros(32, 16), 3, 4, 6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_wide_product_is_not_rounded(dtype) -> None:
+    x, w = normal(1, dtype, 9, 130), normal(2, dtype, 37, 130)
+    product = linear.Product(packed(w), 37, 130)
+    for _ in instruction_sets():
+        got = product(x, wide=True)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), x.double() @ w.double().T, rtol=1e-4, atol=1e-4)
+        assert torch.equal(got.to(dtype), product(x))
+    with pytest.raises(ValueError, match="no product"):
+        product(x, torch.zeros(37, dtype=dtype), wide=True)
+    with pytest.raises(ValueError, match="no product"):
+        product(x, out=torch.empty(9, 37, dtype=torch.float64), wide=True)
 
 
 # FP8
@@ -180,8 +198,7 @@ def dequantized(w: torch.Tensor, scales: torch.Tensor, columns: int, dtype: torc
 @pytest.mark.parametrize("outputs,inputs,columns", [(33, 64, 16), (97, 300, 12), (64, 516, 128), (1, 4, 4)])
 def test_fp8_products_are_those_of_the_dequantised_weight(isa, dtype, outputs, inputs, columns):
     w, scales = fp8_case(outputs, inputs, columns)
-    x = torch.randn(110, inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
-    bias = torch.randn(outputs, generator=torch.Generator().manual_seed(2)).to(dtype)
+    x, bias = normal(1, dtype, 110, inputs), normal(2, dtype, outputs)
     product = fp8_product(w, scales, columns, dtype)
     plain = linear.Product(packed(dequantized(w, scales, columns, dtype)), outputs, inputs)
     with native.limited_to("avx512bf16" if isa == "amx" else isa):
@@ -209,7 +226,6 @@ def test_every_byte_of_fp8_is_multiplied_as_torch_reads_it(isa, dtype):
         assert y.isnan().sum() == 2 * len(y)
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("change", [
     {"columns": 6}, {"lines": torch.zeros(3, 64)}, {"lines": torch.zeros(4, 64).bfloat16()},
     {"lines": torch.zeros(64, 4).T},
@@ -248,16 +264,13 @@ def pieces(draw):
     outputs, words = draw(st.integers(1, 100)), draw(st.integers(1, 70))
     inputs = words * (4 // dtype.itemsize)
     cuts = sorted(draw(st.sets(st.integers(1, outputs), max_size=5)) | {0, outputs})
-    w = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(draw(st.integers(0, 999)))).to(
-        dtype
-    )
+    w = normal(draw(st.integers(0, 999)), dtype, outputs, inputs)
     ranges = draw(st.permutations(list(itertools.pairwise(cuts))))
     return w, ranges, draw(st.integers(0, 3))
 
 
 @settings(max_examples=examples(60))
 @given(pieces())
-@pytest.mark.usefixtures("kernels")
 def test_pieces_in_any_order_give_the_layout(case):
     w, ranges, padding = case
     storage = torch.zeros(linear.storage_shape(*w.shape, w.dtype), dtype=w.dtype)
@@ -275,7 +288,6 @@ def test_pieces_in_any_order_give_the_layout(case):
 
 @settings(max_examples=examples(40))
 @given(pieces(), st.data())
-@pytest.mark.usefixtures("kernels")
 def test_equality_sees_every_bit_of_the_rows_and_no_other(case, data):
     w, ranges, _ = case
     storage = packed(w)
@@ -288,9 +300,8 @@ def test_equality_sees_every_bit_of_the_rows_and_no_other(case, data):
     assert linear.equal_rows(storage, changed[start:end], start) is not (start <= row < end)
 
 
-@pytest.mark.usefixtures("kernels")
 def test_an_update_returns_true_if_rows_differed(isa):
-    w = torch.randn(50, 70, generator=torch.Generator().manual_seed(4)).bfloat16()
+    w = normal(4, torch.bfloat16, 50, 70)
     storage = torch.zeros(linear.storage_shape(*w.shape, w.dtype), dtype=w.dtype)
     assert linear.update_rows(storage, w[10:40], 10)
     assert not linear.update_rows(storage, w[10:40], 10)
@@ -298,10 +309,9 @@ def test_an_update_returns_true_if_rows_differed(isa):
     assert torch.equal(storage, packed(w))
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", LAYOUTS)
 def test_every_instruction_set_knows_the_layout(isa, dtype):
-    w = torch.randn(85, 108, generator=torch.Generator().manual_seed(8)).to(dtype)
+    w = normal(8, torch.float32, 85, 108).to(dtype)
     storage, lowest = packed(w), w.view(torch.uint8)[:, :: w.itemsize]
     assert torch.equal(storage.view(torch.int32), by_index(w).view(torch.int32))
     assert torch.equal(
@@ -315,7 +325,6 @@ def test_every_instruction_set_knows_the_layout(isa, dtype):
         assert linear.equal_rows(storage, w, 0)
 
 
-@pytest.mark.usefixtures("kernels")
 def test_equality_is_of_bytes():
     w = torch.zeros(40, 32)
     w[3, 3] = torch.nan
@@ -325,9 +334,8 @@ def test_equality_is_of_bytes():
     assert not linear.equal_rows(storage, w, 0)
 
 
-@pytest.mark.usefixtures("kernels")
 def test_large_weights_are_walked_by_all_threads():
-    w = torch.randn(1000, 200, generator=torch.Generator().manual_seed(1)).bfloat16()
+    w = normal(1, torch.bfloat16, 1000, 200)
     with threads(3):
         storage = packed(w)
         assert linear.equal_rows(storage, w, 0)
@@ -337,10 +345,9 @@ def test_large_weights_are_walked_by_all_threads():
         assert not linear.equal_rows(storage, w, 0)
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gathered_rows_are_the_table_s(dtype):
-    table = torch.randn(97, 66, generator=torch.Generator().manual_seed(2)).to(dtype)
+    table = normal(2, dtype, 97, 66)
     ids = torch.randint(97, (50,), generator=torch.Generator().manual_seed(3))
     out = torch.empty(50, 66, dtype=dtype)
     assert torch.equal(linear.gather_rows(packed(table), ids, out), table[ids])
@@ -349,7 +356,6 @@ def test_gathered_rows_are_the_table_s(dtype):
             linear.gather_rows(packed(table), torch.tensor([0, wrong]), out[:2])
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("change", [
     {"x": torch.zeros(4, 80)}, {"x": torch.zeros(4, 64).bfloat16()}, {"x": torch.zeros(64, 4).T},
     {"out": torch.zeros(3, 40)}, {"out": torch.zeros(4, 65)}, {"out": torch.zeros(40, 4).T},
@@ -367,7 +373,6 @@ def test_oversized_requests_are_refused(change):
         linear.linear(*(given | change).values())
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("rows,start", [
     (torch.zeros(2, 30), 63), (torch.zeros(2, 30), -1),
     (torch.zeros(2, 60), 0), (torch.zeros(2, 30).double(), 0),

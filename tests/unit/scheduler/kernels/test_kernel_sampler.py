@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from scipy import stats
 from support.kernels import instruction_sets, threads
 from support.properties import examples
-from support.sanitized import run_sanitized
 
 from caesura.scheduler.execution.forward import SamplingBatch
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
@@ -414,41 +413,3 @@ def test_tensors_that_do_not_fit_are_refused(change, filtered):
         pytest.skip("it has no filters")
     with pytest.raises(ValueError, match="do not fit"):
         RowSampler(10).sample(**(given | (filters if filtered else {}) | change))
-
-
-SANITIZED = """
-import torch
-from caesura.scheduler.kernels.sampling import RowSampler
-torch.set_num_threads(2)
-torch.manual_seed(0)
-SERVED = []
-
-
-def samples(dtype, vocabulary, spread, temperature, top_k):
-    logits = torch.randn(9, vocabulary).mul(spread).to(dtype)
-    logits[1, vocabulary // 2], logits[2], logits[3, : vocabulary // 2] = torch.nan, -torch.inf, -torch.inf
-    tokens, logprobs = torch.empty(9, dtype=torch.int64), torch.empty(3, 9)
-    RowSampler(vocabulary).sample(
-        logits, torch.full((9,), temperature), torch.arange(9) % 5 == 0,
-        torch.rand(9).double(), tokens, *logprobs,
-        top_k=torch.full((9,), top_k), top_p=torch.tensor([1.0, 0.0, 0.5] * 3),
-        min_p=torch.tensor([0.0] * 5 + [0.1] * 4),
-    )
-
-
-for isa in native.ISAS[1:]:
-    with native.limited_to(isa) as possible:
-        for dtype in (torch.bfloat16, torch.float32) if possible else ():
-            for vocabulary in (1, 31, 255, 256, 257, 1001, 70_001):
-                for spread, temperature in ((0.0, 1.0), (1.0, 0.7), (3e38, 1e-3), (30.0, 1e-3), (1e-3, 1e30)):
-                    for top_k in (0, 1, 50, vocabulary):
-                        samples(dtype, vocabulary, spread, temperature, top_k)
-        if possible:
-            SERVED.append(isa)
-print(*SERVED)
-"""
-
-
-@pytest.mark.long
-def test_no_access_out_of_bounds_and_no_undefined_behaviour(tmp_path):
-    assert "avx2" in run_sanitized(SANITIZED, tmp_path, "sampler")

@@ -3,22 +3,16 @@
 import ctypes
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from support.sanitized import run_sanitized
 
 from caesura.scheduler import kernels
 from caesura.scheduler.kernels import native
 from caesura.scheduler.kernels.self_test import failure
-
-
-@pytest.fixture
-def built():
-    if native.why_not():
-        pytest.skip(f"no compiled kernels: {native.why_not()}")
 
 
 @pytest.fixture
@@ -104,39 +98,52 @@ def test_the_environment_limits(loading):
     assert kernels.best("linear", "cpu", torch.float32) == "avx2"
 
 
+@pytest.fixture
+def beside(tmp_path, monkeypatch):
+    """Load ``native.py`` as it is beside another library, or with a changed source beside the built one."""
+    monkeypatch.delenv(native.VARIABLE, raising=False)
+
+    def load(*changed: str) -> ModuleType:
+        path = tmp_path / "native.py"
+        path.write_text(Path(native.__file__).read_text().replace(*changed or ("", "")))
+        spec = spec_from_file_location(f"{kernels.__name__}.beside", path)
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
 @pytest.mark.parametrize("content,reason", [(None, "not built"), (b"no library", "does not load")])
-def test_without_a_library_torch_serves_and_says_why(loading, tmp_path, content, reason):
-    path = tmp_path / "_cpu.so"
+def test_without_a_library_torch_serves_and_says_why(beside, tmp_path, content, reason):
     if content is not None:
-        path.write_bytes(content)
-    loading.setattr(native, "_find", lambda: None if content is None else path)
-    assert kernels.best("linear", "cpu", torch.float32) == kernels.TORCH
-    assert reason in native.why_not()
+        (tmp_path / "_cpu.so").write_bytes(content)
+    found = beside()
+    assert found.isa() == kernels.TORCH
+    assert reason in found.why_not()
     with pytest.raises(RuntimeError, match=reason):
-        native.function("caesura_isa")()
+        found.function("caesura_isa")()
 
 
-def test_a_library_of_other_sources_is_not_called(loading, tmp_path):
-    source, library = tmp_path / "old.c", tmp_path / "old.so"
+def test_a_library_of_other_sources_is_not_called(beside, tmp_path):
+    source = tmp_path / "old.c"
     source.write_text("int caesura_abi(void) { return -1; }")
     try:
-        subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", library], check=True)
+        subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", tmp_path / "_cpu.so"], check=True)
     except FileNotFoundError:
         pytest.skip("no C compiler")
-    loading.setattr(native, "_find", lambda: library)
-    assert kernels.best("linear", "cpu", torch.float32) == kernels.TORCH
-    assert "other sources" in native.why_not()
+    found = beside()
+    assert found.isa() == kernels.TORCH
+    assert "other sources" in found.why_not()
 
 
 @pytest.mark.usefixtures("built")
-def test_a_library_with_other_structure_sizes_is_not_called(loading):
-    class Longer(native.DecoderStep):
-        _fields_ = (("more", native.SIZE),)
-
-    loading.setattr(native, "DecoderStep", Longer)
-    assert kernels.best("decoder", "cpu", torch.float32) == kernels.TORCH
-    size = ctypes.sizeof(Longer)
-    assert f"a decoder step of {size - 8} bytes, this source makes one of {size}" in native.why_not()
+def test_a_library_with_other_structure_sizes_is_not_called(beside, tmp_path):
+    (tmp_path / "_cpu.so").symlink_to(native._find())
+    found = beside('*_all(SIZE, "scale_columns")', '*_all(SIZE, "scale_columns more")')
+    assert found.isa() == kernels.TORCH
+    size = ctypes.sizeof(native.DecoderStep)
+    assert f"a decoder step of {size} bytes, this source makes one of {size + 8}" in found.why_not()
 
 
 @pytest.mark.usefixtures("built")
@@ -168,89 +175,6 @@ def test_the_build_names_every_source():
         if path.suffix in (".cpp", ".h") and f'"scheduler/kernels/cpu/{path.name}"' not in text
     ]
     assert missing == []
-
-
-SANITIZED = """
-import torch
-from caesura.scheduler.kernels import linear
-from caesura.scheduler.kernels.sampling import RowSampler
-torch.set_num_threads(2)
-torch.manual_seed(0)
-
-
-def products(dtype, rows, outputs, inputs):
-    w, x = torch.randn(outputs, inputs).to(dtype), torch.randn(rows, inputs).to(dtype)
-    store = torch.zeros(linear.storage_shape(outputs, inputs, dtype), dtype=dtype)
-    linear.pack_rows(store, w[: outputs // 2], 0)
-    linear.pack_rows(store, w[outputs // 2 :], outputs // 2)
-    assert linear.equal_rows(store, w, 0)
-    linear.unpack_rows(store, 0, torch.empty_like(w))
-    linear.gather_rows(store, torch.arange(outputs), torch.empty_like(w))
-    linear.linear(x, store, w[:, 0].contiguous(), torch.empty(rows, outputs, dtype=dtype))
-
-
-def samples(dtype, vocabulary):
-    logits, greedy, u = torch.randn(9, vocabulary).to(dtype), torch.arange(9) % 2 == 0, torch.rand(9).double()
-    tokens, logprobs = torch.empty(9, dtype=torch.int64), torch.empty(2, 9)
-    RowSampler(vocabulary).sample(logits, torch.full((9,), 0.7), greedy, u, tokens, *logprobs)
-
-
-for isa in native.ISAS[1:]:
-    with native.limited_to(isa) as possible:
-        for dtype in (torch.bfloat16, torch.float32) if possible else ():
-            for shape in ((1, 1, 2), (13, 33, 30), (3, 64, 32), (60, 97, 1026), (150, 300, 66)):
-                products(dtype, *shape)
-            for vocabulary in (1, 31, 255, 1001):
-                samples(dtype, vocabulary)
-print("clean")
-"""
-
-
-@pytest.mark.long
-def test_no_access_out_of_bounds_and_no_undefined_behaviour(tmp_path):
-    assert run_sanitized(SANITIZED, tmp_path, "linear", "sampler") == "clean\n"
-
-
-FAKE_AMX = """
-import torch
-from caesura.scheduler.kernels import linear
-torch.set_num_threads(2)
-torch.manual_seed(0)
-
-
-def product(x, store, bias):
-    return linear.linear(x, store, bias, torch.empty(len(x), len(bias), dtype=x.dtype))
-
-
-with native.limited_to("amx") as possible:
-    assert possible
-    for rows, outputs, inputs in (
-        (1, 1, 2), (16, 32, 32), (17, 33, 30), (33, 97, 98), (70, 64, 64), (300, 40, 34)
-    ):
-        w, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(rows, inputs + 2).bfloat16()[:, 1:-1]
-        bias = torch.randn(outputs).bfloat16()
-        store = torch.zeros(linear.storage_shape(outputs, inputs, w.dtype), dtype=w.dtype)
-        linear.pack_rows(store, w, 0)
-        y = product(x, store, bias)
-        torch.testing.assert_close(
-            y.double(), x.double() @ w.double().T + bias.double(), rtol=0.01, atol=0.02
-        )
-        assert torch.equal(y, torch.cat([product(x[i : i + 1], store, bias) for i in range(rows)]))
-        assert torch.equal(y[: rows // 2], product(x[: rows // 2], store, bias))
-    with native.limited_to("avx512bf16"):
-        torch.testing.assert_close(product(x, store, bias), y, rtol=0.01, atol=0.02)
-print("clean")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_the_logic_of_amx_in_software(tmp_path):
-    with native.limited_to("avx512bf16") as possible:
-        if not possible:
-            pytest.skip("what surrounds the tile instructions needs AVX-512 with bfloat16")
-    header = Path(__file__).parents[3] / "support" / "fake_amx.h"
-    assert run_sanitized(FAKE_AMX, tmp_path, "linear", flags=("-include", str(header))) == "clean\n"
 
 
 NINJA = """Ninja build failed. Ninja output:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.checkpoints import make_checkpoint
 from support.workspaces import memory_of
+from torch.overrides import TorchFunctionMode
 
 from caesura.io_struct import CaesuraError
 from caesura.scheduler.cache.layer_ledgers import storage_pages
@@ -17,8 +18,16 @@ from caesura.scheduler.memory.workspace import ALIGNMENT, Workspace
 from caesura.scheduler.runtime.config import PAGE_SIZE, EngineConfig
 
 
+@pytest.fixture
+def memory_has(monkeypatch):
+    """Return a function that sets the bytes which are free, whichever device is asked for them."""
+    free: list[int] = []
+    monkeypatch.setattr(build, "get_available_memory", lambda *of, **options: free[-1])
+    return free.append
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "deepseek-v3"])
-def test_a_step_has_room_beside_the_pool(tmp_path, monkeypatch, family):
+def test_a_step_has_room_beside_the_pool(tmp_path, monkeypatch, memory_has, family):
     make_checkpoint(tmp_path, family)
     config = EngineConfig(
         model_path=str(tmp_path),
@@ -35,7 +44,7 @@ def test_a_step_has_room_beside_the_pool(tmp_path, monkeypatch, family):
     assert needed > logits + 13192 * loaded.config.hidden_size * loaded.dtype.itemsize
     made = []
     monkeypatch.setattr(build, "make_pool", lambda loaded, num_pages, windows: made.append(num_pages - 1))
-    monkeypatch.setattr(build, "get_available_memory", lambda *of, **options: needed + (64 << 20))
+    memory_has(needed + (64 << 20))
     page = (kv_bytes_per_token(loaded) + build.routing_bytes_per_token(loaded)) * PAGE_SIZE
     for model, share in ((there, 64 << 20), (loaded, needed + (64 << 20))):
         build_pool(config, model, 1 << 14)
@@ -53,7 +62,7 @@ def pages_of(pool):
     return [len(pool.layer(layer)[0]) - 1 for layer in range(pool.num_layers)]
 
 
-def test_layers_with_a_window_have_room_for_the_windows_of_all_requests(tmp_path):
+def test_layers_with_a_window_have_room_for_the_windows_of_all_requests_and_no_more(tmp_path):
     config, loaded = windowed(tmp_path, kv_pool_tokens=4096)
     pool = build_pool(config, loaded, 256)
     most = storage_pages(20, PAGE_SIZE, rows=4, step_tokens=32)
@@ -61,17 +70,14 @@ def test_layers_with_a_window_have_room_for_the_windows_of_all_requests(tmp_path
     assert most < 64
     windows = build.build_windows(config, loaded, pool)
     assert (windows.window, len(windows.behind)) == (20, 257)
-
-
-def test_they_have_no_more_than_the_others(tmp_path):
-    config, loaded = windowed(tmp_path, kv_pool_tokens=160)
-    assert pages_of(build_pool(config, loaded, 256)) == [10, 10, 10]
+    small = dataclasses.replace(config, kv_pool_tokens=160)
+    assert pages_of(build_pool(small, loaded, 256)) == [10, 10, 10]
 
 
 @pytest.mark.parametrize("share", [1 << 16, 1 << 17, 150_000])
-def test_a_share_of_memory_is_used_up_by_both(tmp_path, monkeypatch, share):
+def test_a_share_of_memory_is_used_up_by_both(tmp_path, memory_has, share):
     config, loaded = windowed(tmp_path, kv_memory_fraction=0.5)
-    monkeypatch.setattr(build, "get_available_memory", lambda *of, **options: 2 * share)
+    memory_has(2 * share)
     pool = build_pool(config, loaded, 1 << 14)
     page = kv_bytes_per_token(loaded) * PAGE_SIZE
     used = sum(pages_of(pool)) * page
@@ -95,9 +101,9 @@ def test_states_have_a_row_for_each_request_and_one_for_a_prefix(tmp_path):
 
 
 @pytest.mark.parametrize(("share", "rows"), [(1 << 18, 12), (1 << 17, 7), (30_000, 1)])
-def test_states_and_pages_share_what_there_is(tmp_path, monkeypatch, share, rows):
+def test_states_and_pages_share_what_there_is(tmp_path, memory_has, share, rows):
     config, loaded = hybrid(tmp_path, kv_memory_fraction=0.5)
-    monkeypatch.setattr(build, "get_available_memory", lambda *of, **options: 2 * share)
+    memory_has(2 * share)
     pool = build_pool(config, loaded, 1 << 14)
     page = kv_bytes_per_token(loaded) * PAGE_SIZE
     assert pool.states.num_rows == 1 + rows
@@ -105,9 +111,9 @@ def test_states_and_pages_share_what_there_is(tmp_path, monkeypatch, share, rows
     assert share - page < used <= share
 
 
-def test_memory_that_holds_no_state_is_refused(tmp_path, monkeypatch):
+def test_memory_that_holds_no_state_is_refused(tmp_path, memory_has):
     config, loaded = hybrid(tmp_path, kv_pool_tokens=16)
-    monkeypatch.setattr(build, "get_available_memory", lambda *of, **options: 15_000)
+    memory_has(15_000)
     with pytest.raises(CaesuraError, match="1 pages and 1 rows of states needs") as refused:
         build_pool(config, loaded, 256)
     assert refused.value.detail["needed_bytes"] > 15_000
@@ -125,9 +131,9 @@ def test_workspace_grows_and_never_shrinks():
 
 def test_a_purpose_is_one_memory_and_two_are_two():
     workspace = Workspace()
-    workspace.take("x", (4,), torch.int64).fill_(7)
-    workspace.take("y", (4,), torch.int64).fill_(8)
-    assert workspace.take("x", (2, 2), torch.int64).tolist() == [[7, 7], [7, 7]]
+    for purpose in (7, 8):
+        workspace.take(str(purpose), (4,), torch.int64).fill_(purpose)
+    assert workspace.take("7", (2, 2), torch.int64).tolist() == [[7, 7], [7, 7]]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64])
@@ -137,19 +143,19 @@ def test_tail_begins_at_a_line(dtype: torch.dtype):
         assert workspace.take("x", (count,), dtype).data_ptr() % ALIGNMENT == 0
 
 
-def test_smaller_workspaces_go_before_larger_ones_come(monkeypatch: pytest.MonkeyPatch):
-    workspace = Workspace()
-    gone: list[bool] = []
+def test_smaller_workspaces_go_before_larger_ones_come():
+    workspace, gone = Workspace(), []
     small = weakref.ref(workspace.take("x", (8,), torch.float32))
-    empty = torch.empty
 
-    def watched(*args: object, **options: object) -> torch.Tensor:
-        gc.collect()
-        gone.append(small() is None)
-        return empty(*args, **options)
+    class Watched(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is torch.empty:
+                gc.collect()
+                gone.append(small() is None)
+            return function(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(torch, "empty", watched)
-    workspace.take("x", (9,), torch.float32)
+    with Watched():
+        workspace.take("x", (9,), torch.float32)
     assert gone == [True]
 
 

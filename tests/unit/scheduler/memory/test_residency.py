@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.forward_batches import PagedModel, Sequence, load_model
-from support.moving_components import Device
+from support.moving_components import CPU, MIB, exhaust
 from support.properties import examples
 
 from caesura.io_struct import CaesuraError
@@ -29,8 +29,6 @@ from caesura.scheduler.memory.residency import (
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
 
-MIB = 1 << 20
-CPU = torch.device("cpu")
 BACKENDS = [
     pytest.param(
         MappedComponent,
@@ -44,10 +42,6 @@ def resident() -> int:
     gc.collect()
     empty_device_cache(HOST)
     return HOST.memory_reserved()
-
-
-def exhaust(steps) -> int:
-    return sum(1 for _ in steps)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -156,27 +150,6 @@ def test_any_tensor(shape, dtype, backend):
         assert view.numel() == 0 or bool(view.to(torch.float64).any())
         exhaust(component.release())
         exhaust(component.resume())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_shortage_is_found_before_anything_is_taken(backend):
-    device = Device(total=5999)
-    manager = ComponentResidencyManager(CPU, make_component=backend, device_module=device)
-    with manager.component("weights"):
-        weights = allocate((1000,), torch.float32, CPU)
-    with manager.component("kv_cache"):
-        allocate((500,), torch.float32, CPU)
-    weights.fill_(1.0)
-    exhaust(manager.release(MEMORY_TAGS))
-    with pytest.raises(CaesuraError) as caught:
-        exhaust(manager.resume(["weights", "kv_cache"]))
-    assert caught.value.code == "out_of_memory"
-    assert caught.value.detail == {"needed_bytes": 6000, "free_bytes": 5999}
-    if backend is StorageComponent:
-        assert weights.untyped_storage().nbytes() == 0
-    device.free = 6000
-    exhaust(manager.resume(["weights", "kv_cache"]))
-    weights.fill_(2.0)
 
 
 def test_unused_blocks_of_the_allocator_count_as_room_for_what_comes_back():

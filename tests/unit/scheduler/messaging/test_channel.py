@@ -1,7 +1,8 @@
-"""The ROUTER under clients that are slow, silent, gone, or somebody else's scheduler."""
+"""The ROUTER under clients that are slow, silent, gone or send without end, or somebody else's scheduler."""
 
 import contextlib
 import os
+import re
 import socket
 import stat
 
@@ -9,9 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.properties import examples
 from support.raw_client import PATIENCE_MS, RawClient, rows
 from support.waiting import eventually
 
@@ -20,15 +18,19 @@ from caesura.io_struct import (
     BatchTokenOutput,
     CaesuraError,
     ErrorCode,
+    ErrorReply,
     FinishReason,
     GenerateReqOutput,
     GetStatusReqInput,
     StreamDelta,
     decode_reply,
+    encode,
 )
+from caesura.io_struct.base import MAX_FRAMES
 from caesura.scheduler.messaging import router_socket, send_queues
 from caesura.scheduler.messaging.router_socket import Router
-from caesura.scheduler.messaging.send_queues import merge
+
+MAX_TOKENS = send_queues.MAX_PENDING_DELTA_TOKENS
 
 
 @pytest.fixture
@@ -41,30 +43,86 @@ def gone():
     return []
 
 
+@pytest.fixture(autouse=True)
+def bounds(request, monkeypatch):
+    """Bounds that a test would otherwise need gigabytes or minutes to reach."""
+    for name, value in getattr(request, "param", {}).items():
+        owner = send_queues if hasattr(send_queues, name) else router_socket
+        monkeypatch.setattr(owner, name, value)
+
+
+def bounded(**bounds):
+    return pytest.mark.parametrize("bounds", [bounds], indirect=True, ids=str)
+
+
 @pytest.fixture
 def router(endpoint, gone):
     with contextlib.closing(Router(endpoint, gone.append)) as router:
         yield router
 
 
+def heard(router: Router) -> list[tuple[bytes, int]]:
+    return [(client, len(buffers)) for client, _, buffers in router.receive()]
+
+
+def hear_from(router: Router, name: bytes) -> tuple[list[tuple[bytes, int]], int]:
+    messages: list[tuple[bytes, int]] = []
+    calls = 0
+    while name not in [client for client, _ in messages]:
+        assert router.socket.poll(PATIENCE_MS), "what is not read to its end is still something to read"
+        messages += heard(router)
+        calls += 1
+    return messages, calls
+
+
 def met(router: Router, name: bytes, **options: int) -> RawClient:
+    """Return a client that has been heard. No test uses a name twice: one that is taken is never heard."""
     with contextlib.ExitStack() as cleanup:
         client = cleanup.enter_context(RawClient(router.endpoint, identity=name, **options))
         client.send(GetStatusReqInput())
-        assert router.socket.poll(PATIENCE_MS), "a name that is taken is never heard: no test uses one twice"
-        assert [who for who, *_ in router.receive()] == [name]
+        assert hear_from(router, name)[0] == [(name, 0)]
         cleanup.pop_all()
     return client
 
 
-def delta_of(*table: tuple[str, int, int, list[int]]) -> StreamDelta:
-    tokens = [token for row in table for token in row[3]]
+@contextlib.contextmanager
+def full(router: Router, name: bytes, receive_hwm: int = 1):
+    """A client whose pipe is full, and the number of messages in it."""
+    with met(router, name, receive_hwm=receive_hwm) as client:
+        sent = 0
+        while name not in router.backlogs:
+            router.send(name, AbortReqOutput(id=f"filler {sent}" + "." * 1000, aborted=0))
+            sent += 1
+            assert sent < 100_000
+        yield client, sent
+
+
+def drained(router: Router, client: RawClient, count: int) -> list:
+    messages = []
+    while len(messages) < count:
+        router.retry()
+        messages += client.received()
+    assert not router.has_backlog
+    return messages
+
+
+def send_frames(client: RawClient, header: bytes, count: int) -> None:
+    client.socket.send(header, zmq.SNDMORE)
+    for _ in range(count - 1):
+        client.socket.send(b"", zmq.SNDMORE)
+    client.socket.send(b"")
+
+
+def delta_of(rid: str, start: int, tokens: list[int]) -> StreamDelta:
+    def ints(*values: int) -> bytes:
+        return np.asarray(values, "<i4").tobytes()
+
     return StreamDelta(
-        rids=[row[0] for row in table],
-        indices=np.asarray([row[1] for row in table], "<i4").tobytes(),
-        starts=np.asarray([row[2] for row in table], "<i4").tobytes(),
-        counts=np.asarray([len(row[3]) for row in table], "<i4").tobytes(),
-        tokens=np.asarray(tokens, "<i4").tobytes(),
+        rids=[rid],
+        indices=ints(0),
+        starts=ints(start),
+        counts=ints(len(tokens)),
+        tokens=ints(*tokens),
         logprobs=(-np.asarray(tokens, "<f4")).tobytes(),
     )
 
@@ -81,19 +139,19 @@ def result_of(rid: str, tokens: int = 0) -> GenerateReqOutput:
     )
 
 
+def streamed(step: int, count: int = 1) -> BatchTokenOutput:
+    start = step * count
+    return BatchTokenOutput(step=step, delta=delta_of("r", start, list(range(start, start + count))))
+
+
+def finished(*rids: str, tokens: int = 1, step: int = 0) -> BatchTokenOutput:
+    return BatchTokenOutput(step=step, finished=[result_of(rid, tokens) for rid in rids])
+
+
 def refusal(endpoint: str) -> CaesuraError:
     with pytest.raises(CaesuraError) as caught:
         Router(endpoint, lambda _: None).close()
     return caught.value
-
-
-def fill(router: Router, name: bytes) -> int:
-    sent = 0
-    while not router.has_backlog:
-        router.send(name, AbortReqOutput(id=f"filler {sent}" + "." * 1000, aborted=0))
-        sent += 1
-        assert sent < 100_000
-    return sent
 
 
 def test_a_second_router_is_refused_and_the_first_keeps_its_traffic(router, tmp_path):
@@ -104,16 +162,14 @@ def test_a_second_router_is_refused_and_the_first_keeps_its_traffic(router, tmp_
         assert client.receive() == AbortReqOutput(id="a", aborted=3)
 
 
-def test_an_endpoint_is_free_again_after_close(endpoint):
-    for _ in range(2):
-        Router(endpoint, lambda _: None).close()
-    assert not os.path.exists(endpoint.removeprefix("ipc://"))
-
-
-def test_a_socket_left_by_a_killed_scheduler_is_replaced(endpoint):
-    left = socket.socket(socket.AF_UNIX)
-    left.bind(endpoint.removeprefix("ipc://"))
-    left.close()
+@pytest.mark.parametrize("left_behind", [False, True])
+def test_an_endpoint_is_free_after_a_close_and_after_a_kill(endpoint, left_behind):
+    path = endpoint.removeprefix("ipc://")
+    Router(endpoint, lambda _: None).close()
+    assert not os.path.exists(path)
+    if left_behind:
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(path)
     with contextlib.closing(Router(endpoint, lambda _: None)) as router:
         met(router, b"c1").close()
 
@@ -191,7 +247,7 @@ def test_twenty_thousand_messages_to_a_client_that_does_not_read(router):
             # Each sample streams 500 tokens, then its terminal message comes.
             number, at = divmod(step, 500)
             done = [result_of(rids[number], 500)] if at == 499 else []
-            delta = None if done else delta_of((rids[number], 0, at, [step]))
+            delta = None if done else delta_of(rids[number], at, [step])
             router.send(b"slow", BatchTokenOutput(step=step, delta=delta, finished=done))
             router.retry()
             if step % 1000 == 0:
@@ -221,80 +277,65 @@ def test_twenty_thousand_messages_to_a_client_that_does_not_read(router):
         assert not router.has_backlog
 
 
-def test_deltas_beyond_the_bound_leave_a_gap_and_results_stay(router, monkeypatch):
-    monkeypatch.setattr(send_queues, "MAX_PENDING_DELTA_TOKENS", 10)
-    with met(router, b"slow", receive_hwm=1) as slow:
-        sent = fill(router, b"slow")
-        router.send(b"slow", BatchTokenOutput(step=0, finished=[result_of("first")]))
+def test_deltas_beyond_the_bound_leave_a_gap_and_results_stay(router):
+    with full(router, b"slow") as (slow, sent):
+        router.send(b"slow", finished("first"))
         for step in range(25):
-            router.send(b"slow", BatchTokenOutput(step=step, delta=delta_of(("r", 0, step, [step]))))
-        router.send(b"slow", BatchTokenOutput(step=99, finished=[result_of("last")]))
-        assert router.backlogs[b"slow"].load.tokens <= 10
-        messages = []
-        while len(messages) <= sent:
-            router.retry()
-            messages += slow.received()
+            router.send(b"slow", streamed(step, MAX_TOKENS // 10))
+        router.send(b"slow", finished("last"))
+        assert router.backlogs[b"slow"].load.tokens <= MAX_TOKENS
+        messages = drained(router, slow, sent + 1)
     assert [m.id[:8] for m in messages[:sent]] == [f"filler {i}"[:8] for i in range(sent)]
     (output,) = messages[sent:]
     assert [result.rid for result in output.finished] == ["first", "last"]
-    assert all(
-        start + i == token for _, _, start, row, _ in rows(output.delta) for i, token in enumerate(row)
-    )
-    assert sum(len(row[3]) for row in rows(output.delta)) < 25
+    found = rows(output.delta)
+    assert all(row == list(range(start, start + len(row))) for _, _, start, row, _ in found)
+    assert 0 < sum(len(row) for _, _, _, row, _ in found) <= MAX_TOKENS
 
 
-def test_taken_tokens_make_room_for_new_ones(router, monkeypatch):
-    monkeypatch.setattr(send_queues, "MAX_PENDING_DELTA_TOKENS", 4)
+def test_taken_tokens_make_room_for_new_ones(router):
     for name in (b"slow 1", b"slow 2", b"slow 3"):
-        with met(router, name, receive_hwm=1) as slow:
-            fill(router, name)
+        with full(router, name) as (slow, sent):
             for step in range(4):
-                router.send(name, BatchTokenOutput(step=step, delta=delta_of(("r", 0, step, [step]))))
+                router.send(name, streamed(step, MAX_TOKENS // 4))
                 router.send(name, AbortReqOutput(id="between", aborted=0))
             queue = router.backlogs[name]
-            assert queue.load.tokens == 4
-            while router.has_backlog:
-                slow.received()
-                router.retry()
+            assert queue.load.tokens == MAX_TOKENS
+            drained(router, slow, sent + 8)
             assert queue.load.tokens == 0
 
 
 def test_order_is_kept_around_replies(router):
-    with met(router, b"slow", receive_hwm=1) as slow:
-        sent = fill(router, b"slow")
-        for step in range(3):
-            router.send(b"slow", BatchTokenOutput(step=step, delta=delta_of(("r", 0, step, [step]))))
-        router.send(b"slow", AbortReqOutput(id="reply", aborted=1))
-        for step in range(3, 6):
-            router.send(b"slow", BatchTokenOutput(step=step, delta=delta_of(("r", 0, step, [step]))))
-        messages = []
-        while len(messages) < sent + 3:
-            router.retry()
-            messages += slow.received()
-    before, reply, after = messages[sent:]
+    with full(router, b"slow") as (slow, sent):
+        for step in range(6):
+            if step == 3:
+                router.send(b"slow", AbortReqOutput(id="reply", aborted=1))
+            router.send(b"slow", streamed(step))
+        before, reply, after = drained(router, slow, sent + 3)[sent:]
     assert rows(before.delta) == [("r", 0, 0, [0, 1, 2], [-0.0, -1.0, -2.0])]
     assert reply.id == "reply"
     assert rows(after.delta) == [("r", 0, 3, [3, 4, 5], [-3.0, -4.0, -5.0])]
 
 
-def test_waiting_messages_are_encoded_once(router, monkeypatch):
+@bounded(LINGER_S=0.0)
+def test_waiting_messages_are_encoded_once(router):
     with met(router, b"slow"):
-        monkeypatch.setattr(router, "socket", Full(router.socket))
-        fill(router, b"slow")
-        encoded = []
-        monkeypatch.setattr(send_queues, "encode_reply", lambda message: encoded.append(message) or b"\x80")
-        for step in range(50):
-            router.send(b"slow", BatchTokenOutput(step=step, delta=delta_of(("r", 0, step, [step]))))
+        router.socket = Full(router.socket)
+        router.send(b"slow", streamed(0))
+        queue = router.backlogs[b"slow"]
+        for step in range(1, 50):
+            router.send(b"slow", streamed(step))
             router.retry()
-        assert len(encoded) <= 1
+            router.retry()
+            assert len(queue.frames) == 1, "what is open stays so until the head has left"
+        assert queue.load.tokens == 49
 
 
 def test_a_client_that_left_is_reported_and_forgotten(router, gone):
-    client = met(router, b"c1", receive_hwm=1)
-    fill(router, b"c1")
-    client.close()
-    # The loop polls before it retries; ZeroMQ buries a full pipe only while its socket is looked at.
-    eventually(lambda: router.socket.poll(1) or router.retry() or not router.has_backlog)
+    with full(router, b"c1") as (client, _):
+        client.close()
+        # The loop polls before it retries; ZeroMQ buries a full pipe only while its socket is looked at.
+        eventually(lambda: router.socket.poll(1) or router.retry() or not router.has_backlog)
     assert gone == [b"c1"], "once, however much was waiting"
     router.send(b"c1", AbortReqOutput(id="x", aborted=0))
     assert not router.has_backlog
@@ -307,26 +348,57 @@ def test_keepalive_finds_a_silent_client_that_left(router, gone):
         assert set(gone) == {b"leaves"}
 
 
-def test_a_client_that_never_reads_its_replies_counts_as_gone(router, gone, monkeypatch):
-    monkeypatch.setattr(send_queues, "MAX_PENDING_MESSAGES", 50)
-    with met(router, b"slow", receive_hwm=1):
-        fill(router, b"slow")
-        for number in range(49):
-            router.send(b"slow", AbortReqOutput(id=str(number), aborted=0))
-        assert not gone
-        router.send(b"slow", AbortReqOutput(id="one too many", aborted=0))
+@pytest.mark.parametrize(
+    ("bounds", "message", "fits"),
+    [
+        ({"MAX_PENDING_MESSAGES": 50}, AbortReqOutput(id="x", aborted=0), 49),
+        ({"MAX_PENDING_MESSAGES": 50}, finished("x"), 49),
+        ({"MAX_PENDING_BYTES": 100_000}, finished("x", tokens=5000), 4),
+    ],
+    ids=["replies", "results", "bytes"],
+    indirect=["bounds"],
+)
+def test_what_a_client_leaves_unread_is_bounded(router, gone, message, fits):
+    with full(router, b"slow"):
+        for _ in range(fits):
+            router.send(b"slow", message)
+        assert gone == []
+        router.send(b"slow", message)
         assert gone == [b"slow"]
-        assert not router.has_backlog
+    assert not router.has_backlog
+    assert (router.backlogs.load.messages, router.backlogs.load.nbytes) == (0, 0)
 
 
-def test_closing_delivers_what_still_waits(endpoint, monkeypatch):
-    monkeypatch.setattr(router_socket, "HIGH_WATER_MARK", 2)
-    monkeypatch.setattr(
-        router_socket, "LINGER_S", 60.0
-    )  # the client takes everything: how soon is not the question
-    router = Router(endpoint, lambda _: None)
-    with met(router, b"slow") as slow:
-        sent = fill(router, b"slow")
+@bounded(MAX_ALL_PENDING_BYTES=200_000)
+def test_slowest_client_is_dropped_first(router, gone):
+    with full(router, b"s1"), full(router, b"s2"):
+        router.send(b"s1", finished("small", tokens=1000))
+        router.send(b"s2", finished("large", tokens=40_000))
+        assert gone == []
+        router.send(b"s1", finished("the drop", tokens=10_000))
+        assert gone == [b"s2"]
+        assert b"s1" in router.backlogs
+
+
+@bounded(SEAL_BYTES=50_000)
+def test_taken_requests_are_no_load(router):
+    with full(router, b"slow") as (slow, _):
+        for number in range(20):
+            router.send(b"slow", finished(str(number), tokens=5000, step=number))
+            router.send(b"slow", AbortReqOutput(id=f"reply {number}", aborted=0)) if number == 7 else None
+        assert router.backlogs.load.messages == 22
+        assert len(router.backlogs[b"slow"].frames) > 3, "merged into messages of bounded size"
+        rids: list[str] = []
+        while len(rids) < 20:
+            router.retry()
+            rids += [r.rid for m in slow.received() if isinstance(m, BatchTokenOutput) for r in m.finished]
+    assert rids == [str(number) for number in range(20)]
+    assert (router.backlogs.load.messages, router.backlogs.load.nbytes) == (0, 0)
+
+
+@bounded(HIGH_WATER_MARK=2, LINGER_S=60.0)  # how soon the client takes everything is not the question
+def test_closing_delivers_what_still_waits(router):
+    with full(router, b"slow", receive_hwm=0) as (slow, sent):  # its own thread takes what comes
         for number in range(200):
             router.send(b"slow", AbortReqOutput(id=str(number), aborted=0))
         router.close()
@@ -334,50 +406,11 @@ def test_closing_delivers_what_still_waits(endpoint, monkeypatch):
         assert [message.id for message in received[sent:]] == [str(number) for number in range(200)]
 
 
-def test_closing_does_not_wait_for_ever(endpoint, monkeypatch):
-    monkeypatch.setattr(router_socket, "LINGER_S", 0.05)
+@bounded(LINGER_S=0.05)
+def test_closing_does_not_wait_for_ever(endpoint):
     router = Router(endpoint, lambda _: None)
-    with met(router, b"slow", receive_hwm=1):
-        fill(router, b"slow")
+    with full(router, b"slow"):
         router.close()
-
-
-SAMPLES = st.tuples(st.sampled_from("ab"), st.integers(0, 1))
-STEPS = st.lists(
-    st.lists(st.tuples(SAMPLES, st.integers(0, 3), st.booleans()), max_size=4), min_size=1, max_size=8
-)
-
-
-@settings(max_examples=examples(150))
-@given(STEPS, st.sets(SAMPLES))
-def test_merging_keeps_every_token_of_what_goes_on(steps, ended):
-    position: dict[tuple[str, int], int] = {}
-    expected: dict[tuple[str, int], dict[int, int]] = {}
-    deltas = []
-    for step in steps:
-        table = []
-        for (rid, index), count, lost in step:
-            start = position.get((rid, index), 0)
-            position[rid, index] = start + count
-            tokens = [100 * start + i for i in range(count)]
-            if lost:
-                continue
-            table.append((rid, index, start, tokens))
-            if (rid, index) not in ended:
-                expected.setdefault((rid, index), {}).update({start + i: t for i, t in enumerate(tokens)})
-        deltas.append(delta_of(*table))
-    merged: dict[tuple[str, int], dict[int, int]] = {}
-    keys = []
-    for rid, index, start, tokens, logprobs in rows(merge(deltas, ended)):
-        assert logprobs == [-float(token) for token in tokens]
-        keys.append((rid, index, start))
-        merged.setdefault((rid, index), {}).update({start + i: t for i, t in enumerate(tokens)})
-    assert {key: found for key, found in merged.items() if found} == {
-        key: wanted for key, wanted in expected.items() if wanted
-    }
-    for rid, index in {key[:2] for key in keys}:
-        starts = [key[2] for key in keys if key[:2] == (rid, index)]
-        assert starts == sorted(starts), "a sample's rows come in order"
 
 
 class Full:
@@ -411,25 +444,18 @@ class ShortOfMemory:
 
 
 @pytest.mark.parametrize("frame", [1, 2, 3, 4])
-def test_a_message_that_there_is_no_memory_for_is_dropped_as_a_whole(router, monkeypatch, frame):
+def test_a_message_that_there_is_no_memory_for_is_dropped_as_a_whole(router, frame):
     with met(router, b"C1") as client:
-        monkeypatch.setattr(router, "socket", ShortOfMemory(router.socket, frame))
+        router.socket = ShortOfMemory(router.socket, frame)
         client.send(b"header", b"one", b"two")
         client.send(b"next")
-        heard: list[tuple[bytes, bytes, int]] = []
-
-        def both_are_read() -> bool:
-            heard.extend((who, header, len(buffers)) for who, header, buffers in router.receive())
-            return bool(heard)
-
-        eventually(both_are_read)
-        assert heard == [(b"C1", b"next", 0)]
+        assert hear_from(router, b"C1")[0] == [(b"C1", 0)], "the next one"
         if frame > 1:  # else nobody knows whose it was
             reply = client.receive()
             assert (reply.code, reply.id) == ("out_of_memory", "")
 
 
-def test_text_that_utf8_cannot_hold_waits_for_a_slow_client_like_any_other(router):
+def test_text_that_utf8_cannot_hold_waits_for_a_slow_client_like_any_other():
     waiting = send_queues.Backlogs()
     waiting.begin(b"client", [b"first"])
     reason = FinishReason(type="error", message="no \udc80")
@@ -438,3 +464,102 @@ def test_text_that_utf8_cannot_hold_waits_for_a_slow_client_like_any_other(route
     waiting[b"client"].pop()
     (frame,) = waiting[b"client"].head()
     assert decode_reply(frame).finished[0].finish_reason.message == "no \\udc80"
+
+
+def test_a_message_of_as_many_frames_as_it_may_have_arrives_whole_over_several_calls(router):
+    with RawClient(router.endpoint, identity=b"c1") as client:
+        send_frames(client, encode(GetStatusReqInput()), MAX_FRAMES - 1)
+        messages, calls = hear_from(router, b"c1")
+    assert messages == [(b"c1", MAX_FRAMES - 1)]
+    assert calls >= MAX_FRAMES // router_socket.FRAMES_PER_DRAIN
+
+
+def test_many_messages_of_many_frames_share_the_bound_of_a_call(router):
+    with RawClient(router.endpoint, identity=b"c1") as client:
+        for _ in range(10):
+            send_frames(client, encode(GetStatusReqInput()), 3000)
+        router.socket.poll(20_000)
+        seen = []
+        while len(seen) < 10:
+            messages = heard(router)
+            assert len(messages) <= 2, "a call takes 4,096 frames, and what was begun before"
+            seen += messages
+    assert seen == [(b"c1", 3000)] * 10
+
+
+def test_an_overlong_message_is_refused_by_its_id_and_dropped_piece_by_piece(router, gone):
+    count = 4 * router_socket.DISCARDED_PER_DRAIN + MAX_FRAMES
+    with (
+        RawClient(router.endpoint, identity=b"long") as long,
+        RawClient(router.endpoint, identity=b"other") as other,
+    ):
+        send_frames(long, encode(GetStatusReqInput(id="too long")), count)
+        assert router.socket.poll(20_000)
+        heard(router)
+        other.send(GetStatusReqInput())
+        messages, calls = hear_from(router, b"other")
+        assert messages == [(b"other", 0)], "nothing of it reaches the handlers"
+        assert calls >= 5, "no call reads it to the end"
+        reply = long.receive()
+        assert isinstance(reply, ErrorReply)
+        assert (reply.id, reply.code) == ("too long", ErrorCode.MALFORMED_MESSAGE)
+        assert str(MAX_FRAMES) in reply.message
+        long.send(GetStatusReqInput())
+        assert hear_from(router, b"long")[0] == [(b"long", 0)], "one such message is forgiven"
+    assert gone == []
+
+
+@bounded(MAX_MESSAGE_BYTES=100_000)
+def test_a_message_of_too_many_bytes_is_refused(router):
+    with RawClient(router.endpoint, identity=b"c1") as client:
+        client.send(b"no header at all", bytes(60_000), bytes(60_000), bytes(60_000))
+        client.send(GetStatusReqInput())
+        assert hear_from(router, b"c1")[0] == [(b"c1", 0)]
+        reply = client.receive()
+    assert isinstance(reply, ErrorReply)
+    assert (reply.id, reply.code) == ("", ErrorCode.MALFORMED_MESSAGE)
+
+
+@bounded(MAX_FRAMES=10)
+def test_a_client_that_goes_on_with_overlong_messages_is_dropped(router, gone):
+    with (
+        RawClient(router.endpoint, identity=b"long") as long,
+        RawClient(router.endpoint, identity=b"other") as other,
+    ):
+        for number in range(8):
+            send_frames(long, encode(GetStatusReqInput(id=str(number))), 100)
+        long.send(GetStatusReqInput())
+        while not gone:
+            heard(router)
+        other.send(GetStatusReqInput())
+        messages, _ = hear_from(router, b"other")
+        assert messages == [(b"other", 0)], "of the dropped client nothing is heard any more"
+        answers = [long.receive(), *long.received()]
+    assert {type(answer) for answer in answers} == {ErrorReply}
+    assert len(answers) <= router_socket.OVERLONG_MESSAGES + 1
+    assert set(gone) == {b"long"}
+
+
+def test_frames_without_end_reach_nobody(router, gone):
+    path = router.endpoint.removeprefix("ipc://")
+
+    def command(name: bytes, body: bytes) -> bytes:
+        return b"\x04" + bytes([1 + len(name) + len(body), len(name)]) + name + body
+
+    with socket.socket(socket.AF_UNIX) as peer, RawClient(router.endpoint, identity=b"other") as other:
+        peer.connect(path)
+        peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+        peer.sendall(command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x06DEALER"))
+        answer = b""
+        while b"READY" not in answer:  # before its own, ZeroMQ takes no message
+            answer += peer.recv(1024)
+        for _ in range(1000):
+            peer.sendall(b"\x01\x04more")
+        other.send(GetStatusReqInput())
+        assert hear_from(router, b"other")[0] == [(b"other", 0)]
+        peer.sendall(b"\x00\x03end")
+        assert router.socket.poll(20_000)
+        ((client, buffers),) = heard(router)
+        assert re.match(rb"\x00.{4}$", client, re.DOTALL)
+        assert buffers == 1000
+    assert gone == []

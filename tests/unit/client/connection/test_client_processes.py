@@ -1,17 +1,101 @@
-"""Forked children: they are told at once that the client is their parent's."""
+"""What the clients of a process share, and children that it forks."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import textwrap
+from contextlib import ExitStack
 
 import psutil
 import pytest
 import support.fake_scheduler
+import zmq
 from support.fake_scheduler import FakeScheduler
 from support.waiting import PATIENCE_S as PATIENCE
+from support.waiting import eventually
 
-pytestmark = pytest.mark.slow  # its engines take seconds to start
+from caesura.client import SchedulerClient
+from caesura.client.connection import link
+from caesura.client.connection.async_client import AsyncSchedulerClient
+
+CLIENTS = 40
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+async def test_a_connection_more_costs_no_thread_and_few_descriptors(tmp_path):
+    with FakeScheduler(f"ipc://{tmp_path}/s") as fake:
+        first = AsyncSchedulerClient(fake.endpoint)
+        await first.status()
+        before = descriptors(), threads()
+        others = [AsyncSchedulerClient(fake.endpoint) for _ in range(CLIENTS)]
+        for client in others:
+            await client.status()
+        assert threads() == before[1]
+        # Five here (two sockets with a monitor's pair, the connection), and one at the engine's end.
+        assert descriptors() - before[0] <= 6 * CLIENTS
+        for client in (first, *others):
+            await client.close()
+
+
+def test_the_last_connection_ends_the_context(tmp_path):
+    with FakeScheduler(f"ipc://{tmp_path}/s") as fake:
+        before = threads()
+        with ExitStack() as clients:
+            for _ in range(2):
+                client = clients.enter_context(SchedulerClient(fake.endpoint))
+                assert client.generate([1], timeout=PATIENCE).output_ids == [1, 0]
+        eventually(lambda: threads() == before)
+        with SchedulerClient(fake.endpoint) as again:
+            assert again.generate([1], timeout=PATIENCE).output_ids == [1, 0]
+
+
+def test_more_connections_than_zeromq_allows_by_default():
+    shared = link.acquire_context()
+    try:
+        sockets = [shared.socket(zmq.REQ) for _ in range(1100)]
+        for each in sockets:
+            each.close(linger=0)
+    finally:
+        link.release_context()
+
+
+SHORT_OF_DESCRIPTORS = """
+import os, resource, sys, time
+import zmq
+from caesura.client import SchedulerClient
+
+first = SchedulerClient(sys.argv[1])
+before, soft, hard = len(os.listdir("/proc/self/fd")), *resource.getrlimit(resource.RLIMIT_NOFILE)
+for more in range(9):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before - 1 + more, hard))
+    try:
+        SchedulerClient(sys.argv[1]).close()
+    except (OSError, zmq.ZMQError):
+        print("refused")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+first.close()
+SchedulerClient(sys.argv[1]).close()
+deadline = time.monotonic() + 10
+while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < deadline:
+    time.sleep(0.01)  # a thread that was joined stays listed for a moment
+print(len(os.listdir("/proc/self/task")))
+"""
+
+
+def test_a_connection_that_cannot_be_made_leaves_nothing(tmp_path):
+    command = [sys.executable, "-c", SHORT_OF_DESCRIPTORS, f"ipc://{tmp_path}/nobody"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    *refusals, threads_left = ended.stdout.split()
+    assert (len(refusals) > 3, threads_left) == (True, "1"), (ended.stdout, ended.stderr)
+
 
 FAKE = support.fake_scheduler.__file__
 
@@ -62,11 +146,7 @@ ASYNCIO = """
         assert (await handle.result()).output_ids == [1, 0]
         return handle
     async def misuse(handle):
-        def untouched():
-            print("tensors were asked for")
-            yield "name", None
-        sending = lambda: client.update_weights_from_tensor(untouched())
-        for use in (client.status, lambda: client.generate([1]), sending, handle.result, handle.abort):
+        for use in (client.status, lambda: client.generate([1]), handle.result, handle.abort):
             try:
                 await use()
                 print("no error")
@@ -97,16 +177,18 @@ def told(what):
     return f"this {what} belongs to process N; make a new client after a fork"
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_told_and_the_parent_goes_on(tmp_path):
     with FakeScheduler(f"ipc://{tmp_path}/s") as fake:
         lines = run(BLOCKING, fake.endpoint)
     assert lines == [told("client")] * 6 + [told("generation")] * 3 + [told("client"), "[7, 0]", "[2, 0]"]
 
 
+@pytest.mark.slow
 def test_a_forked_child_of_an_event_loop_is_told(tmp_path):
     with FakeScheduler(f"ipc://{tmp_path}/s") as fake:
         lines = run(ASYNCIO, fake.endpoint)
-    assert lines == [told("client")] * 3 + [told("generation"), told("client"), "[2, 0]"]
+    assert lines == [told("client")] * 2 + [told("generation"), told("client"), "[2, 0]"]
 
 
 LAUNCHER = """
@@ -126,6 +208,7 @@ LAUNCHER = """
 """
 
 
+@pytest.mark.slow
 def test_the_end_of_a_forked_child_ends_no_engine(tmp_path):
     assert run(LAUNCHER, FAKE, f"{tmp_path}/s") == ["[2, 0]", "[2, 0]"]
 
@@ -159,6 +242,7 @@ FORKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fork", FORKS)
 def test_an_engine_does_not_outlive_its_launcher_for_a_forked_child(tmp_path, fork):
     program = textwrap.dedent(OUTLIVED.replace("\n    {fork}", FORKS[fork]))

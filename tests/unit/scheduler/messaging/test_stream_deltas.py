@@ -1,10 +1,11 @@
-"""Further log-probabilities of streams: merged for a slow reader, and read by the client, token by token."""
+"""Stream deltas: merged for a slow reader, and their further log-probabilities as the client reads them."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.properties import examples
+from support.raw_client import rows
 
 from caesura.client import InternalError
 from caesura.client.connection.results import further_logprobs, read_ints
@@ -49,40 +50,44 @@ def delta_of(rows: list[tuple[tuple[str, int], int, int]]) -> StreamDelta:
     )
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(150))
 @given(
     st.lists(
-        st.lists(st.tuples(st.sampled_from(SAMPLES), st.integers(0, 3)), min_size=1, max_size=4),
+        st.lists(st.tuples(st.sampled_from(SAMPLES), st.integers(0, 3), st.booleans()), max_size=4),
         min_size=1,
-        max_size=6,
+        max_size=8,
     ),
     st.sets(st.sampled_from(SAMPLES), max_size=2),
 )
-def test_each_token_keeps_its_own(steps, ended):
+def test_merging_keeps_every_token_of_what_goes_on_with_its_logprobs(steps, ended):
     position = dict.fromkeys(SAMPLES, 0)
-    deltas = []
+    deltas, expected = [], set()
     for step in steps:
-        rows = []
-        for sample, count in step:
-            rows.append((sample, position[sample], count))
+        table = []
+        for sample, count, lost in step:
+            start = position[sample]
             position[sample] += count
-        deltas.append(delta_of(rows))
+            if not lost:
+                table.append((sample, start, count))
+                expected |= {(sample, at) for at in range(start, start + count) if sample not in ended}
+        deltas.append(delta_of(table))
     merged = merge(deltas, ended)
-    if merged is None:
-        return
-    assert merged.token_ids is None
-    counts, starts = read_ints(merged.counts), read_ints(merged.starts)
-    samples = list(zip(merged.rids, read_ints(merged.indices), strict=True))
-    found = further_logprobs(merged.top, counts)
-    for sample, start, count, further in zip(samples, starts, counts, found, strict=True):
-        assert (further is None) == (WIDTHS[sample] == 0 or merged.top is None)
-        if further is not None:
-            assert len(further) == count
-            for at in range(count):
+    found, last = set(), dict.fromkeys(SAMPLES, -1)
+    if merged is not None:
+        assert merged.token_ids is None
+        further = further_logprobs(merged.top, read_ints(merged.counts))
+        for (rid, index, start, tokens, logprobs), more in zip(rows(merged), further, strict=True):
+            sample = (rid, index)
+            assert logprobs == [-float(token) for token in tokens]
+            assert start >= last[sample], "a sample's rows come in order"
+            last[sample] = start
+            assert (more is None) == (WIDTHS[sample] == 0 or not tokens)
+            for at, token in enumerate(tokens):
+                found.add((sample, start + at))
+                assert token == value(sample, start + at, 9)
                 cells = [value(sample, start + at, column) for column in range(WIDTHS[sample])]
-                assert further.at(at) == [(-float(cell), cell) for cell in cells]
-    if any(WIDTHS[sample] for sample in samples):
-        assert merged.top is not None
+                assert more is None or more.at(at) == [(-float(cell), cell) for cell in cells]
+    assert found == expected
 
 
 def test_result_bytes_count_all_logprobs():
