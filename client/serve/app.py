@@ -45,7 +45,7 @@ from .pages import dashboard, metrics
 from .server import Server
 from .sglang import control, generate, info, rollout, tokenize, updates
 from .vllm import control as vllm_control
-from .vllm import tokens
+from .vllm import tokens, weights
 
 __all__ = ["ROUTES", "Front", "FrontEnd", "ServeOptions", "create_app", "routes_of"]
 
@@ -67,7 +67,7 @@ def routes_of(*modules: ModuleType) -> list[HTTPRouteHandler]:
 
 ROUTES = [
     *routes_of(generate, rollout, control, updates, info, tokenize, completions, chat, images, models),
-    *routes_of(tokens, vllm_control, metrics, dashboard),
+    *routes_of(tokens, vllm_control, weights, metrics, dashboard),
 ]
 
 

@@ -8,7 +8,7 @@ everything beside them are checked first: a body of empty lists would take dozen
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from threading import Lock
 from typing import Annotated, Any, TypeVar
@@ -63,12 +63,18 @@ def nullable_fields(kind: type[msgspec.Struct], *left_out: str) -> list[tuple[st
 
 
 async def read_control(
-    request: HTTPRequest, kind: type[StructT], *, text: bool = False, query: bool = False
+    request: HTTPRequest,
+    kind: type[StructT],
+    *,
+    text: bool = False,
+    query: bool = False,
+    lists: Collection[str] = (),
 ) -> StructT:
     """Read the body (empty: ``{}``) as ``kind``, or refuse it with 400; with ``query`` its options come
     second.
 
-    ``text``: the body holds texts, which may have any number of brackets.
+    ``text``: the body holds texts, which may have any number of brackets. Options of the query in ``lists``
+    may be repeated.
     """
     if request.query_params and not query:
         names = ", ".join(printable(name) for name in request.query_params)
@@ -81,7 +87,9 @@ async def read_control(
         fields = {} if fields is None else fields
         if not isinstance(fields, dict):
             raise ClientException("the body must be a JSON object")
-        return msgspec.convert(dict(request.query_params) | present(fields), kind, strict=False)
+        options: dict[str, Any] = dict(request.query_params)
+        options |= {name: request.query_params.getall(name) for name in lists if name in options}
+        return msgspec.convert(options | present(fields), kind, strict=False)
     except UNREADABLE as error:
         raise ClientException(unreadable(error, raw, kind).sentence) from error
 

@@ -22,6 +22,7 @@ from ..text.tokenizer_manager import TokenizerManager
 from .bodies import UnknownKeys
 from .options import ServeOptions
 from .pages.document import LastImage
+from .vllm.transfer import WeightTransfer
 
 if TYPE_CHECKING:
     from ..group.replicas import ReplicaFleet
@@ -62,6 +63,7 @@ class FrontEnd:
         self.unknown_keys = UnknownKeys()
         self.health = EngineHealth(self.client, lambda: metrics.under_way > 0)
         self.admission = Admission(self.health)
+        self.transfer = WeightTransfer(self.client, options.weight_transfer_backend)
 
 
 Front = NamedDependency[FrontEnd]

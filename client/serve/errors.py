@@ -44,9 +44,6 @@ _ADAPTERS = (
     "/load_lora_adapter /load_lora_adapter_from_tensors /unload_lora_adapter /v1/load_lora_adapter "
     "/v1/unload_lora_adapter"
 )
-_SESSION = (
-    "weights arrive through SGLang's routes (/update_weights_from_disk, /update_weights_from_tensor, …)"
-)
 _PEERS = (
     "engines give each other weights in their checkpoint's layout, over their own sockets: call "
     "clone_weights of caesura.client.trainer"
@@ -64,15 +61,9 @@ _NOT_OFFERED = {
     "/v1/images/edits": "images as input are not supported: /v1/images/generations makes them from text",
     "/v1/images/variations": "images as input are not supported: /v1/images/generations makes them from text",
     # vLLM's
-    "/sleep": "call POST /release_memory_occupation, SGLang's route",
-    "/wake_up": "call POST /resume_memory_occupation, SGLang's route",
-    "/reset_prefix_cache": "call POST /flush_cache, SGLang's route",
-    "/init_weight_transfer_engine": _SESSION,
-    "/start_weight_update": _SESSION,
-    "/finish_weight_update": _SESSION,
+    "/start_draft_weight_update": "there is no draft model",
     "/init_broadcaster": "weights are taken from a folder: POST /update_weights (weight_broadcast.type = "
     '"filesystem")',
-    "/collective_rpc": "no methods of the engine are called by name",
 }
 """Routes of SGLang and vLLM that are not served, with the sentence of the 404."""
 

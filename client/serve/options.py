@@ -15,12 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
 from ...process.contract import is_loopback
 from ..connection.endpoints import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
+from .vllm.transfer import Backend
 
 API_KEY, ADMIN_KEY = "CAESURA_API_KEY", "CAESURA_ADMIN_KEY"
 OPEN_TO_ALL = (
@@ -28,6 +29,7 @@ OPEN_TO_ALL = (
     "any address and have files under --weights-root read"
 )
 """Actions open to anyone who can reach a server without keys."""
+_BACKENDS = click.Choice(get_args(Backend))
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 PATH = click.Path()
 
@@ -78,6 +80,9 @@ class CommandLine:
     enable_memory_saver: bool = _option(False)
     """Let clients release the engine's memory (weights, KV cache, CUDA graphs) and resume it, as colocated
     trainers do."""
+    weight_transfer_backend: str = _option("nccl", _BACKENDS)
+    """How weights arrive by vLLM's /init_weight_transfer_engine, unless the trainer says it: over a process
+    group, in shared memory, or in a folder under --weights-root."""
     allow_pickled_tensors: bool = _option(False)
     """Accept weights in SGLang's pickle format. They are parsed, never unpickled."""
     incremental_streaming: bool = _option(False)

@@ -80,6 +80,30 @@ class ServedEngine:
         return self.process.returncode, error
 
 
+class WeightSyncClient:
+    """vLLM's ``VLLMWeightSyncClient`` over HTTP; ``tamper`` changes what is sent."""
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self._engine = engine
+        self.tamper = lambda update_info: update_info
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._engine.http.post(
+            "/init_weight_transfer_engine", json={"init_info": init_info}
+        ).raise_for_status()
+
+    def start_weight_update(self) -> None:
+        self._engine.http.post("/start_weight_update").raise_for_status()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        body = {"update_info": self.tamper(update_info)}
+        self._engine.http.post("/update_weights", json=body).raise_for_status()
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        body = {} if weight_version is None else {"weight_version": weight_version}
+        self._engine.http.post("/finish_weight_update", json=body).raise_for_status()
+
+
 @contextmanager
 def served(*arguments: str, **options: Any) -> Iterator[ServedEngine]:
     engine = ServedEngine(*arguments, **options)

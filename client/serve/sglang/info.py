@@ -18,6 +18,7 @@ from ....io_struct import CaesuraError, GetStatusReqOutput
 from ..bodies import HTTPRequest, Strict, query_of
 from ..context import Front, FrontEnd
 from ..errors import engine_error, error_object, json_response
+from ..vllm import config
 
 _SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
 _PUBLIC = (
@@ -120,8 +121,11 @@ def _config(model_path: str) -> dict[str, Any]:
 
 
 @get(["/server_info", "/get_server_info"], opt={"access": "user"})
-async def server_info(front: Front) -> Response[bytes]:
+async def server_info(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Return SGLang's form, or vLLM's if the query has vLLM's ``config_format``."""
     status = await front.health.status()
+    if query_of(request, _ServerInfoQuery).config_format is not None:
+        return json_response(config.server_info(front, status))
     parts = [status]
     if front.fleet is not None:
         parts = [part.engine for part in await front.fleet.parts() if part.engine is not None]
@@ -154,6 +158,10 @@ async def server_info(front: Front) -> Response[bytes]:
             "frontend": "http",
         }
     )
+
+
+class _ServerInfoQuery(Strict, kw_only=True):
+    config_format: Literal["json"] | None = None
 
 
 def _sizes(front: FrontEnd, status: GetStatusReqOutput) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class UpdateBody(InSession, kw_only=True):
         return update_fields(self.given())
 
 
-async def _sent(
+async def sent(
     front: FrontEnd, request: ControlRequest, buffers: Sequence[memoryview] = ()
 ) -> WeightUpdateReqOutput:
     """Return the reply; the engine goes on if the HTTP client leaves."""
@@ -201,7 +201,7 @@ async def update_weights_from_distributed(front: FrontEnd, body: DistributedBody
         load_format=_FLATTENED if flattened else None,
         **body.options(),
     )
-    return await _sent(front, wire)
+    return await sent(front, wire)
 
 
 class TensorBody(UpdateBody, kw_only=True):
@@ -264,8 +264,8 @@ async def _commits_by_itself(front: FrontEnd) -> bool:
 
 async def _part(front: FrontEnd, part: Part, options: dict[str, Any]) -> WeightUpdateReqOutput:
     if isinstance(part, Frames):
-        return await _sent(front, UpdateWeightsFromTensorReqInput(specs=part.specs, **options), part.buffers)
-    return await _sent(front, UpdateWeightsFromIPCReqInput(handle=part.handle, specs=part.specs, **options))
+        return await sent(front, UpdateWeightsFromTensorReqInput(specs=part.specs, **options), part.buffers)
+    return await sent(front, UpdateWeightsFromIPCReqInput(handle=part.handle, specs=part.specs, **options))
 
 
 class ParameterServerBody(UpdateBody, kw_only=True):
@@ -348,7 +348,7 @@ async def end_weight_update(front: FrontEnd, body: EndBody) -> object:
         force=body.force,
         weight_version=label(body.weight_version),
     )
-    return await _sent(front, wire)
+    return await sent(front, wire)
 
 
 class VersionBody(InSession, kw_only=True):

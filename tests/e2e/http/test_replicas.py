@@ -10,17 +10,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import torch
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from support.checkpoints import make_checkpoint
-from support.http_serve import ServedEngine, served
+from support.http_serve import ServedEngine, WeightSyncClient, served
 from support.plain_trainer import PlainTrainer, weights_of
 from support.tokenizers import make_byte_level
 from support.waiting import PATIENCE_S, eventually
 
 from caesura.client import NoSession, SchedulerClient
+from caesura.integrations.vllm import TrainerEngine, TrainerInitInfo
 
 LONG = 1000
 PREFIX = list(range(5, 105))
@@ -373,3 +376,28 @@ def test_a_replica_that_is_killed_loses_no_request_and_comes_back(pair, models):
     assert {engine for key in keys_of_both(pair) for engine in engines_of(keyed(pair, key, [5]))} == {
         *states(pair, "incarnation")
     }
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
+def test_vllm_updates_reach_all_replicas_or_none(pair, models, transport):
+    tensors = list(load_file(Path(models[1]) / "model.safetensors").items())
+    world_size = 1 + pair.get("/get_world_size").json()["world_size"]
+    assert world_size == 3
+    info = TrainerInitInfo(transport, rank=0, world_size=world_size, bucket_bytes=50_000)
+    sender = TrainerEngine.trainer_init(info, client=WeightSyncClient(pair), source=tensors)
+    try:
+        pair.ok("/pause", params={"mode": "keep"})
+        sender.send_weights("seven")
+        pair.ok("/resume")
+        assert states(pair, "weight_version") == ["seven", "seven"]
+        checksums = pair.ok("/weight_checker", {"action": "checksum"})["checksums"]
+        assert checksums
+        tensors[-1] = (tensors[-1][0], torch.zeros(3))
+        with pytest.raises(httpx.HTTPStatusError):
+            sender.send_weights("eight")
+    finally:
+        sender.shutdown()
+    assert pair.post("/finish_weight_update").status_code in (400, 503)
+    assert set(states(pair, "weight_version")) == {"seven"}
+    assert set(states(pair, "weights")) <= {"valid", "poisoned"}
+    assert len(set(states(pair, "weights"))) == 1

@@ -248,8 +248,7 @@ def test_a_loader_of_the_trainers_is_refused_by_name(experts, path, body):
         ("/load_lora_adapter", "merge the adapter"),
         ("/unload_lora_adapter", "merge the adapter"),
         ("/v1/load_lora_adapter", "merge the adapter"),
-        ("/sleep", "/release_memory_occupation"),
-        ("/start_weight_update/", "/update_weights_from_disk"),
+        ("/start_draft_weight_update/", "no draft model"),
         ("/init_broadcaster", "/update_weights"),
     ],
 )

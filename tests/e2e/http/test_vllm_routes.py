@@ -291,7 +291,7 @@ def test_unservable_models_are_refused_by_name(http, fields, said):
         ("/pause", {"params": {"mod": "keep"}}, "mod"),
         ("/update_weights", {"json": {"weight_dir": None}}, "weight_broadcast.type"),
         ("/update_weights", {"json": {"weight_dir": "/etc"}}, "--weights-root"),
-        ("/update_weights", {"json": {"update_info": {}}}, "update_info"),
+        ("/update_weights", {"json": {"update_info": {}}}, "/init_weight_transfer_engine"),
     ],
 )
 def test_commands_that_cannot_be_served_change_nothing(served, http, path, options, said):

@@ -1,4 +1,4 @@
-"""Bodies of the SGLang surface: what they become, and that docs/reference/http.md tells of every field."""
+"""Bodies of SGLang's and vLLM's routes: what they become, and that the pages tell of every field."""
 
 import base64
 import json
@@ -19,11 +19,12 @@ from caesura.client.serve.sglang import generate as schema
 from caesura.client.serve.sglang.generate import routed_experts
 from caesura.client.serve.sglang.updates import allowed_path
 from caesura.client.serve.vllm import control as vllm_control
-from caesura.client.serve.vllm import tokens
+from caesura.client.serve.vllm import tokens, transfer, weights
 from caesura.client.text.tokenizer_manager import GenerationRequest
 from caesura.io_struct import RoutedExperts, SamplingParams
 
 DOCS = Path(__file__).parents[4] / "docs" / "reference" / "http.md"
+PAGES = [DOCS, DOCS.with_name("vllm.md")]
 DOCUMENTED = {
     "`/generate`": schema.GenerateBody,
     "`sampling_params`": schema.SamplingBody,
@@ -49,8 +50,18 @@ DOCUMENTED = {
     "`/tokenize`": tokenize.TokenizeBody,
     "`/detokenize`": tokenize.DetokenizeBody,
     "`/inference/v1/generate`": tokens.TokensBody,
-    "`/update_weights`": vllm_control.WeightsBody,
+    "`/abort_requests`": vllm_control.AbortBody,
     "`/pause`": vllm_control.PauseOptions,
+    "`/sleep`": vllm_control.SleepOptions,
+    "`/wake_up`": vllm_control.WakeOptions,
+    "`/reset_prefix_cache`": vllm_control.ResetOptions,
+    "`/weight_checker`": vllm_control.CheckerBody,
+    "`/collective_rpc`": vllm_control.CallBody,
+    "`/init_weight_transfer_engine`": weights.InitBody,
+    "`init_info`": transfer.InitInfo,
+    "`/start_weight_update`": weights.StartBody,
+    "`/update_weights`": weights.UpdateBody,
+    "`/finish_weight_update`": weights.FinishBody,
 }
 
 
@@ -68,7 +79,7 @@ class Row(NamedTuple):
 def tables() -> dict[str, dict[str, Row]]:
     found: dict[str, dict[str, Row]] = {}
     rows: dict[str, Row] = {}
-    for line in DOCS.read_text().splitlines():
+    for line in "\n".join(page.read_text() for page in PAGES).splitlines():
         heading = re.match(r"\| fields? of (.*?) \| type \| default \| \|", line)
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if heading:

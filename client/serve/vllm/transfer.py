@@ -1,0 +1,240 @@
+"""One trainer's weight transfer (init, start, updates, finish) as a session of the engine.
+
+Invariants:
+- Nothing of an update serves before ``finish``, which commits all of it or nothing. After a failed call the
+  session is over and ``finish`` is refused until the next ``start``: weights that were written in part are
+  poisoned, and a whole update makes them valid again.
+- A call with the body of one that succeeded in the same update, or still runs, returns what that one returns:
+  clients repeat a POST whose answer was lost.
+- One trainer at a time: while an update has calls, another ``start`` or ``init`` is refused. One that nobody
+  continues is aborted after :data:`IDLE_S`.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from time import monotonic
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from ....io_struct import (
+    BeginWeightUpdateReqInput,
+    BeginWeightUpdateReqOutput,
+    CaesuraError,
+    EndWeightUpdateReqInput,
+    ErrorCode,
+    WeightUpdateReqOutput,
+)
+from ....io_struct.weights import DEFAULT_GROUP_NAME
+from ...connection.async_client import AsyncSchedulerClient
+from ...exceptions import (
+    Busy,
+    EngineError,
+    InvalidRequest,
+    NoSession,
+    SessionOpen,
+    TimedOut,
+    Unsupported,
+    error_for,
+)
+from ..bodies import Strict
+
+Backend = Literal["nccl", "ipc", "gloo", "shared_memory", "disk"]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+IDLE_S = 300.0
+"""Seconds between two calls of one update after which its trainer counts as gone."""
+_REPEATED_S = 60.0
+"""Seconds in which an equal ``init`` is a repeated one, not that of a restarted trainer."""
+_ELSEWHERE = {
+    "nccl": "vLLM's own NCCL communicator",
+    "ipc": "pickled CUDA handles",
+}
+T = TypeVar("T")
+
+
+class InitInfo(Strict, kw_only=True):
+    """vLLM's ``NCCLWeightTransferInitInfo``, and the backend."""
+
+    backend: Backend | None = None
+    """Caesura's own; null: ``--weight-transfer-backend``."""
+    master_address: str | None = None
+    master_port: int | None = None
+    rank_offset: Positive = 1
+    world_size: Positive | None = None
+    packed: bool = False
+    packed_buffer_size_bytes: Positive = 1 << 30
+    # refused unless null
+    nccl_unique_id_b64: Any = None
+    # accepted and ignored
+    packed_num_buffers: int = 2
+
+
+class WeightTransfer:
+    def __init__(self, client: AsyncSchedulerClient, backend: str) -> None:
+        """``backend`` is that of an ``init`` without one."""
+        self._client = client
+        self._lock = asyncio.Lock()
+        self._backend = backend
+        self._info: InitInfo | None = None
+        self._joined_at = 0.0
+        self._session: str | None = None
+        self._failure: CaesuraError | None = None
+        self._calls: dict[
+            bytes, asyncio.Task[Any]
+        ] = {}  # of the last update: those that run or have succeeded
+        self._idle: asyncio.TimerHandle | None = None
+
+    @property
+    def info(self) -> InitInfo:
+        """The last init, whose backend is known; InvalidRequest without one."""
+        if self._info is None:
+            raise InvalidRequest("no weight transfer: call POST /init_weight_transfer_engine first")
+        return self._info
+
+    async def init(self, info: InitInfo) -> None:
+        """Leave the transfer of the last trainer, and join the group of this one if it has one."""
+        info = msgspec.structs.replace(info, backend=info.backend or self._backend)
+        if (reason := _ELSEWHERE.get(info.backend or "")) is not None or info.nccl_unique_id_b64 is not None:
+            raise Unsupported(
+                f"the backend {info.backend} ({reason}) is not supported: start the server with "
+                "--weight-transfer-backend gloo, or send by caesura.integrations.vllm",
+                field="backend",
+                value=info.backend,
+            )
+        async with self._lock:
+            self._require_no_update()
+            repeated = info == self._info and not self._calls and monotonic() - self._joined_at < _REPEATED_S
+            if repeated:
+                return
+            await self._leave()
+            if info.backend == "gloo":
+                await self._join(info)
+            self._info, self._joined_at = info, monotonic()
+
+    async def _join(self, info: InitInfo) -> None:
+        if info.master_address is None or info.master_port is None or info.world_size is None:
+            raise InvalidRequest("gloo needs master_address, master_port and world_size", field="init_info")
+        await asyncio.shield(
+            self._client.init_weights_update_group(
+                info.master_address,
+                info.master_port,
+                rank_offset=info.rank_offset,
+                world_size=info.world_size,
+                group_name=DEFAULT_GROUP_NAME,
+                backend="gloo",
+            )
+        )
+
+    async def shutdown(self) -> None:
+        """Abort the open update, between its calls, and leave the group."""
+        async with self._lock:
+            if any(not call.done() for call in self._calls.values()):
+                raise Busy("a call of the weight update still runs")
+            await self._leave()
+
+    async def start(self) -> None:
+        async with self._lock:
+            if self._session is not None and not self._calls:
+                return
+            self._require_no_update()
+            await self._abort()
+            request = BeginWeightUpdateReqInput()
+            reply = await asyncio.shield(self._client.start(request, BeginWeightUpdateReqOutput))
+            self._session, self._failure = reply.session_id, None
+            self._calls.clear()
+            self._wait()
+
+    async def update(self, body: bytes, receive: Callable[[str], Awaitable[T]]) -> T:
+        """Return the result of ``receive``, given the session; a failure aborts the session."""
+
+        async def received() -> T:
+            session = self._require_session()
+            try:
+                return await receive(session)
+            except CaesuraError as error:
+                self._failure = error
+                await self._abort()
+                raise
+
+        return await self._once(b"update" + body, received)
+
+    async def finish(self, weight_version: str | None) -> WeightUpdateReqOutput:
+        async def committed() -> WeightUpdateReqOutput:
+            end = EndWeightUpdateReqInput(session_id=self._require_session(), weight_version=weight_version)
+            try:
+                reply: WeightUpdateReqOutput = await self._client.start(end, WeightUpdateReqOutput)
+            except CaesuraError as error:
+                if error.code != ErrorCode.WEIGHT_MISMATCH:  # tensors that are missing may still come
+                    self._failure = error
+                    await self._abort()
+                raise
+            self._session = None
+            return reply
+
+        return await self._once(b"finish" + (weight_version or "").encode(), committed)
+
+    async def _once(self, key: bytes, work: Callable[[], Awaitable[T]]) -> T:
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = asyncio.ensure_future(work())
+            call.add_done_callback(lambda done: self._ended(key, done))
+        self._wait()
+        return await asyncio.shield(call)
+
+    def _ended(self, key: bytes, call: "asyncio.Task[Any]") -> None:
+        if call.cancelled() or call.exception() is not None:
+            self._calls.pop(key, None)
+        self._wait()
+
+    def _require_session(self) -> str:
+        if self._failure is not None:
+            raise _over(self._failure)
+        if self._session is None:
+            raise NoSession("no weight update has been started: call POST /start_weight_update first")
+        return self._session
+
+    def _require_no_update(self) -> None:
+        if self._session is not None and self._calls:
+            raise SessionOpen(
+                "a weight update is under way: POST /finish_weight_update or /shutdown_weight_transfer_engine"
+            )
+
+    async def _leave(self) -> None:
+        await self._abort()
+        if self._info is not None and self._info.backend == "gloo":
+            with suppress(EngineError):  # an engine that has been restarted has no group
+                await self._client.destroy_weights_update_group(DEFAULT_GROUP_NAME)
+        self._info, self._failure = None, None
+        self._calls.clear()
+
+    async def _abort(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            end = EndWeightUpdateReqInput(session_id=session, commit=False)
+            with suppress(EngineError):  # the engine has ended it already
+                await asyncio.shield(self._client.start(end, WeightUpdateReqOutput))
+
+    def _wait(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        if self._session is not None and all(call.done() for call in self._calls.values()):
+            loop = asyncio.get_running_loop()
+            self._idle = loop.call_later(IDLE_S, lambda: asyncio.ensure_future(self._expire()))
+
+    async def _expire(self) -> None:
+        async with self._lock:
+            if self._session is not None and all(call.done() for call in self._calls.values()):
+                self._failure = TimedOut(f"nothing came for {IDLE_S:.0f} s", id="", timeout=IDLE_S)
+                await self._abort()
+
+
+def _over(failure: CaesuraError) -> EngineError:
+    return error_for(
+        failure.code,
+        f"the weight update is over and nothing of it serves ({failure.message}): call POST "
+        "/start_weight_update and send every tensor again",
+        failure.detail,
+    )

@@ -1,0 +1,218 @@
+"""vLLM's weight transfer routes, Caesura's transports under them, and prime-rl's update from a folder.
+
+Invariants: tensors are named as in the checkpoint and sent whole. ``packed`` has vLLM's chunks, which both
+sides derive from the shapes alone (``packed_tensor.py`` of vLLM 0.33).
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any, TypeVar
+
+import msgspec
+from litestar import Response, get
+
+from ....io_struct import (
+    CaesuraError,
+    CudaIPCHandle,
+    SharedMemoryHandle,
+    TensorSpec,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    WeightUpdateReqOutput,
+)
+from ....io_struct.field_errors import field_error
+from ....transfer.safetensors import DTYPES
+from ...exceptions import InvalidRequest, Unsupported, WeightMismatch
+from ..bodies import Strict
+from ..commands import Form, command
+from ..context import Front, FrontEnd
+from ..errors import json_response, status_of
+from ..openai.common import error_body
+from ..sglang.tensor_payload import dtype_of
+from ..sglang.updates import DiskBody, Version, from_disk, sent, uncommitted
+from .transfer import InitInfo
+
+InfoT = TypeVar("InfoT", bound=Strict)
+
+
+def refused(error: CaesuraError) -> Response[bytes]:
+    """Return vLLM's form of an error, which is OpenAI's."""
+    return json_response(error_body(error), status_of(error))
+
+
+def message(text: str) -> Form:
+    return Form(lambda *_: {"message": text}, refused)
+
+
+class InitBody(Strict, kw_only=True):
+    init_info: InitInfo
+
+
+@command("/init_weight_transfer_engine", message("Weight transfer initialized"))
+async def init_weight_transfer_engine(front: FrontEnd, body: InitBody) -> None:
+    """Answer when the engines have joined the trainer's group, if the backend has one."""
+    await front.transfer.init(body.init_info)
+
+
+class StartBody(Strict, kw_only=True):
+    is_checkpoint_format: bool = True
+
+
+@command("/start_weight_update", message("Weight update started"))
+async def start_weight_update(front: FrontEnd, body: StartBody) -> None:
+    """Open a session; what comes until ``/finish_weight_update`` is committed there as a whole."""
+    await start(front, body)
+
+
+async def start(front: FrontEnd, body: StartBody) -> None:
+    if not body.is_checkpoint_format:
+        raise Unsupported(
+            "weights in the layout of kernels are not supported: names and shapes are the checkpoint's",
+            field="is_checkpoint_format",
+        )
+    await front.transfer.start()
+
+
+class BroadcastInfo(Strict, kw_only=True):
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    packed: bool | None = None
+    """Of clients before vLLM 0.28; null: that of the init."""
+
+
+class SharedMemoryInfo(Strict, kw_only=True):
+    """Caesura's own: tensors in memory of a process of the same host, or of the engine's CUDA device."""
+
+    handle: SharedMemoryHandle | CudaIPCHandle
+    specs: list[TensorSpec]
+
+
+class DiskInfo(Strict, kw_only=True):
+    """Caesura's own: a checkpoint folder under the weights root."""
+
+    path: str
+
+
+class UpdateBody(Strict, kw_only=True):
+    update_info: dict[str, Any] | list[dict[str, Any]] | None = None
+    """Several: one for each rank of an engine, all alike, since tensors are whole."""
+    weight_dir: str | None = None
+    """prime-rl's, without a weight transfer: a folder to load, whose name is the label."""
+
+
+def _updated(body: UpdateBody, _: object) -> dict[str, str]:
+    return {"message": "Weights updated"} if body.update_info is not None else {"status": "ok"}
+
+
+@command("/update_weights", Form(_updated, refused), size="specs")
+async def update_weights(front: FrontEnd, body: UpdateBody) -> None:
+    if body.update_info is not None:
+        await update(front, body.update_info)
+        return
+    if body.weight_dir is None:
+        raise Unsupported(
+            'weight_dir is missing: weights are taken from a folder (weight_broadcast.type = "filesystem")',
+            field="weight_dir",
+        )
+    await update_from_folder(front, body.weight_dir)
+
+
+async def update_from_folder(front: FrontEnd, folder: str) -> None:
+    """Load a checkpoint under its folder's name as label; requests keep their KV, the prefix cache goes."""
+    given = DiskBody(model_path=folder, weight_version=PurePath(folder).name, flush_cache=False)
+    reply = await from_disk(front, given)
+    if not reply.committed:
+        raise WeightMismatch(uncommitted(reply))
+
+
+async def update(front: FrontEnd, given: dict[str, Any] | list[dict[str, Any]]) -> None:
+    """Receive one part of the update that has been started."""
+    infos = given if isinstance(given, list) else [given]
+    if not infos or any(info != infos[0] for info in infos):
+        raise Unsupported(
+            "update_info differs from rank to rank: tensors are sent whole", field="update_info"
+        )
+    info, init = infos[0], front.transfer.info
+
+    async def receive(session: str) -> WeightUpdateReqOutput:
+        if init.backend == "disk":
+            folder = _read(info, DiskInfo).path
+            return await from_disk(front, DiskBody(model_path=folder, session_id=session, flush_cache=False))
+        if init.backend == "shared_memory":
+            shared = _read(info, SharedMemoryInfo)
+            wire = UpdateWeightsFromIPCReqInput(
+                handle=shared.handle, specs=shared.specs, session_id=session, flush_cache=False
+            )
+            return await sent(front, wire)
+        return await sent(front, _broadcast(_read(info, BroadcastInfo), init, session))
+
+    await front.transfer.update(msgspec.json.encode(info), receive)
+
+
+def _read(given: dict[str, Any], kind: type[InfoT]) -> InfoT:
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        wrong = field_error(error, kind, given, prefix="update_info")
+        raise InvalidRequest(wrong.sentence, field=wrong.field) from error
+
+
+def _broadcast(info: BroadcastInfo, init: InitInfo, session: str) -> UpdateWeightsFromDistributedReqInput:
+    if not len(info.names) == len(info.dtype_names) == len(info.shapes):
+        raise InvalidRequest("names, dtype_names and shapes have different lengths", field="update_info")
+    described = zip(info.names, info.dtype_names, info.shapes, strict=True)
+    specs = [TensorSpec(name=name, dtype=dtype_of(dtype), shape=shape) for name, dtype, shape in described]
+    packed = init.packed if info.packed is None else info.packed
+    return UpdateWeightsFromDistributedReqInput(
+        specs=specs,
+        load_format="flattened_bucket" if packed else None,
+        tensors_per_broadcast=chunks(specs, init.packed_buffer_size_bytes) if packed else None,
+        session_id=session,
+        flush_cache=False,
+    )
+
+
+def chunks(specs: Sequence[TensorSpec], limit: int) -> list[int]:
+    """Return the number of tensors in each of vLLM's chunks, which end when they exceed ``limit`` bytes."""
+    counts: list[int] = []
+    count = size = 0
+    for spec in specs:
+        if spec.dtype not in DTYPES:
+            raise InvalidRequest(
+                f"{spec.name}: unknown dtype {spec.dtype!r}", field="update_info.dtype_names"
+            )
+        count, size = count + 1, size + math.prod(spec.shape) * DTYPES[spec.dtype].nbytes
+        if size > limit:
+            counts.append(count)
+            count = size = 0
+    return [*counts, count] if count else counts
+
+
+class FinishBody(Strict, kw_only=True):
+    weight_version: Version | None = None
+
+
+@command("/finish_weight_update", message("Weight update finished"))
+async def finish_weight_update(front: FrontEnd, body: FinishBody) -> None:
+    await finish(front, body.weight_version)
+
+
+async def finish(front: FrontEnd, weight_version: Version | None = None) -> None:
+    await front.transfer.finish(None if weight_version is None else str(weight_version))
+
+
+class NothingBody(Strict, kw_only=True):
+    pass
+
+
+@command("/shutdown_weight_transfer_engine", message("Weight transfer shut down"))
+async def shutdown_weight_transfer_engine(front: FrontEnd, body: NothingBody) -> None:
+    """Abort an update that is open, and leave the trainer's group."""
+    await front.transfer.shutdown()
+
+
+@get("/weight_info", opt={"access": "user"})
+async def weight_info(front: Front) -> Response[bytes]:
+    return json_response({"weight_version": (await front.health.status()).weight_version})

@@ -1,0 +1,299 @@
+"""vLLM's weight transfer over a real socket: every transport, whole updates or none, repeated calls."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.checkpoints import make_checkpoint
+from support.http_serve import ServedEngine, WeightSyncClient, served
+
+from caesura.integrations.vllm import TrainerEngine, TrainerInitInfo
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    paths = [root / "one", root / "two"]
+    for seed, path in enumerate(paths):
+        make_checkpoint(path, "qwen3", seed=seed, tied=True, vocab_size=400, max_position_embeddings=512)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def engine(models: list[Path]) -> Iterator[ServedEngine]:
+    with served("--model", str(models[0]), "--tokenizer", "none", "--enable-memory-saver") as engine:
+        yield engine
+
+
+def tensors_of(model: Path) -> list[tuple[str, torch.Tensor]]:
+    return list(load_file(model / "model.safetensors").items())
+
+
+def trainer(
+    engine: ServedEngine, models: list[Path], transport: str, source: Any, **options: Any
+) -> TrainerEngine:
+    info = TrainerInitInfo(
+        transport, rank=0, folder=str(models[0].parent), config=str(models[1] / "config.json"), **options
+    )
+    return TrainerEngine.trainer_init(info, client=WeightSyncClient(engine), source=source)
+
+
+def tokens(engine: ServedEngine) -> list[int]:
+    return engine.generate([5, 6, 7], sampling_params={"max_new_tokens": 12})["output_ids"]
+
+
+@pytest.mark.parametrize("bucket_bytes", [20_000, 1 << 30], ids=["many messages", "one message"])
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory", "disk"])
+def test_an_update_by_every_transport(engine, models, transport, bucket_bytes):
+    expected = []
+    for model in models:
+        engine.ok("/update_weights_from_disk", {"model_path": str(model)})
+        expected.append(tokens(engine))
+    assert expected[0] != expected[1]
+    sender = trainer(engine, models, transport, tensors_of(models[0]), bucket_bytes=bucket_bytes)
+    try:
+        engine.ok("/pause", params={"mode": "keep"})
+        sender.send_weights("step-7")
+        engine.ok("/resume")
+    finally:
+        sender.shutdown()
+    assert tokens(engine) == expected[0]
+    assert engine.get("/weight_info").json() == {"weight_version": "step-7"}
+
+
+def refusal(engine: ServedEngine, path: str, body: Any = None) -> tuple[int, str]:
+    response = engine.post(path, body)
+    return response.status_code, response.json()["error"]["code"]
+
+
+def test_a_failure_at_any_tensor_leaves_nothing_half_new_serving(engine, models):
+    """Each round, another tensor has a wrong shape: whatever came before it is never sampled from."""
+    tensors = tensors_of(models[1])
+    for bad in range(len(tensors)):
+        whole = trainer(engine, models, "shared_memory", tensors_of(models[0]))
+        whole.send_weights("whole")
+        before = tokens(engine)
+        broken = [
+            (name, torch.zeros(3) if position == bad else tensor)
+            for position, (name, tensor) in enumerate(tensors)
+        ]
+        sender = trainer(engine, models, "shared_memory", broken, bucket_bytes=1)
+        with pytest.raises(httpx.HTTPStatusError):
+            sender.send_weights("broken")
+        status, code = refusal(engine, "/finish_weight_update")
+        assert (status, code) == (400, "weight_mismatch")
+        weights = engine.get("/server_info").json()["internal_states"][0]["weights"]
+        response = engine.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0})
+        if bad == 0:  # nothing had been written
+            assert (weights, tokens(engine)) == ("valid", before)
+        else:
+            assert (weights, response.status_code) == ("poisoned", 503)
+        for each in (whole, sender):
+            each.shutdown()
+    whole = trainer(engine, models, "shared_memory", tensors_of(models[0]))
+    whole.send_weights("whole")
+    whole.shutdown()
+    assert tokens(engine) == before
+    assert engine.get("/weight_info").json() == {"weight_version": "whole"}
+
+
+def test_a_repeated_call_does_nothing_again(engine, models):
+    sender = trainer(engine, models, "shared_memory", tensors_of(models[1]))
+    sent = []
+
+    def remember(update_info: dict[str, Any]) -> dict[str, Any]:
+        sent.append(update_info)
+        return update_info
+
+    sender._client.tamper = remember
+    sender.send_weights("before")
+    epoch = engine.get("/weight_version").json()["weights_epoch"]
+    for _ in range(3):
+        engine.ok("/init_weight_transfer_engine", {"init_info": {"backend": "shared_memory"}})
+    for _ in range(3):
+        engine.ok("/start_weight_update")
+    for _ in range(3):
+        assert engine.ok("/update_weights", {"update_info": sent[0]}) == {"message": "Weights updated"}
+    for _ in range(3):
+        engine.ok("/finish_weight_update", {"weight_version": "once"})
+    assert engine.get("/weight_version").json() == {"weight_version": "once", "weights_epoch": epoch + 1}
+    sender.shutdown()
+
+
+def test_another_trainer_waits_until_an_update_has_ended(engine, models):
+    first = trainer(engine, models, "shared_memory", tensors_of(models[0]))
+    first.send_weights()
+
+    def interrupted(update_info: dict[str, Any]) -> dict[str, Any]:
+        engine.ok("/update_weights", {"update_info": update_info})
+        other = {"init_info": {"backend": "disk"}}
+        assert refusal(engine, "/init_weight_transfer_engine", other) == (400, "session_open")
+        assert refusal(engine, "/start_weight_update") == (400, "session_open")
+        assert refusal(engine, "/update_weights", {"weight_dir": str(models[1])}) == (400, "session_open")
+        return update_info
+
+    second = trainer(engine, models, "shared_memory", tensors_of(models[1]))
+    second._client.tamper = interrupted
+    second.send_weights("second")
+    assert engine.get("/weight_info").json() == {"weight_version": "second"}
+    for each in (first, second):
+        each.shutdown()
+
+
+def test_an_update_can_be_given_up(engine, models):
+    before = tokens(engine)
+    sender = trainer(engine, models, "disk", tensors_of(models[1]))
+    engine.ok("/start_weight_update")
+    engine.ok("/shutdown_weight_transfer_engine")
+    assert refusal(engine, "/finish_weight_update") == (400, "no_session")
+    assert refusal(engine, "/update_weights", {"update_info": {}}) == (400, "invalid_request")
+    assert tokens(engine) == before
+    sender.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/init_weight_transfer_engine", {"init_info": {"backend": "gloo"}}, "init_info"),
+        ("/init_weight_transfer_engine", {"init_info": {}}, "backend"),
+        ("/init_weight_transfer_engine", {"init_info": {"backend": "ipc"}}, "backend"),
+        ("/collective_rpc", {"method": "exec"}, "method"),
+        ("/collective_rpc", {"method": "update_weights_nccl"}, "args"),
+        ("/collective_rpc", {"method": "update_weights_from_path", "args": [3]}, "args"),
+        ("/collective_rpc", {"method": "skyrl_start_weight_update", "args": [True, 1]}, "args"),
+        ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format"),
+        ("/weight_checker", {"action": "compare"}, "baseline"),
+        ("/update_weights", {}, "weight_dir"),
+    ],
+)
+def test_a_wrong_body_is_refused_by_name(engine, path, body, field):
+    response = engine.post(path, body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, field)
+    assert error["message"]
+
+
+NOBODYS = {"type": "SharedMemoryHandle", "pid": 2**62, "fd": 0, "inode": 0, "nbytes": 1}
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"names": ["a"], "dtype_names": [], "shapes": []},
+        {"names": ["a"], "dtype_names": ["complex64"], "shapes": [[1]], "packed": True},
+        {"names": "a", "dtype_names": ["float32"], "shapes": [[1]]},
+        {"names": ["a"], "dtype_names": ["float32"], "shapes": [[-1]]},
+        {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2**63, 2**63]], "packed": True},
+        {"names": [], "dtype_names": [], "shapes": []},
+        {
+            "handle": {"type": "SharedMemoryHandle", "pid": 2**62, "fd": 0, "inode": 0, "nbytes": 1},
+            "specs": [],
+        },
+        {"path": "/etc"},
+        {"path": "\\0"},
+        [],
+        [{}, {"path": "a"}],
+    ],
+)
+@pytest.mark.parametrize("backend", ["gloo", "shared_memory", "disk"])
+def test_a_wrong_update_is_a_refusal(engine, models, backend, info):
+    sender = trainer(engine, models, backend, tensors_of(models[0]))
+    engine.ok("/start_weight_update")
+    response = engine.post("/update_weights", {"update_info": info})
+    assert response.status_code == 400, response.text
+    engine.ok("/shutdown_weight_transfer_engine")
+    sender.shutdown()
+    assert engine.get("/server_info").json()["internal_states"][0]["weights"] == "valid"
+
+
+def test_methods_that_are_called_by_name(engine, models):
+    trainer(engine, models, "shared_memory", tensors_of(models[0])).send_weights()
+    expected = tokens(engine)
+    assert engine.ok("/collective_rpc", {"method": "update_weights_from_path", "args": [str(models[1])]}) == {
+        "results": [None]
+    }
+    assert tokens(engine) != expected
+    sender = trainer(engine, models, "shared_memory", tensors_of(models[0]))
+
+    def by_name(method: str, **kwargs: Any) -> None:
+        engine.ok("/collective_rpc", {"method": method, "kwargs": kwargs})
+
+    sender._client.start_weight_update = lambda: by_name(
+        "skyrl_start_weight_update", is_checkpoint_format=True
+    )
+    sender._client.update_weights = lambda info: by_name("update_weights_ipc", update_info=info)
+    sender._client.finish_weight_update = lambda: by_name("skyrl_finish_weight_update")
+    sender.send_weights()
+    sender.shutdown()
+    assert tokens(engine) == expected
+
+
+def test_sleep_and_wake_by_tags(engine, models):
+    assert engine.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert refusal(engine, "/sleep") == (400, "unsupported")  # level 1 without a copy of the weights
+    assert engine.ok("/sleep", params={"level": 2}) == {"status": "sleeping", "level": 2}
+    assert engine.get("/is_sleeping").json() == {"is_sleeping": True}
+    sender = trainer(engine, models, "shared_memory", tensors_of(models[1]))
+    with pytest.raises(httpx.HTTPStatusError):  # the weights' memory is released
+        sender.send_weights()
+    assert engine.ok("/wake_up", params={"tags": "weights"}) == {"status": "sleeping", "tags": ["weights"]}
+    assert engine.get("/is_paused").json() == {"is_paused": True}
+    sender.send_weights("awake")
+    answer = engine.ok("/wake_up", params={"tags": ["kv_cache", "scheduling"]})
+    assert answer == {"status": "awake", "tags": ["kv_cache", "scheduling"]}
+    assert engine.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert len(tokens(engine)) == 12
+    assert engine.ok("/sleep", params={"level": 0, "mode": "keep"}) == {"status": "sleeping", "level": 0}
+    assert engine.ok("/wake_up") == {"status": "awake", "tags": None}
+    sender.shutdown()
+
+
+def test_caches_and_checks(engine):
+    tokens(engine)
+    assert engine.ok("/reset_prefix_cache") == {"success": True}
+    assert refusal(engine, "/release_kv_cache_memory") == (400, "not_idle")
+    engine.ok("/pause", params={"mode": "keep"})
+    assert engine.ok("/release_kv_cache_memory") == {"status": "kv_cache_released"}
+    assert engine.ok("/wake_up")["status"] == "awake"
+    checksums = engine.ok("/weight_checker", {"action": "checksum"})["checksums"]
+    same = engine.ok("/weight_checker", {"action": "compare", "baseline": checksums})
+    assert same == {"match": True, "mismatches": []}
+    name = next(iter(checksums))
+    other = engine.ok("/weight_checker", {"action": "compare", "baseline": {**checksums, name: "0"}})
+    assert other == {"match": False, "mismatches": [name]}
+    assert engine.get("/get_world_size").json() == {"world_size": 1}
+    config = engine.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]
+    assert config["weight_transfer_config"] == {"backend": "nccl"}
+    assert config["model_config"]["dtype"] == "torch.float32"
+
+
+def test_a_reset_poisons(engine, models):
+    assert engine.ok("/weight_checker", {"action": "reset"}) == {"status": "reset"}
+    response = engine.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 1})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "weights_poisoned")
+    trainer(engine, models, "shared_memory", tensors_of(models[0])).send_weights()
+    assert len(tokens(engine)) == 12
+
+
+def test_requests_are_aborted_by_their_names(engine):
+    engine.ok("/pause", params={"mode": "keep"})
+    bodies = [
+        {"request_id": f"r{i}", "token_ids": [5, 6], "sampling_params": {"max_tokens": 9}} for i in range(3)
+    ]
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(engine.ok, "/inference/v1/generate", body) for body in bodies]
+        while engine.get("/server_info").json()["internal_states"][0]["waiting_requests"] < 3:
+            pass
+        assert engine.ok("/abort_requests", {"request_ids": ["r0", "nobody"]}) == {
+            "status": "aborted",
+            "aborted": 1,
+        }
+        assert calls[0].result()["choices"][0]["finish_reason"] == "abort"
+        assert engine.ok("/inference/v1/abort_requests") == {"status": "aborted", "aborted": 2}
+        assert [call.result()["choices"][0]["finish_reason"] for call in calls] == ["abort"] * 3
+    engine.ok("/resume")
