@@ -82,6 +82,7 @@ def test_chat(served, client):
         Args:
             name: the city
         """
+        return "France"
 
     found = client.chat(CHAT, n=2, max_tokens=4, tools=[city], generation_kwargs={"ignore_eos": True})
     texts = [served.tokenizer.decode(ids, skip_special_tokens=False) for ids in found["prompt_ids"]]
