@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import shutil
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from functools import partial
@@ -46,7 +47,7 @@ def register() -> None:
     """Add the backend ``caesura`` to vLLM's trainer engines; again: no change."""
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-    if BACKEND not in WeightTransferTrainerFactory._registry:
+    with suppress(ValueError):  # it is registered
         WeightTransferTrainerFactory.register_engine(BACKEND, __name__, TrainerEngine.__name__)
 
 

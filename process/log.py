@@ -17,6 +17,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from time import monotonic
 from typing import Literal, TextIO
@@ -35,6 +36,8 @@ REPEATS = 20
 """Maximum warnings or errors of one call site that are written within :data:`REPEAT_WINDOW_S`."""
 REPEAT_WINDOW_S = 10.0
 _MAX_SITES = 1024
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""Id of the HTTP request that is being handled, which records name; empty without one."""
 
 
 class QueuedStream(io.TextIOBase):
@@ -233,7 +236,8 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
         record.module_path = record.name.removeprefix("caesura.")
-        record.message = _bounded(record.message)
+        request = request_id.get()
+        record.message = _bounded(record.message) + (f" (request {request})" if request else "")
         return super().formatMessage(record)
 
     def formatException(self, ei: "logging._SysExcInfoType") -> str:  # noqa: N802
@@ -258,6 +262,8 @@ class JsonFormatter(logging.Formatter):
         }
         if replica := getattr(record, "replica", ""):
             line["replica"] = replica
+        if request := request_id.get():
+            line["request_id"] = request
         if record.exc_info:
             lines = self.formatException(record.exc_info).split("\n")
             line["traceback"] = [_bounded(each) for each in lines]

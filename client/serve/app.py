@@ -38,10 +38,10 @@ from ..text.tokenizer import TextTokenizer, TokenizerMissing
 from ..text.tokenizer_manager import TokenizerManager
 from .context import OWNER, Front, FrontEnd
 from .errors import EXCEPTION_HANDLERS
-from .middleware import AuthMiddleware, BodyLimit, RoutingKey
+from .middleware import AuthMiddleware, BodyLimit, RequestId, RoutingKey, name_request
 from .openai import chat, completions, images, models
 from .options import ServeOptions
-from .pages import dashboard, metrics
+from .pages import dashboard, metrics, openapi
 from .server import Server
 from .sglang import control, generate, info, rollout, tokenize, updates
 from .vllm import control as vllm_control
@@ -67,7 +67,7 @@ def routes_of(*modules: ModuleType) -> list[HTTPRouteHandler]:
 
 ROUTES = [
     *routes_of(generate, rollout, control, updates, info, tokenize, completions, chat, images, models),
-    *routes_of(tokens, vllm_control, weights, metrics, dashboard),
+    *routes_of(tokens, vllm_control, weights, metrics, dashboard, openapi),
 ]
 
 
@@ -79,7 +79,8 @@ def create_app(front: FrontEnd, routes: Sequence[HTTPRouteHandler] = ROUTES) -> 
     return Litestar(
         route_handlers=routes,
         dependencies={"front": Provide(provide)},
-        middleware=[AuthMiddleware(front.options), BodyLimit(front.options), *replicas],
+        middleware=[RequestId(), AuthMiddleware(front.options), BodyLimit(front.options), *replicas],
+        before_send=[name_request],
         exception_handlers=EXCEPTION_HANDLERS,
         state=State({"front": front}, deep_copy=False),
         openapi_config=None,

@@ -73,7 +73,8 @@ def command(
             body = in_session(request, await read_control(request, kind))
             return await answered(front, name or path.strip("/"), form, body, work(front, body))
 
-        opt = {"access": "admin", "body": size}
+        handle.__doc__ = work.__doc__
+        opt = {"access": "admin", "body": size, "struct": kind}
         return route(path, http_method=methods or [HttpMethod.POST], status_code=200, opt=opt)(handle)
 
     return decorate

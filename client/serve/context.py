@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from contextvars import copy_context
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
@@ -81,7 +82,7 @@ class Workers:
         if self._held >= THREADS + MAX_WAITING:
             raise QueueFull(f"{self._held} pieces of text work are waiting; try again later")
         self._held += 1
-        future = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        future = asyncio.get_running_loop().run_in_executor(self._pool, copy_context().run, work)
         future.add_done_callback(self._release)
         return await future
 

@@ -1,4 +1,4 @@
-"""Checks of every request before its handler: keys, size of the body, modality, routing key.
+"""Checks of every request before its handler: keys, size of the body, modality, routing key; request ids.
 
 Invariants:
 - Keys are checked here only, in constant time, and appear in no log, error or answer.
@@ -11,6 +11,7 @@ Invariants:
 """
 
 import hmac
+import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,8 +20,10 @@ from litestar import post
 from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 from litestar.middleware import ASGIMiddleware
-from litestar.types import AnyCallable, ASGIApp, Guard, HTTPReceiveMessage, Receive, Scope, Send
+from litestar.types import AnyCallable, ASGIApp, Guard, HTTPReceiveMessage, Message, Receive, Scope, Send
 
+from ...io_struct import new_id
+from ...process import log
 from ...process.contract import is_loopback
 from ..exceptions import Unsupported
 from ..group.router import current_routing_key, routed_by
@@ -37,6 +40,8 @@ MAX_TEXT_BYTES = 4 << 20
 _GENERATING = ("prompts", "text")
 _BINARY_TYPES = ("application/octet-stream", "application/x-safetensors")
 _ROUTING_KEY = b"x-smg-routing-key"
+_REQUEST_ID = "request_id"
+_VISIBLE = re.compile(rb"[!-~]{1,128}")
 
 
 class AuthMiddleware(ASGIMiddleware):
@@ -93,6 +98,33 @@ def _hostname(url: str) -> str | None:
         return urlsplit(url).hostname
     except ValueError:
         return None
+
+
+class RequestId(ASGIMiddleware):
+    """Names the request in the records that are logged while it is handled."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
+        before = log.request_id.set(request_id(scope))
+        try:
+            await next_app(scope, receive, send)
+        finally:
+            log.request_id.reset(before)
+
+
+def request_id(scope: Scope) -> str:
+    """Return the request's ``X-Request-Id``, or a new id if it has none that can be written back."""
+    state = scope["state"]
+    if _REQUEST_ID not in state:
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        state[_REQUEST_ID] = given.decode() if _VISIBLE.fullmatch(given) else new_id()
+    found: str = state[_REQUEST_ID]
+    return found
+
+
+async def name_request(message: Message, scope: Scope) -> None:
+    """Add ``X-Request-Id`` to the start of every response, also to that of no route."""
+    if message["type"] == "http.response.start":
+        message["headers"] = [*message["headers"], (b"x-request-id", request_id(scope).encode())]
 
 
 class BodyLimit(ASGIMiddleware):
@@ -182,7 +214,8 @@ def _front(connection: ASGIConnection[Any, Any, Any, Any]) -> FrontEnd:
 
 
 def generating(
-    path: str | list[str], *, body: str = "prompts", guard: Guard = makes_tokens, **more: Any
+    path: str | list[str], struct: type, *, body: str = "prompts", guard: Guard = makes_tokens, **more: Any
 ) -> Callable[[AnyCallable], HTTPRouteHandler]:
-    """Make a handler the route of a user by POST, whose body is of the class ``body``."""
-    return post(path, status_code=200, opt={"access": "user", "body": body}, guards=[guard], **more)
+    """Make a handler the route of a user by POST, whose body is a ``struct`` of the size class ``body``."""
+    opt = {"access": "user", "body": body, "struct": struct}
+    return post(path, status_code=200, opt=opt, guards=[guard], **more)

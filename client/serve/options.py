@@ -83,6 +83,8 @@ class CommandLine:
     weight_transfer_backend: str = _option("nccl", _BACKENDS)
     """How weights arrive by vLLM's /init_weight_transfer_engine, unless the trainer says it: over a process
     group, in shared memory, or in a folder under --weights-root."""
+    vllm_metrics: bool = _option(False)
+    """Add metrics by vLLM's names (vllm:num_requests_running, ...) to /metrics, as prime-rl reads them."""
     allow_pickled_tensors: bool = _option(False)
     """Accept weights in SGLang's pickle format. They are parsed, never unpickled."""
     incremental_streaming: bool = _option(False)

@@ -48,20 +48,24 @@ STRUCTS = [*codec.ToScheduler.__args__, *codec.ToClient.__args__]
 
 
 def mutate(data: bytes, max_size: int, seed: int) -> bytes:
-    """Change one value, field or type of a frame, or some of its bytes."""
     rng = random.Random(seed)
+    found = changed(data, rng)
+    if rng.random() < 0.2:
+        found = atheris_mutate(found, max_size)
+    return found[:max_size]
+
+
+def changed(data: bytes, rng: random.Random) -> bytes:
+    """Change one to three values, fields or types of a frame."""
     if rng.random() < 0.5:  # every kind, since coverage keeps only few
         data = msgspec.msgpack.encode({"type": rng.choice(STRUCTS).__struct_config__.tag, "id": "m"})
     try:
         frame = msgspec.msgpack.decode(data, strict=False)
         for _ in range(rng.randrange(1, 4)):
             frame = _changed(frame, rng)
-        found = msgspec.msgpack.encode(frame)
+        return msgspec.msgpack.encode(frame)
     except (ValueError, TypeError, RecursionError, OverflowError):
-        found = data
-    if rng.random() < 0.2:
-        found = atheris_mutate(found, max_size)
-    return found[:max_size]
+        return data
 
 
 def atheris_mutate(data: bytes, max_size: int) -> bytes:

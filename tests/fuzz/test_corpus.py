@@ -42,3 +42,12 @@ def test_any_bytes_keep_the_contract(name):
         target(data)
 
     keeps_the_contract()
+
+
+@settings(max_examples=examples(400))
+@given(
+    st.sampled_from([name for target, name in SEEDS if target == "codec"]), st.randoms(use_true_random=False)
+)
+def test_changed_frames_keep_the_contract(seed, rng):
+    codec = importlib.import_module("fuzz_codec")
+    codec.target(codec.changed((HERE / "corpus/codec" / seed).read_bytes(), rng))

@@ -10,12 +10,7 @@ from support.checkpoints import make_checkpoint
 from support.tokenizers import make_byte_level
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler, oldest_epoch
-from caesura.integrations.trl import (
-    Rollouts,
-    WeightTransfer,
-    checkpoint_tensors,
-    sampling_params,
-)
+from caesura.integrations.trl import Rollouts, WeightTransfer, checkpoint_tensors, sampling_params
 
 trl = pytest.importorskip("trl", reason="trl comes with the extra `trl`")
 datasets = pytest.importorskip("datasets", reason="datasets comes with the extra `trl`")

@@ -1,7 +1,7 @@
 """Forward batches built by hand, and a model run over paged KV without a scheduler."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -163,6 +163,21 @@ def build_attention(
     )
     backend = PagedCpuBackend if compiled else SdpaBackend
     return pool, backend(pool, attention_shape(pool, heads, config.attention_scale))
+
+
+def layer_by_layer(
+    model: CausalLM,
+    batch: ForwardBatch,
+    backend: AttentionBackend,
+    due: Callable[[int], object] = lambda layer: None,
+) -> Tensor:
+    """Return what ``model.forward`` does; ``due`` is told each layer before it is computed."""
+    steps = model.forward_by_layer(batch, backend)
+    while True:
+        try:
+            due(next(steps))
+        except StopIteration as end:
+            return end.value
 
 
 class PagedModel:

@@ -74,7 +74,7 @@ def decode_chat(body: bytes) -> ChatRequest:
     return decode_request(_decoder.decode, body, ChatRequest)
 
 
-@generating("/v1/chat/completions", body="text", exception_handlers=EXCEPTION_HANDLERS)
+@generating("/v1/chat/completions", ChatRequest, body="text", exception_handlers=EXCEPTION_HANDLERS)
 async def chat_completions(request: HTTPRequest, front: Front) -> Response[Any]:
     asked = await read_request(front, request, decode_chat)
     # A template may take any time.

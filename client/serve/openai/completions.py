@@ -75,7 +75,7 @@ def decode_completion(body: bytes, max_batch: int = 4096) -> CompletionRequest:
     return request
 
 
-@generating("/v1/completions", exception_handlers=EXCEPTION_HANDLERS)
+@generating("/v1/completions", CompletionRequest, exception_handlers=EXCEPTION_HANDLERS)
 async def completions(request: HTTPRequest, front: Front) -> Response[Any]:
     limit = front.options.max_batch
     asked = await read_request(front, request, lambda body: decode_completion(body, limit))

@@ -136,7 +136,13 @@ def size_of(size: str | None) -> tuple[int | None, int | None]:
     return width, height
 
 
-@generating("/v1/images/generations", body="text", guard=makes_images, exception_handlers=EXCEPTION_HANDLERS)
+@generating(
+    "/v1/images/generations",
+    ImageRequestBody,
+    body="text",
+    guard=makes_images,
+    exception_handlers=EXCEPTION_HANDLERS,
+)
 async def generate_images(request: HTTPRequest, front: Front) -> Response[bytes]:
     asked = await read_request(front, request, decode_body, IGNORED_KEYS)
     rid = asked.rid or f"img-{new_id()}"

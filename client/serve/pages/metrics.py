@@ -1,8 +1,8 @@
 """Prometheus metrics: ``/metrics``, with the front end's counters and what the engine's status says.
 
 Invariants: counting costs about a microsecond (prometheus_client's histograms can neither observe a value
-several times at once nor give percentiles). Names begin with :data:`PREFIX`; series have ``model_name``, as
-SGLang's. Without the engine a scrape has its last values, and ``engine_up`` 0.
+several times at once nor give percentiles). Names begin with :data:`PREFIX`, or are vLLM's; series have
+``model_name``, as SGLang's. Without the engine a scrape has its last values, and ``engine_up`` 0.
 """
 
 from collections import Counter, defaultdict
@@ -86,6 +86,13 @@ class Metrics:
         histograms = {"first token": self._first_token, "between tokens": self._inter_token}
         return percentiles(self.engine.histograms() | histograms)
 
+    def add_vllm_to(self, families: "Families") -> None:
+        """Add what vLLM 0.33 counts of requests, by its names."""
+        families.counter("request_success", "Finished generations.", self._finished, ("finished_reason",))
+        families.histogram("e2e_request_latency_seconds", "Latency of a generation.", self._e2e)
+        families.histogram("time_to_first_token_seconds", "Time to first token.", self._first_token)
+        families.histogram("inter_token_latency_seconds", "Inter-token latency.", self._inter_token)
+
     def add_to(self, families: "Families") -> None:
         gauge, counter, histogram = families.gauge, families.counter, families.histogram
         text = "New engine processes seen since this server began."
@@ -110,30 +117,31 @@ class Metrics:
 class Families(Collector):
     """Gathers metric families; ``model_name`` becomes a label of every series."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, prefix: str = PREFIX) -> None:
         self._model_name = model_name
+        self._prefix = prefix
         self._found: list[Metric] = []
 
     def collect(self) -> Iterable[Metric]:
         return self._found
 
     def gauge(self, name: str, text: str, values: Values, labels: Sequence[str] = ()) -> None:
-        self._add(GaugeMetricFamily(PREFIX + name, text, labels=("model_name", *labels)), values)
+        self._add(GaugeMetricFamily(self._prefix + name, text, labels=("model_name", *labels)), values)
 
     def counter(self, name: str, text: str, values: Values, labels: Sequence[str] = ()) -> None:
-        self._add(CounterMetricFamily(PREFIX + name, text, labels=("model_name", *labels)), values)
+        self._add(CounterMetricFamily(self._prefix + name, text, labels=("model_name", *labels)), values)
 
     def states(self, name: str, text: str, label: str, states: Sequence[str], now: str | None) -> None:
         self.gauge(name, text, {state: float(state == now) for state in states}, (label,))
 
     def histogram(self, name: str, text: str, histogram: Histogram) -> None:
-        family = HistogramMetricFamily(PREFIX + name, text, labels=("model_name",))
+        family = HistogramMetricFamily(self._prefix + name, text, labels=("model_name",))
         buckets, total = histogram.cumulative()
         family.add_metric((self._model_name,), buckets=buckets, sum_value=total)
         self._found.append(family)
 
     def info(self, name: str, text: str, values: dict[str, str]) -> None:
-        family = InfoMetricFamily(PREFIX + name, text, labels=("model_name",))
+        family = InfoMetricFamily(self._prefix + name, text, labels=("model_name",))
         family.add_metric((self._model_name,), values)
         self._found.append(family)
 
@@ -276,6 +284,21 @@ def _holding_kv(status: GetStatusReqOutput) -> int:
     return status.running_requests + status.prefilling_requests
 
 
+def vllm_families(families: Families, status: GetStatusReqOutput) -> None:
+    """Add vLLM 0.33's figures of the engine, by its names."""
+    gauge, counter, kv, totals = families.gauge, families.counter, status.kv, status.totals
+    gauge("num_requests_running", "Requests that hold KV cache.", _holding_kv(status))
+    gauge("num_requests_waiting", "Requests in the waiting queue.", status.waiting_requests)
+    gauge("kv_cache_usage_perc", "Fraction of the KV cache in use, 0 to 1.", kv.held / max(kv.total, 1))
+    counter("num_preemptions", "Retractions of requests.", status.num_retractions)
+    counter("prompt_tokens", "Prompt tokens of requests that have been scheduled.", totals.prompt_tokens)
+    counter("generation_tokens", "Generated tokens.", status.generated_tokens)
+    counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", totals.prompt_tokens)
+    counter("prefix_cache_hits", "Prompt tokens found in it.", totals.cached_tokens)
+    sizes = {(str(kv.page_size), str(kv.total // kv.page_size)): 1.0}
+    gauge("cache_config_info", "Pages of the KV cache.", sizes, ("block_size", "num_gpu_blocks"))
+
+
 def _replicas(families: Families, fleet: "ReplicaFleet") -> None:
     up = {member.name: member.serves for member in fleet.members}
     families.gauge("replica_up", "1 for each replica that serves.", up, ("replica",))
@@ -296,6 +319,12 @@ async def metrics(request: HTTPRequest, front: Front) -> Response[bytes]:
         _replicas(families, front.fleet)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(families)
+    if front.options.vllm_metrics:
+        vllm = Families(front.options.model_name, "vllm:")
+        front.metrics.add_vllm_to(vllm)
+        if look.status is not None:
+            vllm_families(vllm, look.status)
+        registry.register(vllm)
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
     if isinstance(encode, partial) and encode.keywords.get("escaping") == "underscores":
         # Valid names should stay as they are, but prometheus_client takes the colon from those of samples,

@@ -59,7 +59,7 @@ _FLUSH_REFUSALS: dict[str, str] = {
 }
 
 
-@route("/flush_cache", http_method=EITHER, status_code=200, opt={"access": "admin"})
+@route("/flush_cache", http_method=EITHER, status_code=200, opt={"access": "admin", "query": _FlushQuery})
 async def flush_cache(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Clear the prefix cache of an idle engine; trainers poll this, so a refusal is 400, in plain text."""
     query = query_of(request, _FlushQuery)

@@ -364,7 +364,7 @@ def _filters(params: SamplingParams) -> bool:
     "/generate",
     http_method=["POST", "PUT"],
     status_code=200,
-    opt={"access": "user", "body": "prompts"},
+    opt={"access": "user", "body": "prompts", "struct": GenerateBody},
     guards=[makes_tokens],
 )
 async def generate(request: HTTPRequest, front: Front) -> Response[Any]:
@@ -701,7 +701,7 @@ class AbortBody(Strict, kw_only=True):
     finished_reason: dict[str, Any] | None = None
 
 
-@post("/abort_request", status_code=200, opt={"access": "user"})
+@post("/abort_request", status_code=200, opt={"access": "user", "struct": AbortBody})
 async def abort_request(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Abort one generation by its exact rid, or all. An empty or unknown rid is no error."""
     body = await read_control(request, AbortBody)

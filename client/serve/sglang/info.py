@@ -120,7 +120,11 @@ def _config(model_path: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-@get(["/server_info", "/get_server_info"], opt={"access": "user"})
+class _ServerInfoQuery(Strict, kw_only=True):
+    config_format: Literal["json"] | None = None
+
+
+@get(["/server_info", "/get_server_info"], opt={"access": "user", "query": _ServerInfoQuery})
 async def server_info(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Return SGLang's form, or vLLM's if the query has vLLM's ``config_format``."""
     status = await front.health.status()
@@ -158,10 +162,6 @@ async def server_info(request: HTTPRequest, front: Front) -> Response[bytes]:
             "frontend": "http",
         }
     )
-
-
-class _ServerInfoQuery(Strict, kw_only=True):
-    config_format: Literal["json"] | None = None
 
 
 def _sizes(front: FrontEnd, status: GetStatusReqOutput) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class _LoadsQuery(Strict, kw_only=True):
     format: Literal["json", "prometheus"] = "json"
 
 
-@get("/v1/loads", opt={"access": "user"})
+@get("/v1/loads", opt={"access": "user", "query": _LoadsQuery})
 async def loads(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Return how much there is to do; requests that wait during a pause count."""
     query = query_of(request, _LoadsQuery)

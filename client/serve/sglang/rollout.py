@@ -81,7 +81,7 @@ class RolloutBody(Strict, kw_only=True):
         return self.guidance_scale if self.true_cfg_scale is None else self.true_cfg_scale
 
 
-@generating("/rollout/generate", guard=makes_images)
+@generating("/rollout/generate", RolloutBody, guard=makes_images)
 async def rollout_generate(request: HTTPRequest, front: Front) -> Response[bytes]:
     body = await read_control(request, RolloutBody, text=True)
     rid = new_id()

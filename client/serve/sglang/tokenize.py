@@ -20,7 +20,7 @@ class TokenizeBody(Strict, kw_only=True):
     model: str = ""
 
 
-@generating(["/tokenize", "/v1/tokenize"], body="text")
+@generating(["/tokenize", "/v1/tokenize"], TokenizeBody, body="text")
 async def tokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
     body = await read_control(request, TokenizeBody, text=True)
     if (body.prompt is None) == (body.messages is None):
@@ -58,7 +58,7 @@ class DetokenizeBody(Strict, kw_only=True):
     model: str = ""
 
 
-@generating(["/detokenize", "/v1/detokenize"], body="text")
+@generating(["/detokenize", "/v1/detokenize"], DetokenizeBody, body="text")
 async def detokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
     body = await read_control(request, DetokenizeBody)
     kinds = {type(each) for each in body.tokens}

@@ -213,7 +213,10 @@ class TensorBody(UpdateBody, kw_only=True):
     """SGLang's before ``selector``."""
 
 
-@post("/update_weights_from_tensor", status_code=200, opt={"access": "admin", "body": "weights"})
+_TENSORS = {"access": "admin", "body": "weights", "struct": TensorBody}
+
+
+@post("/update_weights_from_tensor", status_code=200, opt=_TENSORS)
 async def update_weights_from_tensor(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Take a safetensors file as body, with options in the query, or SGLang's pickles in JSON."""
     body: UpdateBody

@@ -27,6 +27,7 @@ from .weights import refused
 
 PauseMode = Literal["abort", "wait", "keep"]
 WakeTag = Literal["weights", "kv_cache", "scheduling"]
+ABORT_PATHS = ["/abort_requests", "/inference/v1/abort_requests"]
 _CACHE: list[MemoryTag] = ["kv_cache"]
 
 
@@ -45,7 +46,7 @@ class PauseOptions(Strict, kw_only=True):
     on_lease_expiry: LeaseAction = "continue"
 
 
-@post("/pause", status_code=200, opt={"access": "admin"})
+@post("/pause", status_code=200, opt={"access": "admin", "struct": PauseOptions})
 async def pause(request: HTTPRequest, front: Front) -> Response[bytes]:
     options = await read_control(request, PauseOptions, query=True)
     answer = answered(front, "pause_generation", _status("paused"), options, _pause(front, options))
@@ -88,7 +89,7 @@ class AbortBody(Strict, kw_only=True):
     request_ids: list[str] | None = None
 
 
-@post(["/abort_requests", "/inference/v1/abort_requests"], status_code=200, opt={"access": "user"})
+@post(ABORT_PATHS, status_code=200, opt={"access": "user", "struct": AbortBody})
 async def abort_requests(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Abort the generations of these ids, or all without ids, and go on with the others."""
     body = await read_control(request, AbortBody)
@@ -106,7 +107,7 @@ class WorldSizeQuery(Strict, kw_only=True):
     include_dp: bool = True
 
 
-@get("/get_world_size", opt={"access": "user"})
+@get("/get_world_size", opt={"access": "user", "query": WorldSizeQuery})
 async def get_world_size(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Return the number of ranks that a trainer's group has, beside the trainer's own."""
     counts_replicas = query_of(request, WorldSizeQuery).include_dp
@@ -119,12 +120,14 @@ class SleepOptions(Strict, kw_only=True):
     level: Annotated[int, msgspec.Meta(ge=0, le=2)] = 1
     """0: pause only. 1: also release the memory, with a copy of the weights in host memory. 2: without."""
     mode: PauseMode = "abort"
+    tags: list[MemoryTag] | None = None
+    """SkyRL's: the memory to release; null: all."""
 
 
-@post("/sleep", status_code=200, opt={"access": "admin"})
+@post("/sleep", status_code=200, opt={"access": "admin", "struct": SleepOptions})
 async def sleep(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Pause and release the engine's memory, until ``/wake_up``."""
-    options = await read_control(request, SleepOptions, query=True)
+    options = await read_control(request, SleepOptions, query=True, lists=["tags"])
     form = _status("sleeping", level=options.level)
     return await answered(front, "sleep", form, options, _sleep(front, options))
 
@@ -133,7 +136,8 @@ async def _sleep(front: FrontEnd, options: SleepOptions) -> None:
     if options.level:
         if not front.options.enable_memory_saver:
             raise Unsupported("releasing memory is off: start the server with --enable-memory-saver")
-        if options.level == 1 and not (await front.health.status()).weights_cpu_backup:
+        weights_go = options.tags is None or "weights" in options.tags
+        if options.level == 1 and weights_go and not (await front.health.status()).weights_cpu_backup:
             raise Unsupported(
                 "level 1 keeps a copy of the weights: start the server with --enable-weights-cpu-backup, or "
                 "sleep at level 2 and update the weights after waking up",
@@ -142,14 +146,14 @@ async def _sleep(front: FrontEnd, options: SleepOptions) -> None:
             )
     await _pause(front, PauseOptions(mode=options.mode, clear_cache=options.level > 0))
     if options.level:
-        await front.client.release_memory()
+        await front.client.release_memory(options.tags)
 
 
 class WakeOptions(Strict, kw_only=True):
     tags: list[WakeTag] | None = None
 
 
-@post("/wake_up", status_code=200, opt={"access": "admin"})
+@post("/wake_up", status_code=200, opt={"access": "admin", "struct": WakeOptions})
 async def wake_up(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Bring back memory by tag; with the last of it, and weights that are valid, generation goes on."""
     body = await read_control(request, WakeOptions, query=True, lists=["tags"])
@@ -180,12 +184,8 @@ async def is_sleeping(front: Front) -> Response[bytes]:
     return json_response({"is_sleeping": asleep})
 
 
-class NothingBody(Strict, kw_only=True):
-    pass
-
-
 @command("/release_kv_cache_memory", _status("kv_cache_released"))
-async def release_kv_cache_memory(front: FrontEnd, body: NothingBody) -> None:
+async def release_kv_cache_memory(front: FrontEnd, body: weights.NothingBody) -> None:
     """Release the KV cache of a paused engine; requests that are kept are computed again."""
     if (await front.health.status()).generation != "paused":
         raise NotIdle("the KV cache is released during a pause: call POST /pause first")
@@ -199,7 +199,7 @@ class ResetOptions(Strict, kw_only=True):
     reset_external: bool = False
 
 
-@post("/reset_prefix_cache", status_code=200, opt={"access": "admin"})
+@post("/reset_prefix_cache", status_code=200, opt={"access": "admin", "struct": ResetOptions})
 async def reset_prefix_cache(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Empty the prefix cache; false while requests hold KV."""
     options = await read_control(request, ResetOptions, query=True)

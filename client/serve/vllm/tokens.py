@@ -185,7 +185,7 @@ def _finish_fields(sample: Sample) -> dict[str, Any]:
     }
 
 
-@generating([PATH, ALIAS], exception_handlers=EXCEPTION_HANDLERS)
+@generating([PATH, ALIAS], TokensBody, exception_handlers=EXCEPTION_HANDLERS)
 async def generate_tokens(request: HTTPRequest, front: Front) -> Response[Any]:
     raw = await request.body()
 

@@ -1,5 +1,6 @@
 """vLLM's weight transfer over a real socket: every transport, whole updates or none, repeated calls."""
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
 from support.http_serve import ServedEngine, WeightSyncClient, served
 
+from caesura.client import GroupError
 from caesura.integrations.vllm import TrainerEngine, TrainerInitInfo
 
 
@@ -26,7 +29,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def engine(models: list[Path]) -> Iterator[ServedEngine]:
-    with served("--model", str(models[0]), "--tokenizer", "none", "--enable-memory-saver") as engine:
+    options = ("--tokenizer", "none", "--enable-memory-saver", "--vllm-metrics")
+    with served("--model", str(models[0]), *options) as engine:
         yield engine
 
 
@@ -100,6 +104,32 @@ def test_a_failure_at_any_tensor_leaves_nothing_half_new_serving(engine, models)
     whole.shutdown()
     assert tokens(engine) == before
     assert engine.get("/weight_info").json() == {"weight_version": "whole"}
+
+
+@pytest.mark.parametrize("position", [0, 1, 7, -1], ids=["first", "second", "eighth", "last"])
+def test_a_trainer_that_dies_in_a_broadcast(engine, models, position):
+    """Its next start sends everything again; meanwhile nothing that is half new is sampled from."""
+    tensors = tensors_of(models[1])
+    last = position % len(tensors)
+    sender = trainer(engine, models, "gloo", tensors, bucket_bytes=1)
+    calls = itertools.count()
+
+    def die(update_info: dict[str, Any]) -> dict[str, Any]:
+        if next(calls) == last:
+            sender._group.close()
+        return update_info
+
+    sender._client.tamper = die
+    with pytest.raises((httpx.HTTPStatusError, GroupError)):
+        sender.send_weights("broken")
+    assert refusal(engine, "/finish_weight_update")[0] == 400
+    weights = engine.get("/server_info").json()["internal_states"][0]["weights"]
+    assert weights == ("valid" if last == 0 else "poisoned")
+    again = trainer(engine, models, "gloo", tensors_of(models[0]))
+    again.send_weights("whole")
+    again.shutdown()
+    assert engine.get("/weight_info").json() == {"weight_version": "whole"}
+    assert len(tokens(engine)) == 12
 
 
 def test_a_repeated_call_does_nothing_again(engine, models):
@@ -297,3 +327,18 @@ def test_requests_are_aborted_by_their_names(engine):
         assert engine.ok("/inference/v1/abort_requests") == {"status": "aborted", "aborted": 2}
         assert [call.result()["choices"][0]["finish_reason"] for call in calls] == ["abort"] * 3
     engine.ok("/resume")
+
+
+def test_metrics_have_vllms_names_as_well(engine):
+    tokens(engine)
+    text = engine.get("/metrics").text
+    found = {family.name: family.samples for family in text_string_to_metric_families(text)}
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert [sample.value for sample in found[f"vllm:{name}"]] == [0.0]
+    same = {"generation_tokens": "generation_tokens", "prefix_cache_hits": "cached_tokens"}
+    for name, own in {**same, "num_preemptions": "num_retracted_requests"}.items():
+        assert found[f"vllm:{name}"][0].value == found[f"caesura:{own}"][0].value
+    (config,) = found["vllm:cache_config_info"]
+    assert config.labels["block_size"] == "16"
+    assert sum(each.value for each in found["vllm:request_success"]) > 0
+    assert found["vllm:e2e_request_latency_seconds"]

@@ -138,35 +138,6 @@ def message_or_error(frame: bytes) -> None:
         decode_reply(encode(error.to_reply(str(error.detail["id"]))))
 
 
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats()
-    | st.text(max_size=20)
-    | st.binary(max_size=20)
-    | st.datetimes()
-)
-NAMES = st.sampled_from(
-    sorted({name for kind in get_args(ToScheduler) for name in kind.__struct_fields__} | {"type", "what"})
-)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(NAMES | st.text(max_size=3) | st.integers(-(2**63), 2**64 - 1), inner, max_size=4)
-    ),
-    max_leaves=12,
-)
-TAGS = st.sampled_from([kind.__name__ for kind in get_args(ToScheduler) + get_args(ToClient)])
-
-
-@settings(max_examples=examples(120))
-@given(TAGS, st.dictionaries(NAMES, VALUES, max_size=6))
-def test_any_msgpack_that_looks_like_ours(tag, fields):
-    message_or_error(packed(**{**fields, "type": tag}))
-
-
 @settings(max_examples=examples(120))
 @given(
     st.sampled_from(REQUESTS),

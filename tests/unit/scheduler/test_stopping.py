@@ -6,9 +6,8 @@ import signal
 import pytest
 
 from caesura.io_struct import CaesuraError, ErrorCode
-from caesura.scheduler.runtime import housekeeping
 from caesura.scheduler.runtime.guard import Guard
-from caesura.scheduler.runtime.housekeeping import HOLD_OFF_S, Timer, Timers
+from caesura.scheduler.runtime.housekeeping import Timer, Timers
 from caesura.scheduler.runtime.shutdown import FATAL_SIGNALS, Shutdown, name_fatal_signals
 
 LONG = 3600.0
@@ -21,12 +20,6 @@ def pipe():
     yield reader, writer
     os.close(reader)
     os.close(writer)
-
-
-def test_nothing_is_asked_for_at_first():
-    shutdown = Shutdown(drain=True, drain_timeout_s=LONG)
-    shutdown.refuse_work()
-    assert (shutdown.requested, shutdown.is_draining, shutdown.left_s) == (False, False, 0.0)
 
 
 @pytest.mark.parametrize("configured", [False, True])
@@ -54,33 +47,20 @@ def test_a_later_order_can_only_bring_the_end_nearer():
     assert (shutdown.reason, shutdown.is_draining) == ("now", False)
 
 
-def test_the_first_signal_is_as_configured_the_second_means_now(pipe):
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_first_signal_is_as_configured_the_second_means_now(pipe, at_once):
     reader, writer = pipe
     shutdown = Shutdown(drain=True, drain_timeout_s=LONG, signal_fd=reader)
     shutdown.on_readable(reader)  # readable no more
-    assert not shutdown.requested
+    shutdown.refuse_work()
+    assert (shutdown.requested, shutdown.left_s) == (False, 0.0)
     os.write(writer, bytes([signal.SIGHUP]))
-    shutdown.on_readable(reader)
-    assert (shutdown.reason, shutdown.is_draining) == ("signal SIGHUP", True)
+    if not at_once:
+        shutdown.on_readable(reader)
+        assert (shutdown.reason, shutdown.is_draining) == ("signal SIGHUP", True)
     os.write(writer, bytes([signal.SIGTERM]))
     shutdown.on_readable(reader)
     assert (shutdown.reason, shutdown.is_draining) == ("signal SIGTERM", False)
-
-
-def test_two_signals_at_once_are_two(pipe):
-    reader, writer = pipe
-    shutdown = Shutdown(drain=True, drain_timeout_s=LONG, signal_fd=reader)
-    os.write(writer, bytes([signal.SIGTERM, signal.SIGINT]))
-    shutdown.on_readable(reader)
-    assert not shutdown.is_draining
-
-
-def test_the_launchers_death_means_now(pipe):
-    shutdown = Shutdown(drain=True, drain_timeout_s=LONG, lifeline_fd=pipe[0])
-    shutdown.on_readable(pipe[0])
-    assert shutdown.requested
-    assert not shutdown.is_draining
-    assert "launcher" in shutdown.reason
 
 
 @pytest.fixture
@@ -104,55 +84,17 @@ def test_only_signals_that_would_kill_are_named(handlers, monkeypatch):
     assert signal.SIG_DFL not in {signal.getsignal(number) for number in FATAL_SIGNALS}
 
 
-@pytest.fixture
-def now(monkeypatch):
-    moments = [100.0]
-    monkeypatch.setattr(housekeeping, "monotonic", lambda: moments[0])
-    return moments
-
-
-def test_the_first_that_is_due_says_how_long_to_sleep():
-    table = Timers(
-        Guard(),
-        [Timer("a", lambda: 7.0, list), Timer("b", lambda: None, list), Timer("c", lambda: 5.0, list)],
-    )
-    assert table.next_due() == 5.0
-    assert Timers(Guard(), [Timer("b", lambda: None, list)]).next_due() is None
-
-
-def test_only_what_is_due_acts():
+def test_only_what_is_due_acts_and_the_first_says_how_long_to_sleep():
     acted = []
+    dues = {"past": 99.0, "now": 100.0, "later": 100.1, "never": None}
     table = Timers(
         Guard(),
-        [
-            Timer("past", lambda: 99.0, lambda: acted.append("past")),
-            Timer("now", lambda: 100.0, lambda: acted.append("now")),
-            Timer("later", lambda: 100.1, lambda: acted.append("later")),
-            Timer("never", lambda: None, lambda: acted.append("never")),
-        ],
+        [Timer(name, lambda due=due: due, lambda n=name: acted.append(n)) for name, due in dues.items()],
     )
+    assert table.next_due() == 99.0
     table.fire(100.0)
     assert acted == ["past", "now"]
-
-
-def test_a_failure_holds_one_timer_off_and_no_other(now, caplog):
-    acted = []
-
-    def fail() -> None:
-        acted.append("bad")
-        raise RuntimeError("an injected defect")
-
-    table = Timers(
-        Guard(), [Timer("bad", lambda: 1.0, fail), Timer("good", lambda: 1.0, lambda: acted.append("good"))]
-    )
-    for _ in range(3):
-        table.fire(now[0])
-    assert acted == ["bad", "good", "good", "good"]
-    assert caplog.text.count("bad failed") == 1
-    assert Timers.next_due(table) == 1.0, "the other one is due"
-    now[0] += HOLD_OFF_S
-    table.fire(now[0])
-    assert acted[4:] == ["bad", "good"]
+    assert Timers(Guard(), [Timer("never", lambda: None, list)]).next_due() is None
 
 
 def test_the_guard_stops_errors_and_lets_through_what_is_fatal():

@@ -73,6 +73,12 @@ def refusals(endpoint):
     yield caught.value.message
 
 
+def status_at_last(client):
+    while True:
+        with contextlib.suppress(EngineDied, ShuttingDown):
+            return client.status(timeout=PATIENCE)
+
+
 def stale(path):
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as ended:
         ended.bind(str(path))
@@ -222,12 +228,7 @@ def test_one_hello_for_a_connection_and_a_new_incarnation_after_it(endpoint):
         incarnations = []
         for _ in range(2):
             with FakeScheduler(endpoint) as fake:
-                while True:
-                    try:
-                        client.status(timeout=PATIENCE)
-                        break
-                    except EngineDied:  # the end of the one before had not been noticed yet
-                        continue
+                status_at_last(client)  # the end of the one before may not have been noticed yet
                 client.generate([[1], [2]], timeout=PATIENCE)
                 assert fake.hellos == 1
                 assert client.incarnation == fake.incarnation
@@ -245,12 +246,7 @@ def test_hello_is_retried_after_a_stopping_engine_refused_it(endpoint):
         return welcome(hello, "b" * 16)
 
     with FakeScheduler(endpoint, greet=stopping), SchedulerClient(endpoint) as client:
-        for _ in range(20):
-            try:
-                assert client.status(timeout=PATIENCE).step == 12
-                break
-            except (ShuttingDown, EngineDied):
-                continue
+        assert status_at_last(client).step == 12
         assert client.incarnation == "b" * 16
 
 
@@ -424,12 +420,7 @@ def test_an_engine_that_is_stopped_is_not_waited_for_again_until_it_goes_on(endp
                     with pytest.raises(EngineDied):
                         client.status(timeout=PATIENCE)
                 os.kill(child.pid, signal.SIGCONT)
-                while True:
-                    try:
-                        assert client.status(timeout=PATIENCE).pid == child.pid
-                        break
-                    except EngineDied:
-                        pass
+                assert status_at_last(client).pid == child.pid
         finally:
             child.kill()
 
@@ -446,10 +437,7 @@ def test_keepalives_are_signs_of_life(endpoint):
 
 
 def test_an_idle_client_and_one_that_was_stopped_do_not_suspect_the_engine(endpoint):
-    with (
-        FakeScheduler(endpoint, silent) as fake,
-        Pumped(endpoint, keepalive_timeout=0.1) as client,
-    ):
+    with FakeScheduler(endpoint, silent) as fake, Pumped(endpoint, keepalive_timeout=0.1) as client:
         client.until(lambda: client.link.incarnation)
         time.sleep(0.3)
         client.link.pump()

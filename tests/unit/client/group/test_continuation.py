@@ -18,13 +18,7 @@ from caesura.client.connection.results import (
     decode_output,
 )
 from caesura.client.group.continuation import Part, continuation, joined
-from caesura.io_struct import (
-    DeltaWeights,
-    GenerateReqInput,
-    SamplingMask,
-    SamplingParams,
-    WeightVersionSpan,
-)
+from caesura.io_struct import DeltaWeights, GenerateReqInput, SamplingMask, SamplingParams, WeightVersionSpan
 
 PROMPT = [11, 12, 13]
 TOP = 2

@@ -101,19 +101,14 @@ def test_a_trickle_below_the_rate_is_cut_off_while_others_are_served(hasty):
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_a_whole_request_has_no_deadline(tmp_path, before):
+def test_a_whole_request_has_no_deadline(serve, before):
     held: list[GenerateReqInput] = []
 
     def slow(request: Request) -> Iterable[Message | bytes]:
         return answer(request) if getattr(request, "input_ids", None) != [9] else held.append(request) or []
 
-    with (
-        FakeScheduler(f"ipc://{tmp_path}/engine", slow) as engine,
-        listening(
-            endpoint=engine.endpoint, connect_timeout=None, connections=Connections(deadlines=SOON)
-        ) as server,
-        server.connect() as peer,
-    ):
+    engine, server = serve(slow, connections=Connections(deadlines=SOON))
+    with server.connect() as peer:
         peer.sendall(asking([1, 2]) * before + asking([9]))
         eventually(lambda: held)
         peer.settimeout(3 * SOON.keep_alive)
@@ -168,31 +163,24 @@ def test_at_the_limit_connections_answered_early_make_room():
     assert connections.closed["crowded"] >= 1
 
 
-def test_pipelined_requests_are_bounded(tmp_path):
+def test_pipelined_requests_are_bounded(serve):
     connections = Connections()
-    with (
-        FakeScheduler(f"ipc://{tmp_path}/engine", busy) as engine,
-        listening(endpoint=engine.endpoint, connect_timeout=None, connections=connections) as server,
-    ):
-        with server.connect() as peer:
-            peer.sendall(asking([1, 2]) + HEALTH * MAX_PIPELINED)
-            engine.push(echo(engine.next_request(GenerateReqInput)))
-            found = b""
-            while found.count(b"HTTP/1.1 200 ") < 1 + MAX_PIPELINED:
-                found += peer.recv(65536)
-        with server.connect() as peer:
-            peer.sendall(asking([1, 2]) + HEALTH * (MAX_PIPELINED + 1))
-            assert rest_of(peer).startswith(b"HTTP/1.1 400 ")
+    engine, server = serve(busy, connections=connections)
+    with server.connect() as peer:
+        peer.sendall(asking([1, 2]) + HEALTH * MAX_PIPELINED)
+        engine.push(echo(engine.next_request(GenerateReqInput)))
+        found = b""
+        while found.count(b"HTTP/1.1 200 ") < 1 + MAX_PIPELINED:
+            found += peer.recv(65536)
+    with server.connect() as peer:
+        peer.sendall(asking([1, 2]) + HEALTH * (MAX_PIPELINED + 1))
+        assert rest_of(peer).startswith(b"HTTP/1.1 400 ")
     assert connections.closed["pipelined"] == 1
 
 
-def test_busy_connections_leave_room_for_health_and_commands_only(tmp_path):
-    connections = Connections(limit=3, reserve=2)
-    with (
-        FakeScheduler(f"ipc://{tmp_path}/engine", busy) as engine,
-        listening(endpoint=engine.endpoint, connect_timeout=None, connections=connections) as server,
-        contextlib.ExitStack() as stack,
-    ):
+def test_busy_connections_leave_room_for_health_and_commands_only(serve):
+    engine, server = serve(busy, connections=Connections(limit=3, reserve=2))
+    with contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(server.connect()).sendall(asking([1, 2]))
             engine.next_request(GenerateReqInput)
@@ -260,13 +248,10 @@ def test_heads_below_the_limit_and_bodies_above_it_pass(address):
             reader.read(length)
 
 
-def test_an_engine_with_work_may_be_silent_for_a_step(tmp_path):
+def test_an_engine_with_work_may_be_silent_for_a_step(serve):
     is_silent = False
-    with (
-        FakeScheduler(f"ipc://{tmp_path}/engine", lambda each: [] if is_silent else busy(each)) as engine,
-        listening(endpoint=engine.endpoint, connect_timeout=None) as server,
-        ThreadPoolExecutor(1) as thread,
-    ):
+    engine, server = serve(lambda request: [] if is_silent else busy(request))
+    with ThreadPoolExecutor(1) as thread:
         assert httpx.get(server.url + "/health").status_code == 200
         asked = thread.submit(httpx.post, f"{server.url}/generate", json={"input_ids": [1]}, timeout=None)
         eventually(lambda: 'num_http_reqs{model_name=""} 1.0' in httpx.get(f"{server.url}/metrics").text)
@@ -305,7 +290,7 @@ def test_without_an_engine_everything_fails_at_once_until_it_is_back(tmp_path):
             assert http.post("/generate", json=generate).status_code == 200
 
 
-def test_server_info_says_how_many_ranks_there_are(tmp_path):
+def test_server_info_says_how_many_ranks_there_are(serve):
     memory = {"reserved": 1, "allocated": 1, "available": None}
     ranks = [RankStatus(rank=rank, pid=1, host="h", **memory) for rank in (1, 2, 3)]
 
@@ -314,10 +299,7 @@ def test_server_info_says_how_many_ranks_there_are(tmp_path):
             return [msgspec.structs.replace(status_reply(request), ranks=ranks)]
         return answer(request)
 
-    with (
-        FakeScheduler(f"ipc://{tmp_path}/engine", divided) as engine,
-        listening(endpoint=engine.endpoint, connect_timeout=None) as server,
-    ):
-        found = httpx.get(f"{server.url}/server_info", timeout=None).json()
+    _, server = serve(divided)
+    found = httpx.get(f"{server.url}/server_info", timeout=None).json()
     names = ("tp_size", "num_gpus", "pp_size", "dp_size", "nnodes")
     assert [found[name] for name in names] == [4, 4, 1, 1, 1]

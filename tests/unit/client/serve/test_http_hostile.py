@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from litestar import Response, get
 from litestar.params import FromPath
 from litestar.testing import TestClient
-from support.fake_scheduler import FakeScheduler, answer
+from support.fake_scheduler import FakeScheduler, answer, status_reply
 from support.http_server import client_of, front_end, listening, routes_served
 from support.properties import examples
 from support.tokenizers import make_byte_level
@@ -41,7 +41,6 @@ from caesura.io_struct import (
     ErrorCode,
     ErrorReply,
     GetStatusReqInput,
-    GetStatusReqOutput,
     Message,
     Request,
 )
@@ -165,15 +164,12 @@ async def test_a_batch_is_started_in_slices(tmp_path):
     assert max(started.values()) <= 2 * START_SLICE
 
 
-def test_a_large_batch_is_answered_in_order(tmp_path):
-    with (
-        FakeScheduler(f"ipc://{tmp_path}/engine") as engine,
-        listening(endpoint=engine.endpoint, connect_timeout=None) as server,
-    ):
-        for count in (4096, 40):
-            prompts = [[i, 7, 7] for i in range(count)]
-            answers = httpx.post(f"{server.url}/generate", json={"input_ids": prompts}, timeout=None).json()
-            assert [answer["output_ids"] for answer in answers] == [[7, 7, i, 0] for i in range(count)]
+def test_a_large_batch_is_answered_in_order(serve):
+    _, server = serve()
+    for count in (4096, 40):
+        prompts = [[i, 7, 7] for i in range(count)]
+        answers = httpx.post(f"{server.url}/generate", json={"input_ids": prompts}, timeout=None).json()
+        assert [answer["output_ids"] for answer in answers] == [[7, 7, i, 0] for i in range(count)]
 
 
 async def test_workers_refuse_what_would_wait_too_long():
@@ -396,12 +392,9 @@ def test_a_label_aborts_nobody_where_it_is_refused(tmp_path):
         return answer(request)
 
     def poisoned(request: Request) -> Iterable[Message | bytes]:
-        replies = list(answer(request))
         if isinstance(request, GetStatusReqInput):
-            (status,) = replies
-            assert isinstance(status, GetStatusReqOutput)
-            status.weights = "poisoned"
-        return replies
+            return [msgspec.structs.replace(status_reply(request), weights="poisoned")]
+        return answer(request)
 
     response, asked = relabelled(tmp_path, in_a_session)
     assert (response.status_code, response.json()["code"]) == (400, "session_open")
@@ -433,12 +426,12 @@ def test_a_defect_is_logged_with_a_printable_path_and_tells_nothing(caplog):
     assert "inner-detail" in caplog.text
 
 
-def test_a_template_that_does_not_end_holds_up_nobody_else(tmp_path, monkeypatch):
+def test_a_template_that_does_not_end_holds_up_nobody_else(serve, tmp_path, monkeypatch):
     monkeypatch.setattr(chat_template, "CPU_S", 3600)
     rounds = "{% for a in range(99999) %}{% set x = range(99999)|sum %}{% endfor %}"
     source = "{% if messages[0].content == 'harm' %}" + rounds + "{% endif %}fine"
     tokenizer = TextTokenizer.from_folder(make_byte_level(tmp_path, chat_template=source))
-    endpoint = f"ipc://{tmp_path}/s"
+    _, server = serve(tokenizer=tokenizer)
 
     def chat(content: str) -> httpx.Response:
         messages = [{"role": "user", "content": content}]
@@ -446,11 +439,7 @@ def test_a_template_that_does_not_end_holds_up_nobody_else(tmp_path, monkeypatch
             f"{server.url}/v1/chat/completions", json={"messages": messages}, timeout=PATIENCE_S
         )
 
-    with (
-        FakeScheduler(endpoint, answer),
-        listening(endpoint=endpoint, connect_timeout=10.0, tokenizer=tokenizer) as server,
-        ThreadPoolExecutor(1) as thread,
-    ):
+    with ThreadPoolExecutor(1) as thread:
         before = psutil.Process().children()
         harmful = thread.submit(chat, "harm")
         (busy,) = eventually(lambda: [each for each in psutil.Process().children() if each not in before])

@@ -76,7 +76,7 @@ MISTAKES = {
                 "the body is not valid JSON: invalid character (byte 0); it looks like a safetensors file, "
                 "whose Content-Type is application/octet-stream"
             ),
-        ),
+        )
     ],
     "/update_weights_from_distributed": [
         ({"names": ["a"]}, "dtypes is missing"),
@@ -84,22 +84,22 @@ MISTAKES = {
         ({**GROUP, "flush": False}, "flush is not known (did you mean flush_cache?)"),
     ],
     "/flush_cache": [
-        ({"timeout": 3}, "the options of /flush_cache stand in its query (?timeout=30), not in a body"),
+        ({"timeout": 3}, "the options of /flush_cache stand in its query (?timeout=30), not in a body")
     ],
     "/flush_cache?timeouts=3": [({}, "timeouts is not known (did you mean timeout?)")],
     "/flush_cache?timeout=soon": [({}, "timeout = 'soon' must be a number from 0 to 3600")],
     "/v1/completions": [
-        ({"prompt": [1], "max_tokens": -1}, "max_tokens = -1 must be an integer of at least 0 or null"),
+        ({"prompt": [1], "max_tokens": -1}, "max_tokens = -1 must be an integer of at least 0 or null")
     ],
     "/tokenize": [
-        ({"prompt": "Hello", "add_special_token": False}, "add_special_token is not known (did you"),
+        ({"prompt": "Hello", "add_special_token": False}, "add_special_token is not known (did you")
     ],
     "/update_weight_version": [({"new_version": "2", "abort_all": False}, "abort_all is not known (did you")],
     "/release_memory_occupation": [
         (
             {"tags": ["kv"]},
             "tags[0] = 'kv' must be 'cuda_graph', 'kv_cache' or 'weights' (did you mean 'kv_cache'?)",
-        ),
+        )
     ],
     **{
         path: [({given: 1}, f"{given} is not known (did you mean {meant}?)")]

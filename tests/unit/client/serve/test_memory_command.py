@@ -19,11 +19,7 @@ from caesura.client import SchedulerClient, cli
 from caesura.client.memory_view import live
 from caesura.client.memory_view.record import MINUS, fetch, size, span
 from caesura.client.serve.pages.document import PageData, write_page
-from caesura.io_struct import (
-    GetMemoryHistoryReqInput,
-    GetMemoryHistoryReqOutput,
-    MemoryStretch,
-)
+from caesura.io_struct import GetMemoryHistoryReqInput, GetMemoryHistoryReqOutput, MemoryStretch
 
 MIB = 1 << 20
 
@@ -172,8 +168,7 @@ def test_a_narrow_screen_cuts_words_and_no_figures():
 
 
 @pytest.mark.parametrize(
-    "looks,expected",
-    [([0, 8 * MIB], ["  █", "  █", "▁ █"]), ([5, 5], ["   ", "   ", "▁ ▁"])],
+    "looks,expected", [([0, 8 * MIB], ["  █", "  █", "▁ █"]), ([5, 5], ["   ", "   ", "▁ ▁"])]
 )
 def test_the_curve(looks, expected):
     lines = [str(line) for line in live.curve_lines(looks, min(looks), max(looks))]

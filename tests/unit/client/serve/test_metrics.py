@@ -32,6 +32,7 @@ from caesura.io_struct import (
     EngineTotals,
     GetStatusReqInput,
     GetStatusReqOutput,
+    ImageLoad,
     MemoryByTag,
     PauseTotal,
     PromptCacheStatus,
@@ -191,6 +192,26 @@ def test_the_documentation_lists_every_metric_and_no_other(tmp_path):
 
 
 IMAGE_FIGURES = {"denoise_throughput", "denoise_steps_total", "image_samples"}
+TOKEN_FIGURES = {
+    "gen_throughput", "generation_tokens_total", "prompt_tokens_total", "cached_tokens_total",
+    "cache_hit_rate", "token_usage", "num_used_tokens", "num_cached_tokens", "max_total_num_tokens",
+}  # fmt: skip
+
+
+def test_an_image_engine_has_steps_and_no_tokens(tmp_path):
+    load = ImageLoad(encoding=1, denoising=2, decoding=3)
+
+    def paints(request):
+        (reply,) = busy(request)
+        return [msgspec.structs.replace(reply, images=load)]
+
+    (reply,) = get(tmp_path, "/metrics", handler=paints)
+    found = samples(text_string_to_metric_families(reply.text))
+    names = {name for name, *_ in found}
+    assert names >= IMAGE_FIGURES
+    assert not names & TOKEN_FIGURES
+    stages = [found["image_samples", stage] for stage in ("encoding", "denoising", "decoding")]
+    assert (stages, found["denoise_steps_total",]) == ([1, 2, 3], 34)
 
 
 def test_every_series_names_the_model_and_media_types_say_their_charset_once(tmp_path):

@@ -91,17 +91,12 @@ def is_paused(http) -> bool:
 
 
 def refused(http) -> bool:
-    answers = [
-        *(
-            http.post("/generate", json={**BODY, **more})
-            for more in ({}, {"stream": True}, {"input_ids": [[5], [6]]})
-        ),
-        *(
-            http.post("/v1/completions", json={"prompt": [5, 6], "stream": stream})
-            for stream in (False, True)
-        ),
-        http.post("/inference/v1/generate", json={"token_ids": [5, 6]}),
+    requests = [
+        *(("/generate", {**BODY, **more}) for more in ({}, {"stream": True}, {"input_ids": [[5], [6]]})),
+        *(("/v1/completions", {"prompt": [5, 6], "stream": stream}) for stream in (False, True)),
+        ("/inference/v1/generate", {"token_ids": [5, 6]}),
     ]
+    answers = [http.post(path, json=body) for path, body in requests]
     if all(each.status_code == 200 for each in answers):
         return False
     for each in answers:

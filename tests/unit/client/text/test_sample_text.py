@@ -86,14 +86,6 @@ def test_no_piece_holds_half_a_character(tokenizer):
     assert sum(map(bool, found)) > len(text) / 8  # and they do come one by one
 
 
-def test_a_real_replacement_character_is_text(tokenizer):
-    detokenizer = Detokenizer(tokenizer, [])
-    found = "".join(
-        detokenizer.feed([token]) for token in tokenizer.encode(f"a{HALF}{HALF}b", add_special_tokens=False)
-    )
-    assert found + detokenizer.flush() == f"a{HALF}{HALF}b"
-
-
 def test_the_prompt_decides_about_the_first_space(sentencepiece):
     word = sentencepiece.encode("pause", add_special_tokens=False)  # begins with ▁
     assert output_text(sentencepiece, [], word) == "pause"
@@ -109,16 +101,6 @@ def test_a_character_that_the_prompt_began(byte_level):
     for cut in range(1, len(whole)):
         detokenizer = Detokenizer(byte_level, whole[:cut])
         assert "".join(detokenizer.feed([token]) for token in whole[cut:]) == "🏽"
-
-
-def test_special_tokens_are_shown_on_request(tokenizer):
-    output = tokenizer.encode("a</s>b<think>c", add_special_tokens=False)
-    shown = output_text(tokenizer, [], output, skip_special_tokens=False)
-    hidden = output_text(tokenizer, [], output)
-    assert "</s>" in shown
-    assert "</s>" not in hidden
-    assert "<think>" in hidden
-    assert tokenizer.encode(shown, add_special_tokens=False)[0] == output[0]
 
 
 # Text between characters, since runs of byte tokens are decoded when they end; and bytes of no character.
@@ -171,11 +153,6 @@ def test_half_characters_without_end_stay_cheap(byte_level):
     found = "".join(detokenizer.feed([first]) for _ in range(300))
     assert found == HALF * 299
     assert detokenizer.flush() == HALF
-
-
-def test_unknown_ids_are_left_out(tokenizer):
-    detokenizer = Detokenizer(tokenizer, [tokenizer.size + 7])
-    assert not any(detokenizer.feed([tokenizer.size + i]) for i in range(300))
 
 
 few = st.text("ab🎉\ufffd", max_size=24)

@@ -7,26 +7,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.fake_scheduler import (
-    FakeScheduler,
-    VanishError,
-    answer,
-    finished,
-    floats,
-    results,
-    rid_of,
-)
+from support.fake_scheduler import FakeScheduler, VanishError, answer, finished, floats, results, rid_of
 from support.text_engine import Engine, engine_below, script, until_abort
 from support.tokenizers import LINES, make_byte_level, make_sentencepiece
 from support.waiting import eventually
 
-from caesura.client import (
-    EngineDied,
-    InvalidRequest,
-    PromptTooLong,
-    QueueFull,
-    SamplingParams,
-)
+from caesura.client import EngineDied, InvalidRequest, PromptTooLong, QueueFull, SamplingParams
 from caesura.client.text import TextClient, TextTokenizer, output_text
 from caesura.client.text.stop_strings import shared_stop_strings
 from caesura.client.text.tokenizer_manager import (
@@ -36,13 +22,7 @@ from caesura.client.text.tokenizer_manager import (
     GenerationRequest,
     TokenizerManager,
 )
-from caesura.io_struct import (
-    AbortReq,
-    ErrorCode,
-    ErrorReply,
-    FinishReason,
-    GenerateReqInput,
-)
+from caesura.io_struct import AbortReq, ErrorCode, ErrorReply, FinishReason, GenerateReqInput
 
 
 @pytest.fixture
@@ -465,10 +445,7 @@ def test_calls_of_other_threads_end_with_the_client(folder):
 
 
 def test_a_stream_that_the_loops_own_thread_collects_holds_up_nothing(folder):
-    with (
-        FakeScheduler(f"ipc://{folder}/s") as fake,
-        TextClient(fake.endpoint, str(folder)) as client,
-    ):
+    with FakeScheduler(f"ipc://{folder}/s") as fake, TextClient(fake.endpoint, str(folder)) as client:
         stream = client.stream("abc")
         next(stream)
         cycle = [stream]

@@ -285,14 +285,6 @@ def run(manager, tokens, keep=True):
     return shared
 
 
-def test_a_long_request_has_no_more_storage_than_its_window_needs():
-    manager = windowed(6)
-    tokens = list(range(30))
-    assert run(manager, tokens) == 0
-    assert manager.usage().cached == 15
-    assert np.count_nonzero(manager.windows.behind) == 3  # what token 30 sees, and a page below
-
-
 def test_a_prefix_is_shared_as_far_as_its_window_has_storage():
     manager = windowed(20)
     tokens = list(range(28))
@@ -339,147 +331,6 @@ def test_insufficient_window_storage_is_a_ledger_error():
     manager.check()
 
 
-def test_exact_full_hit_leaves_one_token_to_compute():
-    manager = make()
-    first = begin(manager, [1, 2, 3, 4, 5, 6])
-    pages = held_pages(first)
-    manager.close(first, array([1, 2, 3, 4, 5, 6]))
-    assert manager.usage().cached == 3
-    again = begin(manager, [1, 2, 3, 4, 5, 6], compute=False)
-    assert again.num_shared == 2
-    assert held_pages(again) == pages[:2]
-    longer = begin(manager, [1, 2, 3, 4, 5, 6, 7], compute=False)
-    assert held_pages(longer) == pages
-    manager.check()
-
-
-def test_two_requests_donating_the_same_prefix_keep_one_copy():
-    manager = make()
-    tokens = [1, 2, 3, 4, 5]
-    first, second = begin(manager, tokens), begin(manager, [*tokens, 6, 7])
-    assert manager.usage().held == 3 + 4
-    manager.donate(first, array(tokens))
-    manager.donate(second, array([*tokens, 6, 7]))
-    assert held_pages(second)[:2] == held_pages(first)[:2]
-    assert (first.num_shared, second.num_shared) == (2, 3)
-    assert manager.usage().held == 3 + 2  # the second's two duplicates are free again
-    manager.check()
-    manager.close(first, array(tokens))
-    manager.close(second, None)
-    assert manager.usage() == Usage(free=46, cached=3, held=0, total=49)
-    manager.check()
-
-
-def test_insert_prefers_pages_already_in_the_tree():
-    manager = make()
-    manager.close(begin(manager, [1, 1, 2]), array([1, 1]))
-    first, second = begin(manager, [1, 1, 2, 2, 3]), begin(manager, [1, 1, 2, 2, 3])
-    assert first.num_shared == second.num_shared == 1
-    manager.donate(first, array([1, 1, 2, 2]))
-    manager.donate(second, array([1, 1, 2, 2]))
-    assert held_pages(second)[:2] == held_pages(first)[:2]
-    manager.check()
-
-
-def test_a_stale_request_never_donates():
-    manager = make()
-    tokens = array([1, 2, 3, 4, 5])
-    live = begin(manager, tokens.tolist())
-    manager.commit_epoch(1)
-    assert live.stale
-    manager.donate(live, tokens)
-    assert live.num_shared == 0
-    assert begin(manager, tokens.tolist(), compute=False).num_shared == 0
-    manager.close(live, tokens)
-    assert manager.usage().cached == 0
-    manager.check()
-
-
-def test_a_request_without_pages_moves_to_the_new_epoch():
-    manager = make()
-    waiting = begin(manager, [1, 2, 3], compute=False)
-    manager.commit_epoch(4)
-    assert (waiting.epoch, waiting.stale) == (4, False)
-    manager.extend(waiting, 3)
-    manager.close(waiting, array([1, 2, 3]))
-    assert manager.usage().cached == 1
-
-
-def test_locked_pages_of_an_old_epoch_are_held_and_freed_with_their_last_request():
-    manager = make()
-    tokens = array([1, 2, 3, 4, 5])
-    manager.close(begin(manager, tokens.tolist()), tokens)
-    first, second = begin(manager, tokens.tolist()), begin(manager, tokens.tolist())
-    assert manager.usage() == Usage(free=45, cached=0, held=4, total=49)
-    assert manager.commit_epoch(1) == 0
-    manager.close(first, tokens)
-    assert manager.usage().held == 3
-    manager.check()
-    manager.close(second, None)
-    assert manager.usage() == Usage(free=49, cached=0, held=0, total=49)
-    manager.check()
-
-
-def test_commit_frees_unlocked_pages():
-    manager = make()
-    manager.close(begin(manager, [1, 1, 2, 2, 3, 3]), array([1, 1, 2, 2, 3, 3]))
-    live = begin(manager, [1, 1, 9])
-    assert manager.usage().cached == 2
-    assert manager.commit_epoch(1) == 2
-    assert manager.usage().held == live.num_pages == 2
-    manager.check()
-    for epoch in (1, 0):
-        with pytest.raises(ValueError, match="does not follow"):
-            manager.commit_epoch(epoch)
-
-
-def test_eviction_takes_the_least_recent_and_never_a_locked_page():
-    manager = make(num_pages=9)
-    for start in (10, 20, 30):
-        manager.close(begin(manager, [start, start, start, start]), array([start] * 4))
-    locked = begin(manager, [10, 10, 10, 10, 10], compute=False)  # the oldest, in use again
-    assert manager.usage() == Usage(free=2, cached=4, held=2, total=8)
-    other = begin(manager, [1] * 8)  # two free pages, then two evicted ones
-    assert not set(held_pages(other)) & set(held_pages(locked))
-    assert begin(manager, [20] * 5, compute=False).num_shared == 0
-    assert begin(manager, [30] * 5, compute=False).num_shared == 2
-    assert not manager.extend(other, 10)  # everything left is locked
-    assert other.num_pages == 4
-    manager.check()
-
-
-def test_a_leaf_is_evicted_from_its_end_only_as_far_as_needed():
-    manager = make(num_pages=9)
-    manager.close(begin(manager, [5] * 16), array([5] * 16))
-    begin(manager, [1, 1, 1])
-    assert manager.usage() == Usage(free=0, cached=6, held=2, total=8)
-    assert begin(manager, [5] * 16, compute=False).num_shared == 6
-
-
-def test_preemption_returns_everything_but_the_cached_prefix():
-    manager = make()
-    manager.close(begin(manager, [1, 1, 2, 2]), array([1, 1, 2, 2]))
-    kv = begin(manager, [1, 1, 2, 2, 3, 3, 4])
-    manager.close(kv, None)
-    assert manager.usage() == Usage(free=47, cached=2, held=0, total=49)
-
-
-def test_salts_do_not_share():
-    manager = make()
-    manager.close(begin(manager, [1, 2, 3, 4], salt="a"), array([1, 2, 3, 4]))
-    assert begin(manager, [1, 2, 3, 4, 5], salt="b", compute=False).num_shared == 0
-    assert begin(manager, [1, 2, 3, 4, 5], salt="a", compute=False).num_shared == 2
-
-
-def test_without_prefix_cache_nothing_is_stored():
-    manager = make(prefix_cache=False)
-    kv = begin(manager, [1, 2, 3, 4])
-    manager.donate(kv, array([1, 2, 3, 4]))
-    assert kv.num_shared == 0
-    manager.close(kv, array([1, 2, 3, 4]))
-    assert manager.usage() == Usage(free=49, cached=0, held=0, total=49)
-
-
 def test_misuse_is_refused_and_changes_nothing():
     manager = make()
     kv = begin(manager, [1, 2, 3])
@@ -498,6 +349,10 @@ def test_misuse_is_refused_and_changes_nothing():
     for call in (lambda: manager.close(kv, None), lambda: manager.donate(kv, array([1, 2]))):
         with pytest.raises(LedgerError, match="closed"):
             call()
+    manager.commit_epoch(1)
+    for epoch in (1, 0):
+        with pytest.raises(ValueError, match="does not follow"):
+            manager.commit_epoch(epoch)
     manager.close(begin(manager, [1] * 8), array([1] * 8))
     with pytest.raises(LedgerError, match="does not fit a row of 2"):
         manager.open(array([1] * 9), "", np.zeros(2, dtype=np.int32))

@@ -14,7 +14,7 @@ from caesura.io_struct import GenerateReqInput, SamplingParams
 from caesura.scheduler.execution.logit_edits import SpecialSampler
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
 from caesura.scheduler.scheduling.request import Request, make_requests
-from caesura.scheduler.scheduling.sampling import LogprobRecord, sampling_batch
+from caesura.scheduler.scheduling.sampling import sampling_batch
 
 VOCAB, SLOTS = 23, 4
 EOS = (2,)
@@ -192,30 +192,6 @@ def test_rows_without_extras_skip_the_special_sampler():
     batch = sampling_batch(world.table, slots, np.asarray([1, 1]))
     assert batch.special is None
     assert batch.min_p is None
-
-
-def test_prompts_are_computed_again_until_recorded_whole():
-    message = GenerateReqInput(
-        input_ids=list(range(8)), return_logprob=True, logprob_start_len=3, top_logprobs_num=1
-    )
-    record = LogprobRecord(message)
-    assert record.first_uncached == 3
-    assert [record.inputs_within(0, 2), record.inputs_within(2, 5), record.inputs_within(5, 8)] == [
-        (3, 3),
-        (3, 5),
-        (5, 7),
-    ]
-    none = np.empty((2, 0), np.float32)
-    record.put_inputs(3, np.float32([-1, -2]), np.int32([[1], [2]]), np.float32([[-1], [-2]]), none)
-    assert record.first_uncached == 3, "half of it does not count: all are of the same weights"
-    assert "input_logprobs" not in record.result_fields(0)
-    record.put_inputs(5, np.float32([-3, -4]), np.int32([[3], [4]]), np.float32([[-3], [-4]]), none)
-    assert record.first_uncached is None
-    assert record.inputs_within(0, 8) == (0, 0)
-    fields = record.result_fields(0)
-    assert np.frombuffer(fields["input_logprobs"], "<f4")[1:].tolist() == [-1, -2, -3, -4]
-    assert np.frombuffer(fields["input_top_logprobs"].ids, "<i4").tolist() == [1, 2, 3, 4]
-    assert fields["input_token_ids_logprobs"] is None
 
 
 def test_a_row_depends_on_itself_alone():

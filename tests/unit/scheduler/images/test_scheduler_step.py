@@ -137,16 +137,11 @@ def test_noise_is_a_function_of_seed_sample_and_step():
     assert abs(float(many.std()) - 1) < 0.01
 
 
-@pytest.mark.parametrize(
-    "sigmas", [[1.0, 1.0], [0.5, 0.7], [1.1], [0.0], [1.0, float("nan")], [1.0, 1.0 - 1e-9], [1e-60]]
-)
-def test_a_grid_that_does_not_fall_is_refused(sigmas):
-    assert problem_of(sigmas) is not None
-
-
-def test_a_grid_that_falls_is_taken():
-    assert problem_of([1.0, 0.5, 0.001]) is None
-    assert problem_of([1.0]) is None
+def test_only_a_grid_that_falls_is_taken():
+    for sigmas in ([1.0, 0.5, 0.001], [1.0]):
+        assert problem_of(sigmas) is None
+    for sigmas in ([1.0, 1.0], [0.5, 0.7], [1.1], [0.0], [1.0, math.nan], [1.0, 1.0 - 1e-9], [1e-60]):
+        assert problem_of(sigmas) is not None, sigmas
 
 
 pytest.importorskip("diffusers")
@@ -214,7 +209,6 @@ def test_the_limit_is_a_share_of_what_is_free_beside_what_is_still_to_come(devic
     assert (limit.device, limit.host) == expected
 
 
-pytest.importorskip("diffusers")
 TOKENS, WIDTH, CHANNELS = 64, 128, 16
 
 

@@ -14,6 +14,7 @@ from support.forward_batches import (
     attention_shape,
     build_attention,
     forward_batch,
+    layer_by_layer,
     load_model,
 )
 from support.kernels import instruction_sets, threads
@@ -96,15 +97,6 @@ def attention(model, dtype, seed=0):
 def stored(pool):
     layers = [pool.layer(layer) for layer in range(pool.num_layers)]
     return [tensor for layer in layers for tensor in (layer if isinstance(layer, tuple) else (layer,))]
-
-
-def layer_by_layer(model, batch, backend):
-    steps = model.forward_by_layer(batch, backend)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
 
 
 def compute(model, dtype, batch, how):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.checkpoints import edit_config, make_checkpoint
+from support.checkpoints import make_checkpoint
 from support.forward_batches import PagedModel, Sequence, load_model
 from support.properties import examples
+from support.stored_weights import storage
 from torch import Tensor
 from torch.nn import functional
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -22,8 +23,6 @@ from caesura.scheduler.layers.experts import Experts
 from caesura.scheduler.layers.mlp import GatedMLP
 from caesura.scheduler.layers.moe import MoeBlock, RoutedExperts, Router
 from caesura.scheduler.layers.parameters import Placement
-from caesura.scheduler.models.base import CausalLM
-from caesura.scheduler.models.config import config_difference, load_model_config
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
 
@@ -81,13 +80,15 @@ def test_forward_is_the_definition(hidden: int, width: int, dtype: torch.dtype) 
             torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_torch_weighs_many_tokens_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_weighs_many_tokens_in_parts() -> None:
+    tokens, hidden = 40, experts_module.COMBINED_ELEMENTS // (3 * 25)
     generator = torch.Generator().manual_seed(2)
-    y, places = torch.randn(60, 9, generator=generator), torch.randperm(60, generator=generator).view(20, 3)
-    weights = torch.rand(20, 3, generator=generator)
+    y = torch.randn(3 * tokens, hidden, generator=generator)
+    places = torch.randperm(3 * tokens, generator=generator).view(tokens, 3)
+    weights = torch.rand(tokens, 3, generator=generator)
+    parts = [experts_module.combine(y, places[part], weights[part]) for part in (slice(20), slice(20, None))]
     whole = experts_module.combine(y, places, weights)
-    monkeypatch.setattr(experts_module, "COMBINED_ELEMENTS", 100)
-    assert torch.equal(experts_module.combine(y, places, weights), whole)
+    assert torch.equal(whole, torch.cat(parts))
     torch.testing.assert_close(whole, (y[places] * weights.unsqueeze(-1)).sum(1))
 
 
@@ -224,10 +225,6 @@ def test_tensors_are_written_in_place_in_any_pieces(
     assert [p.data.data_ptr() for p in layer.parameters()] == addresses
 
 
-def storage(model: CausalLM) -> dict[str, bytes]:
-    return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in model.named_storage()}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_update_equals_a_cold_load_by_bytes(dtype: torch.dtype, tmp_path: Path) -> None:
     old, new = str(tmp_path / "old"), str(tmp_path / "new")
@@ -245,56 +242,3 @@ def test_an_update_equals_a_cold_load_by_bytes(dtype: torch.dtype, tmp_path: Pat
         assert f"layers.{layer}.mlp.experts.gate_up" in addresses
         assert f"layers.{layer}.mlp.experts.down" in addresses
         assert f"layers.{layer}.mlp.gate.weight" in addresses
-
-
-# The config
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    make_checkpoint(tmp_path, "qwen3-moe", num_hidden_layers=5)
-    return tmp_path
-
-
-def test_fields_of_the_config(folder: Path) -> None:
-    moe_config = load_model_config(folder).moe
-    assert moe_config is not None
-    assert (moe_config.num_experts, moe_config.top_k, moe_config.intermediate_size) == (5, 3, 24)
-    assert moe_config.normalize is True
-    assert moe_config.sparse_layers == (True,) * 5
-    edit_config(folder, decoder_sparse_step=2, mlp_only_layers=[3, 4], norm_topk_prob=False)
-    changed = load_model_config(folder).moe
-    assert changed is not None
-    assert changed.normalize is False
-    assert changed.sparse_layers == (False, True, False, False, False)
-
-
-def test_absent_fields_are_what_transformers_takes_them_for(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    for name in (
-        "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
-        "mlp_only_layers", "norm_topk_prob", "num_key_value_heads",
-    ):  # fmt: skip
-        del config[name]
-    (folder / "config.json").write_text(json.dumps(config))
-    ours = load_model_config(folder)
-    assert ours.moe is not None
-    assert ours.num_kv_heads == 4
-    assert (ours.moe.num_experts, ours.moe.top_k, ours.moe.intermediate_size) == (128, 8, 768)
-    assert (ours.moe.normalize, ours.moe.sparse_layers) == (False, (True,) * 5)
-
-
-@pytest.mark.parametrize(
-    ("change", "difference"),
-    [
-        ({"num_experts_per_tok": 2}, ["moe"]),
-        ({"norm_topk_prob": False}, ["moe"]),
-        ({"mlp_only_layers": [0]}, ["moe"]),
-        ({"moe_intermediate_size": 25}, ["moe"]),
-        ({"output_router_logits": True, "router_aux_loss_coef": 0.5}, []),
-    ],
-)
-def test_a_checkpoint_routed_otherwise_is_another_model(folder, change, difference):
-    before = load_model_config(folder)
-    edit_config(folder, **change)
-    assert config_difference(before, load_model_config(folder)) == difference

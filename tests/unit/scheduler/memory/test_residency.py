@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.forward_batches import PagedModel, Sequence, load_model
 from support.moving_components import CPU, MIB, exhaust
 from support.properties import examples
 
@@ -26,8 +25,6 @@ from caesura.scheduler.memory.residency import (
     StorageComponent,
     allocate,
 )
-from caesura.scheduler.weights.loader import WeightLoader
-from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
 
 BACKENDS = [
     pytest.param(
@@ -80,31 +77,6 @@ def test_memory_that_nobody_wrote_costs_nothing():
     exhaust(manager.release(["kv_cache"]))
     exhaust(manager.resume(["kv_cache"]))
     assert HOST.memory_reserved() - before < 4 * MIB
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_model_and_its_cache_come_back_through_the_views_made_before(tiny_model, backend):
-    manager = ComponentResidencyManager(CPU, make_component=backend)
-    with manager.component("weights"):
-        model = load_model(str(tiny_model), torch.float32)
-    loader = WeightLoader(model)  # its slots are views of the first allocation
-    with manager.component("kv_cache"):
-        paged = PagedModel(model, torch.float32, num_pages=20)
-    assert manager.nbytes("weights") == sum(tensor.nbytes for _, tensor in model.named_storage())
-    assert manager.nbytes("kv_cache") == paged.pool.nbytes
-
-    def logits():
-        sequence = Sequence(list(range(3, 40)))
-        return [*paged.step([], [(sequence, 30)]), *paged.step([sequence]), *paged.step([sequence])]
-
-    before = logits()
-    exhaust(manager.release(MEMORY_TAGS))
-    exhaust(manager.resume(MEMORY_TAGS))
-    assert all(not tensor.any() for _, tensor in model.named_storage())
-    assert not any(storage.any() for layer in range(2) for storage in paged.pool.layer(layer))
-    load_from_disk(loader, open_checkpoint(str(tiny_model)), 4096)
-    model.finalize_weights()
-    assert all(torch.equal(a, b) for a, b in zip(logits(), before, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -199,32 +199,16 @@ def test_the_longest_ipc_path(tmp_path):
     assert "107 bytes" in refusal(f"ipc://{fits}x").message
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "tcp://0.0.0.0:0",
-        "tcp://*:0",
-        "tcp://[::]:0",
-        "tcp://10.0.0.1:0",
-        "tcp://example.com:0",
-        "tcp://127.0.0.1",
-        "tcp://127.0.0.1:",
-        "tcp://127.0.0.1:*",
-        "tcp://127.0.0.1:65536",
-        "tcp://127.0.0.1:99999",
-        "tcp://127.0.0.1:-1",
-        "tcp://:5555",
-        "ipc://relative.sock",
-        "ipc://@abstract",
-        "ipc://*",
-        "ipc:///nonexistent/directory/s.sock",
-        "ipc:///",
-        "inproc://x",
-        "udp://127.0.0.1:5",
-        "http://127.0.0.1:80",
-        "",
-    ],
-)
+IMPOSSIBLE = """
+    tcp://0.0.0.0:0 tcp://*:0 tcp://[::]:0 tcp://10.0.0.1:0 tcp://example.com:0 tcp://127.0.0.1
+    tcp://127.0.0.1: tcp://127.0.0.1:* tcp://127.0.0.1:65536 tcp://127.0.0.1:99999 tcp://127.0.0.1:-1
+    tcp://:5555
+    ipc://relative.sock ipc://@abstract ipc://* ipc:///nonexistent/directory/s.sock ipc:/// inproc://x
+    udp://127.0.0.1:5 http://127.0.0.1:80
+"""
+
+
+@pytest.mark.parametrize("address", ["", *IMPOSSIBLE.split()])
 def test_an_impossible_address_is_refused_by_name(address):
     error = refusal(address)
     assert (error.code, error.detail["field"]) == (ErrorCode.INVALID_REQUEST, "endpoint")

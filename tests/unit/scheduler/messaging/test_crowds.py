@@ -81,16 +81,7 @@ def connection(endpoint: str) -> socket.socket:
 def test_more_connects_than_descriptors_neither_end_nor_occupy_the_engine(child):
     with RawClient(child.endpoint) as old, contextlib.ExitStack() as crowd:
         cpu_seconds(old)
-        failures = number = 0
-        while failures < 8 and child.poll() is None:  # one or two may only mean that the child is behind
-            number += 1
-            if number % 32 == 0:  # quicker than the engine can look, a crowd wins (docs/howto/security.md)
-                time.sleep(0.02)
-            try:
-                crowd.enter_context(connection(child.endpoint))
-                failures = 0
-            except OSError:
-                failures += 1
+        fill(child, crowd, pause_s=0.02)
         eventually(lambda: descriptors(child) > LIMIT // 4)
         before, began = cpu_seconds(old), time.monotonic()
         while time.monotonic() < began + 1.5:
@@ -133,9 +124,12 @@ def test_a_burst_that_nobody_looks_at_leaves_descriptors(endpoint):
         assert child.returncode == 0, errors
 
 
-def fill(child, crowd) -> None:
-    failures = 0
-    while failures < 8 and child.poll() is None:
+def fill(child, crowd, pause_s: float = 0.0) -> None:
+    failures = number = 0
+    while failures < 8 and child.poll() is None:  # one or two may only mean that the child is behind
+        number += 1
+        if number % 32 == 0:  # quicker than the engine can look, a crowd wins (docs/howto/security.md)
+            time.sleep(pause_s)
         try:
             crowd.enter_context(connection(child.endpoint))
             failures = 0

@@ -3,7 +3,9 @@
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,23 +15,25 @@ from safetensors.torch import load_file
 from support.architectures import ARCHITECTURES, REFUSED, tiny_config, tiny_model
 from support.checkpoints import edit_config, make_checkpoint
 from support.foreign_comparison import compare, prompt
-from support.forward_batches import PagedModel, Sequence, load_model
+from support.forward_batches import PagedModel, Sequence, layer_by_layer, load_model
+from support.stored_weights import storage
 from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral import modeling_mistral
 
 from caesura.io_struct import CaesuraError, ErrorCode
 from caesura.scheduler.execution.kernel_report import why_torch
-from caesura.scheduler.kernels import TORCH, best
+from caesura.scheduler.kernels import TORCH, best, elementwise_for, native
 from caesura.scheduler.layers.linear import Linear
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import config_difference, load_model_config
 from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.models.transformers_backend.fusion import proven_norms
 from caesura.scheduler.models.transformers_backend.products import SharedProduct
 from caesura.scheduler.runtime.config import EngineConfig
-from caesura.scheduler.weights.loader import WeightLoader
-from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
 
 TOLERANCE = 1e-4
 ORDINARY = (
@@ -46,10 +50,6 @@ WAYS = {
     "prefill", "chunked prefill", "prefix hit", "decode", "mixed", "in_place update", "retract and update",
 }  # fmt: skip
 CPU = torch.device("cpu")
-
-
-def storage(model: CausalLM) -> dict[str, bytes]:
-    return {name: t.reshape(-1).view(torch.uint8).numpy().tobytes() for name, t in model.named_storage()}
 
 
 def save(folder: Path, architecture: str, seed: int = 1, **changes: Any) -> transformers.PreTrainedModel:
@@ -79,10 +79,12 @@ def test_logits_and_updates(architecture: str, tmp_path: Path) -> None:
         assert compared.old(torch.tensor([prompt(20)])).logits.std() > 0.2, "the tolerance would mean nothing"
     assert storage(compared.model) == storage(load(tmp_path / "new"))
     names = load_file(tmp_path / "new" / "model.safetensors").keys()
-    slots = (
-        compared.model.weight_slots().keys()
-    )  # which come first: GPT-2 says that it ignores "attn.bias", of any name
+    slots = compared.model.weight_slots().keys()  # first: GPT-2 says that it ignores "attn.bias" of any name
     assert slots == {name for name in names if name in slots or not compared.model.is_skipped(name)}
+
+
+def named(architecture: str, **fields: Any) -> dict[str, Any]:
+    return {"architectures": [architecture], **fields}
 
 
 @pytest.mark.parametrize(
@@ -108,20 +110,14 @@ def test_refused_by_name(architecture: str, reason: str, tmp_path: Path) -> None
     assert architecture in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        (
-            {"architectures": ["MyForCausalLM"], "auto_map": {"AutoModelForCausalLM": "my.My"}},
-            "code of the checkpoint",
-        ),
-        ({"architectures": ["MyForCausalLM"]}, "no causal language model"),
-        ({"architectures": ["T5ForConditionalGeneration"]}, "no causal language model"),
-        ({"architectures": ["LlamaModel"]}, "no causal language model"),
-        ({"architectures": None}, "no causal language model"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason"), [
+    (named("MyForCausalLM", auto_map={"AutoModelForCausalLM": "my.My"}), "code of the checkpoint"),
+    (named("MyForCausalLM"), "no causal language model"),
+    (named("T5ForConditionalGeneration"), "no causal language model"),
+    (named("LlamaModel"), "no causal language model"),
+    ({"architectures": None}, "no causal language model"),
+    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+])  # fmt: skip
 def test_refused_configs(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
     save(tmp_path, "LlamaForCausalLM")
     edit_config(tmp_path, **changes)
@@ -130,20 +126,16 @@ def test_refused_configs(changes: dict[str, Any], reason: str, tmp_path: Path) -
     assert caught.value.code == ErrorCode.UNSUPPORTED_MODEL
 
 
-def test_values_that_the_config_class_does_not_take(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "value"), [
+    ("hidden_size", "wide"), ("num_hidden_layers", 0), ("rope_parameters", [1]), ("dtype", "int8"),
+    ("dtype", {"text_config": "bfloat16"}),
+])  # fmt: skip
+def test_values_that_the_config_class_does_not_take(name: str, value: Any, tmp_path: Path) -> None:
     save(tmp_path, "LlamaForCausalLM")
-    for name, value in (
-        ("hidden_size", "wide"),
-        ("num_hidden_layers", 0),
-        ("rope_parameters", [1]),
-        ("dtype", "int8"),
-        ("dtype", {"text_config": "bfloat16"}),
-    ):
-        edit_config(tmp_path, **{name: value})
-        with pytest.raises(CaesuraError) as caught:
-            load_model_config(tmp_path, "transformers")
-        assert caught.value.code == ErrorCode.CHECKPOINT_ERROR
-        save(tmp_path, "LlamaForCausalLM")
+    edit_config(tmp_path, **{name: value})
+    with pytest.raises(CaesuraError) as caught:
+        load_model_config(tmp_path, "transformers")
+    assert caught.value.code == ErrorCode.CHECKPOINT_ERROR
 
 
 def test_an_epsilon_that_the_config_class_has_as_null(tmp_path: Path) -> None:
@@ -152,35 +144,15 @@ def test_an_epsilon_that_the_config_class_has_as_null(tmp_path: Path) -> None:
     assert load_model_config(tmp_path, "transformers").rms_norm_eps > 0
 
 
-def leaking(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = modeling_llama.LlamaMLP.forward
-    monkeypatch.setattr(
-        modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x + 0.1 * x.roll(1, dims=1))
-    )
-
-
-def test_the_check_at_load_finds_what_looks_across_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_at_load_finds_what_looks_across_tokens(tmp_path: Path) -> None:
     save(tmp_path, "LlamaForCausalLM")
     model = load(tmp_path)
     model.check()
-    leaking(monkeypatch)
+    mlp = model.decoder.layers[0].mlp
+    mlp.register_forward_pre_hook(lambda _, given: (given[0] + 0.1 * given[0].roll(1, dims=1),))
     with pytest.raises(CaesuraError, match="looks across tokens") as caught:
         model.check()
     assert caught.value.code == ErrorCode.UNSUPPORTED_MODEL
-
-
-def test_the_check_at_load_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    reference = save(tmp_path, "Gemma2ForCausalLM")
-    model = load(tmp_path)
-    before = storage(model)
-    model.check()
-    assert storage(model) == before
-    tokens = prompt(20)
-    (got,) = PagedModel(model, torch.float32).step([], [(Sequence(tokens), 20)])
-    with torch.inference_mode():
-        assert (got - reference(torch.tensor([tokens])).logits[0]).abs().max() <= TOLERANCE
 
 
 def test_a_window_that_attention_is_not_told_of_is_refused(
@@ -219,17 +191,9 @@ def test_parts_of_a_product_never_depend_on_who_came_before() -> None:
     for slot in linear.slots():
         slot.write(weights[slot.name], 0)
     shared, x, y = SharedProduct(linear, [3, 5]), torch.randn(1, 4, 8), torch.randn(1, 2, 8)
-    a, b = (nn.functional.linear, weights["a.weight"]), (nn.functional.linear, weights["b.weight"])
-    for number, tensor, (compute, weight) in (
-        (0, x, a),
-        (1, y, b),
-        (1, x, b),
-        (1, x, b),
-        (0, x, a),
-        (0, y, a),
-        (1, y, b),
-    ):
-        torch.testing.assert_close(shared.part(number, tensor), compute(tensor, weight))
+    for number, tensor in ((0, x), (1, y), (1, x), (1, x), (0, x), (0, y), (1, y)):
+        weight = weights[("a.weight", "b.weight")[number]]
+        torch.testing.assert_close(shared.part(number, tensor), nn.functional.linear(tensor, weight))
 
 
 def test_tensors_have_the_dtypes_that_transformers_gives_them(tmp_path: Path) -> None:
@@ -283,42 +247,22 @@ def test_routing_is_recorded_as_the_router_chose(architecture: str, tmp_path: Pa
     assert torch.equal(model.routing.rows(30).long().sort(-1).values, expected.sort(-1).values)
 
 
-def by_layer_of(model: Any, seen: list[Any], note: Any) -> Any:
-    def forward(batch: Any, backend: Any) -> Tensor:
-        steps = model.forward_by_layer(batch, backend)
-        while True:
-            try:
-                seen.append((next(steps), note()))
-            except StopIteration as end:
-                return end.value
-
-    return forward
-
-
 @pytest.mark.parametrize("compiled", [False, True])
-def test_layer_by_layer(compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_by_layer(compiled: bool, tmp_path: Path) -> None:
     if compiled and best("attention", CPU, torch.float32) == TORCH:
         pytest.skip("no compiled kernels")
     save(tmp_path, "Gemma3ForCausalLM")
-    computed: list[str] = []
-    forward = Linear.forward
-
-    def noting(self: Linear, *args: Any, **options: Any) -> Tensor:
-        computed.append(next(self.parameters()).name)
-        return forward(self, *args, **options)
-
-    monkeypatch.setattr(Linear, "forward", noting)
-    model = load(tmp_path)
-    paged, sequence = PagedModel(model, torch.float32, compiled=compiled), Sequence(prompt(20))
-    seen: list[tuple[int, set[str]]] = []
-    whole = model.forward
-    model.forward = by_layer_of(model, seen, lambda: {name.partition("self_attn")[0] for name in computed})
-    (got,) = paged.step([], [(sequence, 20)])
-    done = {f"layers.0.{name}.weight" for name in ("mlp.gate_proj+up_proj", "mlp.down_proj")} | {"layers.0."}
-    assert seen == [(0, set()), (1, done)]
-    model.forward = whole
+    model, tokens, seen = load(tmp_path), prompt(20), []
+    whole = PagedModel(model, torch.float32, compiled=compiled).step([], [(Sequence(tokens), 20)])
     paged = PagedModel(model, torch.float32, compiled=compiled)
-    assert torch.equal(got, paged.step([], [(Sequence(sequence.tokens), 20)])[0])
+
+    def note(layer: int) -> None:
+        stored = [bool(paged.pool.layer(each)[0].isfinite().any()) for each in range(2)]
+        seen.append((layer, stored))
+
+    model.forward = partial(layer_by_layer, model, due=note)
+    assert torch.equal(*whole, *paged.step([], [(Sequence(tokens), 20)]))
+    assert seen == [(0, [False, False]), (1, [True, False])]
 
 
 def test_choice_of_the_model_backend(tmp_path: Path) -> None:
@@ -334,18 +278,6 @@ def test_choice_of_the_model_backend(tmp_path: Path) -> None:
         CaesuraError, match=r"attn_logit_softcapping.*; Qwen3ForCausalLM cannot be served through"
     ):
         load_model_config(tmp_path / "qwen3", "auto")
-
-
-def test_native_models_agree_with_theirs(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3", tied=True)
-    tokens = prompt(40)
-    results = [
-        PagedModel(load_model(str(tmp_path), torch.float32, backend=backend), torch.float32).step(
-            [], [(Sequence(tokens), 40)]
-        )[0]
-        for backend in ("native", "transformers")
-    ]
-    assert (results[0] - results[1]).abs().max() <= TOLERANCE
 
 
 def test_without_transformers_the_error_says_what_to_install(
@@ -378,21 +310,8 @@ def test_deterministic_is_refused(tmp_path: Path) -> None:
         EngineConfig(model_path="x", deterministic=True, model_backend="transformers")
     save(tmp_path, "GemmaForCausalLM")
     model = load(tmp_path)
-    loaded = type(
-        "Loaded", (), {"config": model.config, "model": model, "device": CPU, "dtype": torch.float32}
-    )
+    loaded = SimpleNamespace(config=model.config, model=model, device=CPU, dtype=torch.float32)
     assert "transformers" in str(why_torch(loaded))
-
-
-def test_an_update_in_pieces_that_ends_early_leaves_tensors_due(tmp_path: Path) -> None:
-    save(tmp_path / "one", "MixtralForCausalLM")
-    save(tmp_path / "two", "MixtralForCausalLM", seed=2)
-    model = load(tmp_path / "one")
-    loader = WeightLoader(model)
-    load_from_disk(loader, open_checkpoint(tmp_path / "two"), 64)
-    assert loader.is_whole
-    assert loader.missing(loader.written) == []
-    assert storage(model) == storage(load(tmp_path / "two"))
 
 
 def test_native_models_import_nothing_of_transformers(tmp_path: Path) -> None:
@@ -416,3 +335,184 @@ def test_the_page_names_what_is_compared() -> None:
     )
     assert {name for name, _ in rows} == ARCHITECTURES.keys(), "run: python docs/generate_models.py"
     assert max(float(gap) for _, gap in rows) <= TOLERANCE
+
+
+# Traced decoders: which kernels take the place of calls, and what stays with the modules
+
+
+compiled_only = pytest.mark.skipif(
+    best("elementwise", CPU, torch.float32) == TORCH, reason="no compiled kernels"
+)
+
+
+def make(folder: Path, architecture: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
+    tiny_model(architecture, 1, **changes).to(dtype).save_pretrained(folder)
+    return load_model(str(folder), dtype, backend="transformers")
+
+
+def kinds(model: Any) -> list[str]:
+    return [call.kind for call in model.traced.fused.trace.calls if call.kind]
+
+
+def test_a_decoder_whose_calls_depend_on_the_tokens_is_computed_by_its_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(
+        modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x * 1 if x.shape[1] > 8 else x)
+    )
+    reference = save(tmp_path, "LlamaForCausalLM")
+    model = load(tmp_path)
+    assert model.traced is None
+    assert not model.in_one_call
+    model.check()
+    started: list[int] = []
+    for number, layer in enumerate(model.decoder.layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: started.append(number))
+    tokens, results, due = prompt(20), [], []
+    for run in (model.forward, partial(layer_by_layer, model, due=lambda layer: due.append([*started]))):
+        model.forward = run
+        started.clear()
+        results += PagedModel(model, torch.float32).step([], [(Sequence(tokens), 20)])
+    assert due == [[], [0]]
+    assert torch.equal(*results)
+    with torch.inference_mode():
+        assert (results[0] - reference(torch.tensor([tokens])).logits[0]).abs().max() <= 1e-4
+
+
+# Norms
+
+
+class Centred(LlamaRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class OtherEps(LlamaRMSNorm):
+    """A norm whose attribute is not what it adds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, 4 * self.variance_epsilon)
+
+
+class Scaled(LlamaRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.03 * super().forward(x)
+
+
+@compiled_only
+@pytest.mark.parametrize("dtype", native.FLOATS)
+def test_norms_are_kernels_where_they_compute_the_same(dtype: torch.dtype) -> None:
+    kernels = elementwise_for(CPU, dtype)
+    assert kernels is not None
+    plain, gemma = LlamaRMSNorm(40, eps=1e-6), GemmaRMSNorm(40, eps=1e-6)
+    others = [kind(40, eps=1e-6) for kind in (Centred, OtherEps, Scaled)] + [nn.LayerNorm(40, bias=False)]
+    decoder = nn.ModuleList([plain, gemma, *others]).to(dtype).requires_grad_(False)
+    found = proven_norms(decoder, dtype, CPU, kernels)
+    assert {module: norm.from_one for module, norm in found.items()} == {plain: False, gemma: True}
+    assert found[plain].weight is plain.weight
+    assert proven_norms(decoder, torch.float32, CPU, kernels) == {} or dtype == torch.float32
+
+
+# Kernels in the place of calls
+
+
+@compiled_only
+@pytest.mark.parametrize(
+    ("activation", "bend"),
+    [("silu", "silu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("gelu", None), ("relu", None)],
+)
+@pytest.mark.parametrize("dtype", native.FLOATS)
+def test_gates_are_kernels_where_they_compute_the_same(
+    dtype: torch.dtype, activation: str, bend: str | None, tmp_path: Path
+) -> None:
+    model = make(tmp_path, "LlamaForCausalLM", dtype, hidden_act=activation)
+    found = [call.detail for call in model.traced.plain.trace.calls if call.kind == "gate"]
+    assert found == ([bend] * 2 if bend else [])
+    assert model.in_one_call == (bend is not None)
+
+
+@compiled_only
+@pytest.mark.parametrize(
+    ("architecture", "attention", "whole"),
+    [
+        ("Qwen3ForCausalLM", "fused", True),
+        ("Gemma2ForCausalLM", "fused", True),
+        ("Gemma3ForCausalLM", "fused", True),  # two rotations
+        ("Phi3ForCausalLM", "fused", True),  # checkpoints with one product
+        ("GptOssForCausalLM", "fused", False),
+        ("GraniteForCausalLM", "fused", False),  # what a block adds is scaled
+    ],
+)
+def test_operations_computed_by_kernels(
+    architecture: str, attention: str, whole: bool, tmp_path: Path
+) -> None:
+    model = make(tmp_path, architecture)
+    assert kinds(model).count(attention) == 2
+    assert model.in_one_call == whole
+
+
+@compiled_only
+@pytest.mark.parametrize("architecture", ["GlmForCausalLM", "Olmo2ForCausalLM", "GPTNeoXForCausalLM"])
+def test_other_rotations_stay(architecture: str, tmp_path: Path) -> None:
+    model = make(tmp_path, architecture)
+    assert model.traced is not None
+    assert model.traced.fused is None
+
+
+@compiled_only
+def test_a_scale_behind_the_rotation_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rotate = modeling_llama.apply_rotary_pos_emb
+
+    def scaled(q: Tensor, k: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        q, k = rotate(q, k, *args, **options)
+        return q * 1.1, k
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", scaled)
+    assert make(tmp_path, "LlamaForCausalLM").traced.fused is None
+
+
+@compiled_only
+@pytest.mark.parametrize("dtype", native.FLOATS)
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma2ForCausalLM"])
+def test_all_layers_in_one_call_have_the_bits_of_each_by_itself(
+    architecture: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = make(tmp_path, architecture, dtype)
+    assert model.in_one_call
+    results = []
+    for way in (model.forward, partial(layer_by_layer, model)):
+        model.forward = way
+        paged = PagedModel(model, dtype, compiled=True)
+        sequences = [Sequence(prompt(n + 1, seed)) for seed, n in enumerate((3, 15, 40))]
+        results.append(paged.step([], [(each, len(each.tokens) - 1) for each in sequences]))
+        results[-1] += paged.step(sequences)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@compiled_only
+def test_a_token_has_the_same_bits_whatever_shares_its_step(tmp_path: Path) -> None:
+    model = make(tmp_path, "Qwen3ForCausalLM")
+    tokens = prompt(50)
+    alone = PagedModel(model, torch.bfloat16, compiled=True).step([], [(Sequence(tokens), 50)])[0]
+    paged = PagedModel(model, torch.bfloat16, compiled=True)
+    sequence = Sequence(tokens)
+    parts = [paged.step([], [(sequence, chunk), (Sequence(prompt(9, chunk)), 9)])[0] for chunk in (13, 1, 36)]
+    assert torch.equal(torch.cat(parts), alone)
+
+
+# Heads
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma2ForCausalLM", "CohereForCausalLM"])
+def test_logits_are_made_where_they_are_wanted(architecture: str, tmp_path: Path) -> None:
+    model = make(tmp_path, architecture, torch.float32)
+    hidden = torch.randn(5, model.config.hidden_size)
+    out = torch.empty(5, model.config.vocab_size)
+    with torch.inference_mode():
+        made = model.traced_head(hidden, out, 5)
+        assert made.data_ptr() == out.data_ptr()
+        model.traced_head = None
+        expected = model.logits(hidden)
+    assert torch.equal(made, expected)
+    assert made.shape == expected.shape

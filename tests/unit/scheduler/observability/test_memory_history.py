@@ -65,22 +65,6 @@ def all_events(history, page=7):
     return events
 
 
-def test_an_event_says_what_was_noted(memory, clock):
-    history = MemoryHistory(memory, lambda: (12, 3))
-    history.note("flush", "160 tokens", returned=-5)
-    ((event,), more) = history.events(0, 10)
-    assert not more
-    assert (event.seq, event.cause, event.detail, event.step, event.weights_epoch) == (
-        1,
-        "flush",
-        "160 tokens",
-        12,
-        3,
-    )
-    assert (event.reserved, event.allocated, event.by_tag.other) == (100 * MIB, 50 * MIB, 100 * MIB)
-    assert (event.returned, event.residual, event.until) == (-5, None, event.at)
-
-
 @settings(max_examples=examples(60))
 @given(
     capacity=st.integers(1, 9),
@@ -111,15 +95,6 @@ def test_the_ring_keeps_the_last_events_and_the_stretches_the_rest(capacity, str
         at += stretch.events
     assert all(a.end <= b.start for a, b in pairwise(older))
     assert history.older(lost) == [], "a client that is past them does not get them again"
-
-
-def test_paging_gives_each_event_once_and_no_more_than_asked_for(memory):
-    history = MemoryHistory(memory, events=50)
-    for number in range(120):
-        history.note("flush", str(number))
-    assert [event.seq for event in all_events(history, page=8)] == list(range(71, 121))
-    assert history.events(119, 8)[0][0].seq == 120
-    assert history.events(120, 8) == ([], False)
 
 
 def test_nothing_grows_however_much_is_noted(memory, clock):
