@@ -77,6 +77,9 @@ class CommandLine:
     weights_root: str | None = _option(None, PATH)
     """Weight updates from disk must be in this folder.  [default: the parent folder of the model, unless that
     is /]"""
+    pause_lease: float | None = _option(None, click.FloatRange(min=0, min_open=True))
+    """A pause by HTTP that names no lease ends after so many seconds without a command by HTTP: its trainer
+    is gone then.  [default: it lasts until a continue]"""
     enable_memory_saver: bool = _option(False)
     """Let clients release the engine's memory (weights, KV cache, CUDA graphs) and resume it, as colocated
     trainers do."""

@@ -33,7 +33,8 @@ class PauseBody(Strict, kw_only=True):
 @command("/pause_generation", acknowledgement("Generation paused successfully."))
 async def pause_generation(front: FrontEnd, body: PauseBody) -> object:
     """Answer when no step is in flight."""
-    return await front.client.pause(body.mode, lease_s=body.lease_s, on_lease_expiry=body.on_lease_expiry)
+    lease_s = front.options.pause_lease if body.lease_s is None else body.lease_s
+    return await front.client.pause(body.mode, lease_s=lease_s, on_lease_expiry=body.on_lease_expiry)
 
 
 class ContinueBody(Strict, kw_only=True):

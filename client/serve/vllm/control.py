@@ -59,7 +59,8 @@ async def pause(request: HTTPRequest, front: Front) -> Response[bytes]:
 
 
 async def _pause(front: FrontEnd, options: PauseOptions) -> None:
-    paused = partial(front.client.pause, lease_s=options.lease_s, on_lease_expiry=options.on_lease_expiry)
+    lease_s = front.options.pause_lease if options.lease_s is None else options.lease_s
+    paused = partial(front.client.pause, lease_s=lease_s, on_lease_expiry=options.on_lease_expiry)
     if options.mode == "keep":
         front.admission.open()
         await paused("retract" if options.clear_cache else "in_place")

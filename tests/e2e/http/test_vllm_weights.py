@@ -342,3 +342,10 @@ def test_metrics_have_vllms_names_as_well(engine):
     assert config.labels["block_size"] == "16"
     assert sum(each.value for each in found["vllm:request_success"]) > 0
     assert found["vllm:e2e_request_latency_seconds"]
+
+
+def test_a_pause_of_a_trainer_that_is_gone_ends(models):
+    with served("--model", str(models[0]), "--tokenizer", "none", "--pause-lease", "1.5") as engine:
+        for path, body in (("/pause", {"mode": "keep"}), ("/pause_generation", {"mode": "in_place"})):
+            engine.ok(path, body)
+            assert len(tokens(engine)) == 12  # a request by HTTP is no sign of life of a trainer

@@ -4,6 +4,7 @@ import json
 import re
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from support.http_server import listening, routes_served
@@ -13,8 +14,6 @@ from caesura.client.serve.vllm.control import PauseOptions
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    import httpx
-
     with listening() as server:
         return httpx.get(server.url + "/openapi.json").raise_for_status().json()
 
