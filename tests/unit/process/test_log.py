@@ -1,5 +1,6 @@
 """Log lines: their format, and a stderr that is bounded and never waited for."""
 
+import contextlib
 import fcntl
 import io
 import json
@@ -75,9 +76,8 @@ def test_a_closed_reader_is_no_error():
     os.close(writer)
 
 
-def test_queued_stderr_replaces_stderr_within_its_block(pipe, monkeypatch):
-    with open(pipe[1], "w", closefd=False) as before:
-        monkeypatch.setattr(sys, "stderr", before)
+def test_queued_stderr_replaces_stderr_within_its_block(pipe):
+    with open(pipe[1], "w", closefd=False) as before, contextlib.redirect_stderr(before):
         print("first ", end="", file=sys.stderr)
         with queued_stderr():
             assert isinstance(sys.stderr, QueuedStream)
@@ -183,20 +183,6 @@ def test_configuring_twice_prints_once_and_leaves_the_root_alone(stream):
     assert logging.getLogger().handlers == root_handlers
 
 
-def test_stderr_is_the_default(stream, capsys):
-    log.configure("INFO")
-    logging.getLogger("caesura.x").info("hello")
-    log.flush()
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.endswith("INFO x: hello\n")
-
-
-def test_unknown_level_is_refused(stream):
-    with pytest.raises(ValueError, match="LOUD"):
-        log.configure("loud", stream=stream)
-
-
 def test_text_from_clients_is_escaped(stream):
     log.configure("INFO", stream=stream)
     hostile = "rid \x1b]0;title\x07\x9b31m\r\u202egnp.exe \ud800 é"
@@ -244,27 +230,28 @@ def test_repeated_warnings_of_a_call_site_are_counted(stream, monkeypatch):
 
 
 @pytest.fixture
-def parent(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return tmp_path
+def parent(tmp_path, request, monkeypatch):
+    """The folder for temporary ones; a test may name one below it, in bytes."""
+    path = os.fsencode(tmp_path) + getattr(request, "param", b"")
+    os.makedirs(path, exist_ok=True)
+    monkeypatch.setattr("tempfile.tempdir", os.fsdecode(path))
+    return Path(os.fsdecode(path))
 
 
-def left_by_the_dead(parent: Path, name: str = "caesura-dead", *files: str) -> Path:
+def left_by_the_dead(parent, name="caesura-dead", files=(SOCKET, LOCK)) -> Path:
     path = parent / name
     path.mkdir(mode=0o700)
-    for file in files or (SOCKET, LOCK):
+    for file in files:
         (path / file).touch()
     return path
 
 
-def test_directory_is_private_and_its_socket_path_fits(monkeypatch, tmp_path):
-    deep = tmp_path / ("d" * 90)
-    deep.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(deep))
+@pytest.mark.parametrize("parent", [b"/" + b"d" * 90, b"/\xff"], ids=["too long", "no text"], indirect=True)
+def test_directory_is_private_and_its_socket_path_fits(parent):
     directory = private_directory.make()
     assert directory.stat().st_mode & 0o777 == 0o700
-    assert len(os.fsencode(directory / SOCKET)) <= 107
-    assert not list(deep.iterdir())
+    assert len(str(directory / SOCKET).encode()) <= 107
+    assert not list(parent.iterdir())
     private_directory.remove(directory)
     private_directory.remove(directory)
     assert not directory.exists()
@@ -281,53 +268,30 @@ def test_folders_of_dead_owners_are_removed(parent):
     private_directory.remove(other)
 
 
-def test_a_living_engine_keeps_the_directory_of_a_launcher_that_was_killed(parent):
-    orphan = left_by_the_dead(parent)
-    with open(orphan / LOCK) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        private_directory.remove_stale(str(parent))
-        assert orphan.exists()
-    private_directory.remove_stale(str(parent))
-    assert not orphan.exists()
-
-
 @pytest.mark.parametrize(
     "files",
     [
         (SOCKET, LOCK, STATE_FILE, STATE_LOCK),
         (STATE_FILE, STATE_LOCK, f".{STATE_FILE}.new"),  # its socket was elsewhere
         (SOCKET + ".full", LOCK),  # killed while nobody could connect
+        (),  # its launcher was killed before it came
     ],
 )
 def test_everything_that_an_engine_makes_goes_with_it(parent, files):
-    dead = left_by_the_dead(parent, "caesura-dead", *files)
+    dead = left_by_the_dead(parent, files=files)
     private_directory.remove_stale(str(parent))
     assert not dead.exists()
 
 
-def test_a_living_engine_keeps_its_state_file(parent):
-    orphan = left_by_the_dead(parent, "caesura-state", STATE_FILE, STATE_LOCK)
-    with open(orphan / STATE_LOCK) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+@pytest.mark.parametrize(("files", "lock"), [((SOCKET, LOCK), LOCK), ((STATE_FILE, STATE_LOCK), STATE_LOCK)])
+def test_a_living_engine_keeps_its_directory_when_its_launcher_was_killed(parent, files, lock):
+    orphan = left_by_the_dead(parent, files=files)
+    with open(orphan / lock) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
         private_directory.remove_stale(str(parent))
-        assert (orphan / STATE_FILE).exists()
-
-
-def test_a_path_that_is_no_text_is_avoided(parent, monkeypatch):
-    odd = os.fsdecode(os.fsencode(parent) + b"/\xff")
-    os.mkdir(odd)
-    monkeypatch.setattr("tempfile.tempdir", odd)
-    directory = private_directory.make()
-    str(directory).encode()
-    assert not os.listdir(odd)
-    private_directory.remove(directory)
-
-
-def test_a_launcher_that_was_killed_before_its_engine_came_leaves_nothing(parent):
-    empty = parent / "caesura-empty"
-    empty.mkdir(mode=0o700)
+        assert {path.name for path in orphan.iterdir()} == {*files}
     private_directory.remove_stale(str(parent))
-    assert not empty.exists()
+    assert not orphan.exists()
 
 
 def test_a_fresh_directory_that_is_taken_for_a_dead_ones_is_made_again(parent, monkeypatch):
@@ -357,13 +321,13 @@ def test_a_fresh_directory_that_is_taken_for_a_dead_ones_is_made_again(parent, m
 
 
 def test_only_our_own_kind_is_touched(parent):
-    fresh = left_by_the_dead(parent, "caesura-fresh", SOCKET)  # no engine has been in it
-    rich = left_by_the_dead(parent, "caesura-rich", LOCK, "precious")
+    fresh = left_by_the_dead(parent, "caesura-fresh", (SOCKET,))  # no engine has been in it
+    rich = left_by_the_dead(parent, "caesura-rich", (LOCK, "precious"))
     opened = left_by_the_dead(parent, "caesura-open")
     opened.chmod(0o755)
     foreign = left_by_the_dead(parent, "other-dead")
     # by hand: no lock beside them
-    left_by_the_dead(parent, "caesura-keys", "server.key_secret", "client.key")
+    left_by_the_dead(parent, "caesura-keys", ("server.key_secret", "client.key"))
     another = parent / "caesura-fleet-ab12cd34"  # of something else of ours, before it has put anything in
     another.mkdir(mode=0o700)
     target = left_by_the_dead(parent, "target")
@@ -377,7 +341,7 @@ def test_only_our_own_kind_is_touched(parent):
 
 
 def test_a_lock_file_that_is_a_fifo_holds_nobody(parent):
-    path = left_by_the_dead(parent, "caesura-fifo", SOCKET)
+    path = left_by_the_dead(parent, "caesura-fifo", (SOCKET,))
     os.mkfifo(path / LOCK)
     private_directory.remove_stale(str(parent))
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import fake_flashinfer
+from support.checkpoints import make_checkpoint
 
 from caesura.io_struct import CaesuraError
 from caesura.scheduler.attention import backends, flashinfer, flashinfer_mla, paged_triton
@@ -38,15 +39,13 @@ def untried():
 @pytest.fixture
 def library(monkeypatch):
     made = SimpleNamespace(**vars(fake_flashinfer))
+
+    def import_module(name, package=None):
+        return made if name == "flashinfer" else importlib.import_module(name, package)
+
     for module in (flashinfer, flashinfer_mla):
-        monkeypatch.setattr(module, "why_not", lambda *of: None)
-        monkeypatch.setattr(
-            module,
-            "import_module",
-            lambda name, package=None: (
-                made if name == "flashinfer" else importlib.import_module(name, package)
-            ),
-        )
+        for name, function in (("why_not", lambda *of: None), ("import_module", import_module)):
+            monkeypatch.setattr(module, name, function)
     return made
 
 
@@ -54,11 +53,21 @@ def config(wanted: str = "auto") -> EngineConfig:
     return EngineConfig(model_path="m", device="cpu", attention_backend=wanted)
 
 
-def broken(kind: type, method: str, error: Exception) -> type:
+def raising(method: str, error: Exception):
     def fail(self: object, *of: object, **options: object) -> None:
         raise error
 
-    return type(kind.__name__, (kind,), {method: fail})
+    return lambda kind: type(kind.__name__, (kind,), {method: fail})
+
+
+def filled(value: float):
+    def wrong(kind: type) -> type:
+        def run(self, *of, **named):
+            return kind.run(self, *of, **named).fill_(value)
+
+        return type(kind.__name__, (kind,), {"run": run})
+
+    return wrong
 
 
 @SHAPES
@@ -78,46 +87,38 @@ WRAPPERS = {
 }
 
 
+ERRORS = [NO_COMPILER, CompileError("at 12:3: no such type"), OSError("ninja")]
+
+
 @SHAPES
-@pytest.mark.parametrize("method", ["plan", "run"])
 @pytest.mark.parametrize(
-    "error", [NO_COMPILER, CompileError("at 12:3: no such type"), OSError("ninja")], ids=repr
+    ("spoilt", "said"),
+    [
+        *(
+            (raising(method, error), f"fails: {type(error).__name__}: {str(error).splitlines()[0]}")
+            for method in ("plan", "run")
+            for error in ERRORS
+        ),
+        *((filled(value), "is off by") for value in (0.0, torch.nan)),
+    ],
 )
-def test_a_failing_library_gives_way_and_the_log_has_the_reason(library, caplog, shape, method, error):
+def test_a_library_that_fails_or_is_wrong_gives_way_with_its_reason(library, caplog, shape, spoilt, said):
     for name in WRAPPERS[shape]:
-        setattr(library, name, broken(getattr(library, name), method, error))
+        setattr(library, name, spoilt(getattr(fake_flashinfer, name)))
         with caplog.at_level(logging.WARNING):
             assert choose(config(), shape).by != "flashinfer"
-        expected = f"a step with it fails: {type(error).__name__}: {str(error).splitlines()[0]}"
         (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-        assert expected in record.getMessage()
+        assert f"a step with it {said}" in record.getMessage()
         with pytest.raises(CaesuraError, match="attention_backend = 'flashinfer'") as caught:
             choose(config("flashinfer"), shape)
-        assert expected in str(caught.value)
+        assert f"a step with it {said}" in str(caught.value)
         assert caught.value.detail["field"] == "attention_backend"
         caplog.clear()
         setattr(library, name, getattr(fake_flashinfer, name))
         backends.failure_of.cache_clear()
 
 
-@SHAPES
-@pytest.mark.parametrize("value", [0.0, torch.nan])
-def test_wrong_results_do_not_serve(library, caplog, shape, value):
-    for name in WRAPPERS[shape]:
-        kind = getattr(fake_flashinfer, name)
-
-        def run(self, *of, out=None, kind=kind, **named):
-            return kind.run(self, *of, out=out, **named).fill_(value)
-
-        setattr(library, name, type(name, (kind,), {"run": run}))
-        assert choose(config(), shape).by != "flashinfer"
-        assert "a step with it is off by" in caplog.text
-        caplog.clear()
-        setattr(library, name, kind)
-        backends.failure_of.cache_clear()
-
-
-def test_a_library_is_tried_once(library, monkeypatch):
+def test_a_library_is_tried_once(library):
     fake_flashinfer.CALLS.clear()
     choose(config(), HEADS)
     tried = len(fake_flashinfer.CALLS)
@@ -127,16 +128,6 @@ def test_a_library_is_tried_once(library, monkeypatch):
     assert len(fake_flashinfer.CALLS) == tried > 2
     choose(config(), replace(HEADS, num_heads=8))
     assert len(fake_flashinfer.CALLS) == 2 * tried
-
-
-def test_without_triton_its_backend_gives_way_too(library, monkeypatch, caplog):
-    """Here its import fails, as a kernel that does not compile would."""
-    if importlib.util.find_spec("triton"):
-        pytest.skip("Triton is installed")
-    monkeypatch.setattr(flashinfer, "why_not", lambda *of: "it is not installed")
-    monkeypatch.setattr(paged_triton, "why_not", lambda device: None)
-    assert choose(config(), HEADS).by not in ("flashinfer", "triton")
-    assert "attention is not computed by triton: a step with it fails: ModuleNotFoundError" in caplog.text
 
 
 class Kernel:
@@ -159,24 +150,16 @@ def test_a_triton_kernel_that_does_not_compile_is_not_chosen(library, monkeypatc
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there CUDA works")
 @pytest.mark.parametrize("mla", [False, True])
-def test_status_names_the_cuda_backend_and_why_no_better_one_serves(tiny_model, tmp_path, monkeypatch, mla):
+def test_status_names_the_cuda_backend_and_why_no_better_one_serves(tmp_path, monkeypatch, mla):
     """torch without CUDA fails at the first tensor, as a broken installation would."""
-    from support.checkpoints import make_checkpoint
-
     for module in (flashinfer, paged_triton):
         monkeypatch.setattr(module, "find_spec", lambda name: object())
-    path = tiny_model
     if mla:
-        path = tmp_path / "mla"
-        make_checkpoint(path, "deepseek-v3", kv_lora_rank=128, qk_rope_head_dim=64)
+        make_checkpoint(tmp_path, "deepseek-v3", kv_lora_rank=128, qk_rope_head_dim=64)
         monkeypatch.setattr(flashinfer_mla, "kernels_of", lambda device: ("fa3", "fa2"))
     else:
-        monkeypatch.setattr(
-            flashinfer,
-            "_HEAD_SIZES",
-            (load_model(EngineConfig(model_path=str(path), device="cpu")).config.head_dim,),
-        )
-    wanted = EngineConfig(model_path=str(path), dtype="bfloat16", device="cpu").resolve()
+        make_checkpoint(tmp_path, "qwen3", head_dim=min(flashinfer._HEAD_SIZES))
+    wanted = EngineConfig(model_path=str(tmp_path), dtype="bfloat16", device="cpu").resolve()
     there = replace(load_model(wanted), device=torch.device("cuda"))
     serving = what_serves(wanted, there)
     assert serving.by["attention"] == TORCH

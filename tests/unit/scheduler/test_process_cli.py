@@ -9,14 +9,12 @@ import os
 import pytest
 from click.testing import CliRunner
 from support import engine_template
-from support.waiting import eventually
 
-from caesura.client import SamplingParams, SchedulerClient
 from caesura.io_struct import CaesuraError, ErrorCode
 from caesura.scheduler import __main__ as command_line
 from caesura.scheduler.execution import build
 from caesura.scheduler.runtime.config import EngineConfig
-from caesura.scheduler.runtime.process import _start, refusal, tell
+from caesura.scheduler.runtime.process import _start, refusal
 from caesura.scheduler.runtime.shutdown import Shutdown
 
 
@@ -32,11 +30,11 @@ def invoke(*arguments: str):
     return CliRunner().invoke(command_line.command(), list(arguments))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def logger():
     logger = logging.getLogger("caesura")
     before = logger.level, logger.propagate, list(logger.handlers)
-    yield logger
+    yield
     logger.level, logger.propagate = before[:2]
     logger.handlers[:] = before[2]
 
@@ -138,7 +136,6 @@ def start_error(**fields: object) -> CaesuraError:
     return caught.value
 
 
-@pytest.mark.usefixtures("logger")
 @pytest.mark.parametrize(
     "fields,code,named",
     [
@@ -153,25 +150,26 @@ def test_failed_start_says_why(tiny_model, fields, code, named):
     assert (error.code, error.detail["field"]) == (code, named)
 
 
-@pytest.mark.usefixtures("logger")
 def test_an_oversized_pool_is_refused_with_the_numbers(tiny_model):
     error = start_error(model_path=str(tiny_model), kv_pool_tokens=10**12)
     assert error.code == ErrorCode.OUT_OF_MEMORY
     assert error.detail["needed_bytes"] > error.detail["free_bytes"] > 0
 
 
-@pytest.mark.usefixtures("logger")
-def test_an_unforeseen_failure_at_start_is_told_with_its_traceback(tiny_model, monkeypatch):
-    monkeypatch.setattr(build, "load_model", lambda *_: {}["defect"])
+@pytest.mark.parametrize(
+    ("failure", "code", "told"),
+    [
+        (KeyError("defect"), ErrorCode.INTERNAL, "KeyError: 'defect'"),
+        (MemoryError("17 GB"), ErrorCode.OUT_OF_MEMORY, ""),
+    ],
+)
+def test_an_unforeseen_failure_at_start_is_told(tiny_model, monkeypatch, failure, code, told):
+    monkeypatch.setattr(build, "load_model", lambda *_: (_ for _ in ()).throw(failure))
     error = start_error(model_path=str(tiny_model))
-    assert error.code == ErrorCode.INTERNAL
-    assert "KeyError: 'defect'" in error.detail["traceback"]
-    monkeypatch.setattr(build, "load_model", lambda *_: (x for x in ()).throw(MemoryError("17 GB")))
-    assert start_error(model_path=str(tiny_model)).code == ErrorCode.OUT_OF_MEMORY
+    assert (error.code, told in error.detail.get("traceback", "")) == (code, True)
 
 
-@pytest.mark.usefixtures("logger")
-def test_a_private_directory_goes_with_the_engine(tiny_model, tmp_path, monkeypatch):
+def test_a_private_directory_goes_with_the_engine_and_other_files_stay(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     start_error(model_path=str(tmp_path / "no model"))
     assert list(tmp_path.iterdir()) == []
@@ -181,36 +179,9 @@ def test_a_private_directory_goes_with_the_engine(tiny_model, tmp_path, monkeypa
         (directory,) = tmp_path.iterdir()
         assert directory.stat().st_mode & 0o777 == 0o700
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.usefixtures("logger")
-def test_files_beside_a_given_endpoint_are_kept(tiny_model, tmp_path):
     (tmp_path / "mine").write_text("precious")
     start_error(model_path=str(tmp_path / "no model"), endpoint=f"ipc://{tmp_path}/s.sock")
     assert (tmp_path / "mine").exists()
-
-
-def test_listeners_are_optional():
-    tell(None, {"ready": True})
-
-
-@pytest.mark.usefixtures("logger")
-def test_the_lifeline_and_signals_end_the_loop(tiny_model, tmp_path):
-    reader, writer = os.pipe()
-    with contextlib.ExitStack() as cleanup:
-        config = EngineConfig(
-            model_path=str(tiny_model), kv_pool_tokens=64, endpoint=f"ipc://{tmp_path}/s.sock", num_threads=1
-        )
-        engine = _start(config, Shutdown(lifeline_fd=reader), cleanup)
-        cleanup.callback(engine.router.close)
-        client = SchedulerClient(engine.router.endpoint)
-        cleanup.callback(client.close)
-        handle = client.submit([5, 6, 7], SamplingParams(max_new_tokens=20))
-        eventually(lambda: (engine.scheduler.tick(None), engine.live)[1])  # hello, then the request
-        os.close(writer)
-        engine.scheduler.run()
-        assert handle.result().finish_reason.message == "the engine is shutting down"
-    os.close(reader)
 
 
 @pytest.mark.parametrize(

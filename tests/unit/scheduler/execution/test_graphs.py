@@ -4,7 +4,6 @@ import logging
 import random
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 import torch
 from support import fake_flashinfer
@@ -12,11 +11,10 @@ from support.checkpoints import make_checkpoint
 from support.forward_batches import Row, attention_shape, forward_batch, greedy_sampling, load_model
 from support.recorded_graphs import RecordingDevice, without_compiled_kernels
 
-from caesura.scheduler.attention import flashinfer
 from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
-from caesura.scheduler.execution.forward import ForwardBatch, SpecialRows, StepLimits
+from caesura.scheduler.execution.forward import ForwardBatch, StepLimits
 from caesura.scheduler.execution.graphs import ladder
 from caesura.scheduler.execution.model_runner import ModelRunner
 from caesura.scheduler.execution.sampler import Sampler
@@ -25,8 +23,6 @@ from caesura.scheduler.executor.parallel_runner import ParallelRunner
 from caesura.scheduler.executor.rpc import Answer, Failure
 from caesura.scheduler.memory.host import HOST
 from caesura.scheduler.memory.residency import ComponentResidencyManager, StorageComponent
-from caesura.scheduler.weights.loader import WeightLoader
-from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits.of(max_rows=11, chunk_tokens=260, context_len=120)
@@ -36,7 +32,6 @@ PAGES = 100
 @pytest.fixture(autouse=True)
 def small_and_plain(monkeypatch):
     without_compiled_kernels(monkeypatch)
-    monkeypatch.setattr(flashinfer, "INT_WORKSPACE_BYTES", 64)
 
 
 @pytest.fixture(scope="module")
@@ -192,43 +187,6 @@ def test_decode_steps_are_replayed_and_equal_eager_ones(checkpoints, count):
     run_both(pair, step(all_requests[::2], []), all_requests[::2])
 
 
-def test_an_update_in_place_needs_no_new_capture(checkpoints):
-    pair, all_requests = both(checkpoints[0]), requests(3)
-    run_both(pair, step([], all_requests), all_requests)
-    captures = pair[0].device.captures
-    for each in pair:
-        with each.runner.on_stream():
-            load_from_disk(WeightLoader(each.runner.model), open_checkpoint(checkpoints[1]), 1 << 20)
-            each.runner.model.finalize_weights()
-    for _ in range(3):
-        run_both(pair, step(all_requests, []), all_requests)
-    assert (pair[0].device.captures, pair[0].device.replays) == (captures, 6)
-
-
-def test_dropped_graphs_leave_eager_steps_until_they_are_captured_again(checkpoints):
-    pair, all_requests = both(checkpoints[0]), requests(2)
-    graphs = pair[0].runner.graphs
-    assert graphs.nbytes == 2000 * len(graphs.sizes)
-    assert capture(pair[0]) == 0, "captured once"
-    run_both(pair, step([], all_requests), all_requests)
-    graphs.drop()
-    run_both(pair, step(all_requests, []), all_requests)
-    assert pair[0].device.replays == 0
-    pool, memory = pair[0].pool, pair[0].memory
-    kept = [storage.clone() for layer in range(pool.num_layers) for storage in pool.layer(layer)]
-    for _ in memory.release(["kv_cache"]):
-        pass
-    for _ in memory.resume(["kv_cache"]):
-        pass
-    for layer in range(pool.num_layers):  # elsewhere, with the same contents
-        for storage in pool.layer(layer):
-            storage.copy_(kept.pop(0))
-    assert capture(pair[0]) == len(graphs.sizes)
-    for _ in range(3):
-        run_both(pair, step(all_requests, []), all_requests)
-    assert pair[0].device.replays == 3
-
-
 class Group:
     """Ranks whose connection is memory that captured collectives read, as NCCL's communicator is."""
 
@@ -345,30 +303,6 @@ def watched_head(of: Engine) -> list[int]:
     return launched
 
 
-def test_special_rows_are_sampled_eagerly_from_the_graphs_hidden_states(checkpoints):
-    pair, all_requests = both(checkpoints[0]), requests(3)
-    run_both(pair, sampled(step([], all_requests)), all_requests)
-    launched = watched_head(pair[0])
-    batch = sampled(step(all_requests, []))
-    biased = biased_rows(torch.tensor([1]), token=41, bias=1000.0)
-    run_both(pair, replace(batch, sampling=replace(batch.sampling, special=biased)), all_requests)
-    assert all_requests[1].tokens[-1] == 41
-    assert (pair[0].device.replays, launched) == (1, [3])
-    run_both(pair, sampled(step(all_requests, [])), all_requests)
-    assert pair[0].device.replays == 3
-
-
-def biased_rows(rows: torch.Tensor, *, token: int, bias: float) -> SpecialRows:
-    ids, none = torch.empty(0, dtype=torch.int64), torch.empty(0)
-    return SpecialRows(
-        rows=rows, repetition=none, frequency=none, presence=none, counters=ids, restarted=ids, prompt_at=ids,
-        output_at=ids, bias_ids=torch.full((len(rows), 1), token), bias=torch.full((len(rows), 1), bias),
-        wants=ids,
-        wants_host=np.empty(0, np.int64), top=0, masked=ids > 0, num_masked=0, token_ids=ids.view(0, 0),
-        num_counters=0,
-    )  # fmt: skip
-
-
 def test_the_graph_keeps_its_logits_when_the_workspace_grows(checkpoints):
     pair, all_requests = both(checkpoints[0]), requests(3)
     run_both(pair, sampled(step([], all_requests)), all_requests)
@@ -389,10 +323,7 @@ def test_a_capture_changes_no_slots_last_token(checkpoints):
 
 
 def test_without_a_capturable_head_graphs_compute_hidden_states(checkpoints, caplog):
-    pair, all_requests = (
-        [engine(checkpoints[0], captured=True), engine(checkpoints[0], captured=False)],
-        requests(3),
-    )
+    pair, all_requests = [engine(checkpoints[0], captured=c) for c in (True, False)], requests(3)
     pair[0].device.forbidden = (torch.ops.aten.searchsorted.Tensor,)
     with caplog.at_level(logging.WARNING):
         assert capture(pair[0]) == len(ladder(LIMITS.rows))
@@ -403,27 +334,15 @@ def test_without_a_capturable_head_graphs_compute_hidden_states(checkpoints, cap
     assert pair[0].device.replays == 2
 
 
-def test_uncapturable_steps_run_eagerly_with_a_warning(checkpoints, caplog):
-    pair, all_requests = (
-        [engine(checkpoints[0], captured=True), engine(checkpoints[0], captured=False)],
-        requests(2),
-    )
-    pair[0].device.forbidden = (torch.ops.aten.silu.default,)
-    with caplog.at_level(logging.WARNING):
-        assert capture(pair[0]) == 0
-    assert "not permitted when stream is capturing" in caplog.text
-    pair[0].device.forbidden = ()
-    assert capture(pair[0]) == 0, "it is not tried again"
-    run_both(pair, step([], all_requests), all_requests)
-    run_both(pair, step(all_requests, []), all_requests)
-    assert pair[0].device.replays == 0
+class CompileError(Exception):
+    """Stand-in for Triton's error of the same name, which is no RuntimeError."""
 
 
-def test_a_kernel_compiler_error_leaves_steps_eager(checkpoints, monkeypatch, caplog):
-    class CompileError(Exception):
-        """Stand-in for Triton's error of the same name, which is no RuntimeError."""
+def forbid_an_operation(one: Engine) -> None:
+    one.device.forbidden = (torch.ops.aten.silu.default,)
 
-    one = engine(checkpoints[0], captured=True)
+
+def break_a_kernel(one: Engine) -> None:
     make = one.runner.graphs.backend.for_decode
 
     def failing(rows: int):
@@ -435,14 +354,30 @@ def test_a_kernel_compiler_error_leaves_steps_eager(checkpoints, monkeypatch, ca
         made.forward = forward
         return made
 
-    monkeypatch.setattr(one.runner.graphs.backend, "for_decode", failing)
+    one.runner.graphs.backend.for_decode = failing
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (forbid_an_operation, "not permitted when stream is capturing"),
+        (break_a_kernel, "out of resource: shared memory"),
+    ],
+)
+def test_uncapturable_steps_run_eagerly_with_a_warning(checkpoints, caplog, spoil, reason):
+    pair, all_requests = [engine(checkpoints[0], captured=c) for c in (True, False)], requests(2)
+    spoil(pair[0])
     with caplog.at_level(logging.WARNING):
-        assert capture(one) == 0
-    assert "out of resource: shared memory" in caplog.text
-    assert not one.runner.graphs.are_captured
+        assert capture(pair[0]) == 0
+    assert reason in caplog.text
+    pair[0].device.forbidden = ()
+    assert capture(pair[0]) == 0, "it is not tried again"
+    run_both(pair, step([], all_requests), all_requests)
+    run_both(pair, step(all_requests, []), all_requests)
+    assert pair[0].device.replays == 0
 
 
-def test_a_shortage_of_memory_may_pass(checkpoints, monkeypatch, caplog):
+def test_a_shortage_of_memory_may_pass(checkpoints, caplog):
     one = engine(checkpoints[0], captured=True)
     make, given = one.runner.graphs.backend.for_decode, []
 
@@ -452,12 +387,12 @@ def test_a_shortage_of_memory_may_pass(checkpoints, monkeypatch, caplog):
         given.append(rows)
         return make(rows)
 
-    monkeypatch.setattr(one.runner.graphs.backend, "for_decode", short)
+    one.runner.graphs.backend.for_decode = short
     with caplog.at_level(logging.WARNING):
         assert capture(one) == 2
     assert "no memory for graphs" in caplog.text
     assert not one.runner.graphs.are_captured, "half a ladder serves nobody"
-    monkeypatch.undo()
+    one.runner.graphs.backend.for_decode = make
     assert capture(one) == len(one.runner.graphs.sizes)
 
 

@@ -68,7 +68,7 @@ class Nccl:
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Nccl]]:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(Nccl, "made", [])
+    Nccl.made.clear()
     for name in process_group._NCCL_IN_TORCH:
         monkeypatch.delenv(name, raising=False)
     yield Nccl
@@ -101,10 +101,6 @@ def say_present(store: TCPStore) -> None:
     PrefixStore(NAME, store).set(f"{PRESENT}0", "")
 
 
-def test_a_trainer_of_another_make_is_joined_at_once(store: TCPStore) -> None:
-    assert eventually(group(store).joined)
-
-
 def test_engines_of_our_own_trainer_wait_for_one_another(store: TCPStore) -> None:
     say_present(store)
     first = group(store, 1)
@@ -124,29 +120,20 @@ def test_an_engine_that_does_not_come_fails_the_join_by_its_deadline(store: TCPS
     assert Nccl.made[0].aborted.is_set()
 
 
-def test_broadcasts_have_a_timeout_of_their_own(store: TCPStore) -> None:
-    eventually(group(store, broadcast_timeout_s=77.0).joined)
-    assert Nccl.made[0].timeout == timedelta(seconds=77)
-
-
-def test_nothing_of_torchs_ends_the_process(store: TCPStore) -> None:
-    """Check that a failure raises in the waiting thread and that no watchdog ends the process."""
-    eventually(group(store).joined)
-    found = Nccl.made[0].environment
-    assert found["TORCH_NCCL_BLOCKING_WAIT"] == "1"
-    assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == found["TORCH_NCCL_ENABLE_MONITORING"] == "0"
-
-
-def test_a_group_that_is_left_is_aborted(store: TCPStore) -> None:
-    left = group(store)
+def test_a_group_has_its_own_timeout_ends_no_process_and_is_aborted_when_it_is_left(store: TCPStore) -> None:
+    """Its failures raise in the thread that waits, and no watchdog of torch's ends the process."""
+    left = group(store, broadcast_timeout_s=77.0)
     eventually(left.joined)
+    (made,) = Nccl.made
+    assert made.timeout == timedelta(seconds=77)
+    assert made.environment["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+        assert made.environment[name] == "0"
     left.kill("the group was destroyed")
-    assert Nccl.made[0].aborted.wait()
+    assert made.aborted.wait()
 
 
-def test_a_trainer_that_died_before_its_first_broadcast(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_that_died_before_its_first_broadcast(store, monkeypatch) -> None:
     monkeypatch.setattr(distributed, "GRACE_S", 0.0)
     woken = threading.Event()
     device = LaggingDevice()
@@ -175,15 +162,8 @@ def test_a_trainer_that_died_before_its_first_broadcast(
 @pytest.mark.parametrize("shared_bytes", [0, 10_000])
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("waits", [False, True])
-def test_two_buffers_in_turn_tear_nothing(
-    store: TCPStore,
-    monkeypatch: pytest.MonkeyPatch,
-    sizes: list[int],
-    shared_bytes: int,
-    waits: bool,
-    eager: bool,
-) -> None:
-    monkeypatch.setattr("caesura.scheduler.weights.transports.distributed.SHARED_BYTES", shared_bytes)
+def test_two_buffers_in_turn_tear_nothing(store, monkeypatch, sizes, shared_bytes, waits, eager) -> None:
+    monkeypatch.setattr(distributed, "SHARED_BYTES", shared_bytes)
     device = LaggingDevice(eager_side=eager)
     one = group(store, write_stream=WriteStream(device, device.on_stream))
     eventually(one.joined)
