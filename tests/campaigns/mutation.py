@@ -62,7 +62,7 @@ def _tests(names: str, folder: str = "loop") -> tuple[str, ...]:
 
 
 _LIFECYCLE = (
-    _tests("lifecycle_figures leases sessions empty_cache"),
+    _tests("lifecycle_figures sessions empty_cache"),
     _tests("scripted_loop restarts lifecycle_table"),
 )
 _MEMORY = "unit/scheduler/memory"
@@ -70,19 +70,19 @@ MODULES = {
     "scheduler/control/engine_state.py": _LIFECYCLE,
     "scheduler/control/pause.py": _LIFECYCLE,
     "scheduler/control/weight_updates.py": (
-        _tests("update_figures sessions restarts leases"),
-        _tests("scripted_loop failures_of_commands emptying_places lifecycle_table"),
+        _tests("updates sessions restarts"),
+        _tests("scripted_loop guard empty_cache lifecycle_table"),
     ),
     "scheduler/memory/device_memory.py": (
         _tests("device_memory", _MEMORY),
-        _tests("empty_cache emptying_places"),
+        _tests("empty_cache"),
     ),
     "scheduler/memory/residency.py": (
         _tests("residency", _MEMORY),
         _tests("occupation"),
     ),
     "scheduler/scheduling/outputs.py": (
-        _tests("result_figures accidents scripted_loop"),
+        _tests("result_figures scripted_loop"),
         _tests("failures input_logprobs routing guard"),
     ),
     "scheduler/cache/manager.py": (

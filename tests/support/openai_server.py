@@ -22,6 +22,7 @@ TEMPLATE = (
     "{% if mood %}[{{ mood }}]{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 CONTEXT = 512
+ENGINE = {"dtype": "float32", "device": "cpu", "num_threads": 1, "kv_pool_tokens": 8192}
 VOCABULARY = 360
 """Fewer than the tokenizer's: its last ids are never sampled."""
 
@@ -41,28 +42,14 @@ class Served:
 def serve_openai(path: Path) -> Iterator[Served]:
     """Serve a model in ``path``: its engine, and the server in front."""
     make_byte_level(path, vocab_size=VOCABULARY, chat_template=TEMPLATE)
-    make_checkpoint(
-        path,
-        "qwen3-moe",
-        vocab_size=VOCABULARY,
-        bos_token_id=0,
-        eos_token_id=1,
-        max_position_embeddings=CONTEXT,
-        seed=5,
-    )
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
+    make_checkpoint(path, "qwen3-moe", bos_token_id=0, eos_token_id=1, seed=5, **sizes)
     options = {"api_key": "secret", "served_model_name": NAME, "model_path": str(path), "max_batch": 16}
+    options["context_length"] = CONTEXT
     tokenizer = TextTokenizer.from_folder(path)
     with (
-        launch_scheduler(
-            path, dtype="float32", device="cpu", num_threads=1, kv_pool_tokens=8192, log_level="WARNING"
-        ) as engine,
-        listening(
-            endpoint=engine.endpoint,
-            connect_timeout=None,
-            tokenizer=tokenizer,
-            context_length=CONTEXT,
-            **options,
-        ) as door,
+        launch_scheduler(path, log_level="WARNING", **ENGINE) as engine,
+        listening(endpoint=engine.endpoint, connect_timeout=None, tokenizer=tokenizer, **options) as door,
         openai.OpenAI(base_url=f"{door.url}/v1", api_key="secret", max_retries=0) as client,
     ):
         yield Served(door.url, path, engine, tokenizer, client)

@@ -54,15 +54,9 @@ class PlainTrainer:
         address = f"tcp://127.0.0.1:{self.port}"
         store, rank, size = next(iter(dist.rendezvous(address, 0, self.world_size, timeout=self.timeout)))
         store.set_timeout(self.timeout)
-        self.group, _ = c10d._new_process_group_helper(
-            size,
-            rank,
-            [],
-            "gloo",
-            dist.PrefixStore(self.name, store),
-            group_name=self.name,
-            timeout=self.timeout,
-        )
+        named = {"group_name": self.name, "timeout": self.timeout}
+        prefixed = dist.PrefixStore(self.name, store)
+        self.group, _ = c10d._new_process_group_helper(size, rank, [], "gloo", prefixed, **named)
         c10d._world.pg_group_ranks[self.group] = {number: number for number in range(size)}
 
     def beside(self, work: Callable[[], None]) -> None:

@@ -106,14 +106,10 @@ class WeightTransfer:
 
     async def _require_possible(self, info: InitInfo) -> None:
         instead = "start the server with --weight-transfer-backend, or send by caesura.integrations.vllm"
-        if info.backend == "ipc":
-            raise Unsupported(
-                f"the backend ipc, pickled CUDA handles, is not supported: {instead}", field="backend"
-            )
         device = (await self._client.status(owner="")).device
-        if info.backend == "nccl" and not device.startswith("cuda"):
+        if info.backend in ("nccl", "ipc") and not device.startswith("cuda"):
             raise Unsupported(
-                f"the backend nccl needs an engine on a GPU, and this one is on {device}: {instead}",
+                f"the backend {info.backend} needs an engine on a GPU, this one is on {device}: {instead}",
                 field="backend",
             )
         if info.nccl_unique_id_b64 is not None:
