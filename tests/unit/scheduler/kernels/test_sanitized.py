@@ -26,7 +26,7 @@ assert pytest.main(arguments) == 0
     ("decoder", (*LAYERS, "collectives", "decoder"), "many_more_threads"),
     ("delta", ("delta", "elementwise", "linear"), ""),
     ("elementwise", ("elementwise",), ""),
-    ("linear", ("linear",), "every_company or products_of_heads"),
+    ("linear", ("linear",), "every_company"),
     ("experts", ("linear", "experts"), "every_company"),
     ("sampler", ("sampler",), "follow_the_kept or large_vocabulary"),
 ])  # fmt: skip
