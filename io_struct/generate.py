@@ -4,6 +4,7 @@ Token and logprob arrays cross the wire as little-endian bytes (int32, float32):
 cost more than everything else a step does (docs/explanation/performance.md).
 """
 
+import math
 import struct
 from typing import Annotated, Any, Literal
 
@@ -22,6 +23,8 @@ MAX_SAMPLES = 1024
 """Maximum of ``n``, the number of samples of one request."""
 MAX_LOGIT_BIAS = 1024
 """Maximum number of tokens in ``logit_bias``."""
+MAX_ALLOWED_TOKEN_IDS = 1024
+"""Maximum number of ids in ``allowed_token_ids``."""
 MAX_TOP_LOGPROBS = 128
 """Maximum of ``top_logprobs_num``."""
 MAX_SAMPLING_MASK = 4096
@@ -54,7 +57,9 @@ class SamplingParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
     repetition_penalty: float = 1.0
     """In [1e-6, 2]: positive logits of tokens in prompt or output are divided by it, negative multiplied."""
     logit_bias: dict[TokenId, float] | None = None
-    """Token id to a value in [-100, 100] that is added to its logit. None means no bias."""
+    """Token id to a value in [-100, 100], or -inf, that is added to its logit. None means no bias."""
+    allowed_token_ids: list[TokenId] | None = None
+    """At most 1,024 ids: no other token is sampled. None means all."""
     min_new_tokens: int = 0
     """End-of-sequence ids and ``stop_token_ids`` are not sampled before this many output tokens."""
     stop_token_ids: list[TokenId] = []
@@ -109,10 +114,13 @@ class SamplingParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
         if len(bias) > MAX_LOGIT_BIAS:
             found.append(("logit_bias", len(bias), f"at most {MAX_LOGIT_BIAS} tokens"))
         found += [
-            (f"logit_bias[{token}]", value, "must be in [-100, 100]")
+            (f"logit_bias[{token}]", value, "must be in [-100, 100], or -inf")
             for token, value in bias.items()
-            if not -100.0 <= value <= 100.0
+            if not (-100.0 <= value <= 100.0 or value == -math.inf)
         ]
+        allowed = self.allowed_token_ids
+        if allowed is not None and not 1 <= len(allowed) <= MAX_ALLOWED_TOKEN_IDS:
+            found.append(("allowed_token_ids", len(allowed), f"must have 1 to {MAX_ALLOWED_TOKEN_IDS} ids"))
         return found
 
 

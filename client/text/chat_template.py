@@ -1,8 +1,9 @@
-"""``ChatTemplate``: a conversation as one prompt, by the Jinja template that comes with a model.
+"""``ChatTemplate``: a conversation as one prompt, by a Jinja template, as a rule the one of the model.
 
 Invariants:
-- A template is not trusted: it runs in Jinja's sandbox, in a process (``template_worker.py``) that the kernel
-  ends when it takes too much. Any failure is an :class:`~..exceptions.InvalidRequest` of the conversation.
+- No template is trusted, a model's or a client's: it runs in Jinja's sandbox, in a process
+  (``template_worker.py``) that the kernel ends when it takes too much. Any failure is an
+  :class:`~..exceptions.InvalidRequest` of the conversation.
 - Threads that render at the same time have a process each. A process ends with its ``ChatTemplate``.
 - Keys of messages whose value is null are left out.
 """
@@ -10,6 +11,7 @@ Invariants:
 import json
 import multiprocessing
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -24,6 +26,7 @@ CPU_S = 2
 """Maximum seconds of CPU time of a rendering."""
 MEMORY_BYTES = 512 << 20
 MAX_CHARACTERS = 16 << 20
+MAX_TEMPLATE_CHARACTERS = 1 << 20
 PATIENCE_S = 60.0
 """Seconds after which a process that gets no CPU time is killed."""
 _WORKER = Path(__file__).with_name("template_worker.py")
@@ -84,17 +87,41 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
         **variables: Any,
     ) -> str:
-        """Return a conversation's prompt with further ``variables``; raises if it is refused or no Jinja."""
+        """Return a conversation's prompt with further ``variables``; raises if it is refused or no Jinja.
+
+        Args:
+            messages: the conversation, of text.
+            tools: descriptions of functions.
+            add_generation_prompt: end where the assistant's answer begins.
+            continue_final_message: end with the text of the last message, which is to be continued.
+            chat_template: a template in place of the model's.
+            variables: further variables of the template.
+        """
         if not messages:
             raise InvalidRequest("messages must not be empty", field="messages")
         names = ("tool_use", "default") if tools is not None else ("default",)
         name = next((name for name in names if name in self._sources), None)
-        if name is None:
+        if chat_template is None and name is None:
+            has = f"chat templates {sorted(self._sources)} but no default"
             raise InvalidRequest(
-                f"the model has chat templates {sorted(self._sources)} but no default", field="messages"
+                f"the model has {has if self._sources else 'no chat template'}", field="messages"
             )
+        if len(chat_template or "") > MAX_TEMPLATE_CHARACTERS:
+            raise InvalidRequest(
+                f"chat_template is over the limit of {MAX_TEMPLATE_CHARACTERS} characters",
+                field="chat_template",
+            )
+        end = ""
+        if continue_final_message:
+            end = f"<{secrets.token_hex(16)}> "  # a template that trims messages takes the space
+            messages = [
+                *messages[:-1],
+                {**messages[-1], "content": (messages[-1].get("content") or "") + end},
+            ]
         shown = {
             **self._special_tokens,
             "documents": None,
@@ -106,17 +133,21 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            request = json.dumps({"name": name, "variables": shown}).encode()
+            request = json.dumps({"name": name, "source": chat_template, "variables": shown}).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequest(f"the messages are not JSON: {error}", field="messages") from error
         answer = self._ask(request)
+        if "invalid" in answer and chat_template is not None:
+            raise InvalidRequest(
+                f"chat_template cannot be compiled: {answer['invalid']}", field="chat_template"
+            )
         if "invalid" in answer:
             raise CheckpointError(f"the chat template cannot be compiled: {answer['invalid']}")
         if "error" in answer:
             raise InvalidRequest(
                 f"the chat template refuses the messages: {answer['error']}", field="messages"
             )
-        return answer["text"]
+        return _before(end, answer["text"]) if end else answer["text"]
 
     def _ask(self, request: bytes) -> dict[str, str]:
         idle = self._idle.setdefault(os.getpid(), [])
@@ -130,6 +161,17 @@ class ChatTemplate:
             raise
         idle.append(process)
         return answer
+
+
+def _before(end: str, text: str) -> str:
+    """Return what comes before the last ``end``, and as little space there as the template left behind it."""
+    before, found, after = text.rpartition(end.rstrip())
+    if not found:
+        raise InvalidRequest(
+            "the chat template does not show the last message, so it cannot be continued",
+            field="continue_final_message",
+        )
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _idle_one(idle: list[_Process]) -> _Process | None:

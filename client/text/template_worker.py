@@ -9,6 +9,7 @@ import math
 import resource
 import sys
 from datetime import datetime
+from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_MESSAGE_CHARACTERS = 1000
+MAX_COMPILED = 8
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
@@ -65,15 +67,15 @@ class Worker:
         self._environment.globals["raise_exception"] = _raise_exception
         # the local date, as transformers gives it
         self._environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-        self._compiled: dict[str, jinja2.Template] = {}
+        self.compiled = lru_cache(maxsize=MAX_COMPILED)(self._environment.from_string)
 
-    def answer(self, name: str, variables: dict[str, Any]) -> dict[str, str]:
+    def answer(self, name: str, source: str | None, variables: dict[str, Any]) -> dict[str, str]:
+        """Render the template ``source`` of a client, or the model's of that ``name``."""
         try:
-            if name not in self._compiled:
-                self._compiled[name] = self._environment.from_string(self._sources[name])
+            template = self.compiled(self._sources[name] if source is None else source)
         except jinja2.TemplateSyntaxError as error:
             return {"invalid": _message(error)}
-        text = self._compiled[name].render(variables)
+        text = template.render(variables)
         text.encode()  # a template can write surrogates, which no text has
         if len(text) > self._max_characters:
             return {"error": f"the prompt is over the limit of {self._max_characters} characters"}
@@ -99,6 +101,7 @@ def main(descriptor: int) -> None:
         try:
             answer = json.dumps(worker.answer(**json.loads(request))).encode()
         except MemoryError:
+            worker.compiled.cache_clear()  # one client's templates may hold what the next one needs
             answer = json.dumps({"error": "the template needs too much memory"}).encode()
         except Exception as error:  # noqa: BLE001  what templates raise on messages they were not written for
             answer = json.dumps({"error": _message(error)}).encode()

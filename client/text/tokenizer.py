@@ -14,7 +14,7 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from ..exceptions import CheckpointError, InvalidRequest
-from .chat_template import ChatTemplate
+from .chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
 
 _SPECIAL_TOKENS = (
     "bos_token",
@@ -27,7 +27,6 @@ _SPECIAL_TOKENS = (
 )
 
 
-MAX_TEMPLATE_CHARACTERS = 1 << 20
 DECODE_LONG = 4096
 
 
@@ -52,7 +51,7 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._chat_template = ChatTemplate(chat_templates, special_tokens) if chat_templates else None
+        self._chat_template = ChatTemplate(chat_templates, special_tokens)
         added = tokenizer.get_added_tokens_decoder()
         self.skipped = frozenset(token_id for token_id, token in added.items() if token.special)
         self.byte_ids = _byte_ids(tokenizer)
@@ -114,9 +113,10 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Return a conversation's prompt, to be encoded without special tokens, or InvalidRequest."""
-        if self._chat_template is None:
-            raise InvalidRequest("the model has no chat template", field="messages")
+        """Return a conversation's prompt, to be encoded without special tokens, or InvalidRequest.
+
+        ``variables`` are the template's, and options of :meth:`ChatTemplate.render`.
+        """
         return self._chat_template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
         )

@@ -425,7 +425,7 @@ class TokenizerManager:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> list[int]:
-        """Return the token ids of a conversation; ``kwargs`` are variables of the template."""
+        """Return the token ids of a conversation; ``kwargs`` as of :meth:`TextTokenizer.render_chat`."""
         tokenizer = self._need_tokenizer("messages")
         prompt = tokenizer.render_chat(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs

@@ -71,6 +71,10 @@ class SpecialRows:
     """int64 [E, B], padded with token 0."""
     bias: Tensor
     """float32 [E, B]: added to these tokens' logits; 0 where padded, -inf where forbidden."""
+    allowed_ids: Tensor | None = None
+    """int64 [E, A], padded with the row's first: `restricted` rows have no other tokens. None: no row."""
+    restricted: Tensor | None = None
+    """bool [E]; None as `allowed_ids`."""
     wants: Tensor
     """int64 [N], ascending: those of the E rows that want :class:`FurtherLogprobs`."""
     wants_host: np.ndarray

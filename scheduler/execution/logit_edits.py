@@ -10,7 +10,8 @@ Invariants:
 
 Definitions, in SGLang's order: frequency and presence penalties are taken off; the repetition penalty divides
 positive logits and multiplies negative ones (Keskar et al., CTRL, 2019); biases are added, -inf for what must
-not end a sample yet. Then the sampler's own. Further log-probabilities are of its log-softmax.
+not end a sample yet; what is not allowed becomes -inf. Then the sampler's own. Further log-probabilities are
+of its log-softmax.
 """
 
 from collections.abc import Callable
@@ -109,6 +110,10 @@ class SpecialSampler:
             self._counters.penalise(edited[: penalised.stop - penalised.start], rows, penalised)
         if rows.bias.shape[1]:
             edited.scatter_add_(1, rows.bias_ids[part], rows.bias[part])
+        if rows.allowed_ids is not None and rows.restricted is not None:
+            ids = rows.allowed_ids[part]
+            alone = torch.full_like(edited, -torch.inf).scatter_(1, ids, edited.gather(1, ids))
+            torch.where(rows.restricted[part, None], alone, edited, out=edited)
         selected = batch.select(index)
         selected.want_raw = False
         wanting = rows.wants_host.searchsorted([part.start, part.stop])

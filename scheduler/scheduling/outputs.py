@@ -184,7 +184,8 @@ class OutputProcessor(Outputs[Request]):
                     f"the logits are not finite after repetition_penalty = {params.repetition_penalty:g}, "
                     f"frequency_penalty = {params.frequency_penalty:g}, "
                     f"presence_penalty = {params.presence_penalty:g}, "
-                    f"{len(params.logit_bias or ())} biases and min_new_tokens = {params.min_new_tokens}: "
+                    f"{len(params.logit_bias or ())} biases, {len(params.allowed_token_ids or ())} allowed "
+                    f"tokens and min_new_tokens = {params.min_new_tokens}: "
                     "check these, and the weights"
                 )
             self.fail([request], message)

@@ -198,6 +198,7 @@ class SamplingColumns:
         """Position of the first token that penalties count as output."""
         self.stops = _Ids(slots)
         self.bias = _Ids(slots)
+        self.allowed = _Ids(slots)
         self.top = np.zeros(slots, np.int64)
         self.token_ids = _Ids(slots)
         self.masked = np.zeros(slots, np.bool_)
@@ -213,6 +214,8 @@ class SamplingColumns:
         stops = request.early_stops if params.min_new_tokens else ()
         self.stops.put(slot, stops, -np.inf)
         self.bias.put(slot, list(bias), list(bias.values()))
+        allowed = params.allowed_token_ids or ()
+        self.allowed.put(slot, allowed, 0.0)
         self.token_ids.put(slot, () if record is None else record.token_ids, 0.0)
         self.may_stop_at[slot] = prompt_len + params.min_new_tokens
         self.output_start[slot] = prompt_len - request.continued
@@ -239,7 +242,7 @@ class SamplingColumns:
         if penalised:
             self.counter[slot] = self._take_counter()
         wanting = masked or (record is not None and record.wants_outputs)
-        self.special[slot] = bool(penalised or bias or stops or wanting)
+        self.special[slot] = bool(penalised or bias or allowed or stops or wanting)
 
     def release(self, slot: int) -> None:
         if self.penalised[slot]:
@@ -277,6 +280,11 @@ class _Ids:
         width = int(self.count[slots].max(initial=0))
         return self.ids[slots, :width], self.values[slots, :width]
 
+    def first_padded(self, slots: np.ndarray) -> np.ndarray:
+        """Return the ids of ``slots`` as :meth:`of`, but padded with the first of a list."""
+        ids, _ = self.of(slots)
+        return np.where(np.arange(ids.shape[1]) < self.count[slots, None], ids, ids[:, :1])
+
 
 def sampling_batch(table: "RequestTable", slots: np.ndarray, positions: np.ndarray) -> SamplingBatch:
     """Return the inputs of ``slots``, int64 [S]; ``positions`` are those of the tokens to sample."""
@@ -313,6 +321,7 @@ def _special_rows(table: "RequestTable", slots: np.ndarray, positions: np.ndarra
     assert (table.length[restarted] == positions[: len(penalised)][out_of_date]).all(), "a token is in flight"
     prompts, outputs = _history(table, restarted)
     bias_ids, bias = _biases(columns, slots, positions)
+    allowed = columns.allowed.first_padded(slots)
     top, num_token_ids, masked = columns.top[slots], columns.token_ids.count[slots], columns.masked[slots]
     wants = np.flatnonzero((top > 0) | (num_token_ids > 0) | masked)
     return SpecialRows(
@@ -326,6 +335,8 @@ def _special_rows(table: "RequestTable", slots: np.ndarray, positions: np.ndarra
         output_at=outputs,
         bias_ids=torch.from_numpy(bias_ids),
         bias=torch.from_numpy(bias),
+        allowed_ids=torch.from_numpy(allowed) if allowed.shape[1] else None,
+        restricted=torch.from_numpy(columns.allowed.count[slots] > 0) if allowed.shape[1] else None,
         wants=torch.from_numpy(wants),
         wants_host=wants,
         top=int(top.max(initial=0)),

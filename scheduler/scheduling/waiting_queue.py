@@ -57,6 +57,7 @@ class AdmissionLimits:
             ("input_ids", message.input_ids),
             ("sampling_params.stop_token_ids", params.stop_token_ids),
             ("sampling_params.logit_bias", list(params.logit_bias or ())),
+            ("sampling_params.allowed_token_ids", params.allowed_token_ids or []),
         ):
             _check_ids(field, ids, self.vocab_size)
         if prompt_len == 0:

@@ -26,6 +26,8 @@ def edited(
         if times or token in prompt:
             value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
         value += (params.logit_bias or {}).get(token, 0.0)
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            value = -math.inf
         if len(output) < params.min_new_tokens and token in (*eos, *params.stop_token_ids):
             value = -math.inf
         found.append(value)

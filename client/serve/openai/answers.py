@@ -8,6 +8,7 @@ stream ends with ``[DONE]``. A client that leaves ends its generations.
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -35,18 +36,22 @@ class Job:
         self,
         front: FrontEnd,
         request: CommonRequest,
-        kind: str,
+        kind: str | None,
         requests: list[GenerationRequest],
         *,
         scored: bool = False,
     ) -> None:
-        """``kind`` is ``object`` of the answer; of ``scored`` prompts the sampled token does not count."""
+        """``kind`` is ``object`` of OpenAI's answers, and None for vLLM's answers of tokens.
+
+        Of ``scored`` prompts the sampled token does not count.
+        """
+        self.kind = kind
         self.request = request
         self.requests = requests
         self.scored = scored
+        name = request.rid if isinstance(request.rid, str) else requests[0].rid
         self._head = {
-            "id": request.rid if isinstance(request.rid, str) else requests[0].rid,
-            "object": kind,
+            **({"request_id": name} if kind is None else {"id": name, "object": kind}),
             "created": int(time.time()),
             "model": front.options.model_name,
         }
@@ -96,13 +101,15 @@ def usage_of(samples: Iterable[Sample], *, scored: bool = False) -> dict[str, An
     return {**tokens, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
-def finished_fields(samples: Sequence[Sample], label: str, request: CommonRequest) -> dict[str, Any]:
+def finished_fields(job: Job, samples: Sequence[Sample], label: str) -> dict[str, Any]:
     """Return ``metadata`` and ``sglext`` of finished choices; ``label`` is for those without a token."""
+    if job.kind is None:
+        return {}
     spans = [sample.output.weight_versions for sample in samples]
     last = max((each[-1] for each in spans if each), key=lambda span: span.epoch, default=None)
     version = label if last is None else last.version
     metadata: dict[str, Any] = {"weight_version": version}
-    if request.return_meta_info:
+    if job.request.return_meta_info:
         metadata["weight_versions"] = _alone(spans)
     fields: dict[str, Any] = {"metadata": metadata}
     if any(sample.output.routed_experts is not None for sample in samples):
@@ -121,6 +128,9 @@ class Form(Protocol):
     def choice(self, index: int, position: int, sample: Sample) -> Choice:
         pass
 
+    def fields(self, sample: Sample) -> dict[str, Any]:
+        """Return fields of the whole answer beside its choices; ``sample`` is the first."""
+
     def chunk(self, index: int, position: int, chunk: Chunk) -> Choice | None:
         """Return what is new of a sample; None if nothing is visible, but never for its last chunk."""
 
@@ -138,14 +148,21 @@ async def _whole(front: FrontEnd, job: Job, form: Form) -> Response[bytes]:
     choices = []
     pairs = ((position, sample) for position, samples in enumerate(results) for sample in samples)
     async for position, sample in in_slices(pairs):
-        choice = form.choice(job.index(position, sample.index), position, sample)
+        index = job.index(position, sample.index)
+        choice = await _made(front, job, partial(form.choice, index, position, sample))
         choices.append(_finished(job, choice, position, sample, label))
     body = job.body(
         choices,
         usage=usage_of(flat, scored=job.scored),
-        **finished_fields(flat, label, job.request),
+        **await _made(front, job, partial(form.fields, flat[0])),
+        **finished_fields(job, flat, label),
     )
     return Response(body, media_type="application/json", status_code=200)
+
+
+async def _made(front: FrontEnd, job: Job, make: Callable[[], T]) -> T:
+    """Return the result of ``make``, in a thread if it names every token of a prompt."""
+    return make() if job.request.prompt_logprobs is None else await front.workers.run(make)
 
 
 async def _frames(front: FrontEnd, job: Job, form: Form) -> AsyncGenerator[bytes, None]:
@@ -157,12 +174,7 @@ async def _frames(front: FrontEnd, job: Job, form: Form) -> AsyncGenerator[bytes
                 finished.append(chunk.finished)
                 label = await label_for(front, [chunk.finished])
                 _finished(job, choice, position, chunk.finished, label)
-                yield frame(
-                    job.body(
-                        [choice],
-                        **finished_fields([chunk.finished], label, job.request),
-                    )
-                )
+                yield frame(job.body([choice], **finished_fields(job, [chunk.finished], label)))
             elif choice is not None:
                 yield frame(job.body([choice]))
     options = job.request.stream_options

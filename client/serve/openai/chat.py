@@ -23,11 +23,13 @@ from .common import (
     check_batch,
     common_fields,
     decode_request,
+    kept_prompt,
+    logprob_fields,
     read_request,
     rids_for,
     sampling_params,
 )
-from .logprobs import ChatLogprobs, TokenText, chat_logprobs, output_positions
+from .logprobs import ChatLogprobs, TokenText, chat_logprobs, output_positions, prompt_logprobs
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
@@ -39,8 +41,6 @@ class ChatRequest(CommonRequest, kw_only=True):
         "function_call": "superseded by tools",
         "audio": "output is text only",
         "web_search_options": "there is no web search",
-        "chat_template": "the template is the served model's",
-        "continue_final_message": "the final message is always complete",
     }
 
     messages: list[dict[str, Any]]
@@ -56,13 +56,15 @@ class ChatRequest(CommonRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     """True by default: the prompt ends where the assistant's answer begins."""
+    continue_final_message: bool | None = None
+    """End the prompt with the text of the last message."""
+    chat_template: str | None = None
+    """In place of the model's."""
 
     functions: Any = None
     function_call: Any = None
     audio: Any = None
     web_search_options: Any = None
-    chat_template: Any = None
-    continue_final_message: Any = None
 
 
 _decoder = msgspec.json.Decoder(ChatRequest, strict=False)
@@ -85,13 +87,12 @@ def _plan(front: FrontEnd, request: ChatRequest) -> tuple[Job, "ChatForm"]:
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs", field="top_logprobs")
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    prompt = _prompt(front.manager, request)
+    prompt = kept_prompt(front, request, _prompt(front.manager, request), limit or 1)
     generation = GenerationRequest(
         prompt=prompt,
         rid=rids_for(request, 1, "chatcmpl")[0],
-        sampling_params=sampling_params(request, limit),
-        return_logprob=bool(request.logprobs),
-        top_logprobs_num=request.top_logprobs or 0,
+        sampling_params=sampling_params(request, limit, front.manager.tokenizer),
+        **logprob_fields(request, (request.top_logprobs or 0) if request.logprobs else None),
         **common_fields(request),
     )
     kind = "chat.completion.chunk" if request.stream else "chat.completion"
@@ -107,13 +108,21 @@ def _prompt(manager: TokenizerManager, request: ChatRequest) -> list[int]:
     if request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
     generation_prompt = variables.pop("add_generation_prompt", request.add_generation_prompt)
-    for name in ("self", "messages", "tools", "tokenize"):
+    continued = bool(request.continue_final_message)
+    if continued and generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other",
+            field="continue_final_message",
+        )
+    for name in ("self", "messages", "tools", "tokenize", "chat_template", "continue_final_message"):
         if name in variables:
             raise InvalidRequest(f"chat_template_kwargs may not set {name}", field="chat_template_kwargs")
     return manager.apply_chat_template(
         template_messages(request.messages),
         tools=request.tools or None,
-        add_generation_prompt=generation_prompt is not False,
+        add_generation_prompt=generation_prompt is not False and not continued,
+        continue_final_message=continued,
+        chat_template=request.chat_template or None,
         **variables,
     )
 
@@ -176,6 +185,7 @@ class ChatForm:
         self._request = request
         self._prompt_ids = prompt_ids
         self._tokens = TokenText(manager.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+        self._plain = TokenText(manager.tokenizer)
         self._begun: set[int] = set()
 
     def choice(self, index: int, position: int, sample: Sample) -> Choice:
@@ -186,6 +196,11 @@ class ChatForm:
             **finish_fields(sample),
             **token_fields(self._request, sample.prompt_ids, sample.output.output_ids),
         }
+
+    def fields(self, sample: Sample) -> dict[str, Any]:
+        if (count := self._request.prompt_logprobs) is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(sample.prompt_ids, sample.output, count, self._plain)}
 
     def chunk(self, index: int, position: int, chunk: Chunk) -> Choice | None:
         """Return what is new of a sample, or None; the role comes with its first chunk."""
@@ -210,4 +225,6 @@ class ChatForm:
         }
 
     def _logprobs(self, output: GenerateOutput | TokenDelta) -> ChatLogprobs | None:
-        return chat_logprobs(output_positions(output), self._tokens) if self._request.logprobs else None
+        if not self._request.logprobs:
+            return None
+        return chat_logprobs(output_positions(output, self._request.top_logprobs or 0), self._tokens)

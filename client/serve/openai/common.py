@@ -6,9 +6,10 @@ changes no output is ignored (:data:`IGNORED`). docs/reference/openai.md has a r
 compares). Errors have OpenAI's form: 400 (the request), 404 (unknown model), 503 (engine away or full).
 """
 
+import math
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from litestar import Response
@@ -20,6 +21,8 @@ from ....io_struct.base import Identifier
 from ....io_struct.field_errors import shown
 from ....io_struct.generate import MAX_SAMPLES, MAX_TOP_LOGPROBS, TokenId
 from ...exceptions import RETRYABLE, InvalidRequest
+from ...text.tokenizer import TextTokenizer
+from ...text.tokenizer_manager import characters, check_size
 from ..bodies import INLINE, UNREADABLE, HTTPRequest, nullable_fields, present, unreadable
 from ..context import FrontEnd
 from ..errors import json_response, openai_error, status_of
@@ -32,6 +35,7 @@ AnySeed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 DEFAULT_MODEL = "default"
 """Name that clients of SGLang give to any model."""
 MAX_STOP_STRINGS = 32
+MAX_BAD_CHARACTERS = 8192
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 _CONSTRAINTS = (
@@ -40,10 +44,6 @@ _CONSTRAINTS = (
 )
 REFUSED = {
     **dict.fromkeys(_CONSTRAINTS.split(), "constrained decoding is not supported"),
-    "prompt_logprobs": "echo with logprobs has those of the prompt",
-    "truncate_prompt_tokens": "a prompt that is too long is refused",
-    "allowed_token_ids": "logit_bias raises and lowers tokens",
-    "bad_words": "logit_bias lowers tokens",
     "stop_regex": "stop by strings or token ids",
     "custom_logit_processor": "code of clients is not run",
     "logits_processors": "code of clients is not run",
@@ -110,6 +110,16 @@ class CommonRequest(_OtherFields, kw_only=True):
     rid: Identifier | list[Identifier] | None = None
     """Name of the generations for an abort (``rid_0``, … of several prompts), and id of the response."""
     min_tokens: Count | None = None
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    """Number of the prompt's tokens that are kept; -1 means as many as leave room for the output."""
+    truncation_side: Literal["left", "right"] | None = None
+    """``left``, the default, keeps the last tokens."""
+    bad_words: list[str] | None = None
+    """Words that are not sampled, each of one token, in the middle of a text or at its beginning."""
+    prompt_logprobs: TopCount | None = None
+    """Number of the most likely tokens at each position of the prompt, beside its own."""
+    logprob_token_ids: list[TokenId] | None = None
+    """Tokens whose logprobs are wanted at each position of the output, with ``logprobs``."""
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
@@ -152,6 +162,8 @@ def decode_request(decode: Callable[[bytes], RequestT], body: bytes, kind: Any) 
             )
         if request.modalities and request.modalities != ["text"]:
             raise InvalidRequest("modalities is not supported: output is text only", field="modalities")
+        if request.stream and request.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs cannot be streamed", field="prompt_logprobs")
     return request
 
 
@@ -162,15 +174,51 @@ def invalid_body(error: Exception, body: bytes, kind: type[msgspec.Struct]) -> I
     return InvalidRequest(wrong.sentence, field=field)
 
 
-def sampling_params(request: CommonRequest, max_new_tokens: int | None) -> SamplingParams:
+def sampling_params(
+    request: CommonRequest, max_new_tokens: int | None, tokenizer: TextTokenizer | None = None
+) -> SamplingParams:
     given = present({name: getattr(request, name, None) for name in SamplingParams.__struct_fields__})
     if request.min_tokens is not None:
         given["min_new_tokens"] = request.min_tokens
     if request.seed is not None:
         given["seed"] = request.seed & (2**63 - 1)
-    return SamplingParams(
-        **{**given, "logit_bias": request.logit_bias or None, "max_new_tokens": max_new_tokens}
-    )
+    bias = {**(request.logit_bias or {}), **_forbidden(request.bad_words or [], tokenizer)}
+    return SamplingParams(**{**given, "logit_bias": bias or None, "max_new_tokens": max_new_tokens})
+
+
+def _forbidden(words: list[str], tokenizer: TextTokenizer | None) -> dict[int, float]:
+    """Return biases of vLLM's ``bad_words``, which have two forms: with and without a space before them."""
+    check_size("bad_words", characters(words), MAX_BAD_CHARACTERS, "characters in all")
+    found: dict[int, float] = {}
+    for word in words:
+        if tokenizer is None:
+            raise InvalidRequest("bad_words: this engine is served without a tokenizer", field="bad_words")
+        plain, spaced = (
+            tokenizer.encode(f"{space}{word.lstrip()}", add_special_tokens=False) for space in ("", " ")
+        )
+        if len(plain) != 1:
+            raise InvalidRequest(
+                f"bad_words: {shown(word)} is {len(plain)} tokens, and only words of one can be forbidden: "
+                "sample them and reject the text",
+                field="bad_words",
+            )
+        found |= dict.fromkeys(plain + (spaced if len(spaced) == 1 else []), -math.inf)
+    return found
+
+
+def kept_prompt(front: FrontEnd, request: CommonRequest, ids: list[int], limit: int | None) -> list[int]:
+    """Return what ``truncate_prompt_tokens`` leaves of a prompt; ``limit`` new tokens need room."""
+    count, room = request.truncate_prompt_tokens, front.options.context_length - (limit or 0)
+    if count is None:
+        return ids
+    count = room if count == -1 else count
+    if not 1 <= count <= room:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens: a prompt of {count} tokens is not in [1, {room}], what the context has "
+            "room for",
+            field="truncate_prompt_tokens",
+        )
+    return ids[:count] if request.truncation_side == "right" else ids[-count:]
 
 
 def common_fields(request: CommonRequest) -> dict[str, Any]:
@@ -190,6 +238,20 @@ def common_fields(request: CommonRequest) -> dict[str, Any]:
         "routed_experts_start_len": request.routed_experts_start_len or 0,
         "cache_salt": f"{salt}\n{request.extra_key}" if request.extra_key else salt,
         "min_weights_epoch": request.min_weights_epoch,
+    }
+
+
+def logprob_fields(request: CommonRequest, top: int | None, *, prompt: bool = False) -> dict[str, Any]:
+    """Return fields of a :class:`GenerationRequest`; ``top`` None means no logprobs of the output."""
+    wanted = request.logprob_token_ids or None
+    if wanted is not None and top is None:
+        raise InvalidRequest("logprob_token_ids needs logprobs", field="logprob_token_ids")
+    prompt |= request.prompt_logprobs is not None
+    return {
+        "return_logprob": top is not None or prompt,
+        "top_logprobs_num": max(top or 0, request.prompt_logprobs or 0),
+        "token_ids_logprob": wanted,
+        "logprob_start_len": 0 if prompt else -1,
     }
 
 

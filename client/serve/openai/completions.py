@@ -22,11 +22,21 @@ from .common import (
     check_batch,
     common_fields,
     decode_request,
+    kept_prompt,
+    logprob_fields,
     read_request,
     rids_for,
     sampling_params,
 )
-from .logprobs import Logprobs, Offsets, TokenText, completion_logprobs, input_positions, output_positions
+from .logprobs import (
+    Logprobs,
+    Offsets,
+    TokenText,
+    completion_logprobs,
+    input_positions,
+    output_positions,
+    prompt_logprobs,
+)
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -60,6 +70,8 @@ def decode_completion(body: bytes, max_batch: int = 4096) -> CompletionRequest:
             "best_of above n is not supported: samples are not ranked; ask for all of them with n",
             field="best_of",
         )
+    if request.echo and request.prompt_logprobs is None:
+        request.prompt_logprobs = request.logprobs
     return request
 
 
@@ -72,14 +84,15 @@ async def completions(request: HTTPRequest, front: Front) -> Response[Any]:
         raise InvalidRequest("echo with logprobs or without max_tokens cannot be streamed", field="echo")
     if asked.max_tokens == 0 and not asked.echo:
         raise InvalidRequest("max_tokens must be at least 1, unless echo is set", field="max_tokens")
-    tokenizes = size > INLINE or asked.echo or _tells_prompts(asked)
+    tokenizes = size > INLINE or asked.echo or _needs_ids(asked)
     job, form = await planned(front, size if tokenizes else 0, lambda: _plan(front, asked))
     return await answer(request, front, job, form)
 
 
-def _tells_prompts(request: CompletionRequest) -> bool:
-    """Return True if the first chunk has the ids of the prompts, before the engine has them."""
-    return bool(request.stream and (request.return_token_ids or request.return_prompt_token_ids))
+def _needs_ids(request: CompletionRequest) -> bool:
+    """Return True if a prompt is cut, or if the first chunk has its ids, before the engine has them."""
+    told = request.return_token_ids or request.return_prompt_token_ids
+    return bool(request.stream and told) or request.truncate_prompt_tokens is not None
 
 
 def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
@@ -102,19 +115,18 @@ def _plan(front: FrontEnd, request: CompletionRequest) -> tuple[Job, "Completion
     prompts = prompts_of(request)
     check_batch(front, request, len(prompts))
     special = request.add_special_tokens is not False
-    if _tells_prompts(request):
-        prompts = [
+    limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    if _needs_ids(request):
+        ids = (
             manager.tokenize(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
             for prompt in prompts
-        ]
-    limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        )
+        prompts = [kept_prompt(front, request, prompt, max(limit, 1)) for prompt in ids]
     common = {
-        "sampling_params": sampling_params(request, max(limit, 1)),
+        "sampling_params": sampling_params(request, max(limit, 1), manager.tokenizer),
         "add_special_tokens": special,
         "detokenize": manager.tokenizer is not None,
-        "return_logprob": request.logprobs is not None,
-        "top_logprobs_num": request.logprobs or 0,
-        "logprob_start_len": 0 if request.echo and request.logprobs is not None else -1,
+        **logprob_fields(request, request.logprobs),
         **common_fields(request),
     }
     rids = rids_for(request, len(prompts), "cmpl")
@@ -129,6 +141,7 @@ class CompletionForm:
     ) -> None:
         self._request = request
         self._tokens = TokenText(manager.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+        self._plain = TokenText(manager.tokenizer)
         self._skip_special = request.skip_special_tokens is not False
         self._prompts = prompts
         self._echo = [""] * len(prompts)
@@ -144,13 +157,20 @@ class CompletionForm:
     def choice(self, index: int, position: int, sample: Sample) -> Choice:
         scored = self._request.max_tokens == 0  # the token that was sampled all the same is left out
         echo = self._echo[position]
+        scores = {}
+        if (count := self._request.prompt_logprobs) is not None:
+            scores["prompt_logprobs"] = prompt_logprobs(sample.prompt_ids, sample.output, count, self._plain)
         return {
             "index": index,
             "text": echo if scored else echo + sample.text,
             "logprobs": self._logprobs(echo, sample, scored),
             **({"finish_reason": "length", "matched_stop": None} if scored else finish_fields(sample)),
             **token_fields(self._request, sample.prompt_ids, [] if scored else sample.output.output_ids),
+            **scores,
         }
+
+    def fields(self, sample: Sample) -> dict[str, Any]:
+        return {}
 
     def chunk(self, index: int, position: int, chunk: Chunk) -> Choice | None:
         first = index not in self._offsets
@@ -160,9 +180,10 @@ class CompletionForm:
             return None
         if first:
             self._offsets[index] = Offsets(self._tokens, skip_special_tokens=self._skip_special)
-        logprobs = None
-        if self._request.logprobs is not None and chunk.delta is not None:
-            logprobs = completion_logprobs(output_positions(chunk.delta), self._tokens, self._offsets[index])
+        logprobs, count = None, self._request.logprobs
+        if count is not None and chunk.delta is not None:
+            positions = output_positions(chunk.delta, count)
+            logprobs = completion_logprobs(positions, self._tokens, self._offsets[index])
         prompt = self._prompts[position]
         return {
             "index": index,
@@ -178,12 +199,12 @@ class CompletionForm:
         }
 
     def _logprobs(self, echo: str, sample: Sample, scored: bool) -> Logprobs | None:
-        if self._request.logprobs is None:
+        if (count := self._request.logprobs) is None:
             return None
-        positions = [] if scored else output_positions(sample.output)
+        positions = [] if scored else output_positions(sample.output, count)
         cut = False
         if self._request.echo:
-            positions = [*input_positions(sample.prompt_ids, sample.output), *positions]
+            positions = [*input_positions(sample.prompt_ids, sample.output, count), *positions]
             skipped = self._tokens.skipped if self._skip_special else frozenset()
             ids = (token for token in sample.prompt_ids if token not in skipped)
             first = next(map(self._tokens.data, ids), b"")

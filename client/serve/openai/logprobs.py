@@ -6,6 +6,7 @@ JSON has no infinity: a token that cannot occur has the logprob -9999, as OpenAI
 """
 
 import codecs
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -25,6 +26,13 @@ class Logprobs(msgspec.Struct, kw_only=True):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptToken(msgspec.Struct, kw_only=True):
+    logprob: float
+    rank: int
+    """From 1; one more than the number of likeliest tokens that were asked for if it is below them."""
+    decoded_token: str
 
 
 ChatLogprobs = dict[str, list[dict[str, Any]]]
@@ -121,25 +129,61 @@ class Offsets:
         return offset
 
 
-def output_positions(output: GenerateOutput | TokenDelta) -> list[Position]:
-    return _positions(output.output_ids, output.output_logprobs, output.output_top_logprobs)
+def output_positions(output: GenerateOutput | TokenDelta, count: int) -> list[Position]:
+    """Return the output's tokens with the ``count`` likeliest and ``logprob_token_ids``, each once."""
+    found = _positions(output.output_ids, output.output_logprobs, output.output_top_logprobs, count)
+    given = output.output_token_ids_logprobs
+    if given is None:
+        return found
+    positions: list[Position] = []
+    for position, (token, logprob, top) in enumerate(found):
+        values = {other: value for value, other in (*top, *given.at(position))}
+        positions.append((token, logprob, [(value, other) for other, value in values.items()]))
+    return positions
 
 
-def input_positions(prompt_ids: Sequence[int], output: GenerateOutput) -> list[Position]:
+def input_positions(prompt_ids: Sequence[int], output: GenerateOutput, count: int) -> list[Position]:
     """Return the prompt's tokens; none if the sample ended before its prompt was computed."""
     logprobs = output.input_logprobs
     if logprobs is None:
         return []
-    rest = _positions(prompt_ids[1:], logprobs[1:], output.input_top_logprobs)
+    rest = _positions(prompt_ids[1:], logprobs[1:], output.input_top_logprobs, count)
     return [(prompt_ids[0], None, ()), *rest]
 
 
 def _positions(
-    ids: Sequence[int], logprobs: Sequence[float | None] | None, top: TokenLogprobs | None
+    ids: Sequence[int], logprobs: Sequence[float | None] | None, top: TokenLogprobs | None, count: int
 ) -> list[Position]:
+    """Return the tokens; the ``top`` of each may have more than the ``count`` that are wanted."""
     values = [None] * len(ids) if logprobs is None else logprobs
-    others = [()] * len(ids) if top is None else [top.at(position) for position in range(len(ids))]
+    others = [()] * len(ids) if top is None else [top.at(position)[:count] for position in range(len(ids))]
     return list(zip(ids, values, others, strict=True))
+
+
+def prompt_logprobs(
+    prompt_ids: Sequence[int], output: GenerateOutput, count: int, tokens: TokenText
+) -> list[dict[str, PromptToken] | None] | None:
+    """Return vLLM's form: by id, each position's own token and then the ``count`` likeliest.
+
+    None if the sample ended before its prompt was computed.
+    """
+    if output.input_logprobs is None:
+        return None
+    found: list[dict[str, PromptToken] | None] = [None]
+    for token, logprob, top in input_positions(prompt_ids, output, count)[1:]:
+        own = _prompt_token(token, -math.inf if logprob is None else logprob, len(top) + 1, tokens)
+        entry = {str(token): own}
+        for rank, (value, other) in enumerate(top, 1):
+            if other == token:
+                own.rank = rank
+            else:
+                entry[str(other)] = _prompt_token(other, value, rank, tokens)
+        found.append(entry)
+    return found
+
+
+def _prompt_token(token: int, logprob: float, rank: int, tokens: TokenText) -> PromptToken:
+    return PromptToken(logprob=max(logprob, LOWEST), rank=rank, decoded_token=tokens.text(token))
 
 
 def completion_logprobs(positions: Iterable[Position], tokens: TokenText, offsets: Offsets) -> Logprobs:

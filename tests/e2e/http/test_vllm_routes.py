@@ -99,7 +99,8 @@ def test_logprobs_of_a_prompt_with_its_likeliest_tokens(served, http, count):
         assert set(entry) == {str(token), *(str(id) for _, id in top)}
         assert entry[str(token)]["logprob"] == pytest.approx(scored.input_logprobs[position + 1], abs=1e-5)
         for rank, (logprob, id) in enumerate(top, 1):
-            assert entry[str(id)] == {"logprob": pytest.approx(logprob, abs=1e-5), "rank": rank}
+            assert entry[str(id)]["logprob"] == pytest.approx(logprob, abs=1e-5)
+            assert entry[str(id)]["rank"] == rank
     assert found["choices"][0]["logprobs"] is None
 
 
@@ -129,6 +130,71 @@ def test_stop_strings_end_a_sample(served, http):
     assert stop not in served.tokenizer.decode(choice["token_ids"][:-1])
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
     assert len(choice["logprobs"]["content"]) == count < 24
+
+
+def events(http: httpx.Client, **fields: Any) -> Iterator[Any]:
+    body = {"token_ids": PROMPT, "stream": True, **fields}
+    with http.stream("POST", "/inference/v1/generate", json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        yield from (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+
+
+def test_a_stream_adds_up(http):
+    asked = {"sampling_params": {**LONG, "n": 2, "max_tokens": 12}, "return_token_ids": True}
+    whole = generate(http, **asked)
+    *chunks, usage, done = events(http, **asked, stream_options={"include_usage": True})
+    assert done == "[DONE]"
+    usage = json.loads(usage)
+    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+    chunks = [json.loads(chunk) for chunk in chunks]
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"] == PROMPT
+    assert len({chunk["request_id"] for chunk in chunks} | {usage["request_id"]}) == 1
+    assert all("prompt_token_ids" not in chunk for chunk in chunks[1:])
+    for expected in whole["choices"]:
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == expected["index"]]
+        assert [token for part in parts for token in part["token_ids"]] == expected["token_ids"]
+        content = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
+        assert [entry["token_id"] for entry in content] == expected["token_ids"]
+        assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+        assert parts[-1]["finish_reason"] == expected["finish_reason"] == "length"
+        assert parts[-1]["weight_versions"] == expected["weight_versions"]
+
+
+def test_a_stream_ends_when_its_request_is_aborted_by_name(http):
+    asked = {"sampling_params": {"ignore_eos": True}, "request_id": "rollout-7"}
+    stream = events(http, **asked)
+    first = json.loads(next(stream))
+    assert first["request_id"] == "rollout-7"
+    http.post("/abort_request", json={"rid": "rollout-7"}).raise_for_status()
+    *_, last, done = stream
+    assert done == "[DONE]"
+    assert json.loads(last)["choices"][0]["finish_reason"] == "abort"
+
+
+def test_ranks_of_tokens(served, http):
+    asked = {"max_tokens": 8, "ignore_eos": True, "seed": 3, "logprobs": 2, "logprob_token_ids": [9]}
+    found = generate(http, sampling_params=asked)
+    (choice,) = found["choices"]
+    assert found["model"] == NAME
+    assert found["created"] > 0
+    assert [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]] == [
+        (choice["weight_versions"][0]["version"], 0, 8)
+    ]
+    for token, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+        top = entry["top_logprobs"]
+        assert [each["rank"] for each in top[:2]] == [1, 2]
+        assert [each["logprob"] for each in top[:2]] == sorted((e["logprob"] for e in top[:2]), reverse=True)
+        assert {each["rank"] for each in top[2:]} <= {None}
+        assert 9 in {each["token_id"] for each in top}
+        ranks = {each["token_id"]: each["rank"] for each in top[:2]}
+        assert (entry["token_id"], entry["token"]) == (token, f"token_id:{token}")
+        assert entry["rank"] == ranks.get(token)
+
+
+def test_skyrl_calls_it_by_another_name(http):
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "temperature": 0.0}}
+    answer = http.post("/skyrl/v1/generate", json=body)
+    assert answer.json()["choices"] == generate(http, **body)["choices"]
 
 
 def test_experts_of_tokens(http):
@@ -182,7 +248,7 @@ def test_without_a_limit_the_context_is_filled(http):
         ({"token_ids": ["a"]}, "token_ids"),
         ({"token_ids": [VOCABULARY + 10**6]}, "outside the vocabulary"),
         ({"features": {"mm_hashes": {}}}, "features is not supported"),
-        ({"stream": True}, "stream is not supported"),
+        ({"stream": True, "sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs cannot be streamed"),
         ({"sampling_params": {"max_tokens": 0}}, "max_tokens"),
         ({"sampling_params": {"prompt_logprobs": -1}}, "prompt_logprobs"),
         ({"sampling_params": {"logprob_token_ids": "9"}}, "logprob_token_ids"),

@@ -131,7 +131,7 @@ def test_the_page_lists_every_route_and_table_and_no_other():
         ("`sampling_params`", schema.REFUSED_SAMPLING, schema.IGNORED_SAMPLING),
         ("`/start_profile`", control.StartProfileBody.REFUSED, ("profile_prefix",)),
         ("`/stop_profile`", (), ("num_steps", "start_step")),
-        ("`/inference/v1/generate`", tokens.REFUSED, ("priority", "return_token_ids")),
+        ("`/inference/v1/generate`", tokens.REFUSED, ("priority",)),
     ],
 )
 def test_the_page_agrees_with_the_code(name, refused, ignored):

@@ -23,7 +23,10 @@ HUNDREDTHS = st.integers(-200, 200).map(lambda n: n / 100)
 
 @st.composite
 def messages(draw) -> GenerateReqInput:
-    bias = st.dictionaries(st.integers(0, VOCAB - 1), HUNDREDTHS, max_size=5)
+    tokens = st.integers(0, VOCAB - 1)
+    bias = st.dictionaries(tokens, HUNDREDTHS | st.just(-math.inf), max_size=5)
+    # More than biases and stops can forbid.
+    allowed = st.lists(tokens, unique=True, min_size=10)
     return GenerateReqInput(
         input_ids=draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)),
         sampling_params=SamplingParams(
@@ -34,6 +37,7 @@ def messages(draw) -> GenerateReqInput:
             frequency_penalty=draw(st.just(0.0) | HUNDREDTHS),
             presence_penalty=draw(st.just(0.0) | HUNDREDTHS),
             logit_bias=draw(st.none() | bias),
+            allowed_token_ids=draw(st.none() | st.none() | allowed),
             min_new_tokens=draw(st.sampled_from([0, 0, 2, 5])),
             stop_token_ids=draw(st.lists(st.integers(0, VOCAB - 1), max_size=3)),
         ),
