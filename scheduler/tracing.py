@@ -94,15 +94,12 @@ class Tracer(TorchFunctionMode):
         result = func(*args, **kwargs)
         mutates = before != [_version(each) for each in tensors]
         made = leaves((result,))
-        some = any(isinstance(each, Tensor) for each in made)
-        if not tensors and not some:
-            return result  # gradients off and on again
-        if not made or not all(isinstance(each, Tensor) for each in made):
-            if some or _name(func) not in _METADATA:
-                raise NotTraceableError(f"it calls {_name(func)}")
-            return result
-        reshapes = not mutates and len(made) == 1 and _is_view(made[0], *args[:1])
-        self._note(Call(func, args, kwargs, [], not isinstance(result, Tensor), mutates, reshapes), made)
+        of_tensors = [isinstance(each, Tensor) for each in made]
+        if made and all(of_tensors):
+            reshapes = not mutates and len(made) == 1 and _is_view(made[0], *args[:1])
+            self._note(Call(func, args, kwargs, [], not isinstance(result, Tensor), mutates, reshapes), made)
+        elif any(of_tensors) or (tensors and _name(func) not in _METADATA):
+            raise NotTraceableError(f"it calls {_name(func)}")
         return result
 
     def leaf(
@@ -127,12 +124,10 @@ class Tracer(TorchFunctionMode):
         return Trace(self._inputs, self._calls, value)
 
     def _note(self, call: Call, made: Sequence[Tensor]) -> None:
-        call.args, call.kwargs = mapped(self._value, (call.args, call.kwargs))
+        arguments = call.args, call.kwargs
+        call.args, call.kwargs = mapped(lambda leaf: self._values.get(id(leaf), leaf), arguments)
         call.outs = [self._add(each, f"v{len(self.tensors)}") for each in made]
         self._calls.append(call)
-
-    def _value(self, leaf: Any) -> Any:
-        return self._values.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf
 
     def _add(self, tensor: Tensor, name: str) -> Value:
         value = Value(name, tuple(tensor.shape), tensor.dtype)
@@ -235,7 +230,6 @@ def _is_view(a: Tensor, b: Any = None) -> bool:
     )
 
 
-_TOKENS = "tokens"
 _EFFECTS = frozenset({"attend", "experts", "layer"})
 """Kinds of calls that do something beside their results."""
 _IN_PLACE: dict[Any, Any] = {
@@ -253,23 +247,12 @@ def tidy(trace: Trace) -> None:
     _merge_views(trace)
     if not any(call.mutates for call in trace.calls):
         _merge_equal(trace)
-    drop_unused(trace)
-
-
-def drop_unused(trace: Trace) -> None:
-    needed, kept = {trace.out}, []
-    for call in reversed(trace.calls):
-        if call.mutates or call.kind in _EFFECTS or any(out in needed for out in call.outs):
-            needed.update(call.inputs())
-            kept.append(call)
-    trace.calls = kept[::-1]
 
 
 def fold_constants(trace: Trace, tensors: Mapping[Value, Tensor], weights: Iterable[Tensor]) -> None:
     """Replace values that follow from neither inputs nor ``weights`` by the tensors that tracing has made."""
     if not any(call.mutates for call in trace.calls):
         replace(trace, {each: tensors[each] for each in following(trace, weights=weights)})
-        drop_unused(trace)
 
 
 def following(trace: Trace, inputs: Iterable[Value] = (), weights: Iterable[Tensor] = ()) -> set[Value]:
@@ -288,6 +271,8 @@ def following(trace: Trace, inputs: Iterable[Value] = (), weights: Iterable[Tens
 
 
 def replace(trace: Trace, values: Mapping[Value, Any]) -> None:
+    """Take others for some values, and leave out the calls that no result needs then."""
+
     def changed(leaf: Any) -> Any:
         while isinstance(leaf, Value) and leaf in values:
             leaf = values[leaf]
@@ -296,6 +281,12 @@ def replace(trace: Trace, values: Mapping[Value, Any]) -> None:
     for call in trace.calls:
         call.args, call.kwargs = mapped(changed, (call.args, call.kwargs))
     trace.out = changed(trace.out)
+    needed, kept = {trace.out}, []
+    for call in reversed(trace.calls):
+        if call.mutates or call.kind in _EFFECTS or any(out in needed for out in call.outs):
+            needed.update(call.inputs())
+            kept.append(call)
+    trace.calls = kept[::-1]
 
 
 def write_in_place(trace: Trace, value: Value) -> None:
@@ -307,12 +298,11 @@ def write_in_place(trace: Trace, value: Value) -> None:
             return
         (out,) = call.outs
         if not call.reshapes:
-            in_place = _IN_PLACE.get(call.target)
-            if in_place is None or call.kwargs or (out.shape, out.dtype) != (value.shape, value.dtype):
+            plain = not call.kwargs and not any(isinstance(each, Tensor) for each in call.args)
+            same = (out.shape, out.dtype) == (value.shape, value.dtype)
+            if call.target not in _IN_PLACE or not (plain and same):
                 return
-            if any(isinstance(each, Tensor) for each in call.args):
-                return
-            call.target, call.mutates = in_place, True
+            call.target, call.mutates = _IN_PLACE[call.target], True
         value = out
 
 
@@ -403,7 +393,7 @@ def compiled(
         if isinstance(leaf, Value):
             return _Expression(leaf.name)
         if isinstance(leaf, Affine):
-            return _Expression(f"{leaf.scale} * {_TOKENS} + {leaf.offset}")
+            return _Expression(f"{leaf.scale} * tokens + {leaf.offset}")
         literal = type(leaf) in _LITERALS and (not isinstance(leaf, float) or leaf - leaf == 0.0)
         return leaf if literal else constant(leaf)
 
@@ -426,7 +416,7 @@ def compiled(
         if gone and call is not calls[-1]:
             lines.append(f"del {', '.join(gone)}")
     lines.append(f"return {', '.join(out.name for out in outs)}")
-    head = f"def run({', '.join([*(value.name for value in inputs), _TOKENS])}):\n    "
+    head = f"def run({''.join(f'{value.name}, ' for value in inputs)}tokens):\n    "
     # Of names and literals that are made here; what a call is given by the model are constants with a name.
     exec(compile(head + "\n    ".join(lines), "<trace>", "exec"), objects)  # noqa: S102
     function: Callable[..., Any] = objects["run"]

@@ -13,7 +13,7 @@ Invariants:
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
@@ -94,22 +94,26 @@ class TracedModule:
             shape.program = compiled(trace.calls, trace.inputs, [trace.out])
             yield 0.0
 
-        reason = failure(attempt, 0.0, f"tracing {self._what}")
-        if reason is not None:
+        if not _holds(attempt, f"tracing {self._what}"):
             shape.agrees = False
-            logger.info("%s: its module computes these calls", reason)
         return made[0] if made else call(*inputs)
 
     def _compare(self, shape: _Shape, inputs: tuple[Tensor, ...], made: Tensor) -> None:
         def attempt() -> Iterator[float]:
             assert shape.program is not None
             found = shape.program(*inputs, 0)
-            yield 0.0 if _same_bits(found, made) else float((found - made).abs().max())
+            bits = [each.contiguous().view(torch.uint8) for each in (found, made)]
+            same = found.dtype == made.dtype and torch.equal(*bits)
+            yield 0.0 if same else float((found - made).abs().max())
 
-        reason = failure(attempt, 0.0, f"a trace of {self._what} for {len(made)} rows")
-        shape.agrees = reason is None
-        if reason is not None:
-            logger.info("%s: its module computes these calls", reason)
+        shape.agrees = _holds(attempt, f"a trace of {self._what} for {len(made)} rows")
+
+
+def _holds(attempt: Callable[[], Iterable[float]], what: str) -> bool:
+    reason = failure(attempt, 0.0, what)
+    if reason is not None:
+        logger.info("%s: its module computes these calls", reason)
+    return reason is None
 
 
 def traced_velocity(
@@ -131,9 +135,3 @@ def traced_velocity(
 
 def traced_decode(family: Family, traced: TracedModule, latents: Tensor, size: tuple[int, int]) -> Tensor:
     return traced(lambda latents: family.decode(latents, size), (latents,), size)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(
-        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
-    )

@@ -24,26 +24,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ...kernels import Elementwise
-from ...kernels.attention_form import AttentionForm, Bend, HeadNorms
+from ...kernels.attention_form import Bend, HeadNorms
 from ...kernels.elementwise import gate_mul, rope_store
 from ...runtime.config import PAGE_SIZE
-from ...tracing import (
-    Affine,
-    Call,
-    Trace,
-    Value,
-    compiled,
-    drop_unused,
-    following,
-    mapped,
-    replace,
-    slice_of,
-    takers_of,
-)
+from ...tracing import Affine, Call, Trace, Value, compiled, following, mapped, replace, slice_of, takers_of
 from .interfaces import attend_fused
 from .probe import FOREIGN_FAILURES
 
-_ROWS = 5
+_TOKENS = 5
 _SCALES = (1e-3, 1.0, 30.0)
 _ROUNDINGS = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 8}
 """Units in the last place; in float32 sums of another order differ in several."""
@@ -79,9 +67,7 @@ def _precision(dtype: torch.dtype) -> float:
     return _ROUNDINGS[dtype] * torch.finfo(dtype).eps
 
 
-def proven_norms(
-    decoder: nn.Module, dtype: torch.dtype, device: torch.device, kernels: Elementwise
-) -> dict[nn.Module, Norm]:
+def proven_norms(decoder: nn.Module, dtype: torch.dtype, kernels: Elementwise) -> dict[nn.Module, Norm]:
     found: dict[nn.Module, Norm] = {}
     known: dict[Any, bool | None] = {}
     for module in decoder.modules():
@@ -91,7 +77,7 @@ def proven_norms(
         weight, eps = candidate
         kind = type(module), weight.shape[0], eps
         if kind not in known:
-            known[kind] = _from_one(module, weight.shape[0], eps, dtype, device, kernels)
+            known[kind] = _from_one(module, weight.shape[0], eps, dtype, kernels)
         from_one = known[kind]
         if from_one is not None:
             found[module] = Norm(kernels.rms_norm, weight, eps, from_one)
@@ -110,16 +96,13 @@ def _candidate(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, float] | 
 
 
 def _from_one(
-    module: nn.Module, size: int, eps: float, dtype: torch.dtype, device: torch.device, kernels: Elementwise
+    module: nn.Module, size: int, eps: float, dtype: torch.dtype, kernels: Elementwise
 ) -> bool | None:
     generator = torch.Generator().manual_seed(size)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
     fitting = [False, True]
     for scale in _SCALES:
-        weight, x = random(size) + 0.5, scale * random(_ROWS, size)
+        weight = _random((size,), dtype, generator) + 0.5
+        x = scale * _random((_TOKENS, size), dtype, generator)
         try:
             expected: Any = functional_call(module, {"weight": weight}, (x.unsqueeze(0),))
         except FOREIGN_FAILURES:
@@ -132,7 +115,6 @@ def _from_one(
     return fitting[0] if fitting else None
 
 
-_TOKENS = 5
 _POSITIONS = 900
 _BENDS: tuple[Bend, ...] = ("silu", "gelu_tanh")
 _BLOCK = 1024
@@ -154,7 +136,6 @@ class Sizes:
 class RopeTable:
     compute: Callable[..., Any]
     """Function of positions [T] and T: cosines and sines, a row for each token."""
-    values: tuple[Value, Value]
     half: int
     """Elements of a row that are taken, its first."""
     inputs: tuple[Value, Value]
@@ -178,14 +159,6 @@ class RopeTable:
         """Return those of each token, int64 [T] below ``longest`` to [T, 1, half] each."""
         cosines, sines = self.table(longest)
         return cosines.index_select(0, positions), sines.index_select(0, positions)
-
-
-@dataclass(frozen=True, slots=True)
-class FusedAttention:
-    layer: int
-    rope: RopeTable
-    norm: HeadNorms | None
-    form: AttentionForm
 
 
 class OtherCallsError(Exception):
@@ -214,7 +187,6 @@ def fuse_gates(trace: Trace, dtype: torch.dtype) -> None:
         calls.append(call)
     trace.calls = calls
     replace(trace, gates)
-    drop_unused(trace)
 
 
 def _bend(region: Sequence[Call], source: Value, rows: Value, dtype: torch.dtype) -> Bend | None:
@@ -239,13 +211,12 @@ def fuse_attention(trace: Trace, sizes: Sizes, dtype: torch.dtype) -> list[RopeT
             calls.append(call)
     trace.calls = calls
     replace(trace, matcher.replaced)
-    drop_unused(trace)
-    return matcher.tables
+    return [*matcher.tables.values()]
 
 
 class _AttentionMatcher:
     def __init__(self, trace: Trace, sizes: Sizes, dtype: torch.dtype) -> None:
-        self.tables: list[RopeTable] = []
+        self.tables: dict[tuple[Value, Value, int], RopeTable] = {}
         self.replaced: dict[Value, Value] = {}
         """Results of attention, and those of the kernel in their place."""
         self._trace, self._sizes, self._dtype = trace, sizes, dtype
@@ -273,11 +244,10 @@ class _AttentionMatcher:
         rope = self._rope(region, source, (q, k, v), angles, norm)
         out = Value(f"a{layer}", (Affine(1, 0), sizes.heads * sizes.head_size), self._dtype)
         args = backend, source, sizes.all_heads, *rope.inputs, layer, norm, form
-        detail = FusedAttention(layer, rope, norm, form)
         heads = self.replaced[attend.outs[0]] = Value(f"a{layer}_heads", attend.outs[0].shape, self._dtype)
         shape = (1, Affine(1, 0), sizes.heads, sizes.head_size)
         return [
-            Call(attend_fused, args, {}, [out], kind="fused", detail=detail),
+            Call(attend_fused, args, {}, [out], kind="fused", detail=rope),
             Call(Tensor.view, (out, shape), {}, [heads], reshapes=True),
         ]
 
@@ -324,18 +294,11 @@ class _AttentionMatcher:
             inputs = Value(f"cos{number}", shape, dtype), Value(f"sin{number}", shape, dtype)
             for cos, sin in (angles, angles[::-1]):
                 if 0 < 2 * half <= sizes.head_size:
-                    tried = RopeTable(self._compute((cos, sin)), (cos, sin), half, inputs)
+                    tried = RopeTable(self._compute((cos, sin)), half, inputs)
                     found = self._by_kernel(x, tried.rows(positions, _POSITIONS), norm)
                     if all(close(*pair, cancels=True) for pair in zip(found, expected, strict=True)):
-                        return self._shared(tried)
+                        return self.tables.setdefault((cos, sin, half), tried)
         raise OtherCallsError
-
-    def _shared(self, table: RopeTable) -> RopeTable:
-        for known in self.tables:
-            if (known.values, known.half) == (table.values, table.half):
-                return known
-        self.tables.append(table)
-        return table
 
     def _compute(self, angles: Sequence[Value]) -> Callable[..., Any]:
         calls, _ = slice_of(self._trace, angles, {self._positions})
@@ -353,5 +316,6 @@ class _AttentionMatcher:
         return q, k, v
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator | None = None) -> Tensor:
+    generator = generator or torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)

@@ -68,7 +68,7 @@ class TransformersForCausalLM(CausalLM):
         )
         self.logits_processor = LogitsProcessor(self._project, config.vocab_size, place=place)
         self._by_layer = LayerByLayer(decoder, seen)
-        self.traced = traced_decoder(module, decoder, seen, self.forms, place.dtype, place.device)
+        self.traced = traced_decoder(decoder, seen, self.forms, place.dtype, place.device)
         self.in_one_call = self.traced is not None and self.traced.in_one_call is not None
         self._skipped = _skipped(module)
 

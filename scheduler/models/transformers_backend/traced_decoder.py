@@ -8,7 +8,6 @@ Invariants:
   call is left over between the first norm and the result.
 """
 
-import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,33 +16,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ...execution.forward import AttentionBackend, ForwardBatch
 from ...kernels import elementwise_for
 from ...kernels.attention_form import AttentionForm
 from ...kernels.decoder import DecoderKernel
 from ...kernels.decoder_layers import LayerKind, LayerShape, LayerTensors
-from ...tracing import Call, NotTraceableError, Trace, Value, compiled, slice_of, tidy, write_in_place
-from .fusion import (
-    FusedAttention,
-    Norm,
-    OtherCallsError,
-    RopeTable,
-    Sizes,
-    fuse_attention,
-    fuse_gates,
-    proven_norms,
-    require,
-)
+from ...tracing import Call, Trace, Value, compiled, slice_of, tidy, write_in_place
+from .fusion import Norm, OtherCallsError, RopeTable, Sizes, fuse_attention, fuse_gates, proven_norms, require
 from .probe import Probe
 from .products import Given, Head
 from .tracing import trace_decoder, trace_head
 
-logger = logging.getLogger(__name__)
-
 _ADDITIONS = (Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add)
-_Layer = tuple[LayerTensors, LayerKind, FusedAttention]
+_Layer = tuple[LayerTensors, LayerKind, int, RopeTable, tuple[float, bool] | None]
+"""Parameters, form, number, angles, and eps and ``from_one`` of head norms."""
 
 
 class FusedTrace:
@@ -57,36 +44,28 @@ class FusedTrace:
         while (before := chain.layer(stream)) is not None:
             layer, stream = before
             layers.insert(0, layer)
-        attention = [each for _, _, each in layers]
+        require(bool(layers))
+        tensors, kinds, numbers, self._ropes, norms = zip(*layers, strict=True)
         count = sum(call.kind == "layer" for call in trace.calls)
-        norms = {None if each.norm is None else (each.norm.eps, each.norm.from_one) for each in attention}
-        halves = {each.rope.half for each in attention}
+        heads, halves = set(norms), {each.half for each in self._ropes}
         forms = {(norm.eps, norm.from_one) for norm in chain.norms}
-        require(bool(layers) and [each.layer for each in attention] == list(range(count)))
-        require(len(norms) == len(halves) == len(forms) == 1)
-        ((eps, from_one),), (head,) = forms, norms
+        require(numbers == tuple(range(count)))
+        require(len(heads) == len(halves) == len(forms) == 1)
+        ((eps, from_one),), (head,) = forms, heads
         require(head is None or head[1] == from_one)
-        require(len(stream.shape) > 1 and stream.dtype == last.weight.dtype)
+        require(len(stream.shape) > 1 and stream.dtype == last.dtype)
         shape = LayerShape(
-            hidden=last.weight.shape[0],
+            hidden=last.shape[0],
             heads=sizes.heads,
             kv_heads=sizes.kv_heads,
             head_size=sizes.head_size,
             rotated=2 * halves.pop(),
             from_one=from_one,
         )
-        self._kernel = DecoderKernel(
-            [tensors for tensors, _, _ in layers],
-            [kind for _, kind, _ in layers],
-            last.weight,
-            shape,
-            eps=eps,
-            head_eps=None if head is None else head[0],
-        )
+        self._kernel = DecoderKernel(tensors, kinds, last, shape, eps=eps, head_eps=head and head[0])
         ids, positions, _ = trace.inputs
         calls, _ = slice_of(trace, [stream], ())
         self._embed = compiled(calls, [ids, positions], [stream])
-        self._ropes = [each.rope for each in attention]
         self._tables = set(self._ropes)
 
     def sampled(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
@@ -123,32 +102,33 @@ class _Chain:
         require(at is middle and begin is before and (behind_mlp is None) == (behind_attention is None))
         require(None not in (qkv.packed, o.packed, gate_up.packed, down.packed))
         require(gate_up.bias is None and down.bias is None)
-        attention: FusedAttention = fused.detail
-        norm = attention.norm
+        *_, number, head_norms, form = fused.args
+        q_norm, k_norm, *head = head_norms or (None, None)
         tensors = LayerTensors(
-            input_norm=input_norm.weight,
+            input_norm=input_norm,
             qkv=qkv.packed,
             qkv_bias=qkv.bias,
-            q_norm=None if norm is None else norm.q_weight,
-            k_norm=None if norm is None else norm.k_weight,
+            q_norm=q_norm,
+            k_norm=k_norm,
             o=o.packed,
             o_bias=o.bias,
-            mlp_norm=mlp_norm.weight,
+            mlp_norm=mlp_norm,
             gate_up=gate_up.packed,
             down=down.packed,
-            behind_attention=None if behind_attention is None else behind_attention.weight,
-            behind_mlp=None if behind_mlp is None else behind_mlp.weight,
-            sinks=attention.form.sinks,
+            behind_attention=behind_attention,
+            behind_mlp=behind_mlp,
+            sinks=form.sinks,
         )
-        size, kind = gate_up.out_features // 2, attention.form.kind
-        return (tensors, LayerKind(intermediate=size, bend=gate.detail, attention=kind), attention), before
+        kind = LayerKind(intermediate=gate_up.out_features // 2, bend=gate.detail, attention=form.kind)
+        return (tensors, kind, number, fused.detail, tuple(head) or None), before
 
-    def norm(self, value: Value) -> tuple[Norm, Value]:
+    def norm(self, value: Value) -> tuple[Tensor, Value]:
+        """Return the weight of the norm that made ``value``, and of which."""
         made = self._made(value, "norm")
         self.norms.append(made.detail)
-        return made.detail, self._source(made.args[0])
+        return made.detail.weight, self._source(made.args[0])
 
-    def _behind(self, value: Value) -> tuple[Norm | None, Value]:
+    def _behind(self, value: Value) -> tuple[Tensor | None, Value]:
         return self.norm(value) if self._made(value).kind == "norm" else (None, value)
 
     def _product(self, value: Value) -> tuple[Any, Value]:
@@ -182,6 +162,7 @@ class _Chain:
 class _Program:
     def __init__(self, trace: Trace, tables: Sequence[RopeTable]) -> None:
         self.trace, self._tables = trace, tables
+        self._inputs = [*trace.inputs, *(each for table in tables for each in table.inputs)]
 
     def arguments(self, batch: ForwardBatch, backend: AttentionBackend) -> list[Any]:
         positions, tables = batch.positions, self._tables
@@ -191,15 +172,11 @@ class _Program:
 
     @cached_property
     def run(self) -> Callable[..., Tensor]:
-        return self._compiled(stops=False)
+        return compiled(self.trace.calls, self._inputs, [self.trace.out])
 
     @cached_property
     def run_by_layer(self) -> Callable[..., Generator[int, None, Tensor]]:
-        return self._compiled(stops=True)
-
-    def _compiled(self, *, stops: bool) -> Callable[..., Any]:
-        inputs = [*self.trace.inputs, *(each for table in self._tables for each in table.inputs)]
-        return compiled(self.trace.calls, inputs, [self.trace.out], stops=stops)
+        return compiled(self.trace.calls, self._inputs, [self.trace.out], stops=True)
 
 
 class TracedDecoder:
@@ -236,26 +213,17 @@ class TracedDecoder:
 
 
 def traced_decoder(
-    module: PreTrainedModel,
-    decoder: nn.Module,
-    probe: Probe,
-    forms: list[AttentionForm],
-    dtype: torch.dtype,
-    device: torch.device,
+    decoder: nn.Module, probe: Probe, forms: list[AttentionForm], dtype: torch.dtype, device: torch.device
 ) -> TracedDecoder | None:
-    """Return ``decoder``, a part of ``module`` with its parameters in place, traced; None if it cannot be."""
+    """Return ``decoder``, whose parameters are in place, traced; None if it cannot be."""
     if device.type != "cpu":
         return None  # graphs record there
     first = probe.attended[0]
     sizes = Sizes(first.num_heads, first.num_kv_heads, max(first.key_size, first.value_size))
     kernels = elementwise_for(device, dtype)
-    norms = {} if kernels is None else proven_norms(decoder, dtype, device, kernels)
-    try:
-        trace = trace_decoder(decoder, probe, norms, forms, sizes.head_size, device)
-    except NotTraceableError as error:
-        logger.info("%s is computed by its modules: %s", type(module).__name__, error)
-        return None
-    return TracedDecoder(trace, sizes, dtype, kernels=kernels is not None)
+    norms = {} if kernels is None else proven_norms(decoder, dtype, kernels)
+    trace = trace_decoder(decoder, probe, norms, forms, sizes.head_size)
+    return None if trace is None else TracedDecoder(trace, sizes, dtype, kernels=kernels is not None)
 
 
 def traced_head(
@@ -264,10 +232,8 @@ def traced_head(
     """Return a function from hidden states, memory and S to logits, or None if the head is not traceable."""
     if device.type != "cpu" or head is None:
         return None
-    try:
-        trace = trace_head(headed, given, head, dtype, hidden_size)
-    except NotTraceableError as error:
-        logger.info("logits of %s are computed by its module: %s", type(headed).__name__, error)
+    trace = trace_head(headed, given, head, dtype, hidden_size)
+    if trace is None:
         return None
     tidy(trace)
     for call in trace.calls:

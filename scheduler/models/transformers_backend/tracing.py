@@ -3,6 +3,7 @@
 Invariant: what stands in for a part while it is traced is gone when the trace ends, however it ends.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,6 +20,8 @@ from .interfaces import Computed, attend, attending
 from .probe import FOREIGN_FAILURES, Probe
 from .products import GatheredEmbedding, Given, Head, PartOfProduct, Product
 
+logger = logging.getLogger(__name__)
+
 _SIZES = (7, 11, 1)
 """Numbers of tokens of the traces that are merged."""
 
@@ -29,12 +32,11 @@ def trace_decoder(
     norms: dict[nn.Module, Norm],
     forms: Sequence[AttentionForm],
     head_size: int,
-    device: torch.device,
-) -> Trace:
+) -> Trace | None:
     """Return the calls of ``decoder``, from token ids, positions and backend; kernels replace ``norms``."""
 
     def inputs(size: int) -> dict[str, Tensor]:
-        positions = torch.arange(size, device=device)
+        positions = torch.arange(size)
         return {"ids": torch.zeros_like(positions), "positions": positions, "backend": torch.empty(0)}
 
     def run(tracer: Tracer, ids: Tensor, positions: Tensor, backend: Any) -> Tensor:
@@ -47,10 +49,10 @@ def trace_decoder(
             last: Tensor = out.last_hidden_state[0]
             return last
 
-    return _trace(inputs, run)
+    return _trace(inputs, run, f"{type(decoder).__name__} is computed by its modules")
 
 
-def trace_head(headed: Any, given: Given, head: Head, dtype: torch.dtype, hidden_size: int) -> Trace:
+def trace_head(headed: Any, given: Given, head: Head, dtype: torch.dtype, hidden_size: int) -> Trace | None:
     """Return the calls of ``headed``, whose decoder is ``given``, from hidden states and memory to logits."""
 
     def inputs(size: int) -> dict[str, Tensor]:
@@ -69,20 +71,25 @@ def trace_head(headed: Any, given: Given, head: Head, dtype: torch.dtype, hidden
                 logits: Tensor = headed(input_ids=ids, use_cache=False).logits[0]
                 return logits
 
-    return _trace(inputs, run)
+    return _trace(inputs, run, f"logits of {type(headed).__name__} are computed by its module")
 
 
-def _trace(inputs: Callable[[int], dict[str, Tensor]], run: Callable[..., Tensor]) -> Trace:
+def _trace(
+    inputs: Callable[[int], dict[str, Tensor]], run: Callable[..., Tensor], otherwise: str
+) -> Trace | None:
     traces = []
-    with torch.inference_mode(False), torch.no_grad():
-        for size in _SIZES:
-            given = inputs(size)
-            tracer = Tracer(given)
-            try:
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            for size in _SIZES:
+                given = inputs(size)
+                tracer = Tracer(given)
                 traces.append(tracer.trace(run(tracer, **given)))
-            except FOREIGN_FAILURES as error:
-                raise NotTraceableError(f"it fails while it is traced: {error}") from error
-    return merge(traces, _SIZES)
+        return merge(traces, _SIZES)
+    except NotTraceableError as error:
+        logger.info("%s: %s", otherwise, error)
+    except FOREIGN_FAILURES as error:
+        logger.info("%s: it fails while it is traced: %s", otherwise, error)
+    return None
 
 
 @contextmanager
@@ -90,10 +97,8 @@ def _noted(tracer: Tracer, decoder: nn.Module, probe: Probe, norms: dict[nn.Modu
     linears: set[Linear] = set()
     with ExitStack() as stack:
         for each in decoder.modules():
-            if isinstance(each, Product):
-                linears.add(each.linear)
-            elif isinstance(each, PartOfProduct):
-                linears.add(each.shared.linear)
+            if isinstance(each, Product | PartOfProduct):
+                linears.add(each.linear if isinstance(each, Product) else each.shared.linear)
             elif isinstance(each, GatheredEmbedding):
                 gather = partial(_gather, tracer, each.table.forward, each.weight, each.embedding_dim)
                 _put(stack, each.table, "forward", gather)
@@ -104,7 +109,8 @@ def _noted(tracer: Tracer, decoder: nn.Module, probe: Probe, norms: dict[nn.Modu
         for linear in linears:
             _put(stack, linear, "forward", partial(_product, tracer, linear, linear.forward))
         for number, layer in enumerate(probe.layers):
-            stack.callback(layer.register_forward_pre_hook(partial(_mark, tracer, number)).remove)
+            hook = layer.register_forward_pre_hook(lambda *_, number=number: tracer.mark("layer", number))
+            stack.callback(hook.remove)
         yield
 
 
@@ -119,10 +125,7 @@ def _gather(tracer: Tracer, call: Callable[..., Tensor], like: Tensor, size: int
 
 def _norm(tracer: Tracer, original: Callable[[Tensor], Tensor], norm: Norm, x: Tensor) -> Tensor:
     size = norm.weight.shape[0]
-    if x.dtype != norm.weight.dtype or x.shape[-1] != size:
-        return original(x)
-    rows = x.reshape(-1, size)
-    if rows.stride(-1) != 1:
+    if x.dtype != norm.weight.dtype or x.shape[-1] != size or (rows := x.reshape(-1, size)).stride(-1) != 1:
         return original(x)
     made = tracer.leaf(
         norm.compute, rows, norm.weight, norm.eps, from_one=norm.from_one,
@@ -133,10 +136,6 @@ def _norm(tracer: Tracer, original: Callable[[Tensor], Tensor], norm: Norm, x: T
 
 def _experts(tracer: Tracer, computed: Computed, owner: nn.Module, hidden: Tensor, *args: Any) -> Tensor:
     return tracer.leaf(computed, owner, hidden, *args, like=hidden, shape=hidden.shape, kind="experts")
-
-
-def _mark(tracer: Tracer, number: int, *_: Any) -> None:
-    tracer.mark("layer", number)
 
 
 def _put(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

@@ -398,10 +398,10 @@ def test_norms_are_kernels_where_they_compute_the_same(dtype: torch.dtype) -> No
     plain, gemma = LlamaRMSNorm(40, eps=1e-6), GemmaRMSNorm(40, eps=1e-6)
     others = [kind(40, eps=1e-6) for kind in (Centred, OtherEps, Scaled)] + [nn.LayerNorm(40, bias=False)]
     decoder = nn.ModuleList([plain, gemma, *others]).to(dtype).requires_grad_(False)
-    found = proven_norms(decoder, dtype, CPU, kernels)
+    found = proven_norms(decoder, dtype, kernels)
     assert {module: norm.from_one for module, norm in found.items()} == {plain: False, gemma: True}
     assert found[plain].weight is plain.weight
-    assert proven_norms(decoder, torch.float32, CPU, kernels) == {} or dtype == torch.float32
+    assert proven_norms(decoder, torch.float32, kernels) == {} or dtype == torch.float32
 
 
 # Kernels in the place of calls
