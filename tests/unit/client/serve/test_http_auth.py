@@ -138,7 +138,7 @@ def test_rebound_host_names_are_refused_without_keys(host):
         assert (client.post("/tokenize", headers={"host": host}).status_code != 403) == allowed
 
 
-def test_refusals_under_v1_have_openais_form_except_on_native_routes():
+def test_refusals_under_v1_and_of_vllms_routes_have_openais_form():
     def kinds(path: str, **request: Any) -> tuple[int, set[str]]:
         response = client.request("POST", path, **request)
         error = response.json().get("error")
@@ -147,7 +147,7 @@ def test_refusals_under_v1_have_openais_form_except_on_native_routes():
     openai, native = {"message", "type", "param", "code"}, {"object", "message", "type", "param", "code"}
     bearer = {"authorization": "Bearer k"}
     with client_of(front_end(api_key="k", max_body_bytes=100)) as client:
-        for path in ("/v1/completions", "/v1/chat/completions"):
+        for path in ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/pause"):
             assert kinds(path) == (401, openai)
             assert kinds(path, headers=bearer, content=b" " * 101) == (413, openai)
             assert kinds(path, headers=bearer, content=iter([b" " * 101])) == (413, openai)
