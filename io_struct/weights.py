@@ -205,8 +205,8 @@ class InitWeightsUpdateGroupReqInput(ControlRequest, kw_only=True):
     """Number of ranks in the group, rank 0 included; at most 16,384."""
     group_name: GroupName = DEFAULT_GROUP_NAME
     """Name of the group in later calls, and prefix of its keys in the store; the same for all ranks."""
-    backend: Literal["gloo", "nccl"] | None = None
-    """None means nccl on CUDA, else gloo. All ranks must use the same."""
+    backend: Literal["gloo", "nccl", "vllm_nccl"] | None = None
+    """None means nccl on CUDA, else gloo. All ranks must use the same. ``vllm_nccl``: vLLM's communicator."""
     timeout_s: PositiveDuration = 60.0
     """Maximum seconds for all ranks to join."""
     broadcast_timeout_s: PositiveDuration = DEFAULT_BROADCAST_TIMEOUT_S

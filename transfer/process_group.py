@@ -25,6 +25,10 @@ from ..io_struct.weights import PRESENT
 
 Backend = Literal["gloo", "nccl"]
 PREFIXES = {"gloo": "cpu/", "nccl": "cuda/"}  # the first device that each backend registers for
+VLLM_NCCL = "vllm_nccl"
+"""Backend of vLLM's trainers: ranks meet by vLLM's keys, see :mod:`raw_nccl`."""
+ON_DEVICE = ("nccl", VLLM_NCCL)
+"""Backends whose buffers lie on the engine's device."""
 _LISTEN_BACKLOG = 128
 _NCCL_IN_TORCH = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",  # wait() raises in its thread, and no watchdog is started
@@ -72,7 +76,7 @@ def serve_store(address: str, port: int, size: int, timeout: timedelta) -> tuple
 def keys_of(member: Membership, store: Store) -> tuple[Store, Store]:
     """Return where the ranks of a group say that they are there, and where its backend keeps its keys."""
     own = PrefixStore(member.group_name, store)
-    return own, PrefixStore(PREFIXES[member.backend], PrefixStore(f"{member.group_name}/", own))
+    return own, PrefixStore(PREFIXES.get(member.backend, ""), PrefixStore(f"{member.group_name}/", own))
 
 
 def make_backend(

@@ -278,7 +278,7 @@ class AsyncControlClient:
         rank_offset: int,
         world_size: int,
         group_name: str = DEFAULT_GROUP_NAME,
-        backend: Literal["gloo", "nccl"] | None = None,
+        backend: Literal["gloo", "nccl", "vllm_nccl"] | None = None,
         timeout_s: float = 60.0,
         broadcast_timeout_s: float = DEFAULT_BROADCAST_TIMEOUT_S,
         **call: Unpack[CallOptions],

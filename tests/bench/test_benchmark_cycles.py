@@ -1,13 +1,14 @@
 """Pause cycles are measured under a load that stays, by every transport."""
 
 import json
+from dataclasses import replace
 
 import pause_cycles
 import pytest
 from harness.cycles import TARGET_STEP_S, distribution, verdicts
 from harness.load import Around, Feeder, Steady, Steps
 from harness.transports import TRANSPORTS
-from harness.workload import WORKLOADS, Workload
+from harness.workload import WORKLOADS
 
 from caesura.io_struct import (
     BatchTokenOutput,
@@ -21,17 +22,7 @@ from caesura.io_struct import (
 )
 from caesura.io_struct.codec import decode_request
 
-SMALL = Workload(
-    model="tiny",
-    shape="tiny",
-    requests=6,
-    prompt_tokens=8,
-    new_tokens=8,
-    rollouts=1,
-    load_new_tokens=400,
-    vocab_size=4096,
-    kv_bytes_per_token=3072,
-)
+SMALL = replace(WORKLOADS["tiny"], requests=6, prompt_tokens=8, new_tokens=8, rollouts=1, load_new_tokens=400)
 
 
 class Submitted:
@@ -135,6 +126,16 @@ def test_steps_around_a_pause_are_told_apart_by_number_not_by_time(feeder, submi
     assert feeder.answer() is None
     feeder.take(tokens(11, [submitted.requests[-1].id]), 13.0)
     assert feeder.answer() == ([(10, 12.0), (11, 13.0)],)
+
+
+def test_the_number_of_recorded_steps_is_honoured(feeder, submitted):
+    rids = [request.id for request in submitted.requests]
+    for step in (4, 5, 7):
+        feeder.take(tokens(step, rids), float(step))
+    feeder.ask(Around(4, 3))
+    assert feeder.answer() is None
+    feeder.take(tokens(8, rids), 8.0)
+    assert feeder.answer() == (((4, 4.0), (5, 5.0), (7, 7.0), (8, 8.0)),)
 
 
 def test_a_load_that_fails_says_so(feeder, submitted):

@@ -32,25 +32,23 @@ SCRIPT = ROOT / "benchmarks" / "gpu"
 CONSTRAINTS = ROOT / "constraints.txt"
 
 
-def shape(**changes: object) -> Shape:
-    sizes = {
-        "num_hidden_layers": 3,
-        "hidden_size": 8,
-        "intermediate_size": 24,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 6,
-        "vocab_size": 50,
-        "max_position_embeddings": 64,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
-    return Shape(**{**sizes, **changes})
+MADE = Shape(
+    num_hidden_layers=3,
+    hidden_size=8,
+    intermediate_size=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    vocab_size=50,
+    max_position_embeddings=64,
+    bos_token_id=0,
+    eos_token_id=1,
+)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_step_reads_every_weight_once_but_for_a_gathered_table(tied):
-    made = shape(tie_word_embeddings=tied)
+    made = replace(MADE, tie_word_embeddings=tied)
     total = sum(torch.Size(size).numel() for size in made.tensor_shapes().values())
     read = streamed_weight_bytes(made, 2)
     assert read == 2 * (total if tied else total - 50 * 8), "a tied table is read as the head"
@@ -58,7 +56,7 @@ def test_a_step_reads_every_weight_once_but_for_a_gathered_table(tied):
 
 
 def test_prefill_counts_each_product_once():
-    made = shape(num_hidden_layers=1, tie_word_embeddings=False)
+    made = replace(MADE, num_hidden_layers=1, tie_word_embeddings=False)
     weights = 8 * 24 + 2 * 8 * 12 + 24 * 8 + 3 * 8 * 24
     pairs = 5 * 6 // 2
     assert prefill_flops(made, 2, 5) == 2 * (2 * weights * 5 + 2 * 2 * 24 * pairs + 2 * 50 * 8)
@@ -69,7 +67,7 @@ def test_the_limit_is_the_better_bandwidth():
 
 
 def test_a_rollout_takes_its_prompts_once_and_each_step_the_slower_of_reading_and_computing():
-    made = shape()
+    made = MADE
     work = replace(WORKLOADS["rl"], requests=2, samples=3, prompt_tokens=5, new_tokens=3)
     prompts, weights = prefill_flops(made, 2, 5), streamed_weight_bytes(made, 2)
     kv = kv_bytes_per_token(made, 2)
@@ -115,14 +113,9 @@ def test_a_step_reads_the_experts_that_its_rows_meet_and_fp8_as_one_byte():
     share = experts.num_experts_per_tok / experts.num_experts
     assert step_bytes(experts, 1) == pytest.approx(everything - 2 * (1 - share) * of_experts)
     assert step_bytes(experts, 1000) == pytest.approx(everything)
-    quantised = sum(
-        torch.Size(size).numel()
-        for name, size in dense.tensor_shapes().items()
-        if name.endswith("_proj.weight")
-    )
-    scales = sum(
-        torch.Size(size).numel() for name, size in SMOKE.fp8.tensor_shapes().items() if "_scale" in name
-    )
+    projections = {name: torch.Size(size).numel() for name, size in SMOKE.fp8.tensor_shapes().items()}
+    quantised = sum(size for name, size in projections.items() if name.endswith("_proj.weight"))
+    scales = sum(size for name, size in projections.items() if "_scale" in name)
     assert step_bytes(SMOKE.fp8, 1) == step_bytes(dense, 1) - quantised + 4 * scales
 
 
@@ -135,6 +128,11 @@ def test_an_fp8_checkpoint_is_near_the_one_that_it_quantises(tmp_path):
     narrow = quantised.tensor(name, seed=0, dtype=torch.bfloat16)
     assert narrow.dtype == torch.float8_e4m3fn
     assert (narrow.float() * scale[0, 0] - wide).norm() < 0.05 * wide.norm()
+
+
+def smoking(tmp_path: Path, *sections: str) -> list[str]:
+    options = ["--smoke", "--json", f"{tmp_path}/found.json", "--work-dir", f"{tmp_path}/work"]
+    return [sys.executable, str(SCRIPT), *options, "--only", *sections]
 
 
 def make_run(tmp_path: Path, **options: float) -> Run:
@@ -163,18 +161,7 @@ def test_a_section_after_the_time_is_left_out(tmp_path):
 
 def test_a_run_that_is_killed_leaves_the_sections_it_had_done(tmp_path):
     json_path = tmp_path / "found.json"
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "--smoke",
-        "--json",
-        str(json_path),
-        "--work-dir",
-        str(tmp_path / "work"),
-    ]
-    process = subprocess.Popen(
-        [*command, "--only", "versions", "ceilings", "growth"], stdout=subprocess.DEVNULL
-    )
+    process = subprocess.Popen(smoking(tmp_path, "versions", "ceilings", "growth"), stdout=subprocess.DEVNULL)
     try:
         eventually(lambda: json_path.exists() and "ceilings" in json.loads(json_path.read_text()))
     finally:
@@ -246,13 +233,9 @@ def test_without_a_card_only_the_smoke_run_starts():
 
 
 def smoke(tmp_path: Path, *sections: str) -> tuple[dict[str, Any], str]:
-    json_path = tmp_path / "found.json"
-    options = ["--smoke", "--json", str(json_path), "--work-dir", str(tmp_path / "work"), "--only", *sections]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, cwd=tmp_path
-    )
+    done = subprocess.run(smoking(tmp_path, *sections), capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = json.loads(json_path.read_text())
+    found = json.loads((tmp_path / "found.json").read_text())
     errors = {name: found[name] for name in sections if "error" in found[name]}
     assert not errors
     return found, done.stdout
@@ -286,13 +269,8 @@ def test_the_smoke_run_of_one_process(tmp_path):
 def test_the_smoke_run_of_serving(tmp_path):
     found, printed = smoke(tmp_path, "ceilings", "serving", "experts", "fp8")
     served = found["serving"]
-    for rows in (
-        served["decode"],
-        served["filtered"],
-        served["raw"],
-        found["experts"]["decode"],
-        found["fp8"]["decode"],
-    ):
+    decoded = [found[name]["decode"] for name in ("serving", "experts", "fp8")]
+    for rows in (*decoded, served["filtered"], served["raw"]):
         assert [row["batch"] for row in rows] == [1, 3]
         for row in rows:
             assert row["step_s"] != 0  # of so short runs the difference may have any sign

@@ -6,7 +6,9 @@ import math
 import os
 import re
 import socket
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import fanout
@@ -19,7 +21,7 @@ from harness.bare import BareGloo, BareZeroMQ, flat_bytes
 from harness.fan_out_model import ROADS, FanOut, best_bucket
 from harness.process_memory import MB, read_memory, reset_peak
 from harness.transports import TRANSPORTS
-from harness.workload import Workload
+from harness.workload import WORKLOADS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.properties import examples
@@ -73,33 +75,15 @@ def test_every_transport_is_measured(monkeypatch):
     assert weight_update.as_table("dense", size, 1).row_count == len(TRANSPORTS)
 
 
-SMALL = Workload(
-    model="tiny",
-    shape="tiny",
-    requests=4,
-    prompt_tokens=8,
-    new_tokens=8,
-    rollouts=2,
-    pause_cycles=4,
-    updates=1,
-    load_new_tokens=100,
-    vocab_size=4096,
-    kv_bytes_per_token=3072,
-)
+LENGTHS = {"prompt_tokens": 8, "new_tokens": 8, "load_new_tokens": 100}
+SMALL = replace(WORKLOADS["tiny"], requests=4, rollouts=2, pause_cycles=4, updates=1, **LENGTHS)
 
 
 def test_every_figure_is_measured_on_a_real_engine(tmp_path: Path) -> None:
     folders = [write_checkpoint(tmp_path / str(seed), "tiny", seed=seed) for seed in (0, 1)]
     stages: list[str] = []
-    run = engines.measure(
-        engines.caesura(1),
-        SMALL,
-        folders,
-        threads=1,
-        repeat=0,
-        log=tmp_path / "log",
-        progress=stages.append,
-    )
+    how = {"threads": 1, "repeat": 0, "log": tmp_path / "log", "progress": stages.append}
+    run = engines.measure(engines.caesura(1), SMALL, folders, **how)
     assert run["error"] is None
     assert [rollout["tokens"] for rollout in run["rollouts"]] == [SMALL.requests * SMALL.new_tokens] * 2
     assert run["cold_start_s"] > 0
@@ -200,14 +184,13 @@ def test_acknowledged_bytes_are_those_that_a_connection_has_sent():
         assert fanout.acknowledged_bytes() - before == pytest.approx(100_001, abs=2)
 
 
-def test_a_run_measures_every_route(tmp_path, monkeypatch):
+def test_a_run_measures_every_route(tmp_path):
     out = tmp_path / "out.json"
     roads = ["shared", "chain", "broadcast", "clone"]
     arguments = [
         "--model", "tiny", "--engines", "1", "2", "--turns", "1", "--json", str(out), "--roads", *roads,
     ]  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["fanout.py", *arguments])
-    fanout.main()
+    subprocess.run([sys.executable, fanout.__file__, *arguments], check=True)
     found = json.loads(out.read_text())
     sent = {road: {n: each["sent_copies"] for n, each in by.items()} for road, by in found["roads"].items()}
     for number in ("1", "2"):

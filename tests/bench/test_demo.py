@@ -162,31 +162,23 @@ def test_last_policy_is_left_as_a_servable_folder(finished):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the engine through /proc")
-def test_death_of_the_engine_is_reported(tmp_path):
-    demo = start_demo(tmp_path, "--updates", "1000")
-    try:
-        read_until(demo, "update   0")
-        os.kill(engine_pid(demo), signal.SIGKILL)
-        output, _ = demo.communicate()
-    finally:
-        demo.kill()
-    assert demo.returncode == 1
-    assert "error: engine: the scheduler process was killed by signal 9" in output
-    assert "Traceback" not in output
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the engine through /proc")
-def test_interrupt_stops_everything(tmp_path):
+@pytest.mark.parametrize(
+    ("victim", "number", "status", "told"),
+    [
+        ("engine", signal.SIGKILL, 1, "error: engine: the scheduler process was killed by signal 9"),
+        ("demo", signal.SIGINT, 130, "interrupted after"),
+    ],
+)
+def test_an_end_in_the_middle_is_told_and_leaves_no_engine(tmp_path, victim, number, status, told):
     demo = start_demo(tmp_path, "--updates", "1000")
     try:
         read_until(demo, "update   0")
         engine = engine_pid(demo)
-        demo.send_signal(signal.SIGINT)
+        os.kill(engine if victim == "engine" else demo.pid, number)
         output, _ = demo.communicate()
     finally:
         demo.kill()
-    assert demo.returncode == 130
-    assert "interrupted after" in output
+    assert demo.returncode == status
+    assert told in output
     assert "Traceback" not in output
     eventually(lambda: not Path(f"/proc/{engine}").exists())

@@ -10,13 +10,12 @@ import torch
 from checkpoints import SHAPES, write_checkpoint
 from harness import soak as cycles
 from harness import soak_emptying, soak_rollouts, soak_updates
-from harness.load import Around, Feeder
 from harness.process_memory import MB
 from harness.rescore import Rescorer
 from harness.soak_engine import SCRATCH_TENSORS, SURVIVOR_BYTES, SURVIVORS, SURVIVORS_REPLACED, Scratch
 from harness.transports import TRANSPORTS
+from torch.overrides import TorchFunctionMode
 
-from caesura.io_struct import BatchTokenOutput, StreamDelta, encode
 from caesura.scheduler.memory.host import HOST
 
 SMALL = replace(soak_emptying.SOAKED, requests=4, vocab_size=512)
@@ -53,15 +52,25 @@ def test_figures_have_a_sign_and_zero_has_one_only():
     ]
 
 
-def test_scratch_memory_is_of_many_sizes_and_never_leaks(monkeypatch):
-    made = []
-    ones = torch.ones
-    monkeypatch.setattr(torch, "ones", lambda nbytes, **how: made.append(nbytes) or ones(nbytes, **how))
+class Made(TorchFunctionMode):
+    """Notes the sizes of what ``torch.ones`` makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.sizes += args[:1] if function is torch.ones else ()
+        return function(*args, **(kwargs or {}))
+
+
+def test_scratch_memory_is_of_many_sizes_and_never_leaks():
     scratch = Scratch(torch.device("cpu"), seed=0)
     for _ in range(5):
-        made.clear()
         before = {tensor.data_ptr() for tensor in scratch._survivors}
-        scratch.churn()
+        with Made() as mode:
+            scratch.churn()
+        made = mode.sizes
         assert len(made) == SCRATCH_TENSORS + SURVIVORS_REPLACED
         assert len(set(made)) > SCRATCH_TENSORS
         assert min(made) < 128 << 10 < 1 * MB < max(made)  # glibc serves the two kinds differently
@@ -69,24 +78,6 @@ def test_scratch_memory_is_of_many_sizes_and_never_leaks(monkeypatch):
         assert len(alive) == SURVIVORS
         assert 0 < len(alive - before) <= SURVIVORS_REPLACED
         assert sum(tensor.nbytes for tensor in scratch._survivors) <= SURVIVORS * SURVIVOR_BYTES
-
-
-def test_number_of_recorded_steps_is_honoured():
-    def tokens(step):
-        delta = StreamDelta(rids=[], indices=b"", starts=b"", counts=b"", tokens=b"", logprobs=b"")
-        return encode(BatchTokenOutput(step=step, delta=delta, finished=[]))
-
-    class Nobody:
-        def send(self, frame):
-            pass
-
-    feeder = Feeder(Nobody(), SMALL, seed=0)
-    for step in (4, 5, 7):
-        feeder.take(tokens(step), float(step))
-    feeder.ask(Around(4, 3))
-    assert feeder.answer() is None
-    feeder.take(tokens(8), 8.0)
-    assert feeder.answer() == (((4, 4.0), (5, 5.0), (7, 7.0), (8, 8.0)),)
 
 
 @pytest.mark.slow
@@ -175,24 +166,21 @@ def test_every_transport_and_mode_leaves_rollouts_that_score_the_same_again(fold
     assert all(len(readings) == len(found.at) for readings in found.readings.values())
 
 
-def test_a_span_of_the_wrong_version_does_not_score_the_same(folders):
+def gaps(folders, *ways):
+    """Return by how much the scores of four tokens differ between two ways of spans."""
     rescorer = Rescorer(dict(zip("01", folders, strict=True)))
-    prompt, output = [1, 2, 3], [10, 20, 30, 40]
-    first, second = ({"version": label, "start": 0, "end": 4, "stale_kv": False} for label in "01")
-    gaps = [
-        abs(a - b)
-        for a, b in zip(*(rescorer.logprobs(prompt, output, [s]) for s in (first, second)), strict=True)
-    ]
-    assert max(gaps) > 0.01
+    names = ("version", "start", "end", "stale_kv")
+    spans = ([dict(zip(names, span, strict=True)) for span in way] for way in ways)
+    first, second = (rescorer.logprobs([1, 2, 3], [10, 20, 30, 40], each) for each in spans)
+    return [abs(a - b) for a, b in zip(first, second, strict=True)]
+
+
+def test_a_span_of_the_wrong_version_does_not_score_the_same(folders):
+    assert max(gaps(folders, [("0", 0, 4, False)], [("1", 0, 4, False)])) > 0.01
 
 
 def test_a_stale_span_goes_on_with_the_cache_of_other_weights(folders):
-    rescorer = Rescorer(dict(zip("01", folders, strict=True)))
-    prompt, output = [1, 2, 3], [10, 20, 30, 40]
-    fresh = {"version": "1", "start": 2, "end": 4, "stale_kv": False}
-    early = {"version": "0", "start": 0, "end": 2, "stale_kv": False}
-    one, two = (
-        rescorer.logprobs(prompt, output, [early, {**fresh, "stale_kv": stale}]) for stale in (True, False)
-    )
-    assert one[:2] == two[:2]
-    assert max(abs(a - b) for a, b in zip(one[2:], two[2:], strict=True)) > 1e-4
+    early = ("0", 0, 2, False)
+    found = gaps(folders, [early, ("1", 2, 4, True)], [early, ("1", 2, 4, False)])
+    assert found[:2] == [0, 0]
+    assert max(found[2:]) > 1e-4

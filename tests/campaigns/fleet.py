@@ -29,10 +29,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from harness.machine import machine_facts
-from harness.script import markdown, write_json
+from harness.script import markdown, parser, write_json
 from safetensors.torch import load_file
 
 from caesura.client import EngineError, GenerateOutput, LaunchedScheduler, SamplingParams, launch_scheduler
@@ -81,14 +81,6 @@ class Round:
     mixed: int = 0
 
 
-class Replicas(Protocol):
-    def kill(self, name: str, number: signal.Signals) -> None:
-        """Send ``number``; what comes after the first until the restart does nothing."""
-        ...
-
-    async def restart(self, name: str) -> None: ...
-
-
 class OwnReplicas:
     """Engines at fixed addresses, started again after a kill."""
 
@@ -105,6 +97,7 @@ class OwnReplicas:
         return [EngineAddress(self._endpoint(name), name=name) for name in self._names]
 
     def kill(self, name: str, number: signal.Signals) -> None:
+        """Send ``number``; what comes after the first until the restart does nothing."""
         with suppress(ProcessLookupError):
             os.kill(self.engines[name].pid, number)
 
@@ -120,11 +113,7 @@ class OwnReplicas:
         return f"ipc://{self.folder}/{name}.sock"
 
     def _launch(self, name: str) -> None:
-        self.engines[name] = launch_scheduler(
-            self.model,
-            endpoint=self._endpoint(name),
-            **ENGINE,
-        )
+        self.engines[name] = launch_scheduler(self.model, endpoint=self._endpoint(name), **ENGINE)
 
 
 class RayReplicas:
@@ -148,6 +137,9 @@ class RayReplicas:
             # Ray's work is waited for.
             while (replica := self._fleet.replica(name)) is None or replica.start == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
+
+
+Replicas = OwnReplicas | RayReplicas
 
 
 class Campaign:
@@ -236,9 +228,8 @@ class Campaign:
             label = f"{version.label}{self._updates}"
             weights: dict[str, Any] = {"model_path": version.folder}
             if found.transport != "disk":
-                weights = {
-                    "named_tensors": self._tensors[version.label], "transport": found.transport,
-                }  # fmt: skip
+                tensors = self._tensors[version.label]
+                weights = {"named_tensors": tensors, "transport": found.transport}
             modes: tuple[PauseMode, ...] = ("in_place", "retract")
             mode = self.random.choice(modes)
             try:
@@ -314,18 +305,15 @@ def table(rounds: Sequence[Round]) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=100, help="how many (default: %(default)s)")
-    parser.add_argument(
-        "--first", type=int, default=0, help="number of the first kill (default: %(default)s)"
-    )
-    parser.add_argument("--replicas", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--ray", action="store_true", help="replicas that Ray starts and restarts")
-    parser.add_argument("--json", type=Path, help="write every round there")
-    options = parser.parse_args(argv)
+    made = parser(__doc__)
+    made.add_argument("--kills", type=int, default=100, help="how many (default: %(default)s)")
+    made.add_argument("--first", type=int, default=0, help="number of the first kill (default: %(default)s)")
+    made.add_argument("--replicas", type=int, default=3, help="(default: %(default)s)")
+    made.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    made.add_argument("--ray", action="store_true", help="replicas that Ray starts and restarts")
+    options = made.parse_args(argv)
     if options.replicas < 2:
-        parser.error("--replicas must be at least 2: the killed one's requests go to another")
+        made.error("--replicas must be at least 2: the killed one's requests go to another")
     return options
 
 

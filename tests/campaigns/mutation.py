@@ -28,6 +28,7 @@ import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -37,7 +38,7 @@ from typing import Any, NamedTuple
 import hypothesis
 import pytest
 from harness.machine import describe, machine_facts
-from harness.script import markdown, write_json
+from harness.script import markdown, parser, write_json
 
 TREE = Path(__file__).resolve().parents[2]
 EQUIVALENTS = Path(__file__).with_name("equivalents.json")
@@ -56,37 +57,37 @@ PRELOADED = (
 )  # fmt: skip
 
 
-def _loop(names: str) -> tuple[str, ...]:
-    return tuple(f"tests/loop/test_{name}.py" for name in names.split())
+def _tests(names: str, folder: str = "loop") -> tuple[str, ...]:
+    return tuple(f"tests/{folder}/test_{name}.py" for name in names.split())
 
 
 _LIFECYCLE = (
-    _loop("lifecycle_figures leases sessions empty_cache"),
-    _loop("scripted_loop restarts lifecycle_table"),
+    _tests("lifecycle_figures sessions empty_cache"),
+    _tests("scripted_loop restarts lifecycle_table"),
 )
-_MEMORY = "tests/unit/scheduler/memory/test_"
+_MEMORY = "unit/scheduler/memory"
 MODULES = {
     "scheduler/control/engine_state.py": _LIFECYCLE,
     "scheduler/control/pause.py": _LIFECYCLE,
     "scheduler/control/weight_updates.py": (
-        _loop("update_figures sessions restarts leases"),
-        _loop("scripted_loop failures_of_commands emptying_places lifecycle_table"),
+        _tests("updates sessions restarts"),
+        _tests("scripted_loop guard empty_cache lifecycle_table"),
     ),
     "scheduler/memory/device_memory.py": (
-        (f"{_MEMORY}device_memory.py",),
-        _loop("empty_cache emptying_places"),
+        _tests("device_memory", _MEMORY),
+        _tests("empty_cache"),
     ),
     "scheduler/memory/residency.py": (
-        (f"{_MEMORY}residency.py", f"{_MEMORY}residency_strategies.py"),
-        _loop("occupation"),
+        _tests("residency", _MEMORY),
+        _tests("occupation"),
     ),
     "scheduler/scheduling/outputs.py": (
-        _loop("result_figures accidents scripted_loop"),
-        _loop("failures input_logprobs routing guard"),
+        _tests("result_figures scripted_loop"),
+        _tests("failures input_logprobs routing guard"),
     ),
     "scheduler/cache/manager.py": (
-        ("tests/unit/scheduler/cache/test_cache_manager.py",),
-        _loop("scripted_loop"),
+        _tests("cache_manager", "unit/scheduler/cache"),
+        _tests("scripted_loop"),
     ),
 }
 """Mutated modules, each with the tests that are near to it, and wider ones."""
@@ -248,13 +249,10 @@ def _function_around(tree: ast.Module, line: int) -> str:
 
 def _compiles(source: str) -> bool:
     """Return True if ``source`` compiles without a warning: any test that imports it would find one."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), suppress(SyntaxError):
         warnings.simplefilter("error")
-        try:
-            compile(source, "mutant", "exec", dont_inherit=True)
-        except SyntaxError:
-            return False
-    return True
+        return bool(compile(source, "mutant", "exec", dont_inherit=True))
+    return False
 
 
 class Reach:
@@ -373,10 +371,8 @@ class Sandbox:
         finally:
             os.close(watched)
             for kill in (os.killpg, os.kill):  # at the limit, or what the tests have left behind
-                try:
+                with suppress(ProcessLookupError):  # it has not come to its setsid, or all have ended
                     kill(pid, signal.SIGKILL)
-                except ProcessLookupError:  # it has not come to its setsid, or all have ended
-                    pass
             _, status = os.waitpid(pid, 0)
         output = self._output.read_text(encoding="utf-8", errors="replace")
         code = os.waitstatus_to_exitcode(status)
@@ -437,16 +433,8 @@ def outcome(
     mutant: Mutant, verdict: str, seconds: float = 0.0, tests: int = 0, by: str = ""
 ) -> dict[str, Any]:
     """Return a mutant's row: ``tests`` that execute its statement; ``by``, a failure or equivalence."""
-    return {
-        "module": mutant.module,
-        "line": mutant.place.start[0],
-        "operator": mutant.place.operator,
-        "verdict": verdict,
-        "seconds": seconds,
-        "tests": tests,
-        "by": by,
-        "diff": mutant.diff,
-    }
+    place = {"module": mutant.module, "line": mutant.place.start[0], "operator": mutant.place.operator}
+    return place | {"verdict": verdict, "seconds": seconds, "tests": tests, "by": by, "diff": mutant.diff}
 
 
 def table(outcomes: Sequence[dict[str, Any]]) -> str:
@@ -496,17 +484,16 @@ def run(options: argparse.Namespace, folder: Path, outcomes: list[dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--per-module", type=int, default=40, help="how many are drawn (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the draw (%(default)s)")
-    parser.add_argument("--module", action="append", choices=tuple(MODULES), help="again for more (all)")
-    parser.add_argument("--again", type=Path, help="run only what survived in this JSON file's run")
-    parser.add_argument("--json", type=Path, help="write every mutant there")
-    parser.add_argument("--verbose", action="store_true", help="a line for each mutant")
-    options = parser.parse_args(argv)
+    made = parser(__doc__)
+    made.add_argument("--per-module", type=int, default=40, help="how many are drawn (%(default)s)")
+    made.add_argument("--seed", type=int, default=1, help="of the draw (%(default)s)")
+    made.add_argument("--module", action="append", choices=tuple(MODULES), help="again for more (all)")
+    made.add_argument("--again", type=Path, help="run only what survived in this JSON file's run")
+    made.add_argument("--verbose", action="store_true", help="a line for each mutant")
+    options = made.parse_args(argv)
     options.module = options.module or list(MODULES)
     if options.per_module < 1:
-        parser.error("--per-module must be at least 1")
+        made.error("--per-module must be at least 1")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     outcomes: list[dict[str, Any]] = []
     print(describe(machine_facts()), flush=True)

@@ -79,16 +79,7 @@ def replaced(source, place):
     return "".join(lines)
 
 
-NEW = {
-    "+": "-",
-    ">": ">=",
-    " > ": " >= ",
-    "|": "+",
-    "@": "#",
-    "TYPE": "not TYPE",
-    " number": " 1 1",
-    "LIMIT": "LIMIT",
-}
+NEW = {"+": "-", ">": ">=", " number": " 1 1", "LIMIT": "LIMIT"}
 
 
 def test_annotations_decorators_aliases_signatures_and_type_checking_are_never_drawn():
@@ -112,22 +103,15 @@ def test_equal_seeds_draw_equal_mutants():
     assert len(drawn) == 3
 
 
-def test_equivalent_and_invalid_mutants_are_never_drawn():
+def test_equivalent_invalid_and_equal_mutants_are_never_drawn():
     places = places_of_interest(SOURCE, [*places_of(" number"), *places_of("LIMIT"), *places_of(">")])
-    drawn = draw("thing.py", SOURCE, places, 100, 1, replaced)
-    assert [(mutant.function, mutant.before, mutant.after) for mutant in drawn] == [
-        ("bounded", "if number > LIMIT:", "if number >= LIMIT:")
-    ]
-    assert drawn[0].diff.startswith("--- a/thing.py\n+++ b/thing.py\n")
-
-
-def test_mutants_with_compile_warnings_are_never_drawn():
+    places.append(Place((22, 14), ">", 1))  # another way to the same text
+    (drawn,) = draw("thing.py", SOURCE, places, 100, 1, replaced)
+    assert (drawn.function, drawn.before) == ("bounded", "if number > LIMIT:")
+    assert drawn.after == "if number >= LIMIT:"
+    assert drawn.diff.startswith("--- a/thing.py\n+++ b/thing.py\n")
+    # and none with a warning of the compiler
     assert draw("thing.py", "x = 1 == 1\n", [Place((1, 6), "==", 0)], 1, 1, lambda *_: "x = 1 is 1\n") == []
-
-
-def test_two_ways_to_one_text_are_one_mutant():
-    places = [Place((22, 14), ">", 0), Place((22, 14), ">", 1)]
-    assert len(draw("thing.py", SOURCE, places, 100, 1, replaced)) == 1
 
 
 @pytest.mark.parametrize(
@@ -142,16 +126,11 @@ def test_an_equivalent_is_known_by_module_function_and_both_lines():
     mutant = Mutant.of(
         "thing.py", SOURCE, SOURCE.replace("number > LIMIT", "number >= LIMIT"), Place((22, 14), ">", 0)
     )
-    entry = {
-        "module": "thing.py",
-        "function": "bounded",
-        "line": "if number > LIMIT:",
-        "becomes": "if number >= LIMIT:",
-        "reason": "at the limit both returns give the limit",
-    }
-    assert mutant.reason([entry]) == entry["reason"]
-    for key in ("module", "function", "line", "becomes"):
-        assert mutant.reason([entry | {key: "another"}]) is None
+    lines = {"line": "if number > LIMIT:", "becomes": "if number >= LIMIT:"}
+    entry = {"module": "thing.py", "function": "bounded", **lines}
+    assert mutant.reason([{**entry, "reason": "both give the limit"}]) == "both give the limit"
+    for key in entry:
+        assert mutant.reason([{**entry, "reason": "", key: "another"}]) is None
 
 
 def test_the_list_of_equivalents_speaks_of_lines_that_are_there():
@@ -224,15 +203,10 @@ def test_one_mutant_is_killed_and_one_survives(tmp_path):
         '[tool.pytest.ini_options]\naddopts = "--import-mode=importlib -ra"\n'
     )
     before = {path: path.read_bytes() for path in tree.rglob("*") if path.is_file()}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, tree, folder],
-        env={
-            "PYTHONPATH": os.pathsep.join(str(TREE / name) for name in ("tests", "benchmarks")),
-            "PATH": "/usr/bin:/bin",
-        },
-        capture_output=True,
-        text=True,
-    )
+    python_path = os.pathsep.join(str(TREE / name) for name in ("tests", "benchmarks"))
+    environment = {"PYTHONPATH": python_path, "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-c", SCRIPT, tree, folder]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     twice, bounded = (f"tests/test_thing.py::test_{name}" for name in ("twice", "bounded"))

@@ -13,15 +13,10 @@ from support.scripted import EngineDriver, tokens_of
 
 from caesura.client.connection.results import decode_output
 from caesura.io_struct import (
-    ContinueGenerationReqInput,
-    FlushCacheReqInput,
     GenerateReqInput,
-    PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     SamplingParams,
-    UpdateWeightFromDiskReqInput,
-    WeightsCheckerReqInput,
 )
 
 DEVICE = "cuda"
@@ -60,7 +55,7 @@ def submit(driver: EngineDriver, params: SamplingParams, prompts: list[list[int]
 
 
 def fresh_outputs(driver: EngineDriver, params: SamplingParams) -> list[tuple[list[int], list[float]]]:
-    driver.call(FlushCacheReqInput())
+    driver.flush()
     return driver.finish(submit(driver, params))
 
 
@@ -87,10 +82,10 @@ def test_pause_is_a_barrier_and_leaves_no_trace(models, mode, ticks):
     params = SamplingParams(max_new_tokens=20, temperature=1.0, seed=5, ignore_eos=True)
     with engine(models["float32"][0][0]) as driver:
         expected = fresh_outputs(driver, params)
-        driver.call(FlushCacheReqInput(torch_empty_cache=False))
+        driver.flush(torch_empty_cache=False)
         rids = submit(driver, params)
         driver.tick(ticks)
-        reply = driver.call(PauseGenerationReqInput(mode=mode))
+        reply = driver.pause(mode)
         assert driver.ongoing is None
         assert driver.engine.runner._stream.query(), "the forward stream is still at work"
         if mode == "in_place":
@@ -101,7 +96,7 @@ def test_pause_is_a_barrier_and_leaves_no_trace(models, mode, ticks):
         step = driver.status().step
         driver.tick(3)
         assert driver.status().step == step
-        report = driver.call(ContinueGenerationReqInput())
+        report = driver.go_on()
         assert report.freed == max(0, report.reserved_before - report.reserved_after)
         found = driver.finish(rids)
         assert driver.status().kv.held == 0
@@ -118,15 +113,14 @@ def test_an_update_equals_a_cold_load(models, dtype):
     paths, _ = models[dtype]
     params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=1, ignore_eos=True)
     with engine(paths[1], dtype) as driver:
-        expected = driver.call(WeightsCheckerReqInput()).checksums, fresh_outputs(driver, params)
+        expected = driver.check_weights().checksums, fresh_outputs(driver, params)
     with engine(paths[0], dtype, load_bucket_bytes=1000) as driver:
         rids = submit(driver, params)
         driver.tick(5)
-        update = UpdateWeightFromDiskReqInput(model_path=str(paths[1]))
-        assert driver.call(update, max_ticks=100_000).committed
+        assert driver.update(paths[1]).committed
         driver.run_until_idle()
         assert all(driver.result(rid).weight_versions[-1].epoch == 1 for rid in rids)
-        assert (driver.call(WeightsCheckerReqInput()).checksums, fresh_outputs(driver, params)) == expected
+        assert (driver.check_weights().checksums, fresh_outputs(driver, params)) == expected
 
 
 def test_reserved_memory_is_flat_over_updates_in_place(models):
@@ -138,14 +132,13 @@ def test_reserved_memory_is_flat_over_updates_in_place(models):
         for number in range(UPDATES):
             rids = submit(driver, params)
             driver.tick(8)
-            assert driver.call(PauseGenerationReqInput(mode="in_place")).held_requests == len(PROMPTS)
+            assert driver.pause("in_place").held_requests == len(PROMPTS)
             transient = [torch.ones(size * MIB, dtype=torch.uint8, device=DEVICE) for size in (64, 3, 32, 1)]
             del transient
-            update = UpdateWeightFromDiskReqInput(model_path=str(paths[(number + 1) % 2]), flush_cache=False)
-            reply = driver.call(update, max_ticks=100_000)
+            reply = driver.update(paths[(number + 1) % 2], flush_cache=False)
             assert reply.committed
             assert reply.changed_tensors == reply.written_tensors
-            report = driver.call(ContinueGenerationReqInput())
+            report = driver.go_on()
             before.append(report.reserved_before)
             after.append(report.reserved_after)
             driver.run_until_idle()
@@ -163,12 +156,12 @@ def test_reserved_memory_is_flat_over_updates_in_place(models):
 def test_released_weights_come_back_from_the_host(models):
     params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=1, ignore_eos=True)
     with engine(models["bfloat16"][0][0], "bfloat16", weights_cpu_backup=True) as driver:
-        expected = driver.call(WeightsCheckerReqInput()).checksums, fresh_outputs(driver, params)
+        expected = driver.check_weights().checksums, fresh_outputs(driver, params)
         for _ in range(2):
             driver.call(ReleaseMemoryOccupationReqInput(), max_ticks=100_000)
             assert driver.status().device_memory.weights_backup > 0
             driver.call(ResumeMemoryOccupationReqInput(), max_ticks=100_000)
-            found = driver.call(WeightsCheckerReqInput()).checksums, fresh_outputs(driver, params)
+            found = driver.check_weights().checksums, fresh_outputs(driver, params)
             assert found == expected
 
 
@@ -225,17 +218,17 @@ def test_replayed_steps_equal_eager_ones_across_updates_and_releases(paths, back
         assert graphs.are_captured
         assert graphs.nbytes > 0
         assert_close(generate(driver), expected[0])
-        assert driver.call(UpdateWeightFromDiskReqInput(model_path=paths[1]), max_ticks=100_000).committed
+        assert driver.update(paths[1]).committed
         assert_close(generate(driver), expected[1])
-        for tags in (["cuda_graph"], ["kv_cache"], None):
-            driver.call(PauseGenerationReqInput(mode="abort"))
-            driver.call(ReleaseMemoryOccupationReqInput(tags=tags))
-            driver.call(ResumeMemoryOccupationReqInput())
+        for tags in (["cuda_graph"], ["kv_cache"], []):
+            driver.pause("abort")
+            driver.release(*tags)
+            driver.resume()
             assert graphs.are_captured
-            if tags is None:
-                driver.call(UpdateWeightFromDiskReqInput(model_path=paths[0]), max_ticks=100_000)
-            driver.call(ContinueGenerationReqInput())
-            assert_close(generate(driver), expected[0 if tags is None else 1])
+            if not tags:
+                driver.update(paths[0])
+            driver.go_on()
+            assert_close(generate(driver), expected[1 if tags else 0])
 
 
 SAMPLING = [
@@ -249,7 +242,7 @@ SAMPLING = [
 
 
 def sampled(driver: EngineDriver) -> list[tuple[list[int], list[float]]]:
-    driver.call(FlushCacheReqInput())
+    driver.flush()
     results = []
     for ways in (SAMPLING[:5], SAMPLING, *([way] for way in SAMPLING)):
         rids = []
@@ -283,11 +276,11 @@ def test_releasing_the_tag_frees_graph_memory_and_replays_allocate_none(paths, b
         reserved = []
         for _ in range(10):
             generate(driver)
-            driver.call(PauseGenerationReqInput(mode="in_place"))
-            reserved.append(driver.call(ContinueGenerationReqInput()).reserved_after)
+            driver.pause("in_place")
+            reserved.append(driver.go_on().reserved_after)
         assert max(reserved[5:]) <= max(reserved[:5]), reserved
-        driver.call(PauseGenerationReqInput(mode="abort"))
-        reply = driver.call(ReleaseMemoryOccupationReqInput(tags=["cuda_graph"]))
+        driver.pause("abort")
+        reply = driver.release("cuda_graph")
         assert reply.reserved_after < reply.reserved_before
         assert not graphs_of(driver).are_captured
 
@@ -367,8 +360,8 @@ def test_routed_experts_are_those_of_transformers(routed_model, retract):
             rids.append(driver.submit(message))
         if retract:
             driver.tick(8)
-            driver.call(PauseGenerationReqInput(mode="retract"))
-            driver.call(ContinueGenerationReqInput())
+            driver.pause("retract")
+            driver.go_on()
         driver.run_until_idle()
         outputs = [decode_output(driver.result(rid)) for rid in rids]
     for prompt, output in zip(prompts, outputs, strict=True):

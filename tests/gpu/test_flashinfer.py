@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from support.forward_batches import Row, attention_shape, forward_batch
+from support.forward_batches import attention_shape, scattered_batch
 from torch import Tensor
 
 from caesura.scheduler.attention.flashinfer import FlashInferBackend
@@ -23,9 +23,7 @@ KERNELS = kernels_of(DEVICE) if torch.cuda.is_available() else ("fa2",)
 
 
 def batch_of(rows: list[tuple[int, int]], num_decode: int, seed: int) -> ForwardBatch:
-    ids = (torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
-    made = [Row([0] * new, start, [ids.pop() for _ in range(-(-(start + new) // 16))]) for start, new in rows]
-    batch = forward_batch(made, num_decode)
+    batch = scattered_batch(rows, num_decode, PAGES, seed)
     for name in ("input_ids", "positions", "kv_slots", "kv_lens", "slots", "sample_tokens", "sample_slots"):
         setattr(batch, name, getattr(batch, name).to(DEVICE))
     batch.page_table_host = batch.page_table.numpy()

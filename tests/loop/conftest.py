@@ -1,8 +1,30 @@
-"""Pipelines that several files of image tests share: written once, read by every engine."""
+"""What several files of these tests share: engines, and pipelines that are written once and read by all."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.scripted import EngineDriver
+
+from caesura.scheduler.memory import residency
+
+
+@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
+def depth(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture
+def driver(tiny_model: Path) -> Iterator[EngineDriver]:
+    with EngineDriver(str(tiny_model)) as driver:
+        yield driver
+
+
+@pytest.fixture(params=["mapped", "storage"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Release memory as a machine does that has the mapping for it, and as one that has not."""
+    if request.param == "storage":
+        monkeypatch.setattr(residency, "_plain", lambda device: residency.StorageComponent)
 
 
 @pytest.fixture(scope="session")
@@ -13,6 +35,21 @@ def sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def other_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _sd3(tmp_path_factory, "other", seed=20)
+
+
+@pytest.fixture
+def painter(sd3: Path) -> Iterator[EngineDriver]:
+    with EngineDriver(str(sd3), scripted=False, max_running_requests=8) as driver:
+        yield driver
+
+
+@pytest.fixture
+def traced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace the calls of a pipeline's modules when they come a second time."""
+    from caesura.scheduler.images import traced_module  # imports diffusers, for seconds
+
+    monkeypatch.setattr(traced_module, "TRACE_AFTER", 1)
+    monkeypatch.setattr(traced_module, "WORTH_S", float("inf"))
 
 
 def _sd3(tmp_path_factory: pytest.TempPathFactory, name: str, *, seed: int) -> Path:

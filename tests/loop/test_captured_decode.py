@@ -1,20 +1,15 @@
 """A whole engine whose decode steps are captured graphs, against one without."""
 
-import importlib
-
 import pytest
 from support import fake_elementwise, fake_flashinfer
 from support.checkpoints import make_checkpoint
-from support.recorded_graphs import RecordingDevice, without_compiled_kernels
+from support.faults import Fault
+from support.recorded_graphs import record_graphs, without_compiled_kernels
 from support.scripted import EngineDriver, tokens_of
 
 from caesura.client.connection.results import read_floats
-from caesura.io_struct import CaesuraError, GenerateReqInput, GenerateReqOutput, SamplingParams
-from caesura.scheduler.attention import backends, flashinfer, flashinfer_mla, fused_store
-from caesura.scheduler.execution import build
-from caesura.scheduler.memory import residency
-from caesura.scheduler.memory.device_module import device_module_for
-from caesura.scheduler.runtime.config import EngineConfig
+from caesura.io_struct import GenerateReqOutput, SamplingParams
+from caesura.scheduler.attention import backends, fused_store
 
 PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(45)], [9], [11, 3, 96, 40, 12, 4, 8, 31, 60, 2]]
 SIZES = 5
@@ -38,15 +33,7 @@ def torch_only(monkeypatch):
 
 @pytest.fixture
 def device(monkeypatch):
-    made = RecordingDevice()
-    monkeypatch.setattr(build, "device_module_for", lambda device: made)
-    monkeypatch.setattr(flashinfer, "why_not", lambda *of: None)
-    monkeypatch.setattr(
-        flashinfer,
-        "import_module",
-        lambda name: fake_flashinfer if name == "flashinfer" else importlib.import_module(name),
-    )
-    return made
+    return record_graphs(monkeypatch)
 
 
 def driver_of(path: str, **options: object) -> EngineDriver:
@@ -54,11 +41,8 @@ def driver_of(path: str, **options: object) -> EngineDriver:
 
 
 def submit(driver: EngineDriver) -> list[str]:
-    params = SamplingParams(max_new_tokens=20, temperature=1.0, seed=5, ignore_eos=True)
-    rids = []
-    for prompt in PROMPTS:
-        message = GenerateReqInput(input_ids=prompt, sampling_params=params, return_logprob=True)
-        rids.append(driver.submit(message))
+    rids = [driver.generate(prompt, 20, seed=5, return_logprob=True) for prompt in PROMPTS]
+    driver.hear()
     return rids
 
 
@@ -99,11 +83,9 @@ def test_generation_pause_and_update_are_those_of_an_eager_engine(paths, expecte
         assert device.captures == GRAPHS, "an update in place needs no new capture"
 
 
-@pytest.mark.parametrize("moves", [True, False])
-def test_graphs_are_captured_again_once_everything_is_back(paths, expected, device, monkeypatch, moves):
-    if moves:
-        monkeypatch.setattr(residency, "_plain", lambda device: residency.StorageComponent)
+def test_graphs_are_captured_again_once_everything_is_back(paths, expected, device, backend):
     with driver_of(paths[0], pipeline_depth=1) as driver:
+        moves = driver.engine.residency.moves(["weights", "kv_cache"])
         driver.finish(submit(driver))
         driver.pause("abort")
         driver.release("weights", "kv_cache")
@@ -137,10 +119,11 @@ def test_the_tag_of_graphs_releases_and_resumes_them(paths, expected, device):
 
 
 def test_an_engine_starts_where_kernels_cannot_be_compiled(paths, expected, device, monkeypatch, caplog):
-    def no_compiler(self: object, *of: object, **options: object) -> None:
-        raise RuntimeError("Could not find nvcc")
-
-    monkeypatch.setattr(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper, "plan", no_compiler)
+    no_compiler, kernels = (
+        RuntimeError("Could not find nvcc"),
+        fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper,
+    )
+    Fault(monkeypatch, kernels, "plan", no_compiler, range(1000))
     backends.failure_of.cache_clear()
     with driver_of(paths[0], pipeline_depth=1) as driver:
         assert "flashinfer: a step with it fails: RuntimeError: Could not find nvcc" in caplog.text
@@ -149,11 +132,9 @@ def test_an_engine_starts_where_kernels_cannot_be_compiled(paths, expected, devi
     backends.failure_of.cache_clear()
 
 
-def test_latent_attention_is_captured_too(tmp_path, device, monkeypatch):
+def test_latent_attention_is_captured_too(tmp_path, device):
     """FlashInfer's kernels for latents serve prompts as well, since 128 is a multiple of the heads."""
     make_checkpoint(tmp_path, "deepseek-v3", seed=2)
-    monkeypatch.setattr(flashinfer_mla, "why_not", lambda *of: None)
-    monkeypatch.setattr(flashinfer_mla, "import_module", lambda name: fake_flashinfer)
     found = {}
     for wanted in ("sdpa", "auto"):
         fake_flashinfer.CALLS.clear()
@@ -172,27 +153,7 @@ def test_graphs_can_be_declined(paths, expected, device):
     assert (device.captures, device.replays) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    "wanted,found", [("auto", "SdpaBackend"), ("sdpa", "SdpaBackend"), ("flashinfer", None), ("triton", None)]
-)
-def test_the_configuration_chooses_the_backend(paths, wanted, found):
-    config = EngineConfig(
-        model_path=paths[0],
-        device="cpu",
-        endpoint="ipc:///unused",
-        kv_pool_tokens=64,
-        attention_backend=wanted,
-    )
-    loaded, pool, routing, _ = build.build_components(config, residency.ComponentResidencyManager("cpu"))
-    if found is not None:
-        assert type(build.build_runner(config, loaded, pool, routing).backend).__name__ == found
-        return
-    with pytest.raises(CaesuraError, match="on CUDA, not on cpu") as caught:
-        build.build_runner(config, loaded, pool, routing)
-    assert (caught.value.code, caught.value.detail["field"]) == ("unsupported", "attention_backend")
-
-
-def test_edits_and_further_logprobs_are_those_of_an_eager_engine(paths, device, monkeypatch):
+def test_edits_and_further_logprobs_are_those_of_an_eager_engine(paths, monkeypatch):
     def run(driver: EngineDriver) -> list[GenerateReqOutput]:
         params = SamplingParams(
             max_new_tokens=20, temperature=0.8, seed=5, ignore_eos=True, min_p=0.02, frequency_penalty=0.9,
@@ -208,15 +169,13 @@ def test_edits_and_further_logprobs_are_those_of_an_eager_engine(paths, device, 
         driver.run_until_idle()
         return [driver.result(rid) for rid in rids]
 
-    with monkeypatch.context() as on_cpu:
-        on_cpu.setattr(build, "device_module_for", device_module_for)
-        on_cpu.setattr(flashinfer, "why_not", lambda *of: "not here")
-        with driver_of(paths[0], pipeline_depth=0) as driver:
-            expected = run(driver)
+    with driver_of(paths[0], pipeline_depth=0) as driver:
+        expected = run(driver)
+    device = record_graphs(monkeypatch)
     with driver_of(paths[0], pipeline_depth=1) as driver:
         found = run(driver)
         assert device.replays > 10
-        monkeypatch.setattr(driver.engine.runner._special, "sample", None)
+        driver.engine.runner._special.sample = None
         driver.finish(submit(driver))  # which would fail, were anything special in these
     for mine, theirs in zip(found, expected, strict=True):
         assert tokens_of(mine) == tokens_of(theirs)

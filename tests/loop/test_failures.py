@@ -2,19 +2,17 @@
 
 Failures are injected into a real engine over the scripted model, whose tokens depend on every slot of KV:
 what is computed again wrongly, or read from a step that was lost, gives other tokens. The same with the real
-model is in ``test_failures_of_models.py``, failures of commands are in ``test_failures_of_commands.py``.
+model is in ``test_failures_of_models.py``, failures of commands are in ``test_guard.py``.
 
 All of it holds for a model with states per sequence, too (``test_states.py`` has what is special about
 these): that is long, but for what depends on where its steps write them.
 """
 
-import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from math import log2
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.faults import (
@@ -281,49 +279,6 @@ def test_a_device_that_cannot_be_told_the_last_tokens(driver, monkeypatch):
     assert fault.raised == (driver.engine.cache.states is None)
     assert {result.finish_reason.type for result in results} == {"length"}
     assert sum(result.num_retractions for result in results) > 0
-
-
-def test_the_cache_is_emptied_once_and_when_the_step_is_forgotten(driver, monkeypatch):
-    rids = submit(driver)
-    driver.tick(4)
-    kept: list[weakref.ref] = []
-    emptied = []
-
-    def fail(batch: ForwardBatch) -> None:
-        if not kept:
-            temporary = torch.zeros(10)
-            kept.append(weakref.ref(temporary))
-            raise NO_MEMORY[0].__class__("out of memory")
-
-    cache = driver.engine.device_cache
-    original = cache.after_failure
-
-    def empty(what):
-        emptied.append(kept[0]() is None)
-        original(what)
-
-    monkeypatch.setattr(cache, "after_failure", empty)
-    driver.runner.before = fail
-    check_everybody(driver, rids)
-    assert emptied == [True]
-
-
-def test_a_request_whose_tokens_do_not_fit_together_is_answered(driver, monkeypatch):
-    """The terminal record cannot be built: the request ends as an error without tokens, no other one does."""
-    rids = submit(driver)
-    victim = next(iter(rids))
-    original = driver.engine.outputs._result
-
-    def result(request, outputs, reason):
-        if request.rid == victim and len(outputs.tokens):
-            raise AssertionError("lengths differ")
-        return original(request, outputs, reason)
-
-    monkeypatch.setattr(driver.engine.outputs, "_result", result)
-    driver.run_until_idle()
-    reason = driver.result(victim).finish_reason
-    assert (reason.type, tokens_of(driver.result(victim))) == ("error", [])
-    check_nothing_is_left(driver)
 
 
 @pytest.mark.parametrize("failures", [2, 3, 4, 5])

@@ -3,21 +3,17 @@
 Batches differ then (halves, other rows), which moves the last bits: tokens are compared, logprobs to 1e-4.
 """
 
-import importlib
 from collections.abc import Callable
 
 import pytest
-from support import fake_flashinfer
 from support.checkpoints import make_checkpoint
 from support.faults import BUG, NO_MEMORY, Fault
 from support.lanes import every
-from support.recorded_graphs import RecordingDevice, without_compiled_kernels
+from support.recorded_graphs import record_graphs
 from support.scripted import EngineDriver, tokens_of
 
 from caesura.client.connection.results import read_floats
-from caesura.io_struct import GenerateReqInput, SamplingParams
-from caesura.scheduler.attention import flashinfer
-from caesura.scheduler.execution import build, model_runner, staging
+from caesura.scheduler.execution import model_runner, staging
 
 PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(45)], [9], [11, 3, 96, 40, 12, 4, 8, 31, 60, 2]]
 
@@ -37,14 +33,10 @@ def moe_model(tmp_path_factory):
 
 
 def submit(driver: EngineDriver, routed: bool) -> list[str]:
-    rids = []
-    for number, prompt in enumerate(PROMPTS):
-        temperature = 0.0 if number == 2 else 1.0
-        params = SamplingParams(max_new_tokens=14, temperature=temperature, seed=5 + number, ignore_eos=True)
-        message = GenerateReqInput(
-            input_ids=prompt, sampling_params=params, return_logprob=True, return_routed_experts=routed
-        )
-        rids.append(driver.submit(message))
+    fields = {"return_logprob": True, "return_routed_experts": routed}
+    seeds = (5, 6, None, 8)
+    rids = [driver.generate(each, 14, seed=seed, **fields) for each, seed in zip(PROMPTS, seeds, strict=True)]
+    driver.hear()
     return rids
 
 
@@ -139,15 +131,7 @@ DEVICE_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
 
 @pytest.mark.parametrize("stage", every(DEVICE_STAGES, 3))
 def test_a_stage_of_an_accelerator_without_memory(model, monkeypatch, stage):
-    without_compiled_kernels(monkeypatch)
-    device = RecordingDevice()
-    monkeypatch.setattr(build, "device_module_for", lambda _: device)
-    monkeypatch.setattr(flashinfer, "why_not", lambda *of: None)
-    monkeypatch.setattr(
-        flashinfer,
-        "import_module",
-        lambda name: fake_flashinfer if name == "flashinfer" else importlib.import_module(name),
-    )
+    record_graphs(monkeypatch)
     options = {"max_running_requests": 10, "chunked_prefill_size": 32, "pipeline_depth": 1}
     with EngineDriver(model, scripted=False, **options) as driver:
         expected = play(driver)

@@ -1,32 +1,39 @@
-"""The loop goes on and the sender hears, whatever a message or a timer does."""
+"""The loop goes on and the sender hears, whatever a message, a command or a timer does."""
 
+from collections.abc import Callable
 from time import monotonic
 
 import msgspec
 import pytest
+from support.clock import clock_of
 from support.faults import BUG, NO_MEMORY, Fault, check_everybody, check_nothing_is_left, submit
 from support.scripted import EngineDriver, assert_error, tokens_of
+from support.waiting import eventually
 
 from caesura.io_struct import (
     AbortReq,
     CaesuraError,
     ErrorCode,
+    ErrorReply,
     FlushCacheReqInput,
     GetMemoryHistoryReqInput,
     GetStatusReqInput,
     HelloReqInput,
     PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
     RenewPauseLeaseReqInput,
+    ResumeMemoryOccupationReqInput,
 )
 from caesura.scheduler.cache.manager import LedgerError
 from caesura.scheduler.control.commands import COMMANDS
-from caesura.scheduler.messaging import command_queue, dispatcher
-from caesura.scheduler.runtime import housekeeping, loop
+from caesura.scheduler.messaging import dispatcher
+from caesura.scheduler.messaging.command_queue import MAX_PENDING_COMMANDS
+from caesura.scheduler.runtime import housekeeping
 
 
-@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
-def driver(tiny_model, request):
-    with EngineDriver(str(tiny_model), pipeline_depth=request.param, chunked_prefill_size=32) as driver:
+@pytest.fixture
+def driver(tiny_model, depth):
+    with EngineDriver(str(tiny_model), pipeline_depth=depth, chunked_prefill_size=32) as driver:
         yield driver
 
 
@@ -129,34 +136,33 @@ def raises(error):
     return operation
 
 
-@pytest.mark.parametrize("operation", [
-    returns(None),
-    returns("done"),
-    returns(Odd()),
-    raises(CaesuraError(ErrorCode.NOT_IDLE, "no", what=Odd())),
-    raises(CaesuraError(ErrorCode.NOT_IDLE, "no", what={1, 2, Odd()})),
-    raises(CaesuraError(ErrorCode.NOT_IDLE, "no", what=BUG)),
-    lambda engine, request, sender: 5,
-    lambda engine, request, sender: iter([3]),
+def refuses(what):
+    return raises(CaesuraError(ErrorCode.NOT_IDLE, "no \udc80", what=what))
+
+
+@pytest.mark.parametrize(("operation", "code"), [
+    (returns(None), "internal"),
+    (returns("done"), "internal"),
+    (returns(Odd()), "internal"),
+    (refuses(Odd()), "internal"),
+    (refuses({1, 2, Odd()}), "internal"),
+    (refuses(BUG), "internal"),
+    (lambda engine, request, sender: 5, "internal"),
+    (lambda engine, request, sender: iter([3]), "internal"),
+    *((refuses(value), "not_idle") for value in (2**64, -(2**70), {"n": [2**80]}, "\udc80", float("nan"))),
 ], ids=[
     "none", "text", "odd", "odd-detail", "odd-set", "exception-detail", "no-generator", "odd-iterator",
+    "large", "small", "nested", "no-unicode", "nan",
 ])  # fmt: skip
-def test_unanswerable_requests_get_an_error(driver, operation, monkeypatch):
+def test_requests_whose_answer_no_wire_holds_get_an_error(driver, operation, code, monkeypatch):
     rid = one_lives(driver)
     monkeypatch.setitem(COMMANDS, FlushCacheReqInput, operation)
     message = FlushCacheReqInput()
-    assert_error(driver.call(message), "internal")
+    assert_error(driver.call(message), code)
     again = driver.call(message)
-    assert (again.code, again.id) == ("internal", message.id)
+    assert (again.code, again.id) == (code, message.id)
     assert not driver.engine.commands.is_busy
     check_it(driver, rid)
-
-
-@pytest.mark.parametrize("detail", [2**64, -(2**70), {"n": [2**80]}, "\udc80", float("nan")], ids=str)
-def test_numbers_and_text_that_no_wire_holds_reach_the_client(driver, detail, monkeypatch):
-    error = CaesuraError(ErrorCode.NOT_IDLE, "no \udc80", value=detail)
-    monkeypatch.setitem(COMMANDS, FlushCacheReqInput, raises(error))
-    assert_error(driver.flush(), "not_idle")
 
 
 def test_a_result_that_cannot_be_encoded_is_replaced(driver, monkeypatch):
@@ -191,23 +197,18 @@ def test_a_group_is_aborted_though_one_of_it_cannot_be_retired(driver, monkeypat
     assert {driver.result(rid, index).finish_reason.type for index in range(4)} == {"abort"}
 
 
-def test_commands_that_wait_are_limited(driver, monkeypatch):
-    monkeypatch.setattr(command_queue, "MAX_PENDING_COMMANDS", 4)
+def test_commands_that_wait_are_limited(driver):
     rid = one_lives(driver)
-    waiting = [driver.send(FlushCacheReqInput(timeout_s=86400.0)) for _ in range(4)]
+    waiting = [driver.send(FlushCacheReqInput(timeout_s=86400.0)) for _ in range(MAX_PENDING_COMMANDS)]
     error = assert_error(driver.flush(timeout_s=86400.0), "queue_full")
-    assert error.detail == {"waiting": 4, "limit": 4}
+    assert error.detail == {"waiting": MAX_PENDING_COMMANDS, "limit": MAX_PENDING_COMMANDS}
     driver.run_until_idle()
-    driver.tick(2)
+    eventually(lambda: driver.tick() or waiting[-1] in driver.replies)
     assert all(driver.replies.pop(message_id).freed_tokens >= 0 for message_id in waiting)
     assert driver.result(rid).finish_reason.type == "length"
 
 
 # -- timers and what runs beside -----------------------------------------------------------------------------
-
-
-def lease(driver: EngineDriver, action: str) -> None:
-    driver.pause("in_place", owner="o", lease_s=1e-6, on_lease_expiry=action)
 
 
 TIMERS = {
@@ -220,10 +221,8 @@ TIMERS = {
 
 @pytest.mark.parametrize("timer", TIMERS)
 def test_a_timer_that_fails_is_held_off_and_tried_again(driver, monkeypatch, timer):
-    clock = Clock()
+    clock = clock_of(monkeypatch, ["runtime.loop", "runtime.housekeeping", "control.engine_state"])
     rid = one_lives(driver)
-    monkeypatch.setattr(loop, "monotonic", clock)
-    monkeypatch.setattr(housekeeping, "monotonic", clock)
     keeping = driver.engine.housekeeping
     with monkeypatch.context() as patch:
         owner, name = TIMERS[timer](driver)
@@ -234,7 +233,8 @@ def test_a_timer_that_fails_is_held_off_and_tried_again(driver, monkeypatch, tim
                 patch.setattr(entry, "act", lambda: driver.engine.updates.expire())
                 patch.setattr(entry, "due", lambda: 0.0 if timer == "session" else None)
         if timer == "lease":
-            lease(driver, "stay")
+            driver.pause("in_place", owner="o", lease_s=1.0, on_lease_expiry="stay")
+            clock.now += 2.0
         keeping.next_keepalive = 0.0
         driver.tick(20)
         assert fault.raised == 1
@@ -246,16 +246,6 @@ def test_a_timer_that_fails_is_held_off_and_tried_again(driver, monkeypatch, tim
         assert fault.raised == 2 or timer == "keepalive"
     driver.go_on(force=True)
     check_it(driver, rid)
-
-
-class Clock:
-    """Ahead of the monotonic clock by ``now``."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return monotonic() + self.now
 
 
 @pytest.mark.parametrize("part", ["advance", "score", "reap"])
@@ -301,17 +291,9 @@ def test_a_loop_that_ends_tells_everybody(driver, monkeypatch, error):
     runs, group = driver.generate([5, 6, 7], 60), driver.generate([3 + i % 80 for i in range(100)], 9, n=3)
     driver.tick(3)
     parked = driver.send(FlushCacheReqInput(timeout_s=86400.0))
-    scheduler, calls = driver.engine.scheduler, []
-
-    def tick(ongoing, tick=scheduler.tick):
-        calls.append(ongoing)
-        if len(calls) == 4:
-            raise error
-        return tick(ongoing)
-
-    monkeypatch.setattr(scheduler, "tick", tick)
+    Fault(monkeypatch, driver.engine.scheduler, "tick", error, {3})
     with pytest.raises(type(error)):
-        scheduler.run()
+        driver.engine.scheduler.run()
     driver.collect()
     assert_error(driver.replies.pop(parked), "engine_died")
     for key in [(runs, 0), *((group, index) for index in range(3))]:
@@ -325,17 +307,96 @@ def test_a_loop_that_ends_tells_everybody(driver, monkeypatch, error):
 def test_an_end_that_fails_in_part_tells_the_others(driver, monkeypatch, stage):
     rids = [driver.generate([5, 6, 7 + number], 60) for number in range(3)]
     driver.tick(4)
-    scheduler = driver.engine.scheduler
-    owners = {
-        "finish": driver.engine.outputs,
-        "refuse_rest": driver.engine.dispatcher,
-        "deliver": driver.engine.outbox,
-    }
-    owner = owners[stage]
-    Fault(monkeypatch, owner, stage, BUG, {0})
-    driver.engine.shutdown.request("the test", drain=False)
-    scheduler.run()
+    engine = driver.engine
+    owners = {"finish": engine.outputs, "refuse_rest": engine.dispatcher, "deliver": engine.outbox}
+    Fault(monkeypatch, owners[stage], stage, BUG, {0})
+    engine.shutdown.request("the test", drain=False)
+    engine.scheduler.run()
     driver.collect()
     ended = [rid for rid in rids if (rid, 0) in driver.results]
     assert len(ended) >= 2
     assert stage == "finish" or len(ended) == 3
+
+
+UPDATE_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
+    "open": lambda driver: (driver.engine, "open_folder"),
+    "check": lambda driver: (driver.engine.loader, "check"),
+    "write": lambda driver: (driver.engine.loader, "write"),
+    "derive": lambda driver: (driver.engine.model, "finalize_weights"),
+    "synchronize": lambda driver: (driver.runner, "synchronize"),
+    "retract": lambda driver: (driver.engine.batcher, "retract_all"),
+    "commit": lambda driver: (driver.engine.state, "commit_weights"),
+    "epoch": lambda driver: (driver.engine.cache, "commit_epoch"),
+    "restart": lambda driver: (driver.engine.batcher, "restart_prefills"),
+    "flush": lambda driver: (driver.engine.cache, "flush"),
+}
+BEFORE_THE_FIRST_BYTE = ("open", "check", "synchronize", "retract")
+"""Stages of an update before its first write, on a running engine, whose steps it stops first."""
+
+
+@pytest.mark.parametrize("error", [BUG, NO_MEMORY[1]], ids=["bug", "memory"])
+@pytest.mark.parametrize("stage", UPDATE_STAGES)
+def test_an_update_that_fails(driver, monkeypatch, tiny_model, other_model, stage, error):
+    rids = submit(driver, new_tokens=25)
+    driver.tick(5)
+    with monkeypatch.context() as patch:
+        fault = Fault(patch, *UPDATE_STAGES[stage](driver), error, {0})
+        reply = driver.update(other_model)
+        assert_error(reply, "internal" if error is BUG else "out_of_memory")
+        assert fault.raised == 1
+    status = driver.status()
+    assert status.session is None
+    assert status.weights == ("valid" if stage in BEFORE_THE_FIRST_BYTE else "poisoned")
+    if status.weights == "poisoned":
+        driver.tick(3)
+        assert driver.status().step == status.step, "poisoned weights serve nobody"
+        assert driver.update(tiny_model).committed
+    results = check_everybody(driver, rids)
+    assert {result.finish_reason.type for result in results} == {"length"}
+
+
+def test_an_explicit_session_whose_commit_fails(driver, monkeypatch, other_model):
+    session_id = driver.begin()
+    driver.update(other_model, session_id=session_id)
+    with monkeypatch.context() as patch:
+        Fault(patch, driver.engine.state, "commit_weights", BUG, {0})
+        assert_error(driver.end(session_id=session_id), "internal")
+    assert driver.status().weights == "poisoned"
+    assert driver.update(other_model).committed
+    check_everybody(driver, submit(driver))
+
+
+OCCUPATION_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
+    "flush": lambda driver: (driver.engine.cache, "flush"),
+    "forget": lambda driver: (driver.engine.updates, "forget"),
+    "release": lambda driver: (driver.engine.residency, "release"),
+    "resume": lambda driver: (driver.engine.residency, "resume"),
+    "synchronize": lambda driver: (driver.runner, "synchronize"),
+}
+
+
+@pytest.mark.parametrize("error", [BUG, NO_MEMORY[0]], ids=["bug", "memory"])
+@pytest.mark.parametrize("call", [0, 1])
+@pytest.mark.parametrize("stage", OCCUPATION_STAGES)
+def test_a_release_or_a_resume_that_fails(driver, monkeypatch, tiny_model, stage, call, error):
+    """No step is launched on memory that may not be there, and the same command sent again repairs it."""
+    rids = submit(driver, new_tokens=25)
+    driver.tick(5)
+    driver.pause("retract")
+    with monkeypatch.context() as patch:
+        fault = Fault(patch, *OCCUPATION_STAGES[stage](driver), error, {call})
+        for command in (ReleaseMemoryOccupationReqInput(), ResumeMemoryOccupationReqInput()):
+            reply = driver.call(command)
+            if isinstance(reply, ErrorReply):
+                assert reply.code == ("internal" if error is BUG else "out_of_memory")
+                driver.tick(3)
+                assert not driver.engine.batcher.in_flight
+                command = type(command)()
+                reply = driver.call(command)
+            assert not isinstance(reply, ErrorReply), reply
+        assert fault.raised or call == 1, "the stage was not reached"
+    driver.assert_status(memory="resident", weights="invalid")
+    assert driver.update(tiny_model).committed
+    driver.go_on(torch_empty_cache=False)
+    results = check_everybody(driver, rids)
+    assert {result.finish_reason.type for result in results} == {"length"}

@@ -4,14 +4,13 @@ Every layer's state goes through chunks, decode steps, kept prefixes, pauses, up
 row of states is whose at each of these is checked with a scripted model in ``test_states.py``.
 """
 
-import numpy as np
 import pytest
 import torch
 from support.checkpoints import edit_config, make_checkpoint, make_dequantized_checkpoint, make_fp8_checkpoint
 from support.faults import NO_MEMORY, Fault
-from support.scripted import EngineDriver, tokens_of
+from support.scripted import EngineDriver, tokens_of, vocabulary_of
 
-from caesura.io_struct import AbortReq, CaesuraError, GenerateReqInput, SamplingParams
+from caesura.io_struct import AbortReq, CaesuraError
 from caesura.scheduler.execution.build import load_model
 from caesura.scheduler.kernels.native import why_not
 from caesura.scheduler.models.config import load_model_config
@@ -88,27 +87,16 @@ def prompt_of(length, seed=0):
 
 
 def send(driver, prompt, new_tokens, seed=0, **fields):
-    params = SamplingParams(max_new_tokens=new_tokens, temperature=1.0, seed=seed, ignore_eos=True)
-    message = GenerateReqInput(
-        input_ids=prompt, sampling_params=params, return_logprob=True, top_logprobs_num=VOCAB, **fields
+    return driver.generate(
+        prompt, new_tokens, seed=seed, return_logprob=True, top_logprobs_num=VOCAB, **fields
     )
-    return driver.send(message)
-
-
-def rows_of(record):
-    """Return the rows [tokens, vocabulary], in the order of ids."""
-    ids = np.frombuffer(record.ids, "<i4").reshape(-1, VOCAB)
-    values = np.frombuffer(record.logprobs, "<f4").reshape(-1, VOCAB)
-    rows = np.empty_like(values)
-    np.put_along_axis(rows, ids, values, axis=1)
-    return torch.from_numpy(rows)
 
 
 def gap(models, driver, rid, prompt, which=0):
     result = driver.result(rid)
     tokens, count = [*prompt, *tokens_of(result)], len(tokens_of(result))
     expected = models.logprobs(tokens, which)[-count - 1 : -1]
-    return float((rows_of(result.output_top_logprobs) - expected).abs().max())
+    return float((vocabulary_of(result.output_top_logprobs) - expected).abs().max())
 
 
 def check(models, rids, which=0):
@@ -125,7 +113,7 @@ def test_every_position_of_a_prompt_in_chunks_and_beside_others(models):
     rid = send(driver, late, 5, logprob_start_len=0)
     driver.run_until_idle()
     check(models, {**rids, rid: late})
-    given = rows_of(driver.result(rid).input_top_logprobs)
+    given = vocabulary_of(driver.result(rid).input_top_logprobs)
     assert float((given - models.logprobs(late)[:-1]).abs().max()) < TOLERANCE
 
 
@@ -180,7 +168,7 @@ def test_a_state_outlives_an_update_in_place(models):
         one = torch.tensor([[tokens[position]]])
         step = models.references[1](one, past_key_values=before.past_key_values, use_cache=True)
         expected.append(step.logits[0])
-    gaps = rows_of(result.output_top_logprobs) - torch.cat(expected).log_softmax(-1)
+    gaps = vocabulary_of(result.output_top_logprobs) - torch.cat(expected).log_softmax(-1)
     assert float(gaps.abs().max()) < TOLERANCE
     again = send(driver, prompt, 3)
     driver.run_until_idle()
@@ -258,7 +246,11 @@ def test_fp8_checkpoints_that_leave_the_narrow_projections_as_they_are(family, p
             found.append(driver.result(rid))
     assert tokens_of(found[0]) == tokens_of(found[1])
     assert (
-        float((rows_of(found[0].output_top_logprobs) - rows_of(found[1].output_top_logprobs)).abs().max())
+        float(
+            (vocabulary_of(found[0].output_top_logprobs) - vocabulary_of(found[1].output_top_logprobs))
+            .abs()
+            .max()
+        )
         < TOLERANCE
     )
 

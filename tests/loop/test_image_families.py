@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from support.scripted import EngineDriver
 from caesura.io_struct import CaesuraError, GenerateImagesReqInput, SdeParams
 
 pytest.importorskip("diffusers")
-from diffusers import FluxPipeline, QwenImagePipeline
+from diffusers import FluxPipeline, QwenImagePipeline, StableDiffusion3Pipeline
 from support.pipelines import load_pipeline, make_flux, make_qwen_image, make_sd3, tensors_of
 
 STEPS, TEXT = 4, 6
@@ -33,29 +34,49 @@ def run(driver, **fields):
     return [driver.images[rid, index][0] for index in range(message.n)]
 
 
-@pytest.mark.parametrize("guidance", [True, False], ids=["dev", "schnell"])
-def test_flux_equals_diffusers(tmp_path, guidance):
-    path = make_flux(tmp_path / "flux", guidance=guidance)
-    pipeline = load_pipeline(path, FluxPipeline)
+def guided(guidance, **options):
+    return {"guidance_scale": guidance, "max_sequence_length": TEXT, **options}
+
+
+SD3 = {"negative_prompt": "blue"}, lambda guidance: guided(guidance, negative_prompt=["blue"] * 2), 1e-5
+FLUX = {}, guided, 1e-4
+QWEN = (
+    {"negative_prompt": "no", "max_sequence_length": 400},
+    lambda scale: {"negative_prompt": ["no"] * 2, "true_cfg_scale": scale, "max_sequence_length": 400},
+    1e-4,
+)
+DYNAMIC = partial(make_sd3, t5=False, use_dynamic_shifting=True, base_image_seq_len=4)
+
+
+@pytest.mark.parametrize(
+    ("make", "pipeline", "guidance", "options"),
+    [
+        pytest.param(make_sd3, StableDiffusion3Pipeline, 1.0, SD3, id="sd3"),
+        pytest.param(make_sd3, StableDiffusion3Pipeline, 4.5, SD3, id="sd3 guided"),
+        pytest.param(DYNAMIC, StableDiffusion3Pipeline, 1.0, SD3, id="sd3 with dynamic shifting, without T5"),
+        pytest.param(make_flux, FluxPipeline, 3.5, FLUX, id="flux dev"),
+        pytest.param(partial(make_flux, guidance=False), FluxPipeline, 3.5, FLUX, id="flux schnell"),
+        pytest.param(make_qwen_image, QwenImagePipeline, 1.0, QWEN, id="qwen"),
+        pytest.param(make_qwen_image, QwenImagePipeline, 4.0, QWEN, id="qwen guided"),
+    ],
+)
+def test_images_are_those_of_diffusers(tmp_path, make, pipeline, guidance, options):
+    path = make(tmp_path / "pipeline")
+    theirs, (ours, options, tolerance) = load_pipeline(path, pipeline), options
     with EngineDriver(str(path), scripted=False) as driver:
-        results = run(driver, n=2, guidance_scale=3.5)
+        results = run(driver, n=2, guidance_scale=guidance, **ours)
     first = torch.from_numpy(np.stack([tensors_of(each)["latents"][0] for each in results]))
-    options = {
-        "prompt": ["a red"] * 2,
-        "width": 24,
-        "height": 16,
-        "num_inference_steps": STEPS,
-        "guidance_scale": 3.5,
-        "max_sequence_length": TEXT,
-    }
-    latents = pipeline(latents=first, output_type="latent", **options).images
-    images = pipeline(latents=first, output_type="np", **options).images
-    assert np.array_equal(tensors_of(results[0])["sigmas"], pipeline.scheduler.sigmas.numpy())
+    call = partial(theirs, ["a red"] * 2, width=24, height=16, num_inference_steps=STEPS, **options(guidance))
+    latents = call(latents=first, output_type="latent").images
+    images = call(latents=first, output_type="np").images
+    assert np.array_equal(tensors_of(results[0])["sigmas"], theirs.scheduler.sigmas.numpy())
     for result, latent, image in zip(results, latents, images, strict=True):
         tensors = tensors_of(result)
-        np.testing.assert_allclose(tensors["latents"][-1], latent.numpy(), rtol=0, atol=1e-4)
+        masked = [not tensors[name].all() for name in tensors if name.endswith("mask")]
+        assert masked == ([False, True][: 1 + (guidance > 1)] if pipeline is QwenImagePipeline else [])
+        np.testing.assert_allclose(tensors["latents"][-1], latent.numpy(), rtol=0, atol=tolerance)
         np.testing.assert_allclose(tensors["image"] / 255, image, rtol=0, atol=0.5 / 255 + 1e-4)
-        assert tensors["image"].std() > 10
+        assert tensors["image"].std() > 10, "a flat image shows nothing"
 
 
 def test_flux_takes_no_negative_prompt(tmp_path):
@@ -63,32 +84,6 @@ def test_flux_takes_no_negative_prompt(tmp_path):
         driver.send(GenerateImagesReqInput(prompt="a", negative_prompt="red", id="x"))
         driver.tick()
         assert driver.replies.pop("x").detail["field"] == "negative_prompt"
-
-
-@pytest.mark.parametrize("guidance", [1.0, 4.0])
-def test_qwen_image_equals_diffusers(tmp_path, guidance):
-    path = make_qwen_image(tmp_path / "qwen")
-    pipeline = load_pipeline(path, QwenImagePipeline)
-    with EngineDriver(str(path), scripted=False) as driver:
-        results = run(driver, n=2, guidance_scale=guidance, negative_prompt="no", max_sequence_length=400)
-    first = torch.from_numpy(np.stack([tensors_of(each)["latents"][0] for each in results]))
-    options = {
-        "prompt": ["a red"] * 2,
-        "negative_prompt": ["no"] * 2,
-        "true_cfg_scale": guidance,
-        "width": 24,
-        "height": 16,
-        "num_inference_steps": STEPS,
-    }
-    latents = pipeline(latents=first, output_type="latent", **options, max_sequence_length=400).images
-    images = pipeline(latents=first, output_type="np", **options, max_sequence_length=400).images
-    assert np.array_equal(tensors_of(results[0])["sigmas"], pipeline.scheduler.sigmas.numpy())
-    for result, latent, image in zip(results, latents, images, strict=True):
-        tensors = tensors_of(result)
-        masked = [not tensors[name].all() for name in tensors if name.endswith("mask")]
-        assert masked == ([False, True] if guidance > 1 else [False])
-        np.testing.assert_allclose(tensors["latents"][-1], latent.numpy(), rtol=0, atol=1e-4)
-        np.testing.assert_allclose(tensors["image"] / 255, image, rtol=0, atol=0.5 / 255 + 1e-4)
 
 
 def test_a_prompt_without_tokens_behind_the_template_is_refused(tmp_path):

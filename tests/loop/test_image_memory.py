@@ -1,13 +1,13 @@
 """Memory of image engines: what samples hold together, and steps, requests and prompts that cannot fit."""
 
-import numpy as np
 import pytest
+from support.faults import Fault
 from support.scripted import EngineDriver
 
-from caesura.io_struct import SdeParams, TensorSpec
+from caesura.io_struct import SdeParams
 
 pytest.importorskip("diffusers")
-from support.image_requests import STEPS, TEXT, refusal, request
+from support.image_requests import STEPS, TEXT, refusal, request, specs_of
 from support.pipelines import tensors_of
 
 from caesura.scheduler.images import memory_limit
@@ -78,9 +78,7 @@ def test_a_large_sample_keeps_its_place_and_starts_alone(driver):
     sample, prompt = announced(driver, request())
     driver.engine.batcher.limit.device = prompt + sample
     small, large, last = request(), request(width=32, height=32), request()
-    for message in (small, large, last):
-        driver.send(message)
-    driver.run_until_idle()
+    driver.run(small, large, last)
     ended = [rid for rid, _ in driver.images][1:]
     assert ended == [small.id, large.id, last.id]
     assert {reason.type for message in (small, large, last) for reason in reasons(driver, message)} == {
@@ -93,12 +91,7 @@ def test_embeddings_that_wait_are_limited(driver):
     first = run(driver, asked)
     assert first[0].type == "length"
     tensors = tensors_of(driver.images[asked.id, 0][0])
-    arrays = {name: tensors[name] for name in ("prompt_embeds", "pooled_prompt_embeds")}
-    specs = [
-        TensorSpec(name=name, dtype="F32", shape=[*each.shape], nbytes=each.nbytes, buffer=number)
-        for number, (name, each) in enumerate(arrays.items())
-    ]
-    buffers = [np.ascontiguousarray(each).tobytes() for each in arrays.values()]
+    specs, buffers = specs_of({name: tensors[name] for name in ("prompt_embeds", "pooled_prompt_embeds")})
     nbytes = sum(map(len, buffers))
     driver.engine.batcher.limit.device = 4 * nbytes
     driver.pause("in_place")
@@ -184,25 +177,13 @@ def test_prompts_that_do_not_fit_together_are_encoded_apart(driver, memory, monk
     monkeypatch.setattr(runner, "_encode", encoded)
     memory[0] = runner.footprint.least_encoding(2, [8, 8, TEXT])
     messages = [request(prompt=text) for text in ("a red", "a blue", "a green", "a red circle")]
-    for message in messages:
-        driver.send(message)
-    driver.run_until_idle()
+    driver.run(*messages)
     assert {reason.type for message in messages for reason in reasons(driver, message)} == {"length"}
     assert steps == [2, 2]
 
 
 def test_a_sample_whose_steps_fail_apart_goes_on(driver, monkeypatch):
-    runner, kinds = driver.engine.runner, []
-    execute = runner.execute
-
-    def short(batch):
-        kinds.append(batch.kind)
-        if len(kinds) % 2:
-            raise MemoryError("not enough")
-        return execute(batch)
-
-    monkeypatch.setattr(runner, "execute", short)
+    Fault(monkeypatch, driver.engine.runner, "execute", MemoryError("not enough"), range(0, 1000, 2))
     (reason,) = run(driver, request(sde=SdeParams(type="sde")))
     assert reason.type == "length"
-    assert [*dict.fromkeys(kinds)] == ["encode", "denoise", "decode"]
     assert driver.status().step_failures.failed == STEPS + 2

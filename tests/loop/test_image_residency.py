@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
+from support.faults import Fault
 from support.scripted import EngineDriver, one_piece_per_slice
 
 from caesura.io_struct import (
@@ -10,15 +12,12 @@ from caesura.io_struct import (
     ErrorCode,
     GenerateImagesReqInput,
     SdeParams,
-    TensorSpec,
-    UpdateWeightsFromTensorReqInput,
-    WeightsCheckerReqInput,
 )
 
 pytest.importorskip("diffusers")
+from support.image_requests import send_tensors
 from support.pipelines import make_flux, make_qwen_image, make_sd3, tensors_of
 
-from caesura.scheduler.images import traced_module
 from caesura.scheduler.memory import residency as residency_module
 from caesura.scheduler.memory.offload import LayerwiseOffloadStrategy
 
@@ -82,9 +81,7 @@ def messages():
 
 
 def run(driver, *asked):
-    for message in asked:
-        driver.send(message)
-    driver.run_until_idle()
+    driver.run(*asked)
     return results(driver, *asked)
 
 
@@ -138,9 +135,9 @@ def watch(driver):
 
 
 @pytest.mark.parametrize("transformer", ["offload", "layerwise"])
-def test_traced_calls_find_the_weights_wherever_they_come_to(pipelines, expected, monkeypatch, transformer):
-    monkeypatch.setattr(traced_module, "TRACE_AFTER", 1)
-    monkeypatch.setattr(traced_module, "WORTH_S", float("inf"))
+def test_traced_calls_find_the_weights_wherever_they_come_to(
+    pipelines, expected, traced_at_once, transformer
+):
     first, second = pipelines("sd3"), pipelines("sd3", 1)
     with engine(first, "offload", transformer) as driver:
         for _ in range(2):
@@ -199,32 +196,9 @@ def test_every_family_computes_with_moving_components(pipelines, expected, famil
         )
 
 
-def answered(driver, message):
-    for _ in range(1000):
-        if message.id in driver.replies:
-            return
-        driver.tick()
-    raise AssertionError("no answer")
-
-
-def send_tensors(driver, path, component, **fields):
+def tensors_in(path, component):
     name = "model" if component.startswith("text") else "diffusion_pytorch_model"
-    tensors = load_file(path / component / f"{name}.safetensors")
-    names = {"float32": "F32", "int64": "I64"}
-    specs = [
-        TensorSpec(
-            name=each,
-            dtype=names[str(tensor.dtype).removeprefix("torch.")],
-            shape=list(tensor.shape),
-            nbytes=tensor.nbytes,
-            buffer=number,
-        )
-        for number, (each, tensor) in enumerate(tensors.items())
-    ]
-    message = UpdateWeightsFromTensorReqInput(specs=specs, component=component, **fields)
-    driver.send(message, buffers=[tensor.numpy().tobytes() for tensor in tensors.values()])
-    answered(driver, message)
-    return driver.replies.pop(message.id)
+    return load_file(path / component / f"{name}.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -251,7 +225,9 @@ def test_an_update_of_offloaded_components_is_a_cold_load(
             if transport == "disk":
                 reply = driver.update(other, component=component, flush_cache=False)
             else:
-                reply = send_tensors(driver, other, component, flush_cache=False)
+                reply = send_tensors(
+                    driver, tensors_in(other, component), component=component, flush_cache=False
+                )
             assert reply.committed, reply
         wanted, made = expected("sd3", 20)
         assert checksums(driver) == wanted
@@ -268,10 +244,7 @@ def test_checksums_are_those_of_the_weights_while_steps_come_and_go(pipelines, e
         seen = watch(driver)
         for message in messages():
             driver.send(message)
-        check = WeightsCheckerReqInput()
-        driver.send(check)
-        answered(driver, check)
-        assert driver.replies.pop(check.id).checksums == expected("sd3")[0]
+        assert checksums(driver) == expected("sd3")[0]
         assert {kind for kind, _ in seen} >= {"encode", "denoise"}
 
 
@@ -295,9 +268,9 @@ def test_a_release_heals_nothing(pipelines, expected):
     with engine(pipelines("sd3"), "offload", "layerwise") as driver:
         session = driver.begin()
         other = pipelines("sd3", 20)
-        assert not send_tensors(
-            driver, other, "text_encoder", session_id=session, flush_cache=False
-        ).committed
+        tensors = tensors_in(other, "text_encoder")
+        fields = {"component": "text_encoder", "session_id": session, "flush_cache": False}
+        assert not send_tensors(driver, tensors, **fields).committed
         driver.end(session_id=session, commit=False)
         assert driver.status().weights == "poisoned"
         driver.release("weights")
@@ -327,15 +300,8 @@ def test_non_finite_values_are_found_in_offloaded_components(pipelines, tmp_path
         for component in ("vae", "transformer"):
             slots = driver.engine.model.weight_slots()
             name = next(name for name in slots if name.startswith(f"{component}."))
-            spec = TensorSpec(
-                name=name.partition(".")[2], dtype="F32", shape=list(slots[name].shape), nbytes=0, buffer=0
-            )
-            rows = np.full(slots[name].shape, np.inf, np.float32)
-            spec = TensorSpec(name=spec.name, dtype="F32", shape=spec.shape, nbytes=rows.nbytes, buffer=0)
-            message = UpdateWeightsFromTensorReqInput(specs=[spec], component=component)
-            driver.send(message, buffers=[rows.tobytes()])
-            answered(driver, message)
-            reply = driver.replies.pop(message.id)
+            rows = torch.full(slots[name].shape, torch.inf)
+            reply = send_tensors(driver, {name.partition(".")[2]: rows}, component=component)
             assert (reply.code, reply.detail["non_finite"][0]["name"]) == ("weights_not_finite", name)
             path = str(pipelines("sd3"))
             assert driver.update(path, component=component).committed
@@ -345,34 +311,10 @@ def emptyings(driver, place="component"):
     return {each.place: each.count for each in driver.status().totals.emptied}.get(place, 0)
 
 
-@pytest.mark.parametrize(
-    ("frozen", "share", "count"), [("offload", 1.0, 0), ("offload", 0.0, 2), ("layerwise", 1.0, 2)]
-)
-def test_the_cache_is_emptied_where_something_large_has_left(pipelines, monkeypatch, frozen, share, count):
-    monkeypatch.setattr(residency_module, "LARGE_SHARE", share)
-    with engine(pipelines("sd3"), frozen) as driver:
-        before = emptyings(driver)
-        driver.send(messages()[0])
-        driver.run_until_idle()
-        assert emptyings(driver) - before == count
-        for _ in range(3):
-            driver.status()
-        assert emptyings(driver) - before == count, "looking empties nothing"
-
-
 def test_an_engine_lives_on_when_a_step_or_a_component_does_not_fit(pipelines, expected, monkeypatch):
     with engine(pipelines("sd3"), "offload", "layerwise") as driver:
-        family, failures = driver.engine.runner.family, emptyings(driver, "failure")
-        encode, left = family.encode, 1
-
-        def scarce(ids, longest):
-            nonlocal left
-            left -= 1
-            if left >= 0:
-                raise RuntimeError("out of memory")
-            return encode(ids, longest)
-
-        monkeypatch.setattr(family, "encode", scarce)
+        failures = emptyings(driver, "failure")
+        Fault(monkeypatch, driver.engine.runner.family, "encode", RuntimeError("out of memory"), {0})
         alike(run(driver, *messages()), expected("sd3")[1])
         assert emptyings(driver, "failure") == failures + 1
         monkeypatch.undo()
@@ -388,9 +330,7 @@ def test_an_engine_lives_on_when_a_step_or_a_component_does_not_fit(pipelines, e
 
         monkeypatch.setattr(residency_module.ComponentResidencyManager, "_require_room", full)
         asked = messages()
-        for message in asked:
-            driver.send(message)
-        driver.run_until_idle()
+        driver.run(*asked)
         ended = [driver.images[m.id, i][0].finish_reason for m in asked for i in range(m.n)]
         assert {(reason.type, reason.code) for reason in ended} == {("error", "out_of_memory")}
         monkeypatch.undo()

@@ -5,18 +5,28 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.lanes import every, quick
 from support.scripted import EngineDriver
 from support.waiting import eventually
 
-from caesura.io_struct import FlushCacheReqInput, SdeParams, TensorSpec, UpdateWeightFromDiskReqInput
+from caesura.io_struct import (
+    FlushCacheReqInput,
+    GenerateReqInput,
+    SdeParams,
+    TensorSpec,
+    UpdateWeightFromDiskReqInput,
+)
+from caesura.io_struct.codec import encode
+from caesura.scheduler.observability.throughput import Counters, line
 
 pytest.importorskip("diffusers")
-from support.image_requests import STEPS, TEXT, image, request, run, spec
-from support.pipelines import load_pipeline, make_sd3, tensors_of
+from support.image_requests import STEPS, TEXT, image, refusal, request, run, send_tensors, spec, specs_of
+from support.pipelines import load_pipeline, tensors_of
 
-from caesura.scheduler.images import traced_module
-from caesura.scheduler.observability.throughput import Counters, line
+from caesura.scheduler.images import batcher
+from caesura.scheduler.images.admission import MAX_EMBED_TOKENS
+from caesura.scheduler.images.batcher import RAISE_AFTER
 
 NOISY = ["sde", "cps", "dance"]
 
@@ -27,28 +37,8 @@ def pipeline(sd3):
 
 
 @pytest.fixture
-def driver(sd3):
-    with EngineDriver(str(sd3), scripted=False, max_running_requests=8) as driver:
-        yield driver
-
-
-def by_diffusers(pipeline, results, **options):
-    latents = torch.from_numpy(np.stack([tensors_of(each)["latents"][0] for each in results]))
-    options = {"height": 16, "width": 16, "num_inference_steps": STEPS, "guidance_scale": 1.0, **options}
-    return pipeline(latents=latents, max_sequence_length=TEXT, **options).images
-
-
-@pytest.mark.parametrize("guidance", [1.0, 4.5])
-def test_ode_equals_diffusers(driver, pipeline, guidance):
-    results = run(driver, request(n=3, guidance_scale=guidance, negative_prompt="blue"))
-    options = {"prompt": ["a red"] * 3, "negative_prompt": ["blue"] * 3, "guidance_scale": guidance}
-    latents = by_diffusers(pipeline, results, **options, output_type="latent")
-    images = by_diffusers(pipeline, results, **options, output_type="np")
-    for result, latent, expected in zip(results, latents, images, strict=True):
-        tensors = tensors_of(result)
-        np.testing.assert_allclose(tensors["latents"][-1], latent.numpy(), rtol=0, atol=1e-5)
-        np.testing.assert_allclose(tensors["image"] / 255, expected, rtol=0, atol=0.5 / 255 + 1e-4)
-        assert tensors["image"].std() > 10, "a flat image shows nothing"
+def driver(painter):
+    return painter
 
 
 def test_the_grid_is_that_of_the_pipelines_scheduler(driver, pipeline):
@@ -59,17 +49,6 @@ def test_the_grid_is_that_of_the_pipelines_scheduler(driver, pipeline):
     given = [1.0, 0.7, 0.2]
     tensors = tensors_of(run(driver, request(sigmas=given))[0])
     assert np.array_equal(tensors["sigmas"], np.asarray([*given, 0.0], np.float32))
-
-
-def test_dynamic_shifting_and_a_folder_without_t5(tmp_path):
-    path = make_sd3(tmp_path / "dynamic", t5=False, use_dynamic_shifting=True, base_image_seq_len=4)
-    pipeline = load_pipeline(path)
-    with EngineDriver(str(path), scripted=False) as driver:
-        results = run(driver, request(n=2))
-        latents = by_diffusers(pipeline, results, prompt=["a red"] * 2, output_type="latent")
-    assert np.array_equal(tensors_of(results[0])["sigmas"], pipeline.scheduler.sigmas.numpy())
-    for result, latent in zip(results, latents, strict=True):
-        np.testing.assert_allclose(tensors_of(result)["latents"][-1], latent.numpy(), rtol=0, atol=1e-5)
 
 
 def recomputed(pipeline, result, sde, guidance):
@@ -110,9 +89,7 @@ def recomputed(pipeline, result, sde, guidance):
 )
 @pytest.mark.parametrize("kind", NOISY)
 @torch.no_grad()
-def test_a_learner_finds_the_same_log_probs(driver, pipeline, monkeypatch, kind, guidance, window):
-    monkeypatch.setattr(traced_module, "TRACE_AFTER", 1)
-    monkeypatch.setattr(traced_module, "WORTH_S", float("inf"))
+def test_a_learner_finds_the_same_log_probs(driver, pipeline, traced_at_once, kind, guidance, window):
     sde = SdeParams(type=kind, steps=window)
     # The pipeline's own grid ends at 0.001, where the std is so small that float32 says little.
     message = request(
@@ -240,22 +217,9 @@ def test_text_ids_and_embeddings_are_the_same_prompt(driver, guidance):
     family = driver.engine.runner.family
     ids, against = family.tokenize("a red", TEXT), family.tokenize("blue", TEXT)
     by_ids = request(prompt=None, prompt_ids=ids, negative_prompt_ids=against, **options)
-    names = [name for name in tensors if name.endswith("embeds")]
-    specs = [
-        TensorSpec(
-            name=name,
-            dtype="F32",
-            shape=list(tensors[name].shape),
-            nbytes=tensors[name].nbytes,
-            buffer=number,
-        )
-        for number, name in enumerate(names)
-    ]
+    specs, buffers = specs_of({name: tensors[name] for name in tensors if name.endswith("embeds")})
     by_embeds = request(prompt=None, tensors=specs, **options)
-    for result in (
-        *run(driver, by_ids),
-        *run(driver, by_embeds, [tensors[name].tobytes() for name in names]),
-    ):
+    for result in (*run(driver, by_ids), *run(driver, by_embeds, buffers)):
         assert all(np.array_equal(value, tensors[name]) for name, value in tensors_of(result).items())
 
 
@@ -305,18 +269,6 @@ def test_a_client_that_leaves_is_not_drawn_for(driver):
     assert rid not in {key[0] for key in driver.images}
 
 
-def test_a_retry_gets_the_same_results(driver):
-    message = request(n=2)
-    first = run(driver, message)
-    driver.images.clear()
-    driver.send(message)
-    driver.tick()
-    again = [image(driver, message.id, index) for index in range(2)]
-    assert [tensors_of(each)["image"].tobytes() for each in again] == [
-        tensors_of(each)["image"].tobytes() for each in first
-    ]
-
-
 def test_flushes_in_a_pause_speak_of_latents(driver, sd3, caplog):
     rid = driver.send(request())
     driver.tick(3)
@@ -351,3 +303,369 @@ def test_the_log_line_about_load_has_steps_and_no_tokens():
     before = Counters(**counters)
     text = line(before, before._replace(at=10.0, generated_tokens=50, running=3, waiting=2))
     assert text == "running; 3 running, 2 waiting, denoised 5.0 steps/s; over 10.0 s"
+
+
+# -- updates -------------------------------------------------------------------------------------------------
+
+
+def test_an_update_is_a_cold_load(driver, other_sd3, traced_at_once):
+    before = driver.check_weights()
+    rid = driver.send(request(sde=SdeParams(type="sde")))
+    driver.tick(3)
+    driver.pause("in_place")
+    done = driver.engine.live.samples(rid)[0].step
+    reply = driver.update(other_sd3, flush_cache=False, weight_version="v2")
+    assert (reply.committed, reply.weights_epoch) == (True, 1)
+    driver.go_on()
+    driver.run_until_idle()
+    spans = image(driver, rid).weight_versions
+    assert [(each.start, each.end, each.epoch) for each in spans] == [(0, done, 0), (done, STEPS, 1)]
+    after = driver.check_weights()
+    changed = {
+        name.partition(".")[0] for name in after.checksums if after.checksums[name] != before.checksums[name]
+    }
+    assert changed == {"transformer"}
+    for component in ("vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
+        path = str(other_sd3 / component)
+        assert driver.update(path, component=component).committed
+    updated = tensors_of(run(driver, request(sde=SdeParams(type="sde")))[0])
+    checksums = driver.check_weights()
+    with EngineDriver(str(other_sd3), scripted=False, max_running_requests=8) as cold:
+        assert cold.check_weights().checksums == checksums.checksums
+        expected = tensors_of(run(cold, request(sde=SdeParams(type="sde")))[0])
+    assert all(np.array_equal(updated[name], expected[name]) for name in expected)
+
+
+def test_a_running_engine_begins_its_samples_again(driver, other_sd3):
+    rid = driver.send(request(n=2))
+    driver.tick(4)
+    assert driver.update(other_sd3).flushed
+    driver.run_until_idle()
+    for index in range(2):
+        result = image(driver, rid, index)
+        assert [(each.start, each.end, each.epoch) for each in result.weight_versions] == [(0, STEPS, 1)]
+        assert result.num_retractions == 1
+
+
+def test_a_changed_text_encoder_encodes_waiting_prompts_again(driver, other_sd3):
+    begun = driver.send(request())
+    driver.tick(3)
+    driver.pause("in_place")
+    waiting = driver.send(request())
+    path = str(other_sd3 / "text_encoder")
+    assert driver.update(path, component="text_encoder", flush_cache=False).committed
+    driver.go_on()
+    driver.run_until_idle()
+    old, new = (tensors_of(image(driver, rid))["prompt_embeds"] for rid in (begun, waiting))
+    assert not np.array_equal(old, new)
+
+
+def test_a_changed_text_encoder_leaves_a_prompt_that_a_sample_began_with(driver, other_sd3):
+    rid = driver.send(request(n=10))  # 8 run at once
+    driver.tick(3)
+    driver.pause("in_place")
+    path = str(other_sd3 / "text_encoder")
+    assert driver.update(path, component="text_encoder", flush_cache=False).committed
+    driver.go_on()
+    driver.run_until_idle()
+    embeds = [tensors_of(image(driver, rid, index))["prompt_embeds"] for index in range(10)]
+    assert all(np.array_equal(each, embeds[0]) for each in embeds)
+
+
+def test_poisoned_weights_make_nothing_until_their_component_is_complete(driver, sd3, other_sd3):
+    rid = driver.send(request())
+    driver.tick(2)
+    driver.check_weights("reset_tensors")
+    assert driver.status().weights == "poisoned"
+    components = driver.engine.model.components
+    for component in components:
+        step = driver.status().step
+        driver.tick(3)
+        assert driver.status().step == step
+        path = str(sd3 / component)
+        driver.update(path, component=component)
+    assert driver.status().weights == "valid"
+    driver.run_until_idle()
+    assert image(driver, rid).finish_reason.type == "length"
+
+
+def halves(path):
+    tensors = load_file(path / "transformer" / "diffusion_pytorch_model.safetensors")
+    names = sorted(tensors)
+    middle = len(names) // 2
+    return [{name: tensors[name] for name in some} for some in (names[:middle], names[middle:])]
+
+
+def test_a_failed_session_poisons_its_component_alone(driver, sd3, other_sd3):
+    before = driver.check_weights().checksums
+    first, _ = halves(other_sd3)
+    session = driver.begin()
+    assert not send_tensors(driver, first, session_id=session, flush_cache=False).committed
+    driver.end(session_id=session, commit=False)
+    assert driver.status().weights == "poisoned"
+    assert not driver.update(sd3 / "vae", component="vae").committed
+    assert driver.status().weights == "poisoned", "the transformer is what is broken"
+    assert driver.update(sd3).committed
+    assert driver.check_weights().checksums == before
+    assert driver.status().weights == "valid"
+
+
+def test_a_paused_update_commits_with_its_last_tensor(driver, other_sd3):
+    driver.pause()
+    first, second = halves(other_sd3)
+    assert not send_tensors(driver, first, flush_cache=False).committed
+    reply = send_tensors(driver, second, flush_cache=False)
+    assert (reply.committed, reply.weights_epoch) == (True, 1)
+
+
+def test_a_session_may_write_several_components(driver, other_sd3):
+    session = driver.begin()
+    for component in ("transformer", "vae"):
+        assert not driver.update(other_sd3 / component, component=component, session_id=session).committed
+    assert driver.end(session_id=session).weights_epoch == 1
+    with EngineDriver(str(other_sd3), scripted=False) as cold:
+        expected = cold.check_weights().checksums
+    found = driver.check_weights().checksums
+    assert all(found[name] == expected[name] for name in found if name.startswith(("transformer.", "vae.")))
+
+
+def test_a_restart_goes_on_with_the_transformer_of_the_last_update(sd3, other_sd3, tmp_path):
+    state = str(tmp_path / "state.json")
+    with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
+        driver.update(other_sd3, weight_version="v5")
+        before = driver.check_weights().checksums
+    with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
+        driver.assert_status(weights="valid", weight_version="v5", weights_epoch=2)
+        assert driver.check_weights().checksums == before
+        path = str(other_sd3 / "vae")
+        driver.update(path, component="vae")
+    with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
+        assert driver.status().weights == "invalid", "the VAE's update is in no record"
+        assert driver.update(sd3).weights == "valid"
+
+
+def test_a_restart_does_not_take_other_components_for_those_that_were_committed(sd3, other_sd3, tmp_path):
+    state = str(tmp_path / "state.json")
+    with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
+        driver.update(other_sd3 / "vae", component="vae")
+        reply = driver.update(other_sd3, weight_version="v5")
+        assert (reply.committed, reply.durable) == (True, True)
+    with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
+        assert driver.status().weights == "invalid"
+        driver.update(other_sd3, weight_version="v6")
+    with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
+        driver.assert_status(weights="valid", weight_version="v6")
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def untouched(sd3):
+    with EngineDriver(str(sd3), scripted=False, max_running_requests=8) as driver:
+        yield driver
+
+
+REFUSED = [
+    ({"width": 20}, "width"),
+    ({"height": 15}, "height"),
+    ({"height": 72}, "height"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt_ids": [[1], [1], [1]]}, "prompt"),
+    ({"prompt": None, "prompt_ids": [[1]]}, "prompt_ids"),
+    ({"prompt": None, "prompt_ids": [[1], [1], [99]]}, "prompt_ids"),
+    ({"prompt": None, "prompt_ids": [[1], [1], [1]], "guidance_scale": 2.0}, "negative_prompt"),
+    ({"sigmas": [0.5, 0.7]}, "sigmas"),
+    ({"sigmas": [1.0, 0.5], "shift": 2.0}, "shift"),
+    ({"shift": 0.0}, "shift"),
+    ({"guidance_scale": float("nan")}, "guidance_scale"),
+    ({"sde": SdeParams(type="cps", noise_level=1.5)}, "sde.noise_level"),
+    ({"sde": SdeParams(type="sde", noise_level=float("inf"))}, "sde.noise_level"),
+    ({"sde": SdeParams(type="sde", steps=[5])}, "sde.steps"),
+    ({"return_steps": [5]}, "return_steps"),
+    ({"max_sequence_length": 0}, "max_sequence_length"),
+    ({"prompt": None, "prompt_ids": [[1], [1, 1], [1]]}, "prompt_ids"),
+    ({"prompt": None, "prompt_ids": [[1], [1], [1] * 5000]}, "prompt_ids"),
+]
+
+
+@pytest.mark.parametrize(("fields", "field"), REFUSED, ids=lambda value: str(value)[:40])
+def test_unsupported_values_are_refused_by_field(untouched, fields, field):
+    reply = refusal(untouched, request(**fields))
+    assert (reply.code, reply.detail["field"]) == ("invalid_request", field)
+    assert len(untouched.engine.live) == 0
+
+
+@pytest.mark.parametrize("fields", [{"sigmas": [0.5] * 1000}, {"prompt": None, "prompt_ids": [[1] * 4000]}])
+def test_a_refusal_does_not_repeat_a_long_value(driver, fields):
+    reply = refusal(driver, request(**fields))
+    assert reply.code == "invalid_request"
+    assert len(encode(reply)) < 1000
+
+
+def test_embeddings_that_do_not_fit_are_refused(driver):
+    zeros = [bytes(4 * 40 * 3), bytes(4 * 24)]
+    pooled = spec("pooled_prompt_embeds", [24], 1)
+    nan = np.full((3, 40), np.nan, np.float32).tobytes()
+    for specs, buffers in (
+        ([spec("prompt_embeds", [3, 40])], zeros),
+        ([spec("prompt_embeds", [3, 41]), pooled], [bytes(4 * 41 * 3), bytes(96)]),
+        ([spec("embeds", [3, 40]), pooled], zeros),
+        ([spec("prompt_embeds", [3, 40]), pooled], zeros[:1]),
+        ([spec("prompt_embeds", [3, 40]), pooled], [*zeros, b"more"]),
+        ([spec("prompt_embeds", [3, 40]), pooled], [nan, bytes(96)]),
+        ([spec("prompt_embeds", [3, 40], dtype="I32"), pooled], zeros),
+        ([spec("prompt_embeds", [3, 40], dtype="F64"), pooled], [np.full(120, 1e300).tobytes(), bytes(96)]),
+    ):
+        reply = refusal(driver, request(prompt=None, tensors=specs), buffers)
+        assert reply.code == "invalid_request"
+    specs = [spec("prompt_embeds", [3, 40]), pooled]
+    assert run(driver, request(prompt=None, tensors=specs), zeros)[0].finish_reason.type == "length"
+
+
+def test_embeddings_are_whole_tensors_of_bounded_length(driver):
+    """A piece would be taken for the whole, and of two with one name one would be lost, without a word."""
+    pooled = spec("pooled_prompt_embeds", [24], 1)
+    rows = {"name": "prompt_embeds", "dtype": "F32"}
+    first = TensorSpec(shape=[3, 40], nbytes=160, **rows)
+    rest = TensorSpec(shape=[3, 40], nbytes=320, offset=160, start_row=1, **rows)
+    last = TensorSpec(shape=[3, 40], nbytes=160, start_row=2, **rows)
+    long = MAX_EMBED_TOKENS + 1
+    for specs, size in (
+        ([first, pooled], 480),
+        ([last, pooled], 480),
+        ([first, rest, pooled], 480),
+        ([spec("prompt_embeds", [3, 40]), spec("prompt_embeds", [1, 40]), pooled], 480),
+        ([TensorSpec(shape=[0, 2**63 - 1, 2**63 - 1], **rows), pooled], 480),
+        ([spec("prompt_embeds", [long, 40]), pooled], 160 * long),
+    ):
+        reply = refusal(driver, request(prompt=None, tensors=specs), [bytes(size), bytes(96)])
+        assert (reply.code, reply.detail["field"]) == ("invalid_request", "tensors")
+
+
+def test_an_id_belongs_to_its_tensors_too(driver):
+    specs = [spec("prompt_embeds", [3, 40]), spec("pooled_prompt_embeds", [24], 1)]
+    message, frames = request(prompt=None, tensors=specs), [bytes(480), bytes(96)]
+    first = run(driver, message, frames)[0]
+    other = [np.ones(120, np.float32).tobytes(), bytes(96)]
+    assert refusal(driver, message, other).code == "id_conflict"
+    driver.images.clear()
+    driver.send(message, buffers=frames)
+    driver.tick()
+    assert tensors_of(image(driver, message.id))["image"].tobytes() == tensors_of(first)["image"].tobytes()
+
+
+def test_frames_without_a_description_are_refused(driver):
+    assert refusal(driver, request(), [b"junk"]).detail["field"] == "tensors"
+
+
+def test_an_image_engine_takes_no_tokens(driver):
+    reply = refusal(driver, GenerateReqInput(input_ids=[1, 2]))
+    assert reply.code == "unsupported"
+
+
+def test_a_language_engine_makes_no_images(tiny_model):
+    with EngineDriver(str(tiny_model)) as driver:
+        assert refusal(driver, request()).code == "unsupported"
+        reply = driver.update(tiny_model, component="vae")
+        assert (reply.code, reply.detail["field"]) == ("invalid_request", "component")
+
+
+def test_latents_that_are_not_finite_fail_their_sample_alone(driver):
+    message, other = request(), request(seed=3)
+    real = driver.engine.runner.family.velocity
+
+    def broken(x, sigma, embeds, guidance, size):
+        velocity = real(x, sigma, embeds, guidance, size)
+        velocity[0] = torch.nan
+        return velocity
+
+    rid, second = driver.send(message), driver.send(other)
+    driver.tick(3)
+    driver.engine.runner.family.velocity = broken
+    driver.tick()
+    driver.engine.runner.family.velocity = real
+    driver.run_until_idle()
+    reason = image(driver, rid).finish_reason
+    assert (reason.type, "not finite" in reason.message) == ("error", True)
+    assert image(driver, second).finish_reason.type == "length"
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_step_without_memory_is_made_again_in_halves(driver, monkeypatch, failures):
+    expected = [tensors_of(each) for each in run(driver, request(n=4, sde=SdeParams(type="sde")))]
+    runner = driver.engine.runner
+    execute, left = runner.execute, [failures]
+
+    def short(batch):
+        if batch.kind == "denoise" and len(batch.samples) > 1 and left[0]:
+            left[0] -= 1
+            raise MemoryError("not enough")
+        return execute(batch)
+
+    monkeypatch.setattr(runner, "execute", short)
+    results = run(driver, request(n=4, sde=SdeParams(type="sde")))
+    for result, tensors in zip(results, expected, strict=True):
+        np.testing.assert_allclose(tensors_of(result)["latents"], tensors["latents"], rtol=0, atol=1e-5)
+    status = driver.status().step_failures
+    assert (status.failed, status.token_limit) == (min(failures, 2), 2 if failures == 1 else 1)
+    for _ in range(RAISE_AFTER // STEPS * 4):
+        run(driver, request(n=4))
+    assert driver.status().step_failures.token_limit is None
+
+
+def test_a_step_that_fails_ends_its_samples_and_no_others(driver, monkeypatch):
+    runner = driver.engine.runner
+    first = driver.send(request())
+    driver.tick(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_velocity", lambda *_: 1 / 0)
+        driver.tick()
+    second = driver.send(request())
+    driver.run_until_idle()
+    assert image(driver, first).finish_reason.type == "error"
+    assert image(driver, first).steps_done > 0
+    assert image(driver, second).finish_reason.type == "length"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), MemoryError("not enough")])
+def test_a_prompt_that_cannot_be_encoded_ends_all_its_samples_at_once(driver, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.engine.runner, "_encode", fail)
+        rid = driver.send(request(n=12, prompt="a blue"))  # more than may run
+        driver.tick(2 if isinstance(error, MemoryError) else 1)
+        ended = [image(driver, rid, index).finish_reason for index in range(12)]
+    code = "out_of_memory" if isinstance(error, MemoryError) else "internal"
+    assert {(reason.type, reason.code) for reason in ended} == {("error", code)}
+    assert run(driver, request())[0].finish_reason.type == "length"
+
+
+def test_small_steps_take_one_thread_of_an_engines_several(driver, monkeypatch):
+    family, seen = driver.engine.runner.family, {}
+    for kind in ("velocity", "decode", "encode"):
+        call = getattr(family, kind)
+        monkeypatch.setattr(
+            family,
+            kind,
+            lambda *a, kind=kind, call=call: (seen.update({kind: torch.get_num_threads()}), call(*a))[1],
+        )
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        run(driver, request())
+        assert (seen, torch.get_num_threads()) == ({"encode": 3, "velocity": 1, "decode": 1}, 3)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("most", "steps"), [(1 << 20, 1), (2 * (8 + 8 + TEXT), 2), (1, 3)])
+def test_long_prompts_are_encoded_few_at_a_time(driver, monkeypatch, most, steps):
+    monkeypatch.setattr(batcher, "ENCODED_TOKENS", most)
+    rids = [driver.send(request(prompt=prompt)) for prompt in ("a red", "a blue", "a green")]
+    driver.run_until_idle()
+    stages = {stage.name: stage.count for stage in driver.status().stages}
+    assert stages["encode"] == steps
+    assert {image(driver, rid).finish_reason.type for rid in rids} == {"length"}

@@ -3,14 +3,10 @@
 import msgspec
 import numpy as np
 import pytest
-import torch
-from support.edited_logits import edited, log_softmax, logits_of
-from support.scripted import EngineDriver, ScriptedRunner, cell, next_token, tokens_of
+from support.edited_logits import edited, log_softmax, logits_of, with_logits
+from support.scripted import EngineDriver, cell, next_token, prompt_of, tokens_of
 
 from caesura.io_struct import GenerateReqOutput, SamplingParams
-from caesura.scheduler.execution.forward import ForwardBatch
-from caesura.scheduler.execution.logit_edits import SpecialSampler
-from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
 
 PROMPT = [3 + i * 7 % 90 for i in range(33)]
 EVERY_LOGPROB = {
@@ -121,36 +117,6 @@ PARAMS = [
     greedy(presence_penalty=2.0, logit_bias={7: 3.5}),
     greedy(repetition_penalty=0.7),
 ]
-
-
-@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
-def depth(request):
-    return request.param
-
-
-def with_logits(runner: ScriptedRunner) -> None:
-    ordinary = Sampler(VOCAB, 4, "cpu", torch.float32)
-    special = SpecialSampler(ordinary, VOCAB, torch.device("cpu"))
-
-    def sample(batch: ForwardBatch, tokens: np.ndarray) -> SamplerOutput:
-        if not len(tokens):
-            none = torch.empty(0)
-            return SamplerOutput(
-                token_ids=none.long(), logprobs=none, raw_logprobs=None, sampled_logprobs=None
-            )
-        rows = torch.tensor(np.stack([logits_of(token % 3, vocab_size=VOCAB) for token in tokens.tolist()]))
-        rare = batch.sampling.special
-        return (
-            ordinary.sample(rows, batch.sampling)
-            if rare is None
-            else special.sample(rows, batch.sampling, rare)
-        )
-
-    runner.sample = sample
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [3 + (seed * 31 + i * 7) % 90 for i in range(length)]
 
 
 PROMPTS = [prompt_of(40), prompt_of(3, 1), prompt_of(20, 2), prompt_of(33, 3)]

@@ -6,7 +6,7 @@ import pytest
 from support.clock import clock_of
 from support.scripted import EngineDriver, assert_error, tokens_of
 
-from caesura.io_struct import FlushCacheReqInput, GetMemoryHistoryReqInput, SamplingParams, UpdateTotal
+from caesura.io_struct import FlushCacheReqInput, GetMemoryHistoryReqInput, SamplingParams
 from caesura.io_struct.distribution import Distribution
 
 PAGE = 16
@@ -48,19 +48,6 @@ def test_a_pause_reports_the_requests_it_holds(driver, caplog):
     assert last_event(driver, "pause").detail == "in_place, 2 requests hold KV"
 
 
-def test_a_pause_that_aborts_says_how_many_and_sends_them_first(driver):
-    rids = [driver.generate([5, 6, 7], 100) for _ in range(3)]
-    driver.tick(4)
-    reply = driver.pause("abort")
-    assert (reply.aborted_requests, reply.held_requests, reply.held_tokens, reply.waiting_requests) == (
-        3,
-        0,
-        0,
-        0,
-    )
-    assert {driver.result(rid).finish_reason.message for rid in rids} == {"Aborted by pause_generation"}
-
-
 def test_a_flush_reports_freed_tokens(driver):
     driver.complete(list(range(3, 43)), 2)
     cached = driver.status().kv.cached
@@ -72,22 +59,17 @@ def test_a_flush_reports_freed_tokens(driver):
 
 
 def test_a_refused_flush_reports_pending_requests(driver):
-    driver.generate([5] * 4, 100)
+    driver.release("kv_cache")
+    driver.generate([5, 6, 7], 100)
+    driver.tick(2)
+    error = assert_error(driver.flush(), "not_idle")
+    assert error.detail == {"running": 0, "prefilling": 0, "waiting": 1, "held_tokens": 0}
+    driver.resume()
     driver.generate([6] * 20, 100)
     driver.generate([7] * 4, 100)
     driver.tick(4)
     error = assert_error(driver.flush(), "not_idle")
     assert error.detail == {"running": 2, "prefilling": 0, "waiting": 1, "held_tokens": 3 * PAGE}
-
-
-def test_one_request_that_waits_keeps_a_running_engine_from_being_idle(driver):
-    driver.release("kv_cache")
-    driver.generate([5, 6, 7], 4)
-    driver.tick(2)
-    error = assert_error(driver.flush(), "not_idle")
-    assert error.detail == {"running": 0, "prefilling": 0, "waiting": 1, "held_tokens": 0}
-    driver.pause("retract")
-    assert driver.flush().freed_tokens == 0
 
 
 def test_a_flush_waits_until_its_time_is_up(driver, clock):
@@ -96,8 +78,7 @@ def test_a_flush_waits_until_its_time_is_up(driver, clock):
     driver.pause("in_place")
     flush = driver.send(FlushCacheReqInput(timeout_s=5.0))
     driver.tick()
-    clock.now += 4.99
-    driver.tick(3)
+    clock.advance(4.99, driver, 3)
     assert flush not in driver.replies
     clock.now = 1005.0
     driver.tick(3)
@@ -134,30 +115,6 @@ def test_pauses_are_counted_and_timed_by_mode(driver, clock):
     assert pauses(driver) == [("abort", 2, 11.0), ("in_place", 1, 4.0)]
 
 
-def test_updates_are_counted_by_source_and_end(driver, tiny_model, other_model):
-    for path in (other_model, tiny_model):
-        driver.update(path)
-    session_id = driver.begin()
-    driver.update(other_model, session_id=session_id)
-    driver.engine.state.count_failed_update("tensor")
-    driver.engine.state.count_failed_update("tensor")
-    assert driver.status().totals.updates == [
-        UpdateTotal(source="disk", committed=2, failed=0),
-        UpdateTotal(source="tensor", committed=0, failed=2),
-    ]
-
-
-def test_a_continue_is_in_the_history(driver):
-    driver.pause("retract")
-    reply = driver.go_on()
-    event = last_event(driver, "continue")
-    assert (event.detail, event.returned) == ("retract", reply.freed)
-    driver.pause("abort")
-    driver.go_on(torch_empty_cache=False)
-    event = last_event(driver, "continue")
-    assert (event.detail, event.returned) == ("abort", None)
-
-
 def test_an_expired_lease_is_logged_with_its_owner_and_length(driver, clock, caplog):
     driver.pause("abort", owner="trainer", lease_s=10.0, on_lease_expiry="continue")
     clock.now += 10.5
@@ -189,10 +146,7 @@ def test_weights_that_are_invalid_already_keep_their_reason(driver):
     assert driver.status().weights_detail.startswith("their memory was released without a copy")
     state.weights_detail = "before"
     driver.release("kv_cache")
-    status = driver.status()
-    assert (status.weights, status.weights_detail, status.released_tags) == (
-        "invalid", "before", ["kv_cache", "weights"],
-    )  # fmt: skip
+    driver.assert_status(weights="invalid", weights_detail="before", released_tags=["kv_cache", "weights"])
 
 
 @pytest.mark.parametrize("minimum,behind", [(None, False), (0, False), (1, False), (2, True)])

@@ -103,7 +103,7 @@ def test_a_loop_that_sleeps_is_woken(driver, worker, other_model, state):
     assert_all_told(driver, rids)
 
 
-def test_a_step_in_a_collective_is_broken_off(driver, worker, monkeypatch):
+def test_a_step_in_a_collective_is_broken_off(driver, worker):
     rids = [driver.generate([1, 2, 3 + number], 100) for number in range(3)]
     driver.tick(5)
     model, within = driver.engine.runner.own.model, threading.Event()
@@ -113,7 +113,7 @@ def test_a_step_in_a_collective_is_broken_off(driver, worker, monkeypatch):
         within.set()
         return forward(*arguments)
 
-    monkeypatch.setattr(model, "forward", entered)
+    model.forward = entered
     stop(worker)
     run_to_its_end(driver, worker, within.is_set)
     assert_all_told(driver, rids)

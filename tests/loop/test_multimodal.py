@@ -3,7 +3,6 @@
 import json
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -21,14 +20,12 @@ from support.multimodal_checkpoints import (
     rename_tensors,
 )
 from support.plain_trainer import PlainTrainer, update_message
-from support.scripted import EngineDriver, assert_error, tokens_of
+from support.scripted import EngineDriver, assert_error, tokens_of, vocabulary_of
 
 from caesura.client.trainer import SharedTensors
 from caesura.io_struct import (
     CaesuraError,
     DestroyWeightsUpdateGroupReqInput,
-    GenerateReqInput,
-    SamplingParams,
     UpdateWeightsFromIPCReqInput,
 )
 from caesura.scheduler.models.config import load_model_config
@@ -44,21 +41,11 @@ def started(path, **options) -> EngineDriver:
 
 def gap(driver, model) -> float:
     driver.flush()
-    params = SamplingParams(max_new_tokens=8, temperature=1.0, seed=1, ignore_eos=True)
-    message = GenerateReqInput(
-        input_ids=PROMPT, sampling_params=params, return_logprob=True, top_logprobs_num=VOCAB
-    )
-    driver.send(message)
-    driver.run_until_idle()
-    result = driver.result(message.id)
-    ids = np.frombuffer(result.output_top_logprobs.ids, "<i4").reshape(-1, VOCAB)
-    values = np.frombuffer(result.output_top_logprobs.logprobs, "<f4").reshape(-1, VOCAB)
-    rows = np.empty_like(values)
-    np.put_along_axis(rows, ids, values, axis=1)
+    result = driver.complete(PROMPT, 8, seed=1, return_logprob=True, top_logprobs_num=VOCAB)
     with torch.no_grad():
         tokens = torch.tensor([[*PROMPT, *tokens_of(result)]])
         expected = model(input_ids=tokens).logits[0].log_softmax(-1)[len(PROMPT) - 1 : -1]
-    return float((torch.from_numpy(rows) - expected).abs().max())
+    return float((vocabulary_of(result.output_top_logprobs) - expected).abs().max())
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.long])])
@@ -114,8 +101,7 @@ def test_fully_ignored_updates_change_nothing(paused, tmp_path):
             reply = driver.call(message)
         assert (reply.committed, reply.session_id, reply.flushed) == (True, None, False)
         assert (reply.written_tensors, reply.skipped_tensors) == (0, len(towers))
-        status = driver.status()
-        assert (status.session, status.weights_epoch, status.weight_version) == (None, 0, "default")
+        driver.assert_status(session=None, weights_epoch=0, weight_version="default")
         if paused:
             driver.go_on()
         driver.run_until_idle()

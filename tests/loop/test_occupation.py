@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.buckets_by_hand import Sender
-from support.checkpoints import make_checkpoint
+from support.checkpoints import make_checkpoint, make_fp8_checkpoint
+from support.faults import full_disk
 from support.properties import examples
-from support.scripted import EngineDriver, assert_error, one_piece_per_slice, tokens_of
+from support.scripted import EngineDriver, assert_error, ok, one_piece_per_slice, tokens_of
 
 from caesura.io_struct import (
     AbortReq,
@@ -28,26 +30,16 @@ from caesura.io_struct import (
 )
 from caesura.io_struct import ReleaseMemoryOccupationReqInput as Release
 from caesura.io_struct import ResumeMemoryOccupationReqInput as Resume
-from caesura.scheduler.memory import residency
-from caesura.scheduler.memory.residency import MEMORY_TAGS, StorageComponent
+from caesura.scheduler.memory.residency import MEMORY_TAGS
 from caesura.scheduler.messaging.status import status as engine_status
 
 ALL = ["kv_cache", "weights"]
 """Memory that an engine without captured graphs can release."""
-VOCAB = 97
 PROMPT = [3 + 7 * i % 90 for i in range(40)]
-SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
 
 
 def generate(driver: EngineDriver) -> list[int]:
-    result = driver.complete(PROMPT, sampling_params=SAMPLED)
-    return tokens_of(result)
-
-
-@pytest.fixture(params=["mapped", "storage"])
-def backend(request, monkeypatch):
-    if request.param == "storage":
-        monkeypatch.setattr(residency, "_plain", lambda device: StorageComponent)
+    return tokens_of(driver.complete(PROMPT, 20, seed=7))
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +57,13 @@ def real(models, backend):
 
 
 @pytest.fixture
-def driver(tiny_model):
-    with EngineDriver(str(tiny_model)) as driver:
+def keeping(models, backend):
+    with EngineDriver(str(models[0]), scripted=False, weights_cpu_backup=True) as driver:
         yield driver
+
+
+def checksum(driver: EngineDriver) -> str:
+    return ok(driver.check_weights()).total
 
 
 @pytest.fixture
@@ -77,20 +73,11 @@ def cold(models) -> list[int]:
 
 
 def release(driver: EngineDriver, *tags: MemoryTag) -> list[MemoryTag]:
-    reply = driver.release(tags=list(tags) or None)
-    assert not isinstance(reply, ErrorReply), reply
-    return reply.released_tags
+    return ok(driver.release(*tags)).released_tags
 
 
 def resume(driver: EngineDriver, *tags: MemoryTag) -> list[MemoryTag]:
-    reply = driver.resume(tags=list(tags) or None)
-    assert not isinstance(reply, ErrorReply), reply
-    return reply.released_tags
-
-
-def ok(reply: Message) -> Message:
-    assert not isinstance(reply, ErrorReply), reply
-    return reply
+    return ok(driver.resume(*tags)).released_tags
 
 
 # -- the orders that trainers use ----------------------------------------------------------------------------
@@ -107,12 +94,9 @@ def test_flush_release_all_then_weights_update_and_continue_before_the_cache_is_
     assert [reply.committed for reply in replies] == [False] * (len(replies) - 1) + [True]
     assert {reply.weights for reply in replies[:-1]} == {"invalid"}
     ok(real.go_on())
-    rid = real.generate(PROMPT, sampling_params=SAMPLED)
+    rid = real.generate(PROMPT, 20, seed=7)
     real.tick(5)
-    status = real.status()
-    assert (status.generation, status.weights, status.memory, status.waiting_requests) == (
-        "running", "valid", "released", 1,
-    )  # fmt: skip
+    real.assert_status(generation="running", weights="valid", memory="released", waiting_requests=1)
     assert resume(real, "kv_cache", "cuda_graph") == []
     real.run_until_idle()
     assert tokens_of(real.result(rid)) == cold == generate(real)
@@ -130,15 +114,6 @@ def test_buckets_fill_invalid_weights_of_a_running_engine(real, models, cold):
     ok(real.flush())
     assert resume(real, "kv_cache") == []
     assert generate(real) == cold
-
-
-def test_only_the_cache_goes_and_comes(real):
-    before = generate(real)
-    assert real.status().kv.cached > 0
-    assert release(real, "kv_cache") == ["kv_cache"]
-    assert real.status().kv.cached == 0
-    resume(real, "kv_cache")
-    assert generate(real) == before
 
 
 def test_a_frozen_request_goes_on_under_weights_that_were_released(driver, other_model):
@@ -164,11 +139,11 @@ def test_sizes_are_reported_once_and_the_log_has_the_gain(driver, caplog):
     taken = {tag: driver.engine.residency.occupied_bytes(tag) for tag in ALL}
     with caplog.at_level(logging.INFO, logger="caesura"):
         reply = driver.release("weights", "kv_cache")
-    assert reply.freed_bytes == taken
+    assert (reply.freed_bytes, reply.weights_kept) == (taken, False)
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("release_memory: reserved ")]
     assert len(lines) == 1
     again = driver.release()
-    assert (again.released_tags, again.freed_bytes) == (ALL, {})
+    assert (again.released_tags, again.freed_bytes, again.weights_kept) == (ALL, {}, False)
     status = driver.status()
     assert (status.memory, status.released_tags) == ("released", ALL)
     assert (status.device_memory.weights, status.device_memory.kv_cache) == (sizes.weights, sizes.kv_cache)
@@ -176,11 +151,11 @@ def test_sizes_are_reported_once_and_the_log_has_the_gain(driver, caplog):
     assert (reply.released_tags, reply.resumed_bytes) == (["weights"], {"kv_cache": sizes.kv_cache})
     assert driver.resume("kv_cache").resumed_bytes == {}
     assert resume(driver) == []
-    assert (driver.status().memory, driver.status().weights) == ("resident", "invalid")
+    driver.assert_status(memory="resident", weights="invalid")
     assert driver.resume().resumed_bytes == {}
 
 
-def test_the_allocator_is_emptied_once_the_memory_has_gone(driver, monkeypatch, caplog):
+def test_the_allocator_is_emptied_once_the_memory_has_gone(driver, caplog):
     physics = Physics(driver)
     emptied = []
 
@@ -191,12 +166,12 @@ def test_the_allocator_is_emptied_once_the_memory_has_gone(driver, monkeypatch, 
         def empty_cache(self) -> None:
             emptied.append(set(physics.gone))
 
-    monkeypatch.setattr(driver.engine.device_cache, "module", Allocator())
+    driver.engine.device_cache.module = Allocator()
     ok(driver.release(tags=[]))
     assert not emptied
     with caplog.at_level(logging.INFO, logger="caesura"):
         reply = driver.release("kv_cache")
-    assert emptied == [{"kv_cache"}]
+    assert (emptied, reply.weights_kept) == ([{"kv_cache"}], None)
     assert (reply.reserved_before, reply.reserved_after) == (12 << 20, 8 << 20)
     assert "release_memory: reserved 12.0 MB -> 8.0 MB (freed 4.0 MB)" in caplog.messages
     ok(driver.release("kv_cache"))
@@ -229,13 +204,12 @@ def test_requests_wait_while_the_cache_is_away_and_the_loop_sleeps(tiny_model, d
 def test_the_gate_closes_before_the_memory_goes_and_opens_after_it_is_back(driver, monkeypatch):
     one_piece_per_slice(monkeypatch)
     physics, synchronized = Physics(driver), []
-    monkeypatch.setattr(driver.runner, "synchronize", lambda: synchronized.append(set(physics.gone)))
+    driver.runner.synchronize = lambda: synchronized.append(set(physics.gone))
     message_id = driver.send(Release())
     driver.tick(2)
     assert synchronized == [set()], "the forward stream is idle before anything goes"
     assert message_id not in driver.replies, "the release takes more than two ticks"
-    status = driver.status()
-    assert (status.memory, status.weights) == ("released", "invalid")
+    driver.assert_status(memory="released", weights="invalid")
     assert_error(driver.release("kv_cache"), "busy")
     while message_id not in driver.replies:
         driver.tick()
@@ -248,27 +222,11 @@ def test_the_gate_closes_before_the_memory_goes_and_opens_after_it_is_back(drive
     while message_id not in driver.replies:
         driver.tick()
     assert driver.status().released_tags == []
-    emptied = {
-        "weights",
-        "kv_cache",
-    }  # the device cache is emptied when all is gone, and before it comes back
+    emptied = {*ALL}  # the device cache is emptied when all is gone, and before it comes back
     assert synchronized == [set(), emptied, emptied, set()], "all of it is there before the reply"
 
 
 # -- refusals ------------------------------------------------------------------------------------------------
-
-
-def test_kv_that_requests_hold_is_not_released(driver):
-    driver.generate(PROMPT, 50)
-    driver.tick(3)
-    for mode in (None, "in_place"):
-        if mode is not None:
-            driver.pause(mode)
-        error = assert_error(driver.release("kv_cache"), "not_idle")
-        assert error.detail["held_tokens"] > 0
-        assert driver.status().memory == "resident"
-    driver.pause("retract")
-    assert release(driver, "kv_cache") == ["kv_cache"]
 
 
 def test_an_engine_without_captured_graphs_serves_while_their_tag_is_released(real, models, cold):
@@ -291,13 +249,6 @@ def test_a_release_frees_the_allocated_memory(real):
     assert real.release("kv_cache").freed_bytes == {"kv_cache": sizes.kv_cache if moves else 0}
 
 
-def test_a_release_says_that_the_weights_are_dropped(driver):
-    assert driver.release("kv_cache").weights_kept is None
-    assert driver.release().weights_kept is False
-    assert driver.release().weights_kept is False
-    resume(driver)
-
-
 @pytest.mark.parametrize("tag", ["weights", "cuda_graph"])
 def test_weights_need_a_pause_or_an_idle_engine(driver, tag):
     release(driver, "kv_cache")
@@ -310,10 +261,7 @@ def test_weights_need_a_pause_or_an_idle_engine(driver, tag):
 
 
 @pytest.mark.parametrize("tags", [["kv_cache"], ["weights"], None])
-def test_an_open_session_forbids_a_release(driver, other_model, tags):
-    session_id = driver.begin()
-    assert_error(driver.release(tags=tags), "session_open")
-    driver.end(commit=False, session_id=session_id)
+def test_an_implicit_session_forbids_a_release(driver, other_model, tags):
     driver.pause()
     assert not Sender(driver, other_model).send(0).committed
     assert driver.status().weights == "updating"
@@ -321,26 +269,6 @@ def test_an_open_session_forbids_a_release(driver, other_model, tags):
     assert driver.status().weights == "updating"
     ok(driver.flush())  # commits it
     release(driver, *(tags or []))
-
-
-def test_released_weights_take_no_update_and_no_check(driver, other_model):
-    release(driver, "weights")
-    assert_error(Sender(driver, other_model).send(0), "memory_released")
-    assert_error(driver.update(other_model), "memory_released")
-    for action in ("checksum", "snapshot", "compare", "reset_tensors"):
-        error = assert_error(driver.check_weights(action), "memory_released")
-        assert error.detail["released"] == ["weights"]
-    status = driver.status()
-    assert (status.weights, status.session) == ("invalid", None)
-
-
-def test_poisoned_weights_become_invalid_and_one_complete_update_heals(driver, other_model):
-    driver.check_weights("reset_tensors")
-    release(driver)
-    assert driver.status().weights == "invalid"
-    resume(driver)
-    assert ok(driver.update(other_model)).committed
-    assert driver.status().weights == "valid"
 
 
 def test_unfinished_writes_are_forgotten_on_release(driver, other_model):
@@ -353,26 +281,141 @@ def test_unfinished_writes_are_forgotten_on_release(driver, other_model):
     release(driver, "weights")
     assert driver.status().session is None
     resume(driver)
-    for number in range(1, len(sender.parts)):
-        assert not sender.send(number).committed
+    assert not any(reply.committed for reply in sender.send_all(1))
     reply = sender.send(0)
     assert (reply.committed, reply.weight_version, reply.weights_epoch) == (True, "default", 1)
 
 
-def test_a_resume_without_enough_memory_changes_nothing(driver, monkeypatch):
+def test_a_resume_without_enough_memory_changes_nothing(driver):
     driver.pause()
     release(driver)
     before = driver.status()
     device = SimpleNamespace(mem_get_info=lambda: (100, 1 << 40))
-    monkeypatch.setattr(driver.engine.residency, "module", device)
+    own, driver.engine.residency.module = driver.engine.residency.module, device
     error = assert_error(driver.resume(), "out_of_memory")
     sizes = before.device_memory
     assert error.detail == {"needed_bytes": sizes.weights + sizes.kv_cache, "free_bytes": 100}
-    after = driver.status()
-    assert (after.released_tags, after.weights, after.generation) == (ALL, "invalid", "paused")
+    driver.assert_status(released_tags=ALL, weights="invalid", generation="paused")
     assert driver.resume("cuda_graph").released_tags == ALL
-    monkeypatch.undo()
+    driver.engine.residency.module = own
     assert resume(driver) == []
+
+
+# -- weights that survive their release ----------------------------------------------------------------------
+
+
+def test_a_server_without_updates_serves_again(keeping):
+    before, total = generate(keeping), checksum(keeping)
+    sizes = keeping.status().device_memory
+    for _ in range(3):
+        reply = ok(keeping.release())
+        status = keeping.status()
+        assert (status.weights, status.memory) == ("valid", "released")
+        assert reply.freed_bytes["weights"] == sizes.weights
+        assert reply.weights_kept
+        assert status.device_memory.weights_backup == sizes.weights
+        rid = keeping.generate(PROMPT, 20, seed=7)  # waits, as without KV memory
+        keeping.tick(5)
+        assert keeping.status().waiting_requests == 1
+        ok(keeping.resume())
+        keeping.run_until_idle()
+        assert tokens_of(keeping.result(rid)) == before == generate(keeping)
+        assert checksum(keeping) == total
+        assert keeping.status().device_memory.weights_backup == 0
+        assert keeping.status().weights_epoch == 0
+
+
+def test_the_copy_is_that_of_the_last_update(keeping, models):
+    """Weights change between two releases; what the first release kept must not come back."""
+    ok(keeping.release("weights"))
+    assert_error(keeping.update(models[1]), "memory_released")
+    ok(keeping.resume("weights"))
+    ok(keeping.update(models[1]))
+    updated, total = generate(keeping), checksum(keeping)
+    ok(keeping.release("weights"))
+    ok(keeping.resume("weights"))
+    assert (generate(keeping), checksum(keeping)) == (updated, total)
+    with EngineDriver(str(models[1]), scripted=False) as cold:
+        assert (generate(cold), checksum(cold)) == (updated, total)
+
+
+def test_poisoned_weights_stay_poisoned(keeping, models):
+    ok(keeping.check_weights("reset_tensors"))
+    ok(keeping.release())
+    ok(keeping.resume())
+    assert keeping.status().weights == "poisoned"
+    assert_error(keeping.call(GenerateReqInput(input_ids=PROMPT)), "weights_poisoned")
+    ok(keeping.update(models[1]))
+    assert keeping.status().weights == "valid"
+
+
+def test_nothing_commits_while_the_weights_are_away(keeping):
+    total = checksum(keeping)
+    ok(keeping.release("weights"))
+    session = keeping.begin()
+    assert_error(keeping.end(session_id=session, weight_version="new"), "memory_released")
+    ok(keeping.resume("weights"))
+    ok(keeping.end(session_id=session, weight_version="new"))
+    assert (checksum(keeping), keeping.status().weight_version) == (total, "new")
+
+
+def test_a_copy_that_does_not_fit_leaves_the_weights_where_they_are(keeping):
+    before = generate(keeping)
+
+    with full_disk():
+        error = assert_error(keeping.release(), "out_of_memory")
+    assert "File too large" in error.message
+    status = keeping.status()
+    assert (status.memory, status.weights, status.device_memory.weights_backup) == ("resident", "valid", 0)
+    assert generate(keeping) == before
+    ok(keeping.release())
+    ok(keeping.resume())
+    assert generate(keeping) == before
+
+
+def test_a_resume_that_fails_half_way_keeps_the_copy(keeping, monkeypatch):
+    """The KV cannot be allocated after the weights have come back."""
+    before = generate(keeping)
+    ok(keeping.release())
+
+    def refuse():
+        yield
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keeping.engine.residency.components["kv_cache"], "resume", refuse)
+        assert_error(keeping.resume("weights", "kv_cache"), "out_of_memory")
+        status = keeping.status()
+        assert (status.memory, status.device_memory.weights_backup > 0) == ("released", True)
+    ok(keeping.resume())
+    assert generate(keeping) == before
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])
+def test_scales_and_derived_tensors_come_back(tmp_path, backend, family):
+    make_checkpoint(tmp_path / "plain", family, seed=3)
+    path = tmp_path / "fp8"
+    make_fp8_checkpoint(tmp_path / "plain", path, (16, 16))
+    with EngineDriver(str(path), scripted=False, weights_cpu_backup=True) as keeping:
+        model = keeping.engine.model
+        storage = {name: tensor.clone() for name, tensor in model.named_storage()}
+        before = generate(keeping)
+        ok(keeping.release())
+        ok(keeping.resume())
+        for name, tensor in model.named_storage():
+            assert torch.equal(tensor.view(torch.uint8), storage[name].view(torch.uint8)), name
+        assert generate(keeping) == before
+
+
+def test_without_a_copy_the_engine_names_the_awaited_update(models):
+    with EngineDriver(str(models[0]), scripted=False) as keeping:
+        ok(keeping.release())
+        assert keeping.status().device_memory.weights_backup == 0
+        ok(keeping.resume())
+        error = assert_error(keeping.call(GenerateReqInput(input_ids=PROMPT)), "weights_invalid")
+        assert "without a copy" in error.message
+        assert "send a complete update" in error.message
+        assert "--enable-weights-cpu-backup" in error.message
 
 
 # -- any order -----------------------------------------------------------------------------------------------

@@ -99,15 +99,6 @@ def test_steps_go_on_while_the_profiler_is_loaded(driver, monkeypatch):
     assert_error(driver.call(Start()), "busy")
 
 
-def test_nothing_is_called_at_the_ends_of_stages_unless_a_trace_is_recorded(driver):
-    stages = driver.engine.stages
-    assert stages._on_end is None
-    driver.call(Start())
-    assert stages._on_end is not None
-    driver.call(Stop(), max_ticks=20_000)
-    assert stages._on_end is None
-
-
 @pytest.mark.parametrize(
     "wanted", ["/etc", "..", "link", "a\0b", "a/" * 2000], ids=lambda path: ascii(path)[:8]
 )

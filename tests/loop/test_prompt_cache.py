@@ -18,9 +18,8 @@ ONE = ENTRY_BYTES + 4 * ((8 + LENGTH) * 40 + 24)
 
 
 @pytest.fixture
-def driver(sd3):
-    with EngineDriver(str(sd3), scripted=False, max_running_requests=8) as driver:
-        yield driver
+def driver(painter):
+    return painter
 
 
 def request(prompt="a red", **fields):
@@ -29,9 +28,7 @@ def request(prompt="a red", **fields):
 
 
 def run(driver, *asked):
-    for message in asked:
-        driver.send(message)
-    driver.run_until_idle()
+    driver.run(*asked)
     return [tensors_of(driver.images[message.id, 0][0]) for message in asked]
 
 

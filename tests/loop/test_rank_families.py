@@ -12,7 +12,7 @@ from support.plain_trainer import PlainTrainer, update_message, weights_of
 from support.rank_updates import UPDATES, checksums
 from support.scripted import EngineDriver, assert_error, tokens_of
 
-from caesura.io_struct import DestroyWeightsUpdateGroupReqInput, GenerateReqInput, SamplingParams
+from caesura.io_struct import DestroyWeightsUpdateGroupReqInput
 from caesura.scheduler.executor.rpc import decode_call, encode
 from caesura.scheduler.executor.workers import Workers
 
@@ -26,20 +26,17 @@ use.
 def sampled(path: str, tp: int) -> tuple[list[list[int]], np.ndarray]:
     options = {"chunked_prefill_size": 48, "max_running_requests": 2, "kv_pool_tokens": 16384}
     with EngineDriver(path, scripted=False, tp=tp, **options) as driver:
-        messages = [
-            GenerateReqInput(
-                input_ids=[3 + (7 * token + number) % 90 for token in range(length)],
-                sampling_params=SamplingParams(
-                    max_new_tokens=40, temperature=1.0, seed=number, ignore_eos=True
-                ),
+        rids = [
+            driver.generate(
+                [3 + (7 * token + number) % 90 for token in range(length)],
+                40,
+                seed=number,
                 return_logprob=True,
             )
             for number, length in enumerate(LENGTHS)
         ]
-        for message in messages:
-            driver.send(message)
         driver.run_until_idle()
-        results = [driver.result(message.id) for message in messages]
+        results = [driver.result(rid) for rid in rids]
         driver.engine.cache.check()
     logprobs = np.stack([np.frombuffer(result.output_logprobs, np.float32) for result in results])
     return [tokens_of(result) for result in results], logprobs

@@ -1,6 +1,5 @@
 """Options that several ranks share with one."""
 
-import errno
 import json
 import os
 from collections.abc import Iterator
@@ -9,37 +8,26 @@ from contextlib import suppress
 import msgspec
 import pytest
 import torch
+from support.faults import full_disk
 from support.lanes import quick
 from support.plain_trainer import free_port, weights_of
-from support.scripted import EngineDriver, assert_error, tokens_of
+from support.scripted import EngineDriver, assert_error, ok, tokens_of
 
 from caesura.client.trainer import SharedTensors
 from caesura.io_struct import (
     CaesuraError,
-    ContinueGenerationReqInput,
-    ErrorReply,
-    FlushCacheReqInput,
-    GenerateReqInput,
     InitWeightsUpdateGroupReqInput,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-    SamplingParams,
     ScoreReqInput,
-    UpdateWeightFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
-    WeightsCheckerReqInput,
     new_id,
 )
 from caesura.scheduler.executor import executor
 from caesura.scheduler.executor.executor import Executor
 from caesura.scheduler.kernels import TORCH, best
-from caesura.scheduler.memory import host_copy
 
 pytestmark = pytest.mark.slow  # workers take seconds to start
 
 PROMPT = [5, 6, 7, 8]
-SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
 DETERMINISTIC = best("linear", "cpu", torch.float32) != TORCH
 
 
@@ -69,41 +57,34 @@ def shared(start) -> Iterator[EngineDriver]:
 
 @pytest.fixture
 def driver(shared, tiny_model) -> EngineDriver:
-    ok(shared, UpdateWeightFromDiskReqInput(model_path=str(tiny_model)))
+    ok(shared.update(tiny_model))
     return shared
 
 
-def ok(driver: EngineDriver, message):
-    reply = driver.call(message, max_ticks=100_000)
-    assert not isinstance(reply, ErrorReply), reply
-    return reply
-
-
 def checksums(driver: EngineDriver) -> dict[str, str]:
-    found = ok(driver, WeightsCheckerReqInput()).checksums
+    found = ok(driver.check_weights()).checksums
     assert sum(name.endswith(" of rank 1") for name in found) == len(found) / 2
     return found
 
 
 def generate(driver: EngineDriver) -> list[int]:
-    ok(driver, FlushCacheReqInput())
-    result = driver.complete(PROMPT, sampling_params=SAMPLED)
-    return tokens_of(result)
+    ok(driver.flush())
+    return tokens_of(driver.complete(PROMPT, 20, seed=7))
 
 
 def test_released_weights_come_back_on_every_rank(driver, other_model):
     for path in (None, other_model):
         if path is not None:
-            ok(driver, UpdateWeightFromDiskReqInput(model_path=str(path)))
+            ok(driver.update(path))
         before, tokens, reserved = checksums(driver), generate(driver), driver.status().ranks[0].reserved
-        ok(driver, ReleaseMemoryOccupationReqInput())
+        ok(driver.release())
         status = driver.status()
         assert (status.weights, status.memory) == ("valid", "released")
         assert status.ranks[0].reserved < reserved
-        rid = driver.generate(PROMPT, sampling_params=SAMPLED)
+        rid = driver.generate(PROMPT, 20, seed=7)
         driver.tick(3)
         assert driver.status().waiting_requests == 1
-        ok(driver, ResumeMemoryOccupationReqInput())
+        ok(driver.resume())
         driver.run_until_idle()
         assert checksums(driver) == before
         assert tokens_of(driver.result(rid)) == tokens == generate(driver)
@@ -122,7 +103,7 @@ def workers_fail_at(patch: pytest.MonkeyPatch, refused: str) -> None:
 @pytest.mark.parametrize(("where", "code"), [("another rank", "internal"), ("rank 0", "out_of_memory")])
 def test_a_resume_that_one_rank_cannot_do_keeps_every_copy(driver, monkeypatch, where, code):
     before = checksums(driver)
-    ok(driver, ReleaseMemoryOccupationReqInput())
+    ok(driver.release())
 
     def full(tags):
         yield
@@ -136,7 +117,7 @@ def test_a_resume_that_one_rank_cannot_do_keeps_every_copy(driver, monkeypatch, 
         error = assert_error(driver.resume(), code)
     assert where == "rank 0" or "rank 0 has opened no source" in error.detail["ranks"]["1"]
     assert driver.status().memory == "released"
-    ok(driver, ResumeMemoryOccupationReqInput())
+    ok(driver.resume())
     assert checksums(driver) == before
 
 
@@ -153,21 +134,19 @@ def copies_of(pid: int) -> int:
 def test_a_copy_that_one_rank_cannot_make_is_dropped_by_all(driver, monkeypatch, where):
     worker = driver.status().ranks[0].pid
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     if where == "rank 0":
-        monkeypatch.setattr(host_copy.os, "pwrite", full)
+        with full_disk():
+            assert_error(driver.release(), "out_of_memory")
     else:
-        workers_fail_at(monkeypatch, "keep")
-    assert_error(driver.release(), "out_of_memory" if where == "rank 0" else "internal")
+        with monkeypatch.context() as patch:
+            workers_fail_at(patch, "keep")
+            assert_error(driver.release(), "internal")
     assert driver.status().memory == "resident"
     checksums(driver)  # every rank has come to the end of what it was told
     assert (copies_of(os.getpid()), copies_of(worker)) == (0, 0)
-    monkeypatch.undo()
-    ok(driver, ReleaseMemoryOccupationReqInput())
+    ok(driver.release())
     assert (copies_of(os.getpid()), copies_of(worker)) == (1, 1)
-    ok(driver, ResumeMemoryOccupationReqInput())
+    ok(driver.resume())
 
 
 def test_a_group_that_could_not_be_joined_leaves_nothing_behind(driver):
@@ -187,21 +166,17 @@ def test_a_group_that_could_not_be_joined_leaves_nothing_behind(driver):
 @pytest.mark.skipif(not DETERMINISTIC, reason="no compiled kernels on this machine")
 def test_deterministic_ranks_sample_the_same_bits_beside_others(driver):
     def bits(beside: int, *, paused: bool = False) -> tuple[bytes, bytes]:
-        ok(driver, FlushCacheReqInput())
-        messages = [
-            GenerateReqInput(
-                input_ids=[*PROMPT, *range(9, 39 - number)], sampling_params=SAMPLED, return_logprob=True
-            )
+        ok(driver.flush())
+        rid, *_ = [
+            driver.generate([*PROMPT, *range(9, 39 - number)], 20, seed=7, return_logprob=True)
             for number in range(1 + beside)
         ]
-        for message in messages:
-            driver.send(message)
         if paused:
             driver.tick(6)
-            ok(driver, PauseGenerationReqInput(mode="retract"))
-            ok(driver, ContinueGenerationReqInput())
+            ok(driver.pause("retract"))
+            ok(driver.go_on())
         driver.run_until_idle()
-        result = driver.result(messages[0].id)
+        result = driver.result(rid)
         return bytes(result.output_ids), bytes(result.output_logprobs)
 
     alone = bits(0)
@@ -210,7 +185,7 @@ def test_deterministic_ranks_sample_the_same_bits_beside_others(driver):
 
 
 def test_a_state_file_brings_every_rank_back(shared, start, other_model):
-    ok(shared, UpdateWeightFromDiskReqInput(model_path=str(other_model), weight_version="step-17"))
+    ok(shared.update(other_model, weight_version="step-17"))
     expected, epoch, tokens = checksums(shared), shared.status().weights_epoch, generate(shared)
     shared.__exit__(None, None, None)
     with start() as again:
@@ -223,7 +198,7 @@ def test_a_state_file_brings_every_rank_back(shared, start, other_model):
             update = UpdateWeightsFromIPCReqInput(
                 specs=tensors.specs, handle=tensors.memory.handle, weight_version="step-18"
             )
-            assert ok(again, update).committed
+            assert ok(again.call(update, max_ticks=100_000)).committed
     record = json.loads(start.state_file.read_text())
     assert (record["weight_version"], record["source"]) == ("step-18", None)
 
@@ -234,11 +209,17 @@ def test_a_reference_model_is_rank_0_s_wherever_it_is(tiny_model, other_model, r
     found = []
     for tp in (1, 2):
         with EngineDriver(str(tiny_model), scripted=False, tp=tp, **options) as driver:
-            rid = driver.generate(PROMPT, sampling_params=SAMPLED)
-            score = ok(driver, ScoreReqInput(input_ids=[[*PROMPT, *range(9, 30)]], start=[4]))
+            rid = driver.generate(PROMPT, 20, seed=7)
+            score = ok(driver.call(ScoreReqInput(input_ids=[[*PROMPT, *range(9, 30)]], start=[4])))
             driver.run_until_idle()
             found.append((tokens_of(driver.result(rid)), score.logprobs))
     assert found[0] == found[1]
+
+
+@pytest.fixture
+def no_workers(monkeypatch):
+    """Fail where a worker is started."""
+    monkeypatch.setattr(executor, "Workers", None)
 
 
 def refusal(path, **options) -> CaesuraError:
@@ -255,8 +236,7 @@ def test_image_pipelines_have_one_rank(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["asked for", "needed"])
-def test_models_of_transformers_have_one_rank(tmp_path, tiny_model, where, monkeypatch):
-    monkeypatch.setattr(executor, "Workers", None)
+def test_models_of_transformers_have_one_rank(tmp_path, tiny_model, where, no_workers):
     backend, path = "transformers", tiny_model
     if where == "needed":
         backend, path = "auto", tmp_path / "cohere"
@@ -273,8 +253,7 @@ def test_models_of_transformers_have_one_rank(tmp_path, tiny_model, where, monke
 
 
 @pytest.mark.parametrize("tp", [3, 1000])
-def test_too_many_ranks_are_refused_before_one_is_started(tiny_model, tp, monkeypatch):
-    monkeypatch.setattr(executor, "Workers", None)
+def test_too_many_ranks_are_refused_before_one_is_started(tiny_model, tp, no_workers):
     error = refusal(tiny_model, tp=tp)
     assert (error.code, error.detail["ranks"]) == ("unsupported_model", tp)
     assert error.detail["fields"] == ["num_attention_heads"]

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from support.buckets_by_hand import Sender
 from support.checkpoints import copy_configs, make_checkpoint
+from support.faults import Fault
 from support.lanes import quick
 from support.parameter_server import ParameterServer
 from support.plain_trainer import weights_of
@@ -17,7 +18,6 @@ from support.state_table import STATES, TABLE, Recipes
 
 from caesura.client.trainer import SharedTensors
 from caesura.io_struct import (
-    GenerateReqInput,
     SamplingParams,
     UpdateWeightsFromCheckpointEngineReqInput,
     UpdateWeightsFromIPCReqInput,
@@ -70,22 +70,20 @@ def outputs(driver: EngineDriver) -> list[tuple[list[int], np.ndarray]]:
         {"temperature": 0.8, "seed": 4, "top_k": 7, "top_p": 0.9, "min_p": 0.01},
         {"frequency_penalty": 0.7, "repetition_penalty": 1.2, "logit_bias": {11: 3.0}},
     )
-    messages = [
-        GenerateReqInput(
-            input_ids=[*PROMPT, *range(9, 9 + 11 * number)],
-            return_logprob=True,
-            logprob_start_len=0,
-            top_logprobs_num=2,
+    rids = [
+        driver.generate(
+            [*PROMPT, *range(9, 9 + 11 * number)],
             sampling_params=SamplingParams(
                 **{"max_new_tokens": 12, "ignore_eos": True, "temperature": 0.0, **kind}
             ),
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_num=2,
         )
         for number, kind in enumerate(kinds)
     ]
-    for message in messages:
-        driver.send(message)
     driver.run_until_idle()
-    results = [driver.result(message.id) for message in messages]
+    results = [driver.result(rid) for rid in rids]
     assert all(result.finish_reason.type == "length" for result in results), results
     return [(tokens_of(result), np.frombuffer(result.output_logprobs, np.float32)) for result in results]
 
@@ -227,19 +225,11 @@ def test_a_step_that_a_worker_cannot_read_fails_on_every_rank(driver, alone, mon
 
 
 def test_a_step_that_rank_0_cannot_execute_fails_on_every_rank(driver, alone, monkeypatch):
-    model = driver.engine.runner.own.model
-    forward, fails = model.forward, iter([True])
-
-    def failing(*arguments):
-        if next(fails, False):
-            raise MemoryError("no room for one more")
-        return forward(*arguments)
-
-    monkeypatch.setattr(model, "forward", failing)
-    result = driver.complete(PROMPT)
+    with monkeypatch.context() as patch:
+        Fault(patch, driver.engine.runner.own.model, "forward", MemoryError("no room for one more"), {0})
+        result = driver.complete(PROMPT)
     assert result.finish_reason.type == "length"  # memory that ran out once: computed again
     assert driver.status().step_failures.retried > 0
-    monkeypatch.undo()
     assert_same_outputs(outputs(driver), outputs(alone))
 
 
@@ -304,6 +294,5 @@ def clear(driver: EngineDriver, model) -> None:
     if driver.status().weights != "valid":
         assert by_disk(driver, model).committed
     driver.go_on(force=True, torch_empty_cache=False)
-    status = driver.status()
-    assert (status.generation, status.weights, status.session) == ("running", "valid", None)
+    driver.assert_status(generation="running", weights="valid", session=None)
     driver.engine.cache.check()

@@ -2,21 +2,19 @@
 
 import json
 import os
-import resource
 import shutil
 import stat
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from support.scripted import EngineDriver, assert_error, tokens_of
+from support.faults import full_disk
+from support.scripted import EngineDriver, assert_error, ok, tokens_of
 
 from caesura.client.trainer import as_frames, buckets
 from caesura.io_struct import (
-    BeginWeightUpdateReqInput,
     CaesuraError,
     ErrorReply,
     GenerateReqInput,
@@ -43,11 +41,6 @@ def start(tiny_model, tmp_path):
     return started
 
 
-def ok(reply: Message) -> Message:
-    assert not isinstance(reply, ErrorReply), reply
-    return reply
-
-
 def from_disk(driver: EngineDriver, folder: Path, version: str | None = "step-17") -> None:
     ok(driver.update(folder, weight_version=version))
 
@@ -62,6 +55,13 @@ def from_tensors(driver: EngineDriver, path: Path, count: int | None = None, **f
 
 def checksum(driver: EngineDriver) -> str:
     return ok(driver.check_weights("checksum")).total
+
+
+def found(start: Callable[[], EngineDriver], *names: str) -> Any:
+    """Return the status of the next start, or these of its fields."""
+    with start() as driver:
+        status = driver.status()
+    return tuple(getattr(status, name) for name in names) if names else status
 
 
 def refused(driver: EngineDriver, code: str, **fields: object) -> ErrorReply:
@@ -80,7 +80,7 @@ def refused_start(model: Path, state_file: Path, directory: Path) -> None:
 def test_without_a_state_file_every_start_is_the_first(tiny_model, folder, tmp_path):
     for _ in range(2):
         with EngineDriver(str(tiny_model)) as driver:
-            assert (driver.status().weights_epoch, driver.status().weight_version) == (0, "default")
+            driver.assert_status(weights_epoch=0, weight_version="default")
             from_disk(driver, folder)
     assert {path.name for path in tmp_path.iterdir()} == {"step-17"}
 
@@ -89,13 +89,8 @@ def test_epochs_go_on_when_nothing_was_ever_updated(start):
     incarnations = set()
     for epoch in range(3):
         with start() as driver:
-            status = driver.status()
-            assert (status.weights, status.weights_epoch, status.weight_version) == (
-                "valid",
-                epoch,
-                "default",
-            )
-            incarnations.add(status.incarnation)
+            driver.assert_status(weights="valid", weights_epoch=epoch, weight_version="default")
+            incarnations.add(driver.status().incarnation)
             driver.complete(PROMPT)
     assert len(incarnations) == 3
 
@@ -143,13 +138,8 @@ def test_lost_weights_are_refused_until_an_update_is_complete(start, folder, oth
         os.truncate(file, file.stat().st_size // 2)
     for epoch in (2, 3):  # the loss is remembered
         with start() as driver:
-            status = driver.status()
-            assert (status.weights, status.weights_epoch, status.weight_version) == (
-                "invalid",
-                epoch,
-                "default",
-            )
-            assert "'step-17' (epoch 1) was lost" in status.weights_detail
+            driver.assert_status(weights="invalid", weights_epoch=epoch, weight_version="default")
+            assert "'step-17' (epoch 1) was lost" in driver.status().weights_detail
             error = refused(driver, "weights_invalid")
             assert "step-17" in error.message
             assert "complete update" in error.message
@@ -172,22 +162,14 @@ def test_the_old_behaviour_refuses_requests_with_an_epoch(start, other_model):
         first = checksum(driver)
         ok(from_tensors(driver, other_model, weight_version="step-17"))
     with start(on_lost_weights="serve_initial") as driver:
-        status = driver.status()
-        assert (status.weights, status.weights_epoch, status.weight_version) == ("valid", 2, "default")
+        driver.assert_status(weights="valid", weights_epoch=2, weight_version="default")
         assert checksum(driver) == first
-        rid = driver.generate(PROMPT)
-        driver.run_until_idle()
-        assert len(tokens_of(driver.result(rid))) == 8
-        rid = driver.generate(PROMPT, min_weights_epoch=0)  # as good as naming none
-        driver.run_until_idle()
-        assert len(tokens_of(driver.result(rid))) == 8
+        assert len(tokens_of(driver.complete(PROMPT))) == 8
+        assert len(tokens_of(driver.complete(PROMPT, min_weights_epoch=0))) == 8  # as good as naming none
         for epoch in (1, 2):
             assert "step-17" in refused(driver, "epoch_behind", min_weights_epoch=epoch).message
-        session = ok(driver.call(BeginWeightUpdateReqInput()))
-        assert (
-            ok(driver.end(session_id=session.session_id, commit=True, weight_version="renamed")).weights_epoch
-            == 3
-        )
+        session = driver.begin()
+        assert ok(driver.end(session_id=session, weight_version="renamed")).weights_epoch == 3
         refused(driver, "epoch_behind", min_weights_epoch=1)  # a new label is no new weights
     with start(on_lost_weights="serve_initial") as driver:
         refused(driver, "epoch_behind", min_weights_epoch=1)
@@ -198,19 +180,18 @@ def test_the_old_behaviour_refuses_requests_with_an_epoch(start, other_model):
 def test_a_new_label_alone_keeps_the_folder_and_tensors_after_it_do_not(start, folder, other_model):
     with start() as driver:
         from_disk(driver, folder)
-        session = ok(driver.call(BeginWeightUpdateReqInput()))
-        ok(driver.end(session_id=session.session_id, weight_version="renamed"))
+        session = driver.begin()
+        ok(driver.end(session_id=session, weight_version="renamed"))
     with start() as driver:
-        assert (driver.status().weights, driver.status().weight_version) == ("valid", "renamed")
+        driver.assert_status(weights="valid", weight_version="renamed")
         ok(from_tensors(driver, other_model, count=2))
-    with start() as driver:
-        assert driver.status().weights == "invalid"
+    assert found(start).weights == "invalid"
 
 
 def test_the_last_source_of_a_session_decides(start, folder, other_model):
     for last_from_disk in (True, False):
         with start() as driver:
-            session = ok(driver.call(BeginWeightUpdateReqInput())).session_id
+            session = driver.begin()
             disk = UpdateWeightFromDiskReqInput(model_path=str(folder), session_id=session)
             if not last_from_disk:
                 ok(driver.call(disk))
@@ -218,45 +199,43 @@ def test_the_last_source_of_a_session_decides(start, folder, other_model):
             if last_from_disk:
                 ok(driver.call(disk))
             ok(driver.end(session_id=session))
-        with start() as driver:
-            assert driver.status().weights == ("valid" if last_from_disk else "invalid")
+        assert found(start).weights == ("valid" if last_from_disk else "invalid")
 
 
 def test_a_folder_that_changes_between_its_call_and_the_commit_is_not_taken_for_what_was_loaded(
     start, folder, tiny_model
 ):
     with start() as driver:
-        session = ok(driver.call(BeginWeightUpdateReqInput())).session_id
+        session = driver.begin()
         ok(driver.update(folder, session_id=session))
         shutil.copyfile(tiny_model / "model.safetensors", folder / "model.safetensors")
         ok(driver.end(session_id=session))
-    with start() as driver:
-        assert driver.status().weights == "invalid"
+    assert found(start).weights == "invalid"
 
 
 def test_uncommitted_updates_are_not_remembered(start, folder, other_model):
     with start() as driver:
         from_disk(driver, folder)
         committed = checksum(driver)
-        session = ok(driver.call(BeginWeightUpdateReqInput())).session_id
+        session = driver.begin()
         ok(from_tensors(driver, other_model, count=2, session_id=session))
         ok(driver.end(session_id=session, commit=False))
         assert driver.status().weights == "poisoned"
     with start() as driver:
-        assert (driver.status().weights, driver.status().weight_version) == ("valid", "step-17")
+        driver.assert_status(weights="valid", weight_version="step-17")
         assert checksum(driver) == committed
 
 
 @pytest.mark.parametrize("came", ["disk", "tensors"])
-def test_a_commit_that_a_full_disk_has_not_recorded_is_lost_in_a_restart(start, folder, other_model, came):
+def test_a_commit_that_a_full_disk_has_not_recorded_is_lost_in_a_restart(
+    start, folder, other_model, came, caplog
+):
     with start() as driver:
         assert driver.update(folder).durable is True
         with full_disk():
-            if came == "disk":
-                reply = ok(driver.update(folder))
-            else:
-                reply = ok(from_tensors(driver, other_model))
+            reply = ok(driver.update(folder) if came == "disk" else from_tensors(driver, other_model))
         assert (reply.committed, reply.weights_epoch, reply.durable) == (True, 2, False)
+    assert "could not be written" in caplog.text
     with start() as driver:
         lost = driver.status()
         assert (lost.weights, lost.weight_version) == ("invalid", "default")
@@ -268,8 +247,7 @@ def test_a_commit_that_a_full_disk_has_not_recorded_is_lost_in_a_restart(start, 
         assert driver.status().weights_epoch == lost.weights_epoch + 1
         reply = ok(driver.update(folder))
         assert (reply.weights_epoch, reply.durable) == (lost.weights_epoch + 2, True)
-    with start() as driver:
-        assert driver.status().weights == "valid"
+    assert found(start).weights == "valid"
 
 
 def test_epochs_do_not_repeat_after_many_commits_on_a_full_disk(start, folder):
@@ -277,9 +255,8 @@ def test_epochs_do_not_repeat_after_many_commits_on_a_full_disk(start, folder):
         for epoch in range(1, 6):
             from_disk(driver, folder)
             assert driver.status().weights_epoch == epoch
-    with start() as driver:
-        assert driver.status().weights == "invalid"
-        assert driver.status().weights_epoch > 5
+    after = found(start)
+    assert (after.weights, after.weights_epoch > 5) == ("invalid", True)
 
 
 def test_a_commit_after_the_disk_is_mended_is_on_record(start, folder, other_model):
@@ -287,22 +264,7 @@ def test_a_commit_after_the_disk_is_mended_is_on_record(start, folder, other_mod
         with full_disk():
             assert ok(from_tensors(driver, other_model)).durable is False
         assert driver.update(folder).durable is True
-    with start() as driver:
-        assert (driver.status().weights, driver.status().weights_epoch) == ("valid", 3)
-
-
-def test_a_file_system_without_space_loses_no_epoch(tiny_model, folder, tmp_path):
-    with small_disk(tmp_path / "small") as small:
-        options = {"state_file": str(small / "weights.json")}
-        with EngineDriver(str(tiny_model), **options) as driver:
-            from_disk(driver, folder)
-            (small / "filler").write_bytes(b"x" * 4096)
-            reply = ok(driver.update(folder))
-            assert (reply.committed, reply.durable) == (True, False)
-        (small / "filler").unlink()
-        with EngineDriver(str(tiny_model), **options) as driver:
-            assert driver.status().weights == "invalid"
-            assert driver.status().weights_epoch > 2
+    assert found(start, "weights", "weights_epoch") == ("valid", 3)
 
 
 def test_a_commit_that_cannot_even_be_marked_is_refused(start, folder, caplog):
@@ -312,8 +274,7 @@ def test_a_commit_that_cannot_even_be_marked_is_refused(start, folder, caplog):
             reply = driver.update(folder)
         assert_error(reply, "state_file_error")
         assert driver.status().weights_epoch == 1
-    with start() as driver:
-        assert (driver.status().weights, driver.status().weight_version) == ("valid", "step-17")
+    assert found(start, "weights", "weight_version") == ("valid", "step-17")
 
 
 def test_a_replaced_file_of_the_same_size_and_time_is_noticed(start, folder, tiny_model):
@@ -367,8 +328,7 @@ def test_a_file_that_is_no_record_begins_without_weights_above_every_epoch(
         assert driver.status().weights == "invalid"
         from_disk(driver, folder)
         assert driver.status().weights_epoch == first.weights_epoch + 2
-    with start() as driver:
-        assert driver.status().weights == "valid"
+    assert found(start).weights == "valid"
 
 
 def test_a_record_of_another_model_gives_its_epoch_and_nothing_else(start, folder, other_model, caplog):
@@ -381,33 +341,17 @@ def test_a_record_of_another_model_gives_its_epoch_and_nothing_else(start, folde
     assert "is ignored but for its epoch" in caplog.text
 
 
-def test_a_file_that_cannot_be_written_refuses_the_start(tiny_model, tmp_path):
-    (tmp_path / "folder").mkdir()
-    for path in (tmp_path / "missing" / "weights.json", tmp_path / "folder"):
-        with pytest.raises(CaesuraError, match="state_file") as caught:
-            refused_start(tiny_model, path, tmp_path)
-        assert caught.value.code == "state_file_error"
-
-
-def test_irregular_state_files_are_refused_and_kept(tiny_model, tmp_path):
+def test_a_state_file_that_cannot_be_one_refuses_the_start_and_is_kept(tiny_model, tmp_path):
     """Replacing the file, as a record is, would take /dev/null from a machine whose engine runs as root."""
-    path = tmp_path / "weights.json"
-    os.mkfifo(path)
-    with pytest.raises(CaesuraError, match="is no regular file") as caught:
-        refused_start(tiny_model, path, tmp_path)
-    assert caught.value.code == "state_file_error"
-    assert path.is_fifo()
-
-
-def test_a_commit_stands_when_its_record_cannot_be_written(start, folder, tmp_path, caplog):
-    with start() as driver:
-        (tmp_path / ".weights.json.new").mkdir()
-        from_disk(driver, folder)
-        assert driver.status().weights_epoch == 1
-    assert "could not be written" in caplog.text
-    (tmp_path / ".weights.json.new").rmdir()
-    with start() as driver:
-        assert driver.status().weights == "invalid"
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name, words in (
+        ("missing/weights.json", "state_file"), ("folder", "state_file"), ("pipe", "is no regular file"),
+    ):  # fmt: skip
+        with pytest.raises(CaesuraError, match=words) as caught:
+            refused_start(tiny_model, tmp_path / name, tmp_path)
+        assert caught.value.code == "state_file_error"
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_leftover_of_the_next_record_is_replaced(start, folder, tmp_path):
@@ -433,8 +377,7 @@ def test_leftover_of_the_next_record_is_replaced(start, folder, tmp_path):
 def test_two_engines_do_not_share_a_file(start, tiny_model, tmp_path):
     with start(), pytest.raises(CaesuraError, match="another engine writes it"):
         refused_start(tiny_model, tmp_path / "weights.json", tmp_path)
-    with start() as driver:
-        assert driver.status().weights_epoch == 1
+    assert found(start).weights_epoch == 1
 
 
 def test_the_file_is_private_small_and_complete(start, folder, tmp_path):
@@ -449,29 +392,3 @@ def test_the_file_is_private_small_and_complete(start, folder, tmp_path):
     assert (record["weights_epoch"], record["weight_version"]) == (1, "step-17")
     assert record["source"] == str(folder)
     assert len(record["digest"]) == 64
-
-
-@contextmanager
-def full_disk(limit: int = 64) -> Iterator[None]:
-    """Limit every file that this process writes to ``limit`` bytes; needs no privileges."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
-    """Mount a file system of two pages at ``folder``; skip the test where that cannot be done."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8k,mode=0700", "tmpfs", str(folder)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("mounting a file system needs root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True, capture_output=True)

@@ -18,6 +18,7 @@ from support.scripted import (
     expected_experts,
     expert_rows,
     open_checkpoints_at_once,
+    prompt_of,
     tokens_of,
 )
 
@@ -37,11 +38,6 @@ def moe_models(tmp_path_factory):
     return [str(path) for path in paths]
 
 
-@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
-def depth(request):
-    return request.param
-
-
 def engine(model: str, depth: int, **options: object) -> EngineDriver:
     return EngineDriver(model, pipeline_depth=depth, chunked_prefill_size=32, **options)
 
@@ -50,10 +46,6 @@ def engine(model: str, depth: int, **options: object) -> EngineDriver:
 def driver(moe_models, depth):
     with engine(moe_models[0], depth) as driver:
         yield driver
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [3 + (seed * 31 + i * 7) % 90 for i in range(length)]
 
 
 def rows_of(result: GenerateReqOutput) -> np.ndarray:
@@ -150,26 +142,6 @@ def test_recomputed_pages_are_those_that_others_find(driver, moe_models):
     check(driver, first, prompt)
     assert check(driver, second, prompt).cached_tokens == 48
     assert (rows_of(driver.result(first))[:49] != rows_of(driver.result(second))[:49]).any(axis=(1, 2)).all()
-
-
-def test_a_prompt_that_is_half_computed_starts_again(driver, moe_models):
-    prompt = prompt_of(100)
-    rid = ask(driver, prompt, 3)
-    driver.tick(2)
-    update(driver, moe_models[1], "in_place")
-    driver.run_until_idle()
-    assert [span.epoch for span in check(driver, rid, prompt).weight_versions] == [1]
-
-
-def test_a_recomputation_that_is_cut_short(driver, moe_models):
-    prompt = prompt_of(100)
-    rid = ask(driver, prompt, 20)
-    driver.tick(10)
-    update(driver, moe_models[1], "retract")
-    driver.tick(2)
-    update(driver, moe_models[0], "in_place")
-    driver.run_until_idle()
-    assert [span.epoch for span in check(driver, rid, prompt).weight_versions] == [0, 2]
 
 
 def test_preemption(moe_models, depth):

@@ -4,15 +4,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
-from support.edited_logits import log_softmax, logits_of
+from support.edited_logits import log_softmax, logits_of, with_logits
 from support.kept_tokens import kept_tokens
-from support.scripted import EngineDriver, ScriptedRunner, tokens_of
+from support.scripted import EngineDriver, tokens_of
 
 from caesura.io_struct import GenerateReqOutput, SamplingMask, SamplingParams
-from caesura.scheduler.execution.forward import ForwardBatch
-from caesura.scheduler.execution.logit_edits import SpecialSampler
-from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
 from caesura.scheduler.scheduling import outputs
 
 VOCAB, KINDS, NEW = 97, 3, 14
@@ -25,26 +21,6 @@ PARAMS = [
 PROMPTS = [
     [3 + (seed * 31 + i * 7) % 90 for i in range(length)] for seed, length in enumerate((40, 3, 20, 70))
 ]
-
-
-@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
-def depth(request):
-    return request.param
-
-
-def with_logits(runner: ScriptedRunner) -> None:
-    ordinary = Sampler(VOCAB, 4, "cpu", torch.float32)
-    special = SpecialSampler(ordinary, VOCAB, torch.device("cpu"))
-
-    def sample(batch: ForwardBatch, tokens: np.ndarray) -> SamplerOutput:
-        rows = [logits_of(token % KINDS, vocab_size=VOCAB) for token in tokens.tolist()]
-        logits = torch.tensor(np.stack(rows) if rows else np.empty((0, VOCAB), np.float32))
-        rare = batch.sampling.special
-        if rare is None:
-            return ordinary.sample(logits, batch.sampling)
-        return special.sample(logits, batch.sampling, rare)
-
-    runner.sample = sample
 
 
 def check(result: GenerateReqOutput, params: SamplingParams) -> None:

@@ -4,41 +4,22 @@ import threading
 
 import pytest
 import zmq
-from support.scripted import EngineDriver, assert_error, one_piece_per_slice, tokens_of
+from support.scripted import EngineDriver, assert_error, prompt_of, tokens_of
 from support.waiting import eventually
 
 from caesura.io_struct import (
+    EndWeightUpdateReqInput,
     FlushCacheReqInput,
     GenerateReqInput,
     SamplingParams,
     UpdateWeightFromDiskReqInput,
 )
 
-VOCAB = 97
-
-
-@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
-def depth(request):
-    return request.param
-
 
 @pytest.fixture
 def driver(tiny_model, depth):
     with EngineDriver(str(tiny_model), pipeline_depth=depth, chunked_prefill_size=32) as driver:
         yield driver
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [3 + (seed * 31 + i * 7) % 90 for i in range(length)]
-
-
-def test_one_request(driver):
-    rid = driver.generate(prompt_of(5), 6)
-    driver.run_until_idle()
-    result = driver.check(rid)
-    assert len(tokens_of(result)) == 6
-    assert result.finish_reason.type == "length"
-    assert driver.status().kv.held == 0
 
 
 def test_prompt_is_chunked_and_decoding_goes_on_meanwhile(driver):
@@ -52,14 +33,6 @@ def test_prompt_is_chunked_and_decoding_goes_on_meanwhile(driver):
     assert [lens[-1] for lens in mixed] == [32, 32, 32, 4], (
         "the prompt must be cut into chunks of 32 beside decoding"
     )
-
-
-def test_samples_of_a_prompt_share_its_prefix(driver):
-    prompt = prompt_of(50)
-    rid = driver.generate(prompt, 5, n=4)
-    driver.run_until_idle()
-    results = [driver.check(rid, i) for i in range(4)]
-    assert [r.cached_tokens for r in results] == [0, 48, 48, 48]
 
 
 def test_prefix_hit_of_a_finished_request(driver):
@@ -124,7 +97,7 @@ def test_pause_at_any_step(driver, mode, ticks):
         if mode != "abort" or result.finish_reason.type == "length":
             assert len(tokens_of(result)) == 10
         else:
-            assert result.finish_reason.type == "abort"
+            assert result.finish_reason.message == "Aborted by pause_generation"
     aborted = [rid for rid in rids if driver.result(rid).finish_reason.type == "abort"]
     assert len(aborted) == reply.aborted_requests
     assert driver.status().kv.held == 0
@@ -147,16 +120,6 @@ def test_pause_while_the_pool_is_exhausted(tiny_model, depth, mode, ticks):
         else:
             assert [len(tokens_of(result)) for result in results] == [50] * 4
             assert sum(result.num_retractions for result in results) > 0, "the pool was meant to run out"
-
-
-@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_pause_when_idle(driver, mode):
-    reply = driver.pause(mode)
-    assert (reply.step, reply.held_requests, reply.waiting_requests, reply.aborted_requests) == (0, 0, 0, 0)
-    assert driver.go_on().was_paused
-    rid = driver.generate(prompt_of(5), 3)
-    driver.run_until_idle()
-    assert len(tokens_of(driver.check(rid))) == 3
 
 
 @pytest.mark.parametrize("flush", [True, False])
@@ -216,41 +179,6 @@ def test_no_kv_crosses_epochs_through_the_prefix_cache(driver, other_model):
     assert driver.check(again).cached_tokens == 48, "the fresh request's KV is shared, the stale one's is not"
 
 
-def test_a_failed_batch_ends_its_requests_and_nothing_else(driver):
-    first = driver.generate(prompt_of(10), 20)
-    driver.tick(4)
-    driver.runner.fail_next = True
-    driver.run_until_idle()
-    result = driver.result(first)
-    assert (result.finish_reason.type, result.finish_reason.code) == ("error", "internal")
-    assert 0 < len(tokens_of(result)) < 20, "tokens sampled before the failure are kept"
-    second = driver.generate(prompt_of(10), 5)
-    driver.run_until_idle()
-    assert driver.check(second).cached_tokens == 0, "KV of a failed step is not trusted"
-    assert driver.status().kv.held == 0
-
-
-def test_a_failure_that_surfaces_late(tiny_model):
-    with EngineDriver(str(tiny_model), pipeline_depth=1) as driver:
-        rid = driver.generate(prompt_of(10), 20)
-        driver.tick(4)
-        driver.runner.fail_on_fetch = True
-        driver.run_until_idle()
-        assert driver.result(rid).finish_reason.type == "error"
-        driver.tick(2)
-        assert driver.status().kv.held == 0
-
-
-def test_non_finite_logits_end_one_request(driver):
-    bad = driver.generate(prompt_of(10), 20)
-    good = driver.generate(prompt_of(12, 1), 20)
-    driver.tick(4)
-    driver.runner.non_finite_next = True
-    driver.run_until_idle()
-    assert driver.result(bad).finish_reason.type == "error"
-    assert len(tokens_of(driver.check(good))) == 20
-
-
 def test_abort_returns_partial_tokens_from_everywhere(tiny_model, depth):
     with EngineDriver(
         str(tiny_model), pipeline_depth=depth, max_running_requests=2, chunked_prefill_size=32
@@ -270,16 +198,6 @@ def test_abort_returns_partial_tokens_from_everywhere(tiny_model, depth):
         assert driver.status().kv.held == 0
 
 
-def test_abort_of_a_retracted_request_keeps_its_tokens(driver):
-    rid = driver.generate(prompt_of(4), 50)
-    driver.tick(8)
-    driver.pause("retract")
-    driver.abort(abort_all=True)
-    result = driver.check(rid)
-    assert len(tokens_of(result)) > 3
-    assert result.num_retractions == 1
-
-
 def test_abort_while_frozen_in_place_answers_at_once(driver):
     rid = driver.generate(prompt_of(4), 50)
     driver.tick(5)
@@ -288,25 +206,6 @@ def test_abort_while_frozen_in_place_answers_at_once(driver):
     assert reply.aborted_requests == 1
     driver.check(rid)
     assert driver.status().kv.held == 0
-
-
-def test_flush_needs_an_idle_engine(driver):
-    driver.complete(prompt_of(40), 5)
-    assert driver.status().kv.cached > 0
-    rid = driver.generate(prompt_of(4), 30)
-    driver.tick(3)
-    error = assert_error(driver.flush(), "not_idle")
-    assert error.detail["running"] == 1
-    driver.pause("in_place")
-    assert_error(driver.flush(), "not_idle")
-    driver.pause("retract")
-    reply = driver.flush()
-    assert reply.freed_tokens > 0
-    kv = driver.status().kv
-    assert (kv.cached, kv.held, kv.free) == (0, 0, kv.total)
-    driver.go_on()
-    driver.run_until_idle()
-    driver.check(rid)
 
 
 def test_flush_with_a_timeout_waits_for_idleness_and_lets_others_pass(driver):
@@ -323,44 +222,11 @@ def test_flush_with_a_timeout_waits_for_idleness_and_lets_others_pass(driver):
     driver.check(rid)
 
 
-def test_a_request_during_a_pause_waits_and_can_be_aborted(driver):
-    driver.pause("abort")
-    stays, goes = driver.generate(prompt_of(4), 5), driver.generate(prompt_of(4, 1), 5)
-    driver.tick(3)
-    assert driver.status().waiting_requests == 2
-    driver.abort(goes)
-    assert driver.result(goes).finish_reason.type == "abort"
-    driver.go_on()
-    driver.run_until_idle()
-    assert len(tokens_of(driver.check(stays))) == 5
-
-
 def test_requests_while_paused_can_be_refused(tiny_model):
     with EngineDriver(str(tiny_model), requests_while_paused="refuse") as driver:
         driver.pause()
         message = GenerateReqInput(input_ids=[3, 4])
         assert_error(driver.call(message), "paused")
-
-
-def test_streams_and_terminal_results_agree(driver):
-    rids = [driver.generate(prompt_of(5, s), 9, stream=True, return_logprob=True) for s in range(3)]
-    driver.run_until_idle()
-    import numpy as np
-
-    for rid in rids:
-        streamed = []
-        for _, output in driver.outputs:
-            if output.delta is not None and rid in output.delta.rids:
-                row = output.delta.rids.index(rid)
-                ends = np.cumsum(np.frombuffer(output.delta.counts, "<i4"))
-                starts = np.frombuffer(output.delta.starts, "<i4")
-                assert starts[row] == len(streamed)
-                streamed += np.frombuffer(output.delta.tokens, "<i4")[ends[row] - 1 : ends[row]].tolist()
-        tokens = tokens_of(driver.check(rid))
-        assert streamed == tokens[: len(streamed)]
-        assert len(streamed) >= len(tokens) - 1, "every token but the one of the terminal message is streamed"
-    per_step = [output.step for _, output in driver.outputs]
-    assert len(per_step) == len(set(per_step)), "one message per client and step"
 
 
 def test_an_explicit_session_on_a_busy_engine(driver, other_model):
@@ -371,56 +237,29 @@ def test_an_explicit_session_on_a_busy_engine(driver, other_model):
     driver.update(other_model, flush_cache=False, session_id=session_id)
     step = driver.status().step
     driver.tick(5)
-    status = driver.status()
-    assert (status.step, status.weights, status.generation) == (step, "updating", "running")
+    driver.assert_status(step=step, weights="updating", generation="running")
     assert driver.end(session_id=session_id, weight_version="v1").committed
     driver.run_until_idle()
     spans = driver.check(rid).weight_versions
     assert [(s.version, s.stale_kv) for s in spans] == [("default", False), ("v1", True)]
 
 
-def test_an_empty_session_commits_on_a_busy_engine(driver):
-    rid = driver.generate(prompt_of(4), 60)
-    driver.tick(3)
-    assert driver.end(session_id=driver.begin(), weight_version="v1").weights_epoch == 1
-    driver.run_until_idle()
-    assert [s.version for s in driver.check(rid).weight_versions] == ["default", "v1"]
-
-
-def test_an_update_that_fails_in_the_middle_poisons(driver, other_model, monkeypatch):
-    loader = driver.engine.loader
-    write, calls = loader.write, []
-
-    def failing(piece):
-        calls.append(piece.name)
-        if len(calls) == 3:
-            raise MemoryError("scripted")
-        write(piece)
-
-    rid = driver.generate(prompt_of(4), 20)
-    driver.tick(3)
-    monkeypatch.setattr(loader, "write", failing)
-    assert_error(driver.update(other_model), "out_of_memory")
-    status = driver.status()
-    assert (status.weights, status.weights_epoch, status.session) == ("poisoned", 0, None)
-    monkeypatch.undo()
-    step = driver.status().step
-    driver.tick(3)
-    assert driver.status().step == step, "poisoned weights serve nobody"
-    assert driver.update(other_model).committed
-    driver.run_until_idle()
-    assert len(tokens_of(driver.check(rid))) == 20
-
-
-def test_everything_is_answered_while_a_checkpoint_is_looked_at(driver, other_model, monkeypatch):
-    looked, go_on, open_fitting = threading.Event(), threading.Event(), driver.engine.open_folder
+@pytest.fixture
+def slow_open(driver, monkeypatch):
+    """Return two events of the thread that looks at a checkpoint: that it does, and that it may go on."""
+    looked, go_on, open_folder = threading.Event(), threading.Event(), driver.engine.open_folder
 
     def slow(*arguments):
         looked.set()
         assert go_on.wait()
-        return open_fitting(*arguments)
+        return open_folder(*arguments)
 
     monkeypatch.setattr(driver.engine, "open_folder", slow)
+    return looked, go_on
+
+
+def test_everything_is_answered_while_a_checkpoint_is_looked_at(driver, other_model, slow_open):
+    looked, go_on = slow_open
     rid = driver.generate(prompt_of(4), 200)
     update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
     driver.tick()
@@ -445,19 +284,132 @@ def test_an_idle_loop_sleeps_while_a_checkpoint_is_looked_at(driver, other_model
     eventually(lambda: driver.tick() or update in driver.replies)
 
 
-def test_status_and_abort_are_answered_between_two_buckets_of_an_update(driver, other_model, monkeypatch):
-    one_piece_per_slice(monkeypatch, writes=True)
-    rid = driver.generate(prompt_of(4), 50)
+LONG = [3 + i * 7 % 90 for i in range(100)]
+SHORT = [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("ticks", [1, 2, 3])
+@pytest.mark.parametrize("accident", ["fail_next", "fail_on_fetch", "non_finite_next"])
+def test_kv_of_a_step_that_failed_is_never_shared(driver, accident, ticks):
+    driver.generate(LONG, 4)
+    driver.tick(ticks)
+    setattr(driver.runner, accident, True)
+    driver.run_until_idle()
+    driver.tick(2)
+    again = driver.generate(LONG, 4)
+    driver.run_until_idle()
+    assert driver.check(again).cached_tokens == 0
+    assert driver.status().kv.held == 0
+
+
+def test_two_requests_of_a_client_that_left_end_in_one_step(driver):
+    params = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+    shared = GenerateReqInput(input_ids=SHORT, sampling_params=params)
+    driver.send(shared)
+    driver.send(shared, "guest")  # attaches
+    own = driver.generate(SHORT, 6, client="guest")
     driver.tick(4)
+    leave(driver, "guest", own)
+    driver.run_until_idle()
+    driver.check(shared.id)
+    assert not driver.engine.live.samples(own)
+    assert driver.status().kv.held == 0
+
+
+def test_abort_all_meets_a_client_that_left(driver):
+    params = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True)
+    shared = GenerateReqInput(input_ids=SHORT, sampling_params=params)
+    driver.send(shared)
+    driver.send(shared, "guest")
+    own = driver.generate(SHORT, 60, client="guest")
+    driver.tick(4)
+    leave(driver, "guest", own)
+    assert driver.abort(abort_all=True).aborted == 2
+    driver.run_until_idle()
+    assert driver.result(shared.id).finish_reason.type == "abort"
+    assert driver.status().kv.held == 0
+
+
+def leave(driver: EngineDriver, client: str, rid: str) -> None:
+    identity = driver.engine.live.samples(rid)[0].client
+    driver.collect()
+    driver.clients.pop(client).close(0)
+    router = driver.engine.router.socket
+    for _ in range(5000):
+        try:
+            router.send_multipart([identity, b""], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            assert error.errno == zmq.EHOSTUNREACH
+            return
+        router.poll(1)
+    raise AssertionError("the engine's socket does not see that the client left")
+
+
+def test_a_session_commits_while_the_engine_is_busy(driver):
+    """The session's barrier holds back new steps; otherwise one would always be in flight."""
+    rid = driver.generate(SHORT, 200)
+    driver.tick(3)
+    session_id = driver.begin()
+    end = EndWeightUpdateReqInput(session_id=session_id, weight_version="v1")
+    assert driver.call(end, max_ticks=5).committed
+    driver.run_until_idle()
+    spans = driver.check(rid).weight_versions
+    assert [span.version for span in spans] == ["default", "v1"]
+
+
+@pytest.mark.parametrize("command", ["update", "end"])
+def test_a_session_that_expires_before_the_first_byte(tiny_model, other_model, command):
+    with EngineDriver(str(tiny_model), pipeline_depth=1) as driver:
+        rid = driver.generate(SHORT, 50)
+        driver.tick(3)
+        session_id = driver.begin()
+        before = driver.check_weights().total
+        update = UpdateWeightFromDiskReqInput(
+            model_path=str(other_model), flush_cache=False, session_id=session_id
+        )
+        waiting = driver.send(
+            update if command == "update" else EndWeightUpdateReqInput(session_id=session_id)
+        )
+        driver.hear()
+        eventually(lambda: driver.engine.commands.advance() or driver.engine.dispatcher.wants_tick)
+        assert driver.engine.commands.is_busy, "it was meant to wait for the step"
+        driver.engine.sessions.current.deadline = 0.0
+        driver.tick(2)
+        assert_error(driver.replies.pop(waiting), "deadline_exceeded")
+        driver.assert_status(weights="valid", weights_epoch=0, session=None)
+        assert driver.check_weights().total == before
+        driver.run_until_idle()
+        assert len(driver.check(rid).weight_versions) == 1
+
+
+def test_a_session_that_expires_while_its_checkpoint_is_looked_at(driver, other_model, slow_open):
+    looked, go_on = slow_open
+    session_id = driver.begin()
+    update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
+    driver.tick()
+    assert looked.wait()
+    driver.engine.sessions.current.deadline = 0.0
+    driver.tick()
+    assert driver.status().session is None
+    go_on.set()
+    eventually(lambda: driver.tick() or update in driver.replies)
+    assert_error(driver.replies.pop(update), "deadline_exceeded")
+    driver.assert_status(weights="valid", weights_epoch=0)
+
+
+def test_a_recomputed_prefix_is_of_one_epoch(driver, other_model):
+    rid = driver.generate(LONG, 20)
+    driver.tick(8)
+    driver.pause("retract")
+    driver.update(other_model)
+    driver.go_on(torch_empty_cache=False)
+    driver.tick(1)
+    assert driver.status().prefilling_requests == 1
     driver.pause("in_place")
-    update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False))
-    eventually(lambda: driver.status().update)
-    written = [driver.status().update.written_bytes for _ in range(3)]
-    assert 0 < written[0] < written[1] < written[2]
-    assert driver.abort(rid).aborted == 1
-    assert driver.result(rid).finish_reason.type == "abort"
-    assert driver.status().update is not None
-    assert update not in driver.replies, "all of that came from within the update"
-    while update not in driver.replies:
-        driver.tick()
-    assert driver.replies.pop(update).committed
+    driver.update(other_model, flush_cache=False)
+    driver.go_on(torch_empty_cache=False)
+    driver.run_until_idle()
+    result = driver.check(rid)
+    spans = result.weight_versions
+    assert [(span.epoch, span.stale_kv) for span in spans] == [(0, False), (2, False)]
+    assert result.num_retractions == 1, "the restart is no retraction"

@@ -4,50 +4,27 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from support.buckets_by_hand import Sender
 from support.clock import clock_of
-from support.scripted import EngineDriver, assert_error
+from support.scripted import EngineDriver, assert_error, one_piece_per_slice, tokens_of
 
-from caesura.client.trainer import as_frames, buckets, manifest
+from caesura.client.trainer import manifest
 from caesura.io_struct import (
     BeginWeightUpdateReqInput,
-    ContinueGenerationReqInput,
+    FetchResultReqInput,
     FlushCacheReqInput,
+    GenerateReqInput,
+    GetStatusReqInput,
     InitWeightsUpdateGroupReqInput,
+    Keepalive,
     Message,
+    PauseGenerationReqInput,
+    RenewPauseLeaseReqInput,
+    SamplingParams,
+    UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
+    decode_reply,
 )
-
-
-@pytest.fixture
-def driver(tiny_model):
-    with EngineDriver(str(tiny_model)) as driver:
-        yield driver
-
-
-class Pieces:
-    """A checkpoint cut into messages of the tensor transport; ``fields`` go into each of them."""
-
-    def __init__(
-        self,
-        driver: EngineDriver,
-        path: Path,
-        *,
-        client: str = "main",
-        nbytes: int = 20_000,
-        **fields: object,
-    ) -> None:
-        self.driver, self.client, self.fields = driver, client, fields
-        self.tensors = load_file(path / "model.safetensors")
-        self.parts = [as_frames(part) for part in buckets(self.tensors.items(), nbytes)]
-        assert len(self.parts) > 2
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def send(self, number: int, **fields: object) -> Message:
-        specs, frames = self.parts[number]
-        message = UpdateWeightsFromTensorReqInput(specs=specs, **{**self.fields, **fields})
-        return self.driver.call(message, self.client, buffers=frames)
 
 
 def checksum(driver: EngineDriver) -> str:
@@ -64,8 +41,8 @@ def checksum_of(driver: EngineDriver, path: Path) -> str:
 
 def test_pieces_and_the_end_name_their_session(driver, other_model):
     opened = driver.call(BeginWeightUpdateReqInput())
-    pieces = Pieces(driver, other_model, session_id=opened.session_id)
-    for number in range(len(pieces)):
+    pieces = Sender(driver, other_model, session_id=opened.session_id)
+    for number in range(len(pieces.parts)):
         reply = pieces.send(number)
         assert (reply.committed, reply.session_id) == (False, opened.session_id)
     reply = driver.end(session_id=opened.session_id, weight_version="new")
@@ -75,7 +52,7 @@ def test_pieces_and_the_end_name_their_session(driver, other_model):
 def test_a_session_can_be_named_by_its_begin_message(driver, other_model):
     begin = BeginWeightUpdateReqInput()
     driver.call(begin)
-    assert not Pieces(driver, other_model).send(0, session_id=begin.id).committed
+    assert not Sender(driver, other_model).send(0, session_id=begin.id).committed
     driver.end(commit=False, session_id=begin.id)
     assert driver.status().session is None
 
@@ -85,24 +62,12 @@ def test_a_session_can_be_named_by_its_begin_message(driver, other_model):
 def test_a_piece_without_the_id_is_refused(driver, other_model, client, fields):
     opened = driver.call(BeginWeightUpdateReqInput())
     before = checksum(driver)
-    pieces = Pieces(driver, other_model, client=client, **fields)
+    pieces = Sender(driver, other_model, client=client, **fields)
     assert_error(pieces.send(0), "session_open")
     assert_error(driver.update(other_model, client=client, **fields), "session_open")
     assert checksum(driver) == before
     status = driver.status()
     assert (status.weights, status.session.session_id) == ("valid", opened.session_id)
-
-
-def test_a_foreign_piece_does_not_poison_a_session_that_has_written(driver, other_model, tmp_path):
-    opened = driver.call(BeginWeightUpdateReqInput())
-    pieces = Pieces(driver, other_model, session_id=opened.session_id)
-    pieces.send(0)
-    assert_error(driver.update(tmp_path, client="other"), "session_open")
-    assert_error(Pieces(driver, other_model, client="other").send(1, session_id="x"), "no_session")
-    assert driver.status().weights == "updating"
-    for number in range(1, len(pieces)):
-        pieces.send(number)
-    assert driver.end(session_id=opened.session_id).committed
 
 
 @pytest.mark.parametrize("paused", [False, True])
@@ -118,20 +83,18 @@ def test_a_piece_of_a_session_that_is_gone_changes_nothing(driver, other_model, 
     else:
         driver.end(commit=False, session_id=opened.session_id)
     before = checksum(driver)
-    assert_error(Pieces(driver, other_model, session_id=session_id).send(0), "no_session")
+    assert_error(Sender(driver, other_model, session_id=session_id).send(0), "no_session")
     assert_error(driver.end(session_id=session_id), "no_session")
-    status = driver.status()
-    assert (status.weights, status.weights_epoch, status.session) == ("valid", 0, None)
+    driver.assert_status(weights="valid", weights_epoch=0, session=None)
     assert checksum(driver) == before
 
 
-@pytest.mark.parametrize("commit", [True, False])
-def test_an_end_must_name_the_explicit_session(driver, commit):
-    opened = driver.call(BeginWeightUpdateReqInput())
-    assert_error(driver.end(commit=commit, client="other"), "session_open")
-    assert_error(driver.end(commit=commit), "session_open")
-    assert_error(driver.end(commit=commit, session_id="x", client="other"), "no_session")
-    assert driver.status().session.session_id == opened.session_id
+def test_an_end_must_name_the_explicit_session(driver):
+    session_id = driver.begin()
+    assert_error(driver.end(client="other"), "session_open")
+    assert_error(driver.end(commit=False), "session_open")
+    assert_error(driver.end(session_id="x", client="other"), "no_session")
+    assert driver.status().session.session_id == session_id
 
 
 def test_force_aborts_whatever_is_open(driver, other_model):
@@ -139,11 +102,11 @@ def test_force_aborts_whatever_is_open(driver, other_model):
     driver.call(BeginWeightUpdateReqInput())
     assert_error(driver.end(force=True, client="other"), "invalid_request")
     assert not driver.end(commit=False, force=True, client="other").committed
-    assert (driver.status().session, driver.status().weights) == (None, "valid")
+    driver.assert_status(session=None, weights="valid")
     driver.pause()
-    Pieces(driver, other_model).send(0)
+    Sender(driver, other_model).send(0)
     driver.end(commit=False, force=True, client="other")
-    assert (driver.status().session, driver.status().weights) == (None, "poisoned")
+    driver.assert_status(session=None, weights="poisoned")
 
 
 # -- implicit sessions ---------------------------------------------------------------------------------------
@@ -151,46 +114,44 @@ def test_force_aborts_whatever_is_open(driver, other_model):
 
 def test_an_implicit_session_takes_no_piece_of_another_sender(driver, tiny_model, other_model):
     driver.pause()
-    first = Pieces(driver, other_model, weight_version="A")
-    second = Pieces(driver, tiny_model, client="other")
-    for number in range(len(first) - 1):
+    first = Sender(driver, other_model, weight_version="A")
+    second = Sender(driver, tiny_model, client="other")
+    for number in range(len(first.parts) - 1):
         first.send(number)
         assert_error(second.send(number), "session_open")
-    assert_error(second.send(len(second) - 1), "session_open")
+    assert_error(second.send(len(second.parts) - 1), "session_open")
     assert_error(driver.update(tiny_model, client="other"), "session_open")
-    assert first.send(len(first) - 1).committed
+    assert first.send(len(first.parts) - 1).committed
     assert driver.status().weight_version == "A"
-    found = checksum(driver)
-    assert found == checksum_of(driver, other_model)
+    assert checksum(driver) == checksum_of(driver, other_model)
 
 
 def test_owners_tell_senders_apart_on_one_socket_and_join_them_over_two(driver, other_model):
     driver.pause()
-    Pieces(driver, other_model, owner="a").send(0)
-    assert_error(Pieces(driver, other_model, owner="b").send(1), "session_open")
-    assert not Pieces(driver, other_model, owner="a", client="other").send(1).committed
+    Sender(driver, other_model, owner="a").send(0)
+    assert_error(Sender(driver, other_model, owner="b").send(1), "session_open")
+    assert not Sender(driver, other_model, owner="a", client="other").send(1).committed
 
 
 @pytest.mark.parametrize("differs", ["label", "transport"])
 def test_pieces_that_disagree_are_refused_on_one_socket(driver, tiny_model, other_model, differs):
     driver.pause()
-    first = Pieces(driver, other_model, owner="http", weight_version="A")
+    first = Sender(driver, other_model, owner="http", weight_version="A")
     first.send(0)
     foreign = (
-        Pieces(driver, tiny_model, owner="http").send(1, weight_version="B")
+        Sender(driver, tiny_model, owner="http").send(1, weight_version="B")
         if differs == "label"
         else driver.update(tiny_model, owner="http")
     )
     assert_error(foreign, "session_open")
-    replies = [first.send(number) for number in range(1, len(first))]
-    assert replies[-1].committed
+    assert first.send_all(1)[-1].committed
     assert driver.status().weight_version == "A"
     assert checksum(driver) == checksum_of(driver, other_model)
 
 
 def test_the_id_binds_pieces_to_an_implicit_session(driver, other_model):
     driver.pause()
-    pieces = Pieces(driver, other_model)
+    pieces = Sender(driver, other_model)
     session_id = pieces.send(0).session_id
     assert session_id == driver.status().session.session_id
     assert pieces.send(1, session_id=session_id).session_id == session_id
@@ -200,7 +161,7 @@ def test_the_id_binds_pieces_to_an_implicit_session(driver, other_model):
 
 def test_an_implicit_session_is_ended_by_its_sender_alone(driver, other_model):
     driver.pause()
-    Pieces(driver, other_model, owner="a").send(0)
+    Sender(driver, other_model, owner="a").send(0)
     assert_error(driver.end(commit=False, client="other"), "session_open")
     assert_error(driver.end(owner="b"), "session_open")
     assert driver.end(owner="a").committed
@@ -209,49 +170,40 @@ def test_an_implicit_session_is_ended_by_its_sender_alone(driver, other_model):
 # -- who settles ---------------------------------------------------------------------------------------------
 
 
-SETTLES = {"flush": FlushCacheReqInput, "continue": ContinueGenerationReqInput}
-
-
-@pytest.mark.parametrize("command", list(SETTLES))
+@pytest.mark.parametrize("command", [EngineDriver.flush, EngineDriver.go_on], ids=["flush", "continue"])
 def test_other_owners_do_not_commit_half_an_update(driver, other_model, command):
     driver.pause()
-    Pieces(driver, other_model).send(0)
-    assert_error(driver.call(SETTLES[command](), "other"), "session_open")
-    assert_error(driver.call(SETTLES[command](owner="b"), "other"), "session_open")
-    status = driver.status()
-    assert (status.weights, status.weights_epoch, status.generation) == ("updating", 0, "paused")
-    driver.call(SETTLES[command](force=True), "other")
+    Sender(driver, other_model).send(0)
+    assert_error(command(driver, "other"), "session_open")
+    assert_error(command(driver, "other", owner="b"), "session_open")
+    driver.assert_status(weights="updating", weights_epoch=0, generation="paused")
+    command(driver, "other", force=True)
     assert driver.status().weights_epoch == 1
 
 
-@pytest.mark.parametrize("command", list(SETTLES))
+@pytest.mark.parametrize("command", [EngineDriver.flush, EngineDriver.go_on], ids=["flush", "continue"])
 def test_sender_and_pause_owner_settle(driver, other_model, command):
-    for settler in ({"client": "main"}, {"owner": "trainer", "client": "other"}):
+    for client in ("main", "other"):
         driver.pause(owner="trainer")
         epoch = driver.status().weights_epoch
-        Pieces(driver, other_model, owner="trainer").send(0)
-        client, owner = settler["client"], settler.get("owner", "trainer")
-        driver.call(SETTLES[command](owner=owner), client)
-        status = driver.status()
-        assert (status.weights, status.weights_epoch) == ("valid", epoch + 1)
+        Sender(driver, other_model, owner="trainer").send(0)
+        command(driver, client, owner="trainer")
+        driver.assert_status(weights="valid", weights_epoch=epoch + 1)
         driver.go_on(owner="trainer")
 
 
-def test_a_lease_serves_nothing_that_a_foreign_flush_would_have_committed(driver, other_model, monkeypatch):
-    clock = clock_of(monkeypatch, ["control.engine_state"])
+def test_a_lease_serves_nothing_that_a_foreign_flush_would_have_committed(driver, other_model, clock):
     driver.pause(owner="trainer", lease_s=10.0)
-    Pieces(driver, other_model, owner="trainer").send(0)
+    Sender(driver, other_model, owner="trainer").send(0)
     assert_error(driver.flush(client="other"), "session_open")
-    clock.now += 11.0
-    driver.tick(2)
-    status = driver.status()
-    assert (status.generation, status.weights, status.weights_epoch) == ("paused", "poisoned", 0)
+    clock.advance(11.0, driver, 2)
+    driver.assert_status(generation="paused", weights="poisoned", weights_epoch=0)
 
 
 # -- those who are gone --------------------------------------------------------------------------------------
 
 
-def vanish(driver: EngineDriver, name: str) -> None:
+def orphan(driver: EngineDriver, name: str) -> None:
     driver.clients.pop(name).close(0)
     sessions = driver.engine.sessions
     for _ in range(5000):
@@ -262,11 +214,8 @@ def vanish(driver: EngineDriver, name: str) -> None:
     raise AssertionError("the engine never noticed that the client is gone")
 
 
-@pytest.mark.parametrize("written", [False, True])
-@pytest.mark.parametrize("kind", ["explicit", "implicit"])
+@pytest.mark.parametrize(("kind", "written"), [("explicit", False), ("explicit", True), ("implicit", True)])
 def test_a_session_whose_client_is_gone_is_abandoned(tiny_model, other_model, kind, written):
-    if kind == "implicit" and not written:
-        return
     with EngineDriver(str(tiny_model), session_orphan_s=0.0) as driver:
         fields = {}
         if kind == "explicit":
@@ -274,24 +223,22 @@ def test_a_session_whose_client_is_gone_is_abandoned(tiny_model, other_model, ki
         else:
             driver.pause()
         if written:
-            Pieces(driver, other_model, client="gone", **fields).send(0)
+            Sender(driver, other_model, client="gone", **fields).send(0)
         assert driver.status().session is not None
-        vanish(driver, "gone")
+        orphan(driver, "gone")
         driver.tick(2)
-        status = driver.status()
-        assert (status.session, status.weights) == (None, "poisoned" if written else "valid")
+        driver.assert_status(session=None, weights="poisoned" if written else "valid")
         assert driver.begin()
 
 
 def test_a_message_that_names_the_session_keeps_it(tiny_model, other_model):
     with EngineDriver(str(tiny_model), session_orphan_s=3600.0) as driver:
         session_id = driver.begin(client="gone")
-        vanish(driver, "gone")
+        orphan(driver, "gone")
         sessions = driver.engine.sessions
         assert sessions.current.orphaned_at is not None
-        pieces = Pieces(driver, other_model, session_id=session_id)
-        for number in range(len(pieces)):
-            pieces.send(number)
+        pieces = Sender(driver, other_model, session_id=session_id)
+        pieces.send_all()
         assert sessions.current.orphaned_at is None
         assert driver.end(session_id=session_id).committed
 
@@ -299,48 +246,40 @@ def test_a_message_that_names_the_session_keeps_it(tiny_model, other_model):
 # -- leases --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parked", ["flush", "join"])
-def test_a_parked_command_of_another_owner_is_no_sign_of_life(driver, monkeypatch, parked):
-    clock = clock_of(monkeypatch, ["control.engine_state"])
+@pytest.mark.parametrize(("parked", "owner"), [("flush", None), ("join", None), ("join", "trainer")])
+def test_only_a_parked_command_of_the_owner_is_a_sign_of_life(driver, clock, parked, owner):
     driver.generate([5, 6, 7], 200)
     driver.tick(3)
     driver.pause("in_place", owner="trainer", lease_s=5.0)
     join = InitWeightsUpdateGroupReqInput(
-        master_address="127.0.0.1", master_port=9, rank_offset=1, world_size=2
+        master_address="127.0.0.1", master_port=9, rank_offset=1, world_size=2, owner=owner
     )
     driver.send(FlushCacheReqInput(timeout_s=3600.0) if parked == "flush" else join, "other")
     driver.tick(2)
-    clock.now += 6.0
-    driver.tick(2)
-    assert driver.status().generation == "running"
+    assert driver.engine.commands.is_busy
+    clock.advance(6.0, driver, 3)
+    assert driver.status().generation == ("running" if owner is None else "paused")
 
 
-def test_a_pause_without_an_owner_is_not_adopted(driver, monkeypatch):
+def test_a_pause_without_an_owner_is_not_adopted(driver, clock):
     """The lease of one trainer would continue the pause of another."""
-    clock = clock_of(monkeypatch, ["control.engine_state"])
     driver.pause()
     driver.pause(owner="late", lease_s=5.0, client="other")
-    status = driver.status()
-    assert (status.pause_owner, status.lease_left_s) == (None, None)
-    clock.now += 6.0
-    driver.tick(2)
+    driver.assert_status(pause_owner=None, lease_left_s=None)
+    clock.advance(6.0, driver, 2)
     assert driver.status().generation == "paused"
     driver.pause(owner="first", lease_s=5.0)  # its own socket's
     assert driver.status().pause_owner == "first"
 
 
-def test_the_lease_of_one_does_not_end_the_session_of_another(driver, other_model, monkeypatch):
-    clock = clock_of(monkeypatch, ["control.engine_state"])
+def test_the_lease_of_one_does_not_end_the_session_of_another(driver, other_model, clock):
     driver.pause(owner="trainer", lease_s=5.0)
     opened = driver.call(BeginWeightUpdateReqInput(), "other")
-    pieces = Pieces(driver, other_model, client="other", session_id=opened.session_id)
+    pieces = Sender(driver, other_model, client="other", session_id=opened.session_id)
     pieces.send(0)
-    clock.now += 6.0
-    driver.tick(2)
-    status = driver.status()
-    assert (status.generation, status.weights, status.pause_owner) == ("paused", "updating", None)
-    for number in range(1, len(pieces)):
-        pieces.send(number)
+    clock.advance(6.0, driver, 2)
+    driver.assert_status(generation="paused", weights="updating", pause_owner=None)
+    pieces.send_all(1)
     assert driver.end(session_id=opened.session_id, client="other").committed
 
 
@@ -373,8 +312,7 @@ def test_rows_that_cannot_be_taken_are_refused_before_the_first_byte(driver, oth
         assert driver.status().session is not None
         return
     assert_error(reply, "weight_mismatch")
-    status = driver.status()
-    assert (status.weights, status.session, status.weights_epoch) == ("valid", None, 0)
+    driver.assert_status(weights="valid", session=None, weights_epoch=0)
     assert checksum(driver) == before
 
 
@@ -384,7 +322,7 @@ def test_a_refused_update_aborts_no_request(driver, tiny_model, other_model, ref
     driver.tick(3)
     if refusal == "session_open":
         driver.call(BeginWeightUpdateReqInput())
-    pieces = Pieces(driver, other_model, abort_all_requests=True)
+    pieces = Sender(driver, other_model, abort_all_requests=True)
     session_id = "x" if refusal == "no_session" else None
     reply = (
         one_tensor(driver, other_model, abort_all_requests=True, start_row=1, rows=1)
@@ -394,3 +332,268 @@ def test_a_refused_update_aborts_no_request(driver, tiny_model, other_model, ref
     assert_error(reply, {"mismatch": "weight_mismatch"}.get(refusal, refusal))
     driver.run_until_idle()
     assert driver.result(rid).finish_reason.type == "length"
+
+
+# -- leases --------------------------------------------------------------------------------------------------
+
+
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return clock_of(monkeypatch, ["control.engine_state", "runtime.loop", "runtime.housekeeping"])
+
+
+def pause(driver: EngineDriver, expiry: str, mode: str = "in_place"):
+    return driver.pause(mode, owner="trainer", lease_s=10.0, on_lease_expiry=expiry)
+
+
+def test_a_lease_needs_an_owner(driver):
+    error = assert_error(driver.pause(lease_s=1.0), "invalid_request")
+    assert error.detail["field"] == "owner"
+    assert driver.status().generation == "running"
+
+
+def test_expiry_continues(driver, clock):
+    rid = driver.generate(PROMPT, 20)
+    driver.tick(3)
+    pause(driver, "continue")
+    clock.advance(9.9, driver)
+    status = driver.status()
+    assert status.generation == "paused"
+    assert status.lease_left_s == pytest.approx(0.1)
+    clock.now += 0.2
+    driver.run_until_idle()
+    assert len(tokens_of(driver.result(rid))) == 20
+    driver.assert_status(generation="running", pause_owner=None, lease_left_s=None)
+
+
+@pytest.mark.parametrize(
+    "sign_of_life",
+    [
+        RenewPauseLeaseReqInput(owner="trainer"),
+        GetStatusReqInput(owner="trainer"),
+        PauseGenerationReqInput(mode="retract", owner="trainer"),
+        FlushCacheReqInput(owner="trainer"),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_any_command_of_the_owner_renews(driver, clock, sign_of_life):
+    pause(driver, "continue", mode="abort")
+    clock.now += 9
+    driver.call(sign_of_life)
+    clock.advance(9, driver)
+    assert driver.status().generation == "paused"
+    clock.advance(2, driver, 2)
+    assert driver.status().generation == "running"
+
+
+def test_others_do_not_renew(driver, clock):
+    pause(driver, "continue")
+    clock.now += 9
+    assert not driver.call(RenewPauseLeaseReqInput(owner="somebody")).renewed
+    driver.flush()
+    clock.advance(2, driver, 2)
+    assert driver.status().generation == "running"
+
+
+@pytest.mark.parametrize(("action", "left"), [("abort", 0), ("stay", 1)])
+def test_expiry_keeps_the_pause_and_ends_requests_where_it_is_told_to(driver, clock, action, left):
+    rid = driver.generate(PROMPT, 200)
+    driver.tick(5)
+    pause(driver, action)
+    clock.advance(11, driver, 2)
+    driver.assert_status(generation="paused", pause_owner=None, running_requests=left)
+    if action == "abort":
+        assert driver.result(rid).finish_reason.type == "abort"
+        assert len(tokens_of(driver.result(rid))) >= 3
+        assert driver.status().kv.held == 0
+    driver.go_on()
+    assert driver.status().generation == "running"
+
+
+def test_expiry_with_an_open_session_aborts_it_first(driver, clock, other_model):
+    pause(driver, "continue")
+    driver.begin(owner="trainer")
+    clock.advance(11, driver, 2)
+    driver.assert_status(generation="running", weights="valid", session=None)
+    pause(driver, "continue")
+    session_id = driver.begin(owner="trainer")
+    driver.update(other_model, owner="trainer", session_id=session_id)
+    clock.advance(11, driver, 2)
+    status = driver.status()
+    assert (status.generation, status.weights) == ("paused", "poisoned"), (
+        "half-committed weights must not serve"
+    )
+
+
+def test_a_long_command_of_the_owner_keeps_the_lease(driver, clock, other_model, monkeypatch):
+    one_piece_per_slice(monkeypatch, writes=True)
+    pause(driver, "continue", mode="abort")
+    update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model), owner="trainer"))
+    driver.tick(2)
+    clock.advance(60, driver, 2)
+    assert driver.status().generation == "paused"
+    while update not in driver.replies:
+        driver.tick()
+    driver.tick()
+    assert driver.status().generation == "paused", "the end of the command was a sign of life"
+
+
+def test_continue_by_another_owner_needs_force(driver):
+    pause(driver, "stay")
+    error = assert_error(driver.go_on(owner="other"), "not_owner")
+    assert error.detail["owner"] == "trainer"
+    assert_error(driver.go_on(), "not_owner")
+    assert driver.go_on(owner="other", force=True).was_paused
+    pause(driver, "stay")
+    assert driver.go_on(owner="trainer").was_paused
+
+
+def test_second_pause_names_the_owner(driver):
+    first, again = (
+        driver.pause(mode, owner=owner, lease_s=60.0)
+        for mode, owner in (("in_place", "trainer"), ("retract", "other"))
+    )
+    assert (first.mode, first.owner) == ("in_place", "trainer")
+    assert (again.mode, again.owner) == ("retract", "trainer")
+    assert driver.go_on(owner="trainer").was_paused
+    assert driver.pause("in_place").owner is None
+
+
+def request(rid: str, **fields: object) -> GenerateReqInput:
+    params = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+    return GenerateReqInput(rid=rid, input_ids=PROMPT, sampling_params=params, **fields)
+
+
+def finish_unread(driver: EngineDriver, rid: str) -> None:
+    driver.client("gone")
+    driver.send(request(rid), "gone")
+    driver.tick()
+    (client,) = driver.engine.answers.awaited_by()
+    driver.tick(8)
+    driver.clients.pop("gone").close(0)
+    driver.results.clear()
+    router = driver.engine.router
+    for _ in range(5000):
+        router.keepalive({client}, 0)
+        if driver.call(FetchResultReqInput(rid=rid)).results:
+            return
+    raise AssertionError("the engine never noticed that the client is gone")
+
+
+def test_results_of_a_client_that_is_gone_are_kept_for_a_while(driver, monkeypatch):
+    clock = clock_of(monkeypatch, ["messaging.answers"])
+    finish_unread(driver, "r1")
+    (kept,) = driver.call(FetchResultReqInput(rid="r1")).results
+    assert len(tokens_of(kept)) == 6
+    assert driver.call(FetchResultReqInput(rid="unknown")).results == []
+    step = driver.status().step
+    driver.send(request("r1"))
+    driver.tick(3)
+    assert tokens_of(driver.result("r1")) == tokens_of(kept)
+    assert driver.status().step == step, "nothing was computed again"
+    assert driver.call(FetchResultReqInput(rid="r1")).results == [kept]
+    clock.now += driver.config.result_ttl_s + 1
+    assert driver.call(FetchResultReqInput(rid="r1")).results == []
+
+
+def test_a_retry_with_the_same_rid_attaches_while_live(driver):
+    driver.client("second")
+    driver.send(request("r1"))
+    driver.tick(3)
+    driver.send(request("r1"), "second")
+    assert driver.call(FetchResultReqInput(rid="r1")).live == 1
+    other = GenerateReqInput(rid="r1", input_ids=[9], sampling_params=SamplingParams(max_new_tokens=6))
+    assert_error(driver.call(other), "duplicate_rid")
+    driver.run_until_idle()
+    first, second = driver.results.pop(("r1", 0))
+    assert tokens_of(first) == tokens_of(second)
+    assert driver.abort("r1").aborted == 0
+
+
+# -- the warning of a pause without a lease ------------------------------------------------------------------
+
+
+def warned(caplog) -> list[str]:
+    found = [message for message in caplog.messages if "no lease ends the pause" in message]
+    caplog.clear()
+    return found
+
+
+def test_a_long_pause_without_a_lease_is_warned_of_once(driver, clock, caplog):
+    driver.pause("retract", owner="trainer 7")
+    clock.advance(59.9, driver, 2)
+    assert driver.sleep_s() == pytest.approx(0.1), "it is what the loop sleeps for"
+    assert warned(caplog) == []
+    clock.advance(0.2, driver, 3)
+    (message,) = warned(caplog)
+    assert message.startswith("paused (retract) since ")
+    assert "by owner 'trainer 7', for 60 s" in message
+    command = f"caesura continue --endpoint {driver.config.endpoint} --owner 'trainer 7'"
+    assert message.endswith(command), "it can be pasted"
+    driver.pause("in_place", owner="trainer 7")
+    clock.advance(3600, driver, 3)
+    assert warned(caplog) == [], "the mode changed, and it is the same pause"
+    assert driver.sleep_s() is None, "nothing wakes it for this any more"
+
+
+def test_each_pause_is_warned_of_and_an_ownerless_one_too(driver, clock, caplog):
+    for _ in range(2):
+        driver.pause("abort")
+        clock.advance(61, driver, 2)
+        (message,) = warned(caplog)
+        assert "by a client without an owner token" in message
+        assert message.endswith(f"caesura continue --endpoint {driver.config.endpoint}")
+        driver.go_on()
+    clock.advance(3600, driver, 2)
+    assert warned(caplog) == []
+
+
+def test_the_warning_names_the_refusal_of_continue(driver, clock, caplog):
+    driver.pause("abort")
+    driver.engine.updates.poison("a test")
+    clock.advance(61, driver, 2)
+    (message,) = warned(caplog)
+    assert (
+        ", with weights poisoned: a complete update must come first; to continue: caesura continue" in message
+    )
+
+
+def test_a_lease_makes_the_warning_needless_until_it_has_ended(driver, clock, caplog):
+    pause(driver, "stay")
+    for _ in range(20):
+        clock.now += 9
+        driver.call(RenewPauseLeaseReqInput(owner="trainer"))
+    assert warned(caplog) == []
+    clock.advance(11, driver, 2)
+    assert driver.status().pause_owner is None, "the lease has expired"
+    assert warned(caplog) == [], "that was a warning of its own"
+    clock.advance(61, driver, 2)
+    (message,) = warned(caplog)
+    assert "by an owner whose lease has expired, for 252 s" in message
+    assert "--owner" not in message
+
+
+# -- keepalive -----------------------------------------------------------------------------------------------
+
+
+def next_is_keepalive(driver: EngineDriver, client: str) -> bool:
+    socket = driver.client(client)
+    return bool(socket.poll(5000)) and isinstance(decode_reply(socket.recv_multipart()[0]), Keepalive)
+
+
+def test_clients_that_wait_for_a_command_or_a_generation_get_keepalives(driver):
+    request = GenerateReqInput(input_ids=PROMPT, sampling_params=SamplingParams(max_new_tokens=50))
+    driver.send(request, "generates")
+    driver._turn()
+    driver.send(FlushCacheReqInput(timeout_s=60.0), "commands")
+    driver._turn()
+    driver.send(request, "attached")
+    driver.call(GetStatusReqInput(), "idle")
+    for _ in range(2):
+        driver.engine.housekeeping.next_keepalive = 0.0
+        driver._turn()
+        assert all(next_is_keepalive(driver, name) for name in ("generates", "commands", "attached"))
+    assert not driver.client("idle").poll(0)

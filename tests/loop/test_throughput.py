@@ -58,21 +58,18 @@ def test_a_line_each_interval_while_requests_run_and_one_more_when_they_have_end
     assert second.endswith("generated 8.0 tok/s, prefilled 0.0 tok/s, prefix hits none; over 10.0 s")
     driver.run_until_idle()
     assert 0 < sleeps(driver) <= INTERVAL, "the only thing that it wakes for"
-    clock.now += sleeps(driver)
-    driver.tick()
+    clock.advance(sleeps(driver), driver)
     (last,) = lines(caplog)
     assert last.startswith("load: running; 0 running, 0 waiting, KV 0 % held; generated ")
     for _ in range(3):
-        clock.now += 3600
-        driver.tick()
+        clock.advance(3600, driver)
     assert lines(caplog) == []
     assert sleeps(driver) > NEVER_S / 2
 
 
 def test_an_hour_of_rest_is_not_averaged_in(driver, clock, caplog):
     driver.complete([5, 6, 7], 2)
-    clock.now += INTERVAL
-    driver.tick(2)
+    clock.advance(INTERVAL, driver, 2)
     assert len(lines(caplog)) == 1
     clock.now += 3600
     driver.generate([5, 6, 7], 200)
@@ -92,12 +89,10 @@ def test_a_pause_is_said_and_counted(driver, clock, caplog):
     (line,) = lines(caplog)
     assert line.endswith(", 4.0 s of them paused")
     driver.pause("in_place")
-    clock.now += INTERVAL
-    driver.tick(2)
+    clock.advance(INTERVAL, driver, 2)
     (line,) = lines(caplog)
     assert line.startswith("load: paused in_place; 1 running, 0 waiting")
-    clock.now += 3600
-    driver.tick(2)
+    clock.advance(3600, driver, 2)
     assert lines(caplog) == [], "a pause is no work"
 
 
@@ -136,7 +131,6 @@ def test_the_throughput_of_status_is_that_of_the_last_seconds(driver, clock):
     clock.now += WINDOW_S
     assert driver.status().gen_throughput == 0.0, "nothing of it is in the window any more"
     driver.go_on()
-    clock.now += 8.0
-    driver.tick()
+    clock.advance(8.0, driver)
     clock.now += 8.0
     assert driver.status().gen_throughput > 0.0, "a step may be longer than the window"

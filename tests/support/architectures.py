@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from support.checkpoints import DEEPSEEK, GROUPED, LATENT, ROUTED, SIZES, randomize
+from support.checkpoints import DEEPSEEK, GROUPED, LATENT, ROUTED, SIZES, random_model
 
 LEFT_OUT: Any = object()
 """A field that the config class does not take."""
@@ -133,9 +133,5 @@ def tiny_config(architecture: str, **changes: Any) -> Any:
 
 def tiny_model(architecture: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
     """Return a model of this architecture as transformers runs it, every parameter random."""
-    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = (
-        getattr(transformers, architecture)._from_config(tiny_config(architecture, **changes), **eager).eval()
-    )
-    randomize(model, seed)
-    return model.to(torch.float32)
+    model_class = getattr(transformers, architecture)
+    return random_model(model_class, tiny_config(architecture, **changes), seed).to(torch.float32)

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -53,70 +54,12 @@ LATENT = {
 }
 DEEPSEEK = {**GROUPED, **LATENT}
 
-FAMILIES = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
-    "llama3-rope": (
-        transformers.LlamaConfig,
-        transformers.LlamaForCausalLM,
-        {"rope_parameters": ROPE_LLAMA3},
-    ),
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
-    "gemma3": (
-        transformers.Gemma3TextConfig,
-        transformers.Gemma3ForCausalLM,
-        {
-            "num_hidden_layers": 3,
-            "sliding_window": 20,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "query_pre_attn_scalar": 14,
-        },
-    ),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}),
-    "qwen3-moe": (
-        transformers.Qwen3MoeConfig,
-        transformers.Qwen3MoeForCausalLM,
-        {"moe_intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True},
-    ),
-    "qwen2-moe": (
-        transformers.Qwen2MoeConfig,
-        transformers.Qwen2MoeForCausalLM,
-        {
-            "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 56,
-            "num_experts": 5,
-            "num_experts_per_tok": 3,
-        },
-    ),
-    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, {"num_local_experts": 5}),
-    "gpt-oss": (
-        transformers.GptOssConfig,
-        transformers.GptOssForCausalLM,
-        {
-            "num_local_experts": 5,
-            "num_experts_per_tok": 3,
-            "sliding_window": 19,
-            "num_hidden_layers": 3,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
-    "glm4-moe": (
-        transformers.Glm4MoeConfig,
-        transformers.Glm4MoeForCausalLM,
-        {
-            **ROUTED,
-            "first_k_dense_replace": 1,
-            "use_qk_norm": True,
-        },
-    ),
-    "deepseek-v2": (
-        transformers.DeepseekV2Config,
-        transformers.DeepseekV2ForCausalLM,
-        {**DEEPSEEK, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7},
-    ),
-    "deepseek-v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM, DEEPSEEK),
+_EXPERTS = {"moe_intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 3}
+_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 56}
+_WINDOWS = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
-
 LINEAR = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
@@ -128,31 +71,36 @@ LINEAR = {
     # What random states return is small, and a norm makes its rounding errors large.
     "rms_norm_eps": 1e-3,
 }
+
+
+def _family(name: str, **fields: Any) -> tuple[type, type, dict[str, Any]]:
+    model = getattr(transformers, f"{name}ForCausalLM")
+    return model.config_class, model, fields
+
+
+FAMILIES = {
+    "llama": _family("Llama"),
+    "llama3-rope": _family("Llama", rope_parameters=ROPE_LLAMA3),
+    "mistral": _family("Mistral", sliding_window=None),
+    "gemma3": _family("Gemma3", **_WINDOWS, sliding_window=20, query_pre_attn_scalar=14),
+    "qwen2": _family("Qwen2"),
+    "qwen3": _family("Qwen3"),
+    "qwen3-moe": _family("Qwen3Moe", **_EXPERTS, norm_topk_prob=True),
+    "qwen2-moe": _family("Qwen2Moe", **_SHARED),
+    "mixtral": _family("Mixtral", num_local_experts=5),
+    "gpt-oss": _family("GptOss", **_WINDOWS, num_local_experts=5, num_experts_per_tok=3, sliding_window=19),
+    "glm4-moe": _family("Glm4Moe", **ROUTED, first_k_dense_replace=1, use_qk_norm=True),
+    "deepseek-v2": _family(
+        "DeepseekV2", **DEEPSEEK, topk_method="group_limited_greedy", routed_scaling_factor=1.7
+    ),
+    "deepseek-v3": _family("DeepseekV3", **DEEPSEEK),
+}
+"""Config class, model class and fields of each family."""
+
 HYBRIDS = {
-    "qwen3-next": (
-        transformers.Qwen3NextConfig,
-        transformers.Qwen3NextForCausalLM,
-        {
-            **LINEAR,
-            "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 56,
-            "num_experts": 5,
-            "num_experts_per_tok": 3,
-            "mlp_only_layers": [2],
-        },
-    ),
-    "qwen3.5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM, LINEAR),
-    "qwen3.5-moe": (
-        transformers.Qwen3_5MoeTextConfig,
-        transformers.Qwen3_5MoeForCausalLM,
-        {
-            **LINEAR,
-            "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 56,
-            "num_experts": 5,
-            "num_experts_per_tok": 3,
-        },
-    ),
+    "qwen3-next": _family("Qwen3Next", **LINEAR, **_SHARED, mlp_only_layers=[2]),
+    "qwen3.5": _family("Qwen3_5", **LINEAR),
+    "qwen3.5-moe": _family("Qwen3_5Moe", **LINEAR, **_SHARED),
 }
 """Some of their layers keep a state per sequence, which steps without an engine around them do not have."""
 
@@ -170,13 +118,17 @@ def make_checkpoint(
     """Write a checkpoint of ``family`` to ``path`` and return the transformers model it came from."""
     config_class, model_class, defaults = {**FAMILIES, **HYBRIDS}[family]
     config = config_class(**{**SIZES, **defaults, "tie_word_embeddings": tied, **overrides})
+    model = random_model(model_class, config, seed).to(dtype)
+    model.config.dtype = dtype
+    model.save_pretrained(path, max_shard_size="20KB" if sharded else "1GB")
+    return model
+
+
+def random_model(model_class: Any, config: Any, seed: int) -> transformers.PreTrainedModel:
     # Not "grouped_mm", which takes no odd sizes.
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = model_class._from_config(config, **eager).eval()
     randomize(model, seed)
-    model = model.to(dtype)
-    model.config.dtype = dtype
-    model.save_pretrained(path, max_shard_size="20KB" if sharded else "1GB")
     return model
 
 
@@ -258,17 +210,14 @@ def make_fp8_checkpoint(
             tensors[name] = value
         else:
             tensors[name], tensors[f"{name}_scale_inv"] = quantize_fp8(value, blocks)
-    _write_like(source, path, tensors)
-    edit_config(
-        path,
-        quantization_config={
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "quant_method": "fp8",
-            "weight_block_size": list(blocks),
-            "modules_to_not_convert": list(skipped) or None,
-        },
-    )
+    quantization = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": list(blocks),
+        "modules_to_not_convert": list(skipped) or None,
+    }
+    write_like(source, path, tensors, quantization_config=quantization)
 
 
 def make_dequantized_checkpoint(
@@ -282,8 +231,7 @@ def make_dequantized_checkpoint(
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
         scales, weight = tensors.pop(name), name.removesuffix("_scale_inv")
         tensors[weight] = dequantize_fp8(tensors[weight], scales, blocks, dtype)
-    _write_like(source, path, tensors)
-    edit_config(path, quantization_config=None)
+    write_like(source, path, tensors, quantization_config=None)
 
 
 def copy_configs(source: str | Path, path: str | Path) -> None:
@@ -292,6 +240,10 @@ def copy_configs(source: str | Path, path: str | Path) -> None:
         (Path(path) / file.name).write_text(file.read_text())
 
 
-def _write_like(source: str | Path, path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
+def write_like(
+    source: str | Path, path: str | Path, tensors: dict[str, torch.Tensor], **changes: object
+) -> None:
+    """Write ``tensors`` to ``path`` with the configs of ``source``, changed."""
     copy_configs(source, path)
     save_file(tensors, Path(path) / "model.safetensors", metadata={"format": "pt"})
+    edit_config(path, **changes)

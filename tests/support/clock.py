@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from .scripted import EngineDriver
+
 
 class Clock:
     """Called like ``time.monotonic``; ``now`` is what it says, in seconds."""
@@ -13,6 +15,11 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+    def advance(self, seconds: float, driver: EngineDriver, ticks: int = 1) -> None:
+        """Let time pass, and the loop turn after it."""
+        self.now += seconds
+        driver.tick(ticks)
 
 
 def clock_of(monkeypatch: pytest.MonkeyPatch, modules: Iterable[str]) -> Clock:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ class Compiled:
     name: str
     ptx: str
     cubin: bytes
+    shared: int
+    """Bytes of shared memory."""
 
     @property
     def usage(self) -> dict[str, int]:
@@ -35,36 +38,28 @@ class Compiled:
         return {name: int(value) for name, value in found}
 
 
-class _Driver:
-    """The part of a driver that compiling asks for."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
 @contextmanager
 def compiling(cache: Path) -> Iterator[list[Compiled]]:
     """Yield a list of what each launch of a Triton kernel compiles to; ``cache`` is an empty folder."""
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     found: list[Compiled] = []
+    asked = SimpleNamespace(  # the part of a driver that compiling asks for
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
     run = JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
-        found.append(Compiled(kernel.__name__, compiled.asm["ptx"], compiled.asm["cubin"]))
+        ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+        found.append(Compiled(kernel.__name__, ptx, cubin, compiled.metadata.shared))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(cache))
         patch.setattr(JITFunction, "run", compile_only)
-        patch.setattr(driver, "_active", _Driver())
+        patch.setattr(driver, "_active", asked)
         yield found

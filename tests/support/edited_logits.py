@@ -6,7 +6,12 @@ import numpy as np
 import torch
 
 from caesura.io_struct import GenerateReqInput, SamplingParams
+from caesura.scheduler.execution.forward import ForwardBatch
+from caesura.scheduler.execution.logit_edits import SpecialSampler
+from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
 from caesura.scheduler.scheduling.request import Request, RequestTable, make_requests
+
+from .scripted import ScriptedRunner
 
 
 def edited(
@@ -52,3 +57,23 @@ def bound(
         requests += make_requests(message, client=b"c", seed=seed, limit=60, eos_token_ids=eos, arrival=0.0)
         table.bind(requests[-1], table.take_slot())
     return table, requests
+
+
+def with_logits(runner: ScriptedRunner, vocab_size: int = 97, kinds: int = 3) -> None:
+    """Let ``runner`` sample from one of ``kinds`` rows of logits: the scripted model says which."""
+    ordinary = Sampler(vocab_size, 4, "cpu", torch.float32)
+    special = SpecialSampler(ordinary, vocab_size, torch.device("cpu"))
+
+    def sample(batch: ForwardBatch, tokens: np.ndarray) -> SamplerOutput:
+        if not len(tokens):
+            none = torch.empty(0)
+            return SamplerOutput(
+                token_ids=none.long(), logprobs=none, raw_logprobs=None, sampled_logprobs=None
+            )
+        rows = [logits_of(token % kinds, vocab_size=vocab_size) for token in tokens.tolist()]
+        logits, rare = torch.tensor(np.stack(rows)), batch.sampling.special
+        if rare is None:
+            return ordinary.sample(logits, batch.sampling)
+        return special.sample(logits, batch.sampling, rare)
+
+    runner.sample = sample

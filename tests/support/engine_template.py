@@ -89,21 +89,10 @@ class Template:
     def start(cls) -> "Template | None":
         """Start a template for this process, or return None where there can be none."""
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        root, number = str(Path(__file__).parents[1]), its.fileno()
+        command = [sys.executable, "-P", CODE, _START, root, str(number), *_ALWAYS]
         with its:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    CODE,
-                    _START,
-                    str(Path(__file__).parents[1]),
-                    str(its.fileno()),
-                    *_ALWAYS,
-                ],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[its.fileno()],
-                process_group=0,
-            )
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[number], process_group=0)
         template = cls(mine, process.pid, process)
         if mine.recv(len(READY)) == READY:
             return template
@@ -126,10 +115,9 @@ class Template:
         answer, its = socket.socketpair()
         with answer:
             with its, self._lock:
+                descriptors = [its.fileno(), *standard, *sorted(arguments["pass_fds"])]
                 try:
-                    socket.send_fds(
-                        self._channel, [message], [its.fileno(), *standard, *sorted(arguments["pass_fds"])]
-                    )
+                    socket.send_fds(self._channel, [message], descriptors)
                 except OSError:
                     self.is_gone = True
                     return None

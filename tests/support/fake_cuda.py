@@ -22,7 +22,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import prod
@@ -70,16 +70,10 @@ def register_guard(folder: Path) -> None:
 # Operations by the name of their schema, without the overload.
 _WAITS = frozenset(
     {
-        "_local_scalar_dense",
-        "item",
-        "equal",
-        "is_nonzero",
-        "nonzero",
-        "masked_select",
-        "_unique2",
+        "_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2",
         "unique_dim",
     }
-)
+)  # fmt: skip
 """Operations that give the host a value, or a size that depends on values."""
 _NO_LAUNCH = frozenset(
     {
@@ -253,16 +247,9 @@ class Tracer(TorchDispatchMode):
 
     def _note(self, kind: str, name: str, tensors: list[Tensor]) -> None:
         sizes = [(prod(tensor.shape), tensor.element_size()) for tensor in tensors]
-        self.record.events.append(
-            Event(
-                kind,
-                name,
-                self.phase,
-                _where(),
-                max((count for count, _ in sizes), default=0),
-                sum(count * size for count, size in sizes),
-            )
-        )
+        elements = max((count for count, _ in sizes), default=0)
+        nbytes = sum(count * size for count, size in sizes)
+        self.record.events.append(Event(kind, name, self.phase, _where(), elements, nbytes))
 
 
 def _is_fake(leaf: object) -> bool:
@@ -333,58 +320,32 @@ class FakeGraph:
         self._tracer.launch("graph")
 
 
-class FakeCuda:
-    """The part of ``torch.cuda`` that the scheduler uses, on a Hopper device."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
-        self.Event = _Event
-
-    def Stream(self, device: object = None) -> _Stream:  # noqa: N802 (torch's name)
-        return _Stream(self._tracer)
-
-    def CUDAGraph(self) -> FakeGraph:  # noqa: N802 (torch's name)
-        return FakeGraph(self._tracer)
-
-    def stream(self, stream: _Stream) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def current_stream(self, device: object = None) -> _Stream:
-        return _Stream(self._tracer)
-
-    def synchronize(self, device: object = None) -> None:
-        self._tracer.waited("synchronize")
-
-    def graph_pool_handle(self) -> object:
-        return object()
-
-    def current_device(self) -> int:
-        return 0
-
-    def get_device_capability(self, device: object = None) -> tuple[int, int]:
-        return 9, 0
-
-    def get_device_name(self, device: object = None) -> str:
-        return "fake"
-
-    def get_device_properties(self, device: object = None) -> SimpleNamespace:
-        return SimpleNamespace(multi_processor_count=132, major=9, minor=0)
-
-    def mem_get_info(self, device: object = None) -> tuple[int, int]:
-        return 100 << 30, 140 << 30
-
-    def memory_reserved(self, device: object = None) -> int:
-        return 0
-
-    def memory_allocated(self, device: object = None) -> int:
-        return 0
+def _device_module(tracer: Tracer) -> SimpleNamespace:
+    """Return the part of ``torch.cuda`` that the scheduler uses, on a Hopper device."""
+    properties = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
+    return SimpleNamespace(
+        Event=_Event,
+        Stream=lambda device=None: _Stream(tracer),
+        CUDAGraph=lambda: FakeGraph(tracer),
+        stream=lambda stream: nullcontext(),
+        current_stream=lambda device=None: _Stream(tracer),
+        synchronize=lambda device=None: tracer.waited("synchronize"),
+        graph_pool_handle=object,
+        current_device=lambda: 0,
+        get_device_capability=lambda device=None: (9, 0),
+        get_device_name=lambda device=None: "fake",
+        get_device_properties=lambda device=None: properties,
+        mem_get_info=lambda device=None: (100 << 30, 140 << 30),
+        memory_reserved=lambda device=None: 0,
+        memory_allocated=lambda device=None: 0,
+    )
 
 
 @contextmanager
 def fake_cuda() -> Iterator[Tracer]:
     """Make ``cuda:0`` a fake device, and record its use; a guard has been registered."""
     tracer = Tracer()
-    device = FakeCuda(tracer)
+    device = _device_module(tracer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_device_module", lambda device_=None: device)
         for name in ("get_device_capability", "get_device_name", "get_device_properties", "current_device"):

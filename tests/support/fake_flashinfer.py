@@ -7,12 +7,13 @@ ones give wrong numbers. Wrappers for graphs copy their plans into the buffers t
 accept no other number of rows.
 """
 
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .flashinfer_interface import takes
 
 CALLS: list[str] = []
 """Plans and runs since the list was cleared."""
@@ -74,186 +75,143 @@ def _append(
     v_cache[pages, :, positions.long() % size] = v
 
 
-def append_paged_kv_cache(
-    append_key: Tensor,
-    append_value: Tensor,
-    batch_indices: Tensor,
-    positions: Tensor,
-    paged_kv_cache: tuple[Tensor, Tensor],
-    kv_indices: Tensor,
-    kv_indptr: Tensor,
-    kv_last_page_len: Tensor,
-    kv_layout: str = "NHD",
-) -> None:
-    assert kv_layout == "HND"
-    assert len(kv_indptr) == len(kv_last_page_len) + 1
-    assert len(batch_indices) == len(positions) == len(append_key) == len(append_value)
-    for ints in (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len):
+@takes("append_paged_kv_cache", kv_layout="NHD")
+def append_paged_kv_cache(given: Any) -> None:
+    assert given.kv_layout == "HND"
+    assert len(given.kv_indptr) == len(given.kv_last_page_len) + 1
+    tokens = given.append_key, given.append_value, given.batch_indices, given.positions
+    assert len({len(each) for each in tokens}) == 1
+    for ints in (*tokens[2:], given.kv_indices, given.kv_indptr, given.kv_last_page_len):
         assert ints.dtype == torch.int32
         assert ints.is_contiguous()
-    _append(append_key, append_value, batch_indices, positions, *paged_kv_cache, kv_indices, kv_indptr)
+    _append(*tokens, *given.paged_kv_cache, given.kv_indices, given.kv_indptr)
+
+
+FORM = {"sm_scale": None, "window_left": -1, "logits_soft_cap": None}
+DTYPES = {"q_data_type": None, "kv_data_type": None}
 
 
 class _Wrapper:
-    """Common part of both wrappers: plans as tensors, and attention over them."""
+    """Common part of the wrappers: plans as tensors, and attention over them."""
 
-    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
-        assert kv_layout == "HND"
-        assert not float_workspace_buffer.any(), "must be zero at first"
+    def _begin(self, given: Any, *buffers: Tensor) -> None:
+        assert given.kv_layout == "HND"
+        assert not given.float_workspace_buffer.any(), "must be zero at first"
         self._plans: tuple[Tensor, ...] = ()
         self._form = 0.0, -1, 0.0
+        self._buffers = buffers
+        if buffers:
+            assert len(buffers[0]) == len(buffers[1]) == len(buffers[3]) + 1
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         assert float_workspace_buffer.dtype == int_workspace_buffer.dtype == torch.uint8
 
-    def _keep(
-        self, plans: tuple[Tensor, ...], form: tuple[float, int, float | None], dtypes: tuple[Any, Any]
-    ) -> None:
-        assert dtypes[0] == dtypes[1]
+    def _keep(self, given: Any, plans: tuple[Tensor, ...]) -> None:
+        assert given.page_size == 16
+        assert given.q_data_type == given.kv_data_type
         assert all(plan.dtype == torch.int32 for plan in plans)
         indptr, indices = plans[1], plans[2]
         assert int(indptr[0]) == 0
         assert int(indptr[-1]) == len(indices)
         assert bool(((plans[3] >= 1) & (plans[3] <= 16)).all())
-        scale, window_left, soft_cap = form
-        self._form = scale, window_left, soft_cap or 0.0
-        self._plans = tuple(plan.clone() for plan in plans)  # they may be overwritten once the copy was made
+        self._form = given.sm_scale, given.window_left, given.logits_soft_cap or 0.0
+        self._plans = _kept(plans, self._buffers)
 
-    def run(
-        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *args: Tensor, out: Tensor | None = None
-    ) -> Tensor:
-        assert q.stride(-1) == 1
-        (sinks,) = args or (None,)
-        attended = _attend(q, *paged_kv_cache, *self._plans, *self._form, sinks)
-        return attended if out is None else out.copy_(attended)
+    @takes("BatchPrefillWithPagedKVCacheWrapper.run", args=(), out=None)
+    def run(self, given: Any) -> Tensor:
+        assert given.q.stride(-1) == 1
+        (sinks,) = given.args or (None,)
+        attended = _attend(given.q, *given.paged_kv_cache, *self._plans, *self._form, sinks)
+        return attended if given.out is None else given.out.copy_(attended)
+
+
+def _kept(plans: tuple[Tensor, ...], buffers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copy plans, which may be overwritten afterwards, into a captured wrapper's buffers if it has any."""
+    if not buffers:
+        return tuple(plan.clone() for plan in plans)
+    for number, (buffer, plan) in enumerate(zip(buffers, plans, strict=True)):
+        assert number == 2 or len(buffer) == len(plan), "the number of rows of a captured wrapper is fixed"
+        assert buffer.untyped_storage().data_ptr() != plan.untyped_storage().data_ptr()
+        buffer[: len(plan)].copy_(plan)
+    return buffers
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    def plan(
-        self,
-        qo_indptr: Tensor,
-        paged_kv_indptr: Tensor,
-        paged_kv_indices: Tensor,
-        paged_kv_last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        *,
-        causal: bool = False,
-        sm_scale: float,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None:
-        assert causal
-        assert page_size == 16
-        CALLS.append(f"plan prefill {len(paged_kv_last_page_len)}")
-        plans = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        self._keep(plans, (sm_scale, window_left, logits_soft_cap), (q_data_type, kv_data_type))
+    @takes("BatchPrefillWithPagedKVCacheWrapper.__init__", kv_layout="NHD")
+    def __init__(self, given: Any) -> None:
+        self._begin(given)
+
+    @takes("BatchPrefillWithPagedKVCacheWrapper.plan", causal=False, **FORM, **DTYPES)
+    def plan(self, given: Any) -> None:
+        assert given.causal
+        CALLS.append(f"plan prefill {len(given.paged_kv_last_page_len)}")
+        lists = given.paged_kv_indptr, given.paged_kv_indices, given.paged_kv_last_page_len
+        self._keep(given, (given.qo_indptr, *lists))
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
     """Prompts and decode rows alike; compiled for a window or for none, and for no soft cap."""
 
-    def __init__(
-        self,
-        float_workspace_buffer: Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf: Tensor | None = None,
-        paged_kv_indptr_buf: Tensor | None = None,
-        paged_kv_indices_buf: Tensor | None = None,
-        paged_kv_last_page_len_buf: Tensor | None = None,
-        *,
-        q_data_type: torch.dtype = torch.bfloat16,
-        kv_data_type: torch.dtype = torch.bfloat16,
-        head_dim_qk: int = 128,
-        head_dim_vo: int = 128,
-        window_left: int = -1,
-    ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout)
-        self._compiled = q_data_type, kv_data_type, head_dim_qk, head_dim_vo, window_left >= 0
-        self._buffers: tuple[Tensor, ...] | None = None
-        if use_cuda_graph:
-            given = qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
-            self._buffers = tuple(buffer for buffer in given if buffer is not None)
-            assert len(self._buffers) == 4
-            assert len(self._buffers[0]) == len(self._buffers[1]) == len(self._buffers[3]) + 1
+    @takes(
+        "BatchAttentionWithAttentionSinkWrapper.__init__",
+        kv_layout="NHD",
+        use_cuda_graph=False,
+        qo_indptr_buf=None,
+        paged_kv_indptr_buf=None,
+        paged_kv_indices_buf=None,
+        paged_kv_last_page_len_buf=None,
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+        head_dim_qk=128,
+        head_dim_vo=128,
+        window_left=-1,
+    )
+    def __init__(self, given: Any) -> None:
+        buffers = given.qo_indptr_buf, given.paged_kv_indptr_buf, given.paged_kv_indices_buf
+        self._begin(given, *((*buffers, given.paged_kv_last_page_len_buf) if given.use_cuda_graph else ()))
+        self._compiled = given
 
-    def _keep(
-        self, plans: tuple[Tensor, ...], form: tuple[float, int, float | None], dtypes: tuple[Any, Any]
-    ) -> None:
-        assert not form[2], "not compiled for soft caps"
-        assert self._compiled[4] == (form[1] >= 0), "compiled for another kind of mask"
-        assert self._compiled[:2] == dtypes
-        super()._keep(plans, form, dtypes)
-        if self._buffers is not None:
-            assert len(self._buffers[3]) == len(plans[3]), "the number of rows of a captured wrapper is fixed"
-            for buffer, plan in zip(self._buffers, self._plans, strict=True):
-                buffer[: len(plan)].copy_(plan)
-            self._plans = self._buffers
+    def _keep(self, given: Any, plans: tuple[Tensor, ...]) -> None:
+        assert not given.logits_soft_cap, "not compiled for soft caps"
+        window = self._compiled.window_left >= 0
+        assert window == (given.window_left >= 0), "compiled for another kind of mask"
+        assert all(getattr(given, name) == getattr(self._compiled, name) for name in DTYPES)
+        super()._keep(given, plans)
 
-    def run(
-        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *args: Tensor, out: Tensor | None = None
-    ) -> Tensor:
-        (sinks,) = args
-        assert self._compiled[2] == self._compiled[3] == q.shape[-1]
+    @takes("BatchAttentionWithAttentionSinkWrapper.run", args=(), out=None)
+    def run(self, given: Any) -> Tensor:
+        (sinks,) = given.args
+        assert self._compiled.head_dim_qk == self._compiled.head_dim_vo == given.q.shape[-1]
         assert sinks.dtype == torch.float32
-        assert sinks.shape == q.shape[1:2]
-        return super().run(q, paged_kv_cache, sinks, out=out)
+        assert sinks.shape == given.q.shape[1:2]
+        return super().run(given.q, given.paged_kv_cache, sinks, out=given.out)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
-    def __init__(
-        self,
-        float_workspace_buffer: Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        use_tensor_cores: bool = False,
-        paged_kv_indptr_buffer: Tensor | None = None,
-        paged_kv_indices_buffer: Tensor | None = None,
-        paged_kv_last_page_len_buffer: Tensor | None = None,
-    ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout)
-        self.use_tensor_cores = use_tensor_cores
-        self._buffers: tuple[Tensor, ...] | None = None
-        if use_cuda_graph:
-            indptr, indices = paged_kv_indptr_buffer, paged_kv_indices_buffer
-            last = paged_kv_last_page_len_buffer
-            assert indptr is not None
-            assert indices is not None
-            assert last is not None
-            assert len(indptr) == len(last) + 1
-            self._buffers = (torch.arange(len(indptr), dtype=torch.int32), indptr, indices, last)
+    @takes(
+        "BatchDecodeWithPagedKVCacheWrapper.__init__",
+        kv_layout="NHD",
+        use_cuda_graph=False,
+        use_tensor_cores=False,
+        paged_kv_indptr_buffer=None,
+        paged_kv_indices_buffer=None,
+        paged_kv_last_page_len_buffer=None,
+    )
+    def __init__(self, given: Any) -> None:
+        self.use_tensor_cores = given.use_tensor_cores
+        buffers: tuple[Tensor, ...] = ()
+        if given.use_cuda_graph:
+            indptr = given.paged_kv_indptr_buffer
+            rows = torch.arange(len(indptr), dtype=torch.int32)
+            buffers = rows, indptr, given.paged_kv_indices_buffer, given.paged_kv_last_page_len_buffer
+        self._begin(given, *buffers)
 
-    def plan(
-        self,
-        indptr: Tensor,
-        indices: Tensor,
-        last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        *,
-        sm_scale: float,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None:
-        assert page_size == 16
-        rows = len(last_page_len)
-        CALLS.append(f"plan decode {rows}{'' if self._buffers is None else ' for a graph'}")
-        plans = (torch.arange(rows + 1, dtype=torch.int32), indptr, indices, last_page_len)
-        self._keep(plans, (sm_scale, window_left, logits_soft_cap), (q_data_type, kv_data_type))
-        if self._buffers is not None:
-            assert len(self._buffers[3]) == rows, "the number of rows of a captured wrapper is fixed"
-            for buffer, plan in zip(self._buffers[1:], self._plans[1:], strict=True):
-                buffer[: len(plan)].copy_(plan)
-            self._plans = self._buffers
+    @takes("BatchDecodeWithPagedKVCacheWrapper.plan", **FORM, **DTYPES)
+    def plan(self, given: Any) -> None:
+        rows = len(given.last_page_len)
+        CALLS.append(f"plan decode {rows}{' for a graph' if self._buffers else ''}")
+        first = torch.arange(rows + 1, dtype=torch.int32)
+        self._keep(given, (first, given.indptr, given.indices, given.last_page_len))
 
 
 @torch.library.custom_op("fake_flashinfer::attend_latents", mutates_args=("out",))
@@ -283,8 +241,7 @@ def _attend_latents(
         out[here] = torch.einsum("hts,sd->thd", scores.softmax(-1), keys[:, :latent]).to(q.dtype)
 
 
-@dataclass(frozen=True)
-class MLAPlanMetadata:
+class MLAPlanMetadata(NamedTuple):
     qo_indptr: Tensor
     kv_indptr: Tensor
     kv_indices: Tensor
@@ -296,82 +253,50 @@ class MLAPlanMetadata:
     ) -> "MLAPlanMetadata":
         return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
 
-    def lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.qo_indptr, self.kv_indptr, self.kv_indices, self.kv_len_arr
-
 
 mla = SimpleNamespace(MLAPlanMetadata=MLAPlanMetadata)
+LISTS = dict.fromkeys(MLAPlanMetadata._fields)
+LATENT = dict.fromkeys(["num_heads", "head_dim_ckv", "head_dim_kpe", "page_size", "causal", "sm_scale"])
 
 
 class BatchMLAPagedAttentionWrapper:
     """Plans as the real one checks them."""
 
-    def __init__(
-        self,
-        float_workspace_buffer: Tensor,
-        use_cuda_graph: bool = False,
-        qo_indptr: Tensor | None = None,
-        kv_indptr: Tensor | None = None,
-        kv_indices: Tensor | None = None,
-        kv_len_arr: Tensor | None = None,
-        backend: str = "auto",
-    ) -> None:
-        assert float_workspace_buffer.dtype == torch.uint8
-        assert backend in ("fa2", "fa3")
-        self._buffers: tuple[Tensor, ...] | None = None
-        if use_cuda_graph:
-            assert qo_indptr is not None
-            assert kv_indptr is not None
-            assert kv_indices is not None
-            assert kv_len_arr is not None
-            self._buffers = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+    @takes("BatchMLAPagedAttentionWrapper.__init__", use_cuda_graph=False, backend="auto", **LISTS)
+    def __init__(self, given: Any) -> None:
+        assert given.float_workspace_buffer.dtype == torch.uint8
+        assert given.backend in ("fa2", "fa3")
+        buffers = given.qo_indptr, given.kv_indptr, given.kv_indices, given.kv_len_arr
+        self._buffers: tuple[Tensor, ...] = buffers if given.use_cuda_graph else ()
         self._plans: tuple[Tensor, ...] = ()
 
-    def plan(
-        self,
-        *,
-        metadata: MLAPlanMetadata,
-        num_heads: int,
-        head_dim_ckv: int,
-        head_dim_kpe: int,
-        page_size: int,
-        causal: bool,
-        sm_scale: float,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None:
-        lists = metadata.lists()
-        qo_indptr, kv_indptr, kv_indices, kv_len_arr = lists
+    @takes("BatchMLAPagedAttentionWrapper.plan", metadata=None, **LATENT, **DTYPES)
+    def plan(self, given: Any) -> None:
+        qo_indptr, kv_indptr, kv_indices, kv_len_arr = given.metadata
         rows = len(kv_len_arr)
-        for ints in lists:
+        for ints in given.metadata:
             assert ints.dtype == torch.int32
             assert ints.dim() == 1
             assert ints.is_contiguous()
         assert len(qo_indptr) == len(kv_indptr) == rows + 1
         assert int(qo_indptr[0]) == int(kv_indptr[0]) == 0
         assert int(kv_indptr[-1]) <= len(kv_indices)
-        assert torch.equal(kv_indptr.diff(), -(-kv_len_arr // page_size))
-        assert page_size == 16
-        assert q_data_type == kv_data_type
-        assert not causal or 128 % num_heads == 0, "a tile ends within a query"
-        CALLS.append(
-            f"plan latent {'prefill' if causal else 'decode'} "
-            f"{rows}{' for a graph' * (self._buffers is not None)}"
-        )
-        self._widths, self._scale, self._causal = (head_dim_ckv, head_dim_kpe), sm_scale, causal
-        if self._buffers is None:
-            self._plans = tuple(each.clone() for each in lists)
-            return
-        for buffer, each in zip(self._buffers, lists, strict=True):
-            assert len(buffer) == len(each) or buffer is self._buffers[2], "the number of rows is fixed"
-            assert buffer.untyped_storage().data_ptr() != each.untyped_storage().data_ptr()
-            buffer[: len(each)].copy_(each)
-        self._plans = self._buffers
+        assert torch.equal(kv_indptr.diff(), -(-kv_len_arr // given.page_size))
+        assert given.page_size == 16
+        assert given.q_data_type == given.kv_data_type
+        assert not given.causal or 128 % given.num_heads == 0, "a tile ends within a query"
+        kind = "prefill" if given.causal else "decode"
+        CALLS.append(f"plan latent {kind} {rows}{' for a graph' if self._buffers else ''}")
+        self._planned = given
+        self._plans = _kept(given.metadata, self._buffers)
 
-    def run(self, *, query: Tensor, kv_cache: Tensor, out: Tensor) -> Tensor:
-        assert query.shape[-1] == kv_cache.shape[-1] == sum(self._widths)
-        assert query.stride(-1) == kv_cache.stride(-1) == 1
-        assert out.shape == (*query.shape[:2], self._widths[0])
+    @takes("BatchMLAPagedAttentionWrapper.run", query=None, kv_cache=None, out=None)
+    def run(self, given: Any) -> Tensor:
+        query, cache, out, latent = given.query, given.kv_cache, given.out, self._planned.head_dim_ckv
+        assert query.shape[-1] == cache.shape[-1] == latent + self._planned.head_dim_kpe
+        assert query.stride(-1) == cache.stride(-1) == 1
+        assert out.shape == (*query.shape[:2], latent)
         assert out.dtype == query.dtype
-        _attend_latents(query, kv_cache, out, *self._plans, self._widths[0], self._scale, self._causal)
+        form = latent, self._planned.sm_scale, self._planned.causal
+        _attend_latents(query, cache, out, *self._plans, *form)
         return out

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .flashinfer_interface import takes
+
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 
@@ -49,65 +51,37 @@ def _rounded(x: Tensor) -> Tensor:
     return ((tiles / factors).float().to(FP8).double() * factors).flatten(1)
 
 
-def fp8_blockscale_gemm_sm90(
-    input: Tensor,
-    weight: Tensor,
-    input_scale: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    assert (input.dtype, input_scale, out) == (torch.bfloat16, None, None)
-    assert weight_scale is not None
+@takes("fp8_blockscale_gemm_sm90", input_scale=None, weight_scale=None)
+def fp8_blockscale_gemm_sm90(given: Any) -> Tensor:
+    x, weight = given.input, given.weight
+    assert (x.dtype, given.input_scale) == (torch.bfloat16, None)
     assert weight.shape[0] % 64 == 0
     assert weight.shape[1] % BLOCK == 0
-    return (_rounded(_packed(input, tuple(input.shape))) @ _weights(weight, weight_scale).t()).bfloat16()
+    return (_rounded(_packed(x, tuple(x.shape))) @ _weights(weight, given.weight_scale).t()).bfloat16()
 
 
-def gemm_fp8_nt_groupwise(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    scale_major_mode: str | None = None,
-    mma_sm: int = 1,
-    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
-    out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    backend: str = "cutlass",
-) -> Tensor:
-    assert scale_major_mode == "K"
-    assert a.shape[0] % 4 == 0
-    assert b.shape[0] % 8 == 0
-    return (_values(a, a_scale) @ _weights(b, b_scale).t()).to(out_dtype)
+@takes("gemm_fp8_nt_groupwise", scale_major_mode=None, out_dtype=None, backend="cutlass")
+def gemm_fp8_nt_groupwise(given: Any) -> Tensor:
+    assert given.scale_major_mode == "K"
+    assert given.a.shape[0] % 4 == 0
+    assert given.b.shape[0] % 8 == 0
+    return (_values(given.a, given.a_scale) @ _weights(given.b, given.b_scale).t()).to(given.out_dtype)
 
 
-def group_gemm_fp8_nt_groupwise(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    m_indptr: Tensor,
-    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
-    scale_major_mode: str = "MN",
-    mma_sm: int = 1,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    backend: str = "trtllm",
-    segment_alignment: int = 1,
-) -> Tensor:
-    assert scale_major_mode == "K"
-    assert m_indptr.dtype == torch.int32
-    assert len(m_indptr) == len(b) + 1
-    assert not (m_indptr % 4).any()
-    starts = m_indptr.tolist()
+@takes("group_gemm_fp8_nt_groupwise", scale_major_mode="MN", out_dtype=None)
+def group_gemm_fp8_nt_groupwise(given: Any) -> Tensor:
+    assert given.scale_major_mode == "K"
+    assert given.m_indptr.dtype == torch.int32
+    assert len(given.m_indptr) == len(given.b) + 1
+    assert not (given.m_indptr % 4).any()
+    starts = given.m_indptr.tolist()
     assert starts[0] == 0
-    assert starts[-1] <= len(a)
-    left, right = _values(a, a_scale), _weights(b, b_scale)
-    found = left.new_full((len(a), b.shape[1]), torch.nan)
+    assert starts[-1] <= len(given.a)
+    left, right = _values(given.a, given.a_scale), _weights(given.b, given.b_scale)
+    found = left.new_full((len(given.a), given.b.shape[1]), torch.nan)
     for expert, (start, end) in enumerate(pairwise(starts)):
         found[start:end] = left[start:end] @ right[expert].t()
-    return found.to(out_dtype)
+    return found.to(given.out_dtype)
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -126,64 +100,50 @@ def m_grouped_fp8_gemm_nt_contiguous(
             d[rows] = (left[rows] @ right[int(indices[0])].t()).to(d.dtype)
 
 
-def cutlass_fused_moe_workspace_size(
-    max_num_tokens: int,
-    hidden_size: int,
-    intermediate_size: int,
-    num_experts_total: int,
-    top_k: int,
-    *,
-    x_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    output_dtype: torch.dtype = torch.bfloat16,
-    use_deepseek_fp8_block_scale: bool = False,
-    device: torch.device | None = None,
-) -> int:
-    assert use_deepseek_fp8_block_scale
-    assert (x_dtype, weight_dtype, output_dtype) == (torch.bfloat16, FP8, torch.bfloat16)
-    return max_num_tokens * top_k * (hidden_size + intermediate_size) + num_experts_total
+@takes(
+    "cutlass_fused_moe_workspace_size",
+    output_dtype=torch.bfloat16,
+    use_deepseek_fp8_block_scale=False,
+    device=None,
+)
+def cutlass_fused_moe_workspace_size(given: Any) -> int:
+    assert given.use_deepseek_fp8_block_scale
+    dtypes = given.x_dtype, given.weight_dtype, given.output_dtype
+    assert dtypes == (torch.bfloat16, FP8, torch.bfloat16)
+    row = given.hidden_size + given.intermediate_size
+    return given.max_num_tokens * given.top_k * row + given.num_experts_total
 
 
-def cutlass_fused_moe(
-    input: Tensor,
-    token_selected_experts: Tensor,
-    token_final_scales: Tensor,
-    fc1_expert_weights: Tensor,
-    fc2_expert_weights: Tensor,
-    output_dtype: torch.dtype,
-    quant_scales: list[Tensor],
-    *,
-    use_deepseek_fp8_block_scale: bool = False,
-    output: Tensor | None = None,
-    profile_ids: list[int] | None = None,
-    workspace_buffer: Tensor | None = None,
-) -> list[Tensor]:
-    assert use_deepseek_fp8_block_scale
-    assert input.dtype == output_dtype == torch.bfloat16
-    assert token_selected_experts.dtype == torch.int32
-    assert token_final_scales.dtype == torch.float32
-    assert token_final_scales.shape == token_selected_experts.shape
-    tokens, top_k = token_selected_experts.shape
-    experts, hidden, width = fc2_expert_weights.shape
-    assert fc1_expert_weights.shape == (experts, 2 * width, hidden)
-    needed = tokens * top_k * (hidden + width) + experts
-    assert workspace_buffer is not None
-    assert workspace_buffer.dtype == torch.uint8
-    assert workspace_buffer.numel() >= needed
-    first, second = (
-        _weights(weight, scales)
-        for weight, scales in zip((fc1_expert_weights, fc2_expert_weights), quant_scales, strict=True)
-    )
-    ids = _packed(token_selected_experts, (tokens, top_k)).long()
-    x = _rounded(_packed(input, (tokens, hidden)))
+@takes(
+    "cutlass_fused_moe",
+    use_deepseek_fp8_block_scale=False,
+    output=None,
+    profile_ids=None,
+    workspace_buffer=None,
+)
+def cutlass_fused_moe(given: Any) -> list[Tensor]:
+    chosen, factors = given.token_selected_experts, given.token_final_scales
+    assert given.use_deepseek_fp8_block_scale
+    assert given.input.dtype == given.output_dtype == torch.bfloat16
+    assert chosen.dtype == torch.int32
+    assert factors.dtype == torch.float32
+    assert factors.shape == chosen.shape
+    tokens, top_k = chosen.shape
+    experts, hidden, width = given.fc2_expert_weights.shape
+    assert given.fc1_expert_weights.shape == (experts, 2 * width, hidden)
+    assert given.workspace_buffer.dtype == torch.uint8
+    assert given.workspace_buffer.numel() >= tokens * top_k * (hidden + width) + experts
+    weights = given.fc1_expert_weights, given.fc2_expert_weights
+    assert len(given.quant_scales) == len(weights)
+    first, second = map(_weights, weights, given.quant_scales)
+    ids = _packed(chosen, (tokens, top_k)).long()
+    x = _rounded(_packed(given.input, (tokens, hidden)))
     up, gate = torch.einsum("th,tkwh->tkw", x, first[ids]).chunk(2, dim=-1)
     gated = _rounded((functional.silu(gate) * up).bfloat16().flatten(0, 1)).view(tokens, top_k, width)
     each = torch.einsum("tkw,tkhw->tkh", gated, second[ids])
-    factors = _packed(token_final_scales, (tokens, top_k)).double()
-    assert output is not None
-    assert output.is_contiguous()
-    output.copy_((each * factors[..., None]).sum(1))
-    return [output]
+    assert given.output.is_contiguous()
+    given.output.copy_((each * _packed(factors, (tokens, top_k)).double()[..., None]).sum(1))
+    return [given.output]
 
 
 def scaled_mm(

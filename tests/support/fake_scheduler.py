@@ -9,6 +9,7 @@ import json
 import os
 import queue
 import secrets
+import signal
 import struct
 import sys
 import threading
@@ -217,75 +218,52 @@ def silent(request: object) -> list[object]:
 
 def answer(request: Request) -> Iterable[Message]:
     """Return the answers of a healthy engine to any request, at once."""
+
+    def reply(kind: type[Message], **fields: object) -> list[Message]:
+        return [kind(id=request.id, **fields)]
+
     match request:
         case GenerateReqInput():
             return [echo(request)]
         case AbortReq():
-            return [AbortReqOutput(id=request.id, aborted=1)]
+            return reply(AbortReqOutput, aborted=1)
         case PauseGenerationReqInput():
-            return [
-                PauseGenerationReqOutput(
-                    id=request.id,
-                    mode=request.mode,
-                    step=5,
-                    held_requests=1,
-                    held_tokens=16,
-                    waiting_requests=0,
-                    aborted_requests=0,
-                )
-            ]
+            counts = {"held_requests": 1, "held_tokens": 16, "waiting_requests": 0, "aborted_requests": 0}
+            return reply(PauseGenerationReqOutput, mode=request.mode, step=5, **counts)
         case RenewPauseLeaseReqInput():
-            return [RenewPauseLeaseReqOutput(id=request.id, renewed=True, lease_left_s=60.0)]
+            return reply(RenewPauseLeaseReqOutput, renewed=True, lease_left_s=60.0)
         case ContinueGenerationReqInput():
-            return [
-                ContinueGenerationReqOutput(
-                    id=request.id,
-                    was_paused=True,
-                    reserved_before=4 << 20,
-                    reserved_after=3 << 20,
-                    freed=1 << 20,
-                )
-            ]
+            memory = {"reserved_before": 4 << 20, "reserved_after": 3 << 20, "freed": 1 << 20}
+            return reply(ContinueGenerationReqOutput, was_paused=True, **memory)
         case FlushCacheReqInput():
-            return [FlushCacheReqOutput(id=request.id, freed_tokens=16)]
+            return reply(FlushCacheReqOutput, freed_tokens=16)
         case GetStatusReqInput():
             return [status_reply(request)]
         case GetMemoryHistoryReqInput():
             events = [memory_event(seq) for seq in (1, 2) if seq > request.after]
-            return [GetMemoryHistoryReqOutput(id=request.id, events=events, more=False)]
+            return reply(GetMemoryHistoryReqOutput, events=events, more=False)
         case BeginWeightUpdateReqInput():
-            return [BeginWeightUpdateReqOutput(id=request.id, session_id="s0", weights_epoch=0)]
+            return reply(BeginWeightUpdateReqOutput, session_id="s0", weights_epoch=0)
         case EndWeightUpdateReqInput():
             return [update_reply(request, committed=request.commit, version=request.weight_version or "v0")]
         case UpdateWeightFromDiskReqInput():
             return [update_reply(request, version=request.weight_version or "v0")]
         case WeightsCheckerReqInput():
-            return [WeightsCheckerReqOutput(id=request.id, total="00")]
+            return reply(WeightsCheckerReqOutput, total="00")
         case StartProfileReqInput():
-            return [
-                StartProfileReqOutput(
-                    id=request.id, path="/traces/t.json.gz", num_steps=request.num_steps or 1000
-                )
-            ]
+            steps = request.num_steps or 1000
+            return reply(StartProfileReqOutput, path="/traces/t.json.gz", num_steps=steps)
         case StopProfileReqInput():
-            return [StopProfileReqOutput(id=request.id, path="/traces/t.json.gz", steps=20)]
+            return reply(StopProfileReqOutput, path="/traces/t.json.gz", steps=20)
         case ShutdownReqInput():
-            return [ShutdownReqOutput(id=request.id)]
+            return reply(ShutdownReqOutput)
     raise AssertionError(f"unexpected {request}")
 
 
 def welcome(hello: HelloReqInput, incarnation: str) -> Iterable[Message]:
     major, minor = WIRE_VERSION
-    return [
-        HelloReqOutput(
-            id=hello.id,
-            wire_major=major,
-            wire_minor=minor,
-            incarnation=incarnation,
-            version="0",
-            pid=os.getpid(),
-        )
-    ]
+    versions = {"wire_major": major, "wire_minor": minor, "version": "0"}
+    return [HelloReqOutput(id=hello.id, incarnation=incarnation, pid=os.getpid(), **versions)]
 
 
 class FakeScheduler:
@@ -339,7 +317,8 @@ class FakeScheduler:
                     try:
                         request = decode_request(header)
                     except msgspec.DecodeError as error:
-                        self._send(peer, self._malformed(header, error))
+                        given, code = msgspec.msgpack.decode(header), ErrorCode.MALFORMED_MESSAGE
+                        self._send(peer, ErrorReply(id=given["id"], code=code, message=str(error)))
                         continue
                     if isinstance(request, HelloReqInput):
                         self.hellos += 1
@@ -358,11 +337,6 @@ class FakeScheduler:
             self._router.close(linger=1000)
             self._context.term()
 
-    @staticmethod
-    def _malformed(header: bytes, error: Exception) -> ErrorReply:
-        given = msgspec.msgpack.decode(header)
-        return ErrorReply(id=given["id"], code=ErrorCode.MALFORMED_MESSAGE, message=str(error))
-
     def _send(self, peer: bytes, reply: Message | bytes) -> None:
         self._router.send_multipart([peer, reply if isinstance(reply, bytes) else encode(reply)])
 
@@ -370,26 +344,17 @@ class FakeScheduler:
         self._thread.join()
 
 
+UNANSWERED = {"ignore-signals": ShutdownReqInput, "deaf": GetStatusReqInput, "silent": GenerateReqInput}
+"""Request that a process with that behaviour never answers."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--ready-fd", type=int, required=True)
     parser.add_argument("--lifeline-fd", type=int, required=True)
-    parser.add_argument(
-        "--behave",
-        choices=[
-            "well",
-            "refuse",
-            "crash",
-            "hang",
-            "die-on-generate",
-            "ignore-signals",
-            "deaf",
-            "silent",
-            "drain",
-        ],
-        default="well",
-    )
+    behaviours = ["well", "refuse", "crash", "hang", "die-on-generate", "drain", *UNANSWERED]
+    parser.add_argument("--behave", choices=behaviours, default="well")
     options = parser.parse_args()
 
     def say(**message: object) -> None:
@@ -408,11 +373,7 @@ def main() -> None:
         if isinstance(request, GenerateReqInput) and options.behave == "die-on-generate":
             print("last words", file=sys.stderr, flush=True)
             os._exit(3)
-        if isinstance(request, ShutdownReqInput) and options.behave == "ignore-signals":
-            return []
-        if isinstance(request, GetStatusReqInput) and options.behave == "deaf":
-            return []
-        if isinstance(request, GenerateReqInput) and options.behave == "silent":
+        if isinstance(request, UNANSWERED.get(options.behave, ())):
             return []
         if isinstance(request, ShutdownReqInput) and options.behave == "drain":
             Path(options.endpoint.removeprefix("ipc://")).with_name("draining").touch()
@@ -420,8 +381,6 @@ def main() -> None:
         return answer(request)
 
     if options.behave in ("ignore-signals", "deaf"):
-        import signal
-
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         fake = FakeScheduler(options.endpoint, handler)
         say(ready=True, endpoint=options.endpoint, pid=os.getpid())

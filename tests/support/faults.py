@@ -1,6 +1,8 @@
 """Failures injected into an engine, and what must be true of it afterwards."""
 
-from collections.abc import Collection
+import resource
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 from support.scripted import EngineDriver, expected_tokens, tokens_of
@@ -92,3 +94,14 @@ class Fault:
             self.raised += 1
             raise another(self._error)
         return result
+
+
+@contextmanager
+def full_disk(limit: int = 64) -> Iterator[None]:
+    """Limit every file that this process writes to ``limit`` bytes; needs no privileges."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

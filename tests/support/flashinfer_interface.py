@@ -3,20 +3,22 @@ takes.
 
 The signatures are facts of the release that ``flashinfer_signatures.json`` names; ``record_flashinfer.py``
 has read them. Nothing is computed: attention gives memory of its query's shape, a product of its rows and
-outputs. ``fake_flashinfer.py`` and ``fake_fp8_libraries.py`` compute, and believe their caller.
+outputs. ``fake_flashinfer.py`` and ``fake_fp8_libraries.py`` compute, with what :func:`takes` binds.
 """
 
+import functools
 import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 
 from .record_flashinfer import RECORDED
 
+T = TypeVar("T")
 _PRODUCTS = {
     "fp8_blockscale_gemm_sm90": ("input", "weight", 0),
     "gemm_fp8_nt_groupwise": ("a", "b", 0),
@@ -32,6 +34,33 @@ def recorded() -> dict[str, dict[str, inspect.Signature]]:
         module: {name: inspect.signature(eval(f"lambda {given}: None")) for name, given in names.items()}
         for module, names in read.items()
     }
+
+
+def takes(name: str, **known: Any) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Decorate a stand-in for ``name``, which gets the arguments of a call by their recorded parameters.
+
+    Args:
+        known: the defaults of those optional parameters that the stand-in understands.
+    """
+    signature = next(names[name] for names in recorded().values() if name in names)
+    parameters = signature.parameters
+    optional = {each for each in parameters if parameters[each].default is ...}
+    understood = [parameters[each] for each in parameters if each not in optional]
+    only_by_name = inspect.Parameter.KEYWORD_ONLY
+    understood += [parameters[each].replace(kind=only_by_name) for each in known if each in optional]
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> T:
+            split = int("." in name)
+            arguments = signature.bind(*args[split:], **kwargs).arguments
+            assert optional & arguments.keys() <= known.keys(), f"the stand-in for {name} takes no more"
+            return function(*args[:split], SimpleNamespace(**{**known, **arguments}))
+
+        called.__signature__ = inspect.Signature(understood)  # type: ignore[attr-defined]
+        return called
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,15 +49,8 @@ def owned(lease_s: float, *engines: str) -> Fleet:
 
     _, address, name, model = engines
     ray.init(address, log_to_driver=False, configure_logging=False)
-    return RolloutFleet(
-        model,
-        2,
-        name=name,
-        placement={"num_cpus": 1},
-        engine_options=ENGINE,
-        lease_s=lease_s,
-        look_interval_s=0,
-    )
+    options = {"placement": {"num_cpus": 1}, "engine_options": ENGINE, "look_interval_s": 0}
+    return RolloutFleet(model, 2, name=name, lease_s=lease_s, **options)
 
 
 async def main(point: str, lease_s: str, folder: str, *engines: str) -> None:

@@ -12,25 +12,17 @@ from typing import Any
 
 import httpx
 
-from . import engine_template
+from .engine_template import CLI, CODE, Process
 
 
 class ServedEngine:
     """A running ``caesura serve``: ``http`` is a client of it, ``url`` its address."""
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
-        command = [
-            sys.executable,
-            engine_template.CODE,
-            engine_template.CLI,
-            "serve",
-            "--port",
-            "0",
-            *arguments,
-        ]
+        command = [sys.executable, CODE, CLI, "serve", "--port", "0", *arguments]
         if "--endpoint" not in arguments:
             command += ["--num-threads", "1"]
-        self.process = engine_template.Process(
+        self.process = Process(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

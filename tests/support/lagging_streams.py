@@ -25,13 +25,13 @@ _lock = threading.RLock()
 class Event:
     """The moment of a stream at which the event was recorded."""
 
-    def __init__(self, stream: "Stream") -> None:
-        self._stream = stream
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
         with _lock:
-            self._place = stream.done + len(stream.pending)
+            self.place = stream.done + len(stream.pending)
 
     def synchronize(self) -> None:
-        self._stream.run_to(self._place)
+        self.stream.run_to(self.place)
 
 
 class Stream(TorchDispatchMode):

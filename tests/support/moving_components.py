@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from caesura.scheduler.memory.host import HOST
 from caesura.scheduler.memory.offload import (
@@ -16,49 +15,32 @@ from caesura.scheduler.memory.offload import (
     LayerwiseOffloadStrategy,
     ResidentStrategy,
 )
-from caesura.scheduler.memory.residency import (
-    ComponentResidencyManager,
-    allocate,
-)
+from caesura.scheduler.memory.residency import ComponentResidencyManager, allocate
 from caesura.scheduler.memory.storage import StorageComponent
+
+from . import lagging_streams
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
 LAYERS = 5
 
 
-class Event:
-    """Complete when what its stream had been given has been done."""
-
-    def __init__(self, stream: "Stream") -> None:
-        self.stream = stream
-        self.target = stream.done + len(stream.pending)
-
+class Event(lagging_streams.Event):
     def query(self) -> bool:
         """Do one copy, and return True if the event has passed: whoever polls gives the copies time."""
         self.stream.run(1)
-        return self.stream.done >= self.target
+        return self.stream.done >= self.place
 
 
-class Stream(TorchDispatchMode):
-    """A stream whose operations happen later: when somebody waits for it."""
+class Stream(lagging_streams.Stream):
+    """A stream whose copies happen later: when somebody waits for it, or polls."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pending: list[Any] = []
-        self.done = 0
         self.waited_for_others = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is torch.ops.aten.copy_.default, func
-        self.pending.append(lambda: func(*args, **(kwargs or {})))
-        return args[0]
-
     def run(self, count: int) -> None:
-        for work in self.pending[:count]:
-            work()
-            self.done += 1
-        del self.pending[:count]
+        self.run_to(self.done + min(count, len(self.pending)))
 
     def wait_stream(self, other: "Stream") -> None:
         self.waited_for_others += 1
@@ -66,11 +48,8 @@ class Stream(TorchDispatchMode):
     def record_event(self) -> Event:
         return Event(self)
 
-    def wait_event(self, event: Event) -> None:
-        event.stream.run(event.target - event.stream.done)
-
-    def synchronize(self) -> None:
-        self.run(len(self.pending))
+    def wait_event(self, event: lagging_streams.Event) -> None:
+        event.synchronize()
 
 
 class Device:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from .checkpoints import FAMILIES, HYBRIDS, SIZES, edit_config, randomize
+from .checkpoints import FAMILIES, HYBRIDS, SIZES, edit_config, random_model
 
 _SIGLIP = {
     "hidden_size": 16,
@@ -21,53 +21,31 @@ _SIGLIP = {
 }
 _QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 
-WHOLE: dict[str, tuple[str, type, type, dict[str, Any], dict[str, Any]]] = {
-    "Gemma3ForConditionalGeneration": (
-        "gemma3",
-        transformers.Gemma3Config,
-        transformers.Gemma3ForConditionalGeneration,
-        _SIGLIP,
-        {"mm_tokens_per_image": 4},
-    ),
+WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Gemma3ForConditionalGeneration": ("gemma3", _SIGLIP, {"mm_tokens_per_image": 4}),
     "Mistral3ForConditionalGeneration": (
         "mistral",
-        transformers.Mistral3Config,
-        transformers.Mistral3ForConditionalGeneration,
         {**_SIGLIP, "model_type": "pixtral", "head_dim": 8},
         {},
     ),
-    "Qwen3_5ForConditionalGeneration": (
-        "qwen3.5",
-        transformers.Qwen3_5Config,
-        transformers.Qwen3_5ForConditionalGeneration,
-        _QWEN,
-        {},
-    ),
-    "Qwen3_5MoeForConditionalGeneration": (
-        "qwen3.5-moe",
-        transformers.Qwen3_5MoeConfig,
-        transformers.Qwen3_5MoeForConditionalGeneration,
-        _QWEN,
-        {},
-    ),
+    "Qwen3_5ForConditionalGeneration": ("qwen3.5", _QWEN, {}),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3.5-moe", _QWEN, {}),
 }
-"""Family of the language model, multimodal config and model, and fields of the vision tower and of the
-config, by architecture.
-"""
+"""Family of the language model, and fields of the vision tower and of the config, by architecture."""
 
 
 def make_multimodal_checkpoint(
     path: str | Path, architecture: str, *, seed: int = 0, tied: bool = False, **overrides: object
 ) -> transformers.PreTrainedModel:
-    family, config_class, model_class, tower, fields = WHOLE[architecture]
+    family, tower, fields = WHOLE[architecture]
+    model_class = getattr(transformers, architecture)
     _, _, defaults = {**FAMILIES, **HYBRIDS}[family]
     text = {**SIZES, **defaults, "tie_word_embeddings": tied, **overrides}
     if "model_type" not in tower:
         tower = {**tower, "out_hidden_size": text["hidden_size"]}
-    config = config_class(text_config=text, vision_config=tower, tie_word_embeddings=tied, **fields)
-    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = model_class._from_config(config, **eager).eval()
-    randomize(model, seed)
+    parts = {"text_config": text, "vision_config": tower}
+    config = model_class.config_class(**parts, tie_word_embeddings=tied, **fields)
+    model = random_model(model_class, config, seed)
     model.config.dtype = torch.float32
     model.save_pretrained(path)
     return model

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from .checkpoints import copy_configs, edit_config
+from .checkpoints import write_like
 
 GROUP = 32
 SHAPE = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "num_local_experts": 3}
@@ -64,9 +64,7 @@ def make_mxfp4_checkpoint(source: str | Path, path: str | Path) -> None:
             tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         else:
             tensors[name] = value
-    copy_configs(source, path)
-    save_file(tensors, Path(path) / "model.safetensors", metadata={"format": "pt"})
-    edit_config(path, quantization_config=CONFIG, dtype=None)
+    write_like(source, path, tensors, quantization_config=CONFIG, dtype=None)
 
 
 def make_widened_checkpoint(source: str | Path, path: str | Path, dtype: torch.dtype) -> None:
@@ -76,6 +74,5 @@ def make_widened_checkpoint(source: str | Path, path: str | Path, dtype: torch.d
         name = blocks.removesuffix("_blocks")
         wide = dequantize_mxfp4(tensors.pop(blocks), tensors.pop(f"{name}_scales"))
         tensors[name] = wide.transpose(1, 2).to(dtype).contiguous()
-    copy_configs(source, path)
-    save_file(tensors, Path(path) / "model.safetensors", metadata={"format": "pt"})
-    edit_config(path, quantization_config=None, dtype=str(dtype).removeprefix("torch."))
+    changes = {"quantization_config": None, "dtype": str(dtype).removeprefix("torch.")}
+    write_like(source, path, tensors, **changes)

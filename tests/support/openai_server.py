@@ -9,7 +9,6 @@ import openai
 from support.checkpoints import make_checkpoint
 from support.http_server import listening
 from support.tokenizers import make_byte_level
-from support.waiting import eventually
 
 from caesura.client import SchedulerClient, launch_scheduler
 from caesura.client.text.tokenizer import TextTokenizer
@@ -23,6 +22,7 @@ TEMPLATE = (
     "{% if mood %}[{{ mood }}]{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 CONTEXT = 512
+ENGINE = {"dtype": "float32", "device": "cpu", "num_threads": 1, "kv_pool_tokens": 8192}
 VOCABULARY = 360
 """Fewer than the tokenizer's: its last ids are never sampled."""
 
@@ -37,36 +37,19 @@ class Served:
     tokenizer: TextTokenizer
     client: openai.OpenAI
 
-    def asyncio_client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="secret", max_retries=0)
-
 
 @contextmanager
 def serve_openai(path: Path) -> Iterator[Served]:
     """Serve a model in ``path``: its engine, and the server in front."""
     make_byte_level(path, vocab_size=VOCABULARY, chat_template=TEMPLATE)
-    make_checkpoint(
-        path,
-        "qwen3-moe",
-        vocab_size=VOCABULARY,
-        bos_token_id=0,
-        eos_token_id=1,
-        max_position_embeddings=CONTEXT,
-        seed=5,
-    )
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
+    make_checkpoint(path, "qwen3-moe", bos_token_id=0, eos_token_id=1, seed=5, **sizes)
     options = {"api_key": "secret", "served_model_name": NAME, "model_path": str(path), "max_batch": 16}
+    options["context_length"] = CONTEXT
     tokenizer = TextTokenizer.from_folder(path)
     with (
-        launch_scheduler(
-            path, dtype="float32", device="cpu", num_threads=1, kv_pool_tokens=8192, log_level="WARNING"
-        ) as engine,
-        listening(
-            endpoint=engine.endpoint,
-            connect_timeout=None,
-            tokenizer=tokenizer,
-            context_length=CONTEXT,
-            **options,
-        ) as door,
+        launch_scheduler(path, log_level="WARNING", **ENGINE) as engine,
+        listening(endpoint=engine.endpoint, connect_timeout=None, tokenizer=tokenizer, **options) as door,
         openai.OpenAI(base_url=f"{door.url}/v1", api_key="secret", max_retries=0) as client,
     ):
         yield Served(door.url, path, engine, tokenizer, client)
@@ -81,13 +64,3 @@ def with_ids(**extra: object) -> dict[str, object]:
 
 def messages(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
-
-
-def wait_until_idle(served: Served) -> None:
-    """Wait until the engine has nothing to do; paused, it never has by itself."""
-    eventually(lambda: live(served) == 0)
-
-
-def live(served: Served) -> int:
-    status = served.engine.status()
-    return status.running_requests + status.waiting_requests + status.prefilling_requests

@@ -1,12 +1,9 @@
 """A trainer that shares no code with this project: rank 0 of a process group, as the field makes it."""
 
-import os
-import signal
 import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import torch
@@ -57,15 +54,9 @@ class PlainTrainer:
         address = f"tcp://127.0.0.1:{self.port}"
         store, rank, size = next(iter(dist.rendezvous(address, 0, self.world_size, timeout=self.timeout)))
         store.set_timeout(self.timeout)
-        self.group, _ = c10d._new_process_group_helper(
-            size,
-            rank,
-            [],
-            "gloo",
-            dist.PrefixStore(self.name, store),
-            group_name=self.name,
-            timeout=self.timeout,
-        )
+        named = {"group_name": self.name, "timeout": self.timeout}
+        prefixed = dist.PrefixStore(self.name, store)
+        self.group, _ = c10d._new_process_group_helper(size, rank, [], "gloo", prefixed, **named)
         c10d._world.pg_group_ranks[self.group] = {number: number for number in range(size)}
 
     def beside(self, work: Callable[[], None]) -> None:
@@ -89,11 +80,3 @@ class PlainTrainer:
         if self.group is not None:
             dist.destroy_process_group(self.group)
             self.group = None
-
-
-def broadcast_and_die(trainer: PlainTrainer, path: Path, num_tensors: int, joined: Event) -> None:
-    """Broadcast once the other rank has ``joined``, and die: so it is the broadcasts that fail."""
-    trainer.join()
-    joined.wait()
-    trainer.broadcast_each(dict(list(weights_of(path).items())[:num_tensors]))
-    os.kill(os.getpid(), signal.SIGKILL)

@@ -6,10 +6,7 @@ from typing import Any
 from caesura.client.trainer import SharedTensors
 from caesura.io_struct import (
     DestroyWeightsUpdateGroupReqInput,
-    PauseGenerationReqInput,
-    UpdateWeightFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
-    WeightsCheckerReqInput,
 )
 
 from .buckets_by_hand import Sender
@@ -18,15 +15,15 @@ from .scripted import EngineDriver
 
 
 def checksums(driver: EngineDriver) -> dict[str, str]:
-    return driver.call(WeightsCheckerReqInput()).checksums
+    return driver.check_weights().checksums
 
 
 def by_disk(driver: EngineDriver, path: str | Path) -> Any:
-    return driver.call(UpdateWeightFromDiskReqInput(model_path=str(path)), max_ticks=100_000)
+    return driver.update(path)
 
 
 def by_tensor(driver: EngineDriver, path: str | Path) -> Any:
-    driver.call(PauseGenerationReqInput(mode="abort"))
+    driver.pause("abort")
     return Sender(driver, path).send_all()[-1]
 
 

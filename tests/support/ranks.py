@@ -26,12 +26,9 @@ class Ranks:
     """``size`` processes of one group over shared memory, or gloo; this one is none of them."""
 
     def __init__(self, size: int, timeout_s: float = PATIENCE_S, *, gloo: bool = False) -> None:
-        context = multiprocessing.get_context(
-            "forkserver"
-        )  # torch is imported once, by a process without threads
-        context.set_forkserver_preload(
-            [torch_group.__name__, host_group.__name__, registry.__name__, disk.__name__]
-        )
+        # torch is imported once, by a process without threads
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([each.__name__ for each in (torch_group, host_group, registry, disk)])
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
@@ -56,9 +53,8 @@ class Ranks:
         self._pipes[rank].send((job, arguments))
 
     def results(self, ranks: list[int] | None = None) -> list[Any]:
-        return [
-            self._receive(pipe) for rank, pipe in enumerate(self._pipes) if ranks is None or rank in ranks
-        ]
+        chosen = range(len(self._pipes)) if ranks is None else ranks
+        return [self._receive(self._pipes[rank]) for rank in chosen]
 
     def call(self, job: Job, *arguments: Any) -> list[Any]:
         self.start(job, *arguments)

@@ -9,6 +9,7 @@ else alive: a replay that would read memory that somebody has given up fails.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -161,6 +162,26 @@ def without_compiled_kernels(monkeypatch: Any) -> None:
     from caesura.scheduler.kernels import native
 
     monkeypatch.setattr(native, "_library", lambda: "left out by a test")
+
+
+def record_graphs(monkeypatch: Any) -> RecordingDevice:
+    """Let engines decode by graphs, as on a CUDA device that has FlashInfer, and without compiled kernels."""
+    from caesura.scheduler.attention import flashinfer, flashinfer_mla
+    from caesura.scheduler.execution import build
+
+    from . import fake_flashinfer
+
+    without_compiled_kernels(monkeypatch)
+    device = RecordingDevice()
+    monkeypatch.setattr(build, "device_module_for", lambda _: device)
+    for module in (flashinfer, flashinfer_mla):
+        monkeypatch.setattr(module, "why_not", lambda *of: None)
+        monkeypatch.setattr(
+            module,
+            "import_module",
+            lambda name: fake_flashinfer if name.startswith("flashinfer") else import_module(name),
+        )
+    return device
 
 
 def assert_same(first: Tensor, second: Tensor) -> None:

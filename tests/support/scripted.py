@@ -41,6 +41,7 @@ from caesura.io_struct import (
     GetStatusReqInput,
     GetStatusReqOutput,
     Keepalive,
+    LogprobRows,
     MemoryTag,
     Message,
     PauseGenerationReqInput,
@@ -94,6 +95,19 @@ def expected_tokens(prompt: list[int], result: GenerateReqOutput, vocab_size: in
             cells += [cell(token, span.epoch) for token in tokens[len(cells) :]]
             tokens.append(next_token(np.asarray(cells, np.uint64), vocab_size))
     return tokens[len(prompt) :]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [3 + (seed * 31 + i * 7) % 90 for i in range(length)]
+
+
+def vocabulary_of(record: LogprobRows, vocab_size: int = 97) -> torch.Tensor:
+    """Return top logprobs of the whole vocabulary as rows [tokens, V], in the order of ids."""
+    ids = np.frombuffer(record.ids, "<i4").reshape(-1, vocab_size)
+    values = np.frombuffer(record.logprobs, "<f4").reshape(-1, vocab_size)
+    rows = np.empty_like(values)
+    np.put_along_axis(rows, ids, values, axis=1)
+    return torch.from_numpy(rows)
 
 
 def expert_rows(
@@ -584,11 +598,21 @@ class EngineDriver:
     def check_weights(self, action: CheckerAction = "checksum") -> Any:
         return self.call(WeightsCheckerReqInput(action=action))
 
+    def assert_status(self, **expected: Any) -> None:
+        status = self.status()
+        assert {name: getattr(status, name) for name in expected} == expected
+
     def generate(
         self, prompt: list[int], max_new_tokens: int = 8, client: str = "main", **fields: Any
     ) -> str:
+        """Send a request, by default a greedy one, with ``seed`` at temperature 1; return its id."""
+        seed = fields.pop("seed", None)
         params = fields.pop("sampling_params", None) or SamplingParams(
-            max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True, n=fields.pop("n", 1)
+            max_new_tokens=max_new_tokens,
+            temperature=0.0 if seed is None else 1.0,
+            seed=seed,
+            ignore_eos=True,
+            n=fields.pop("n", 1),
         )
         message = GenerateReqInput(input_ids=prompt, sampling_params=params, **fields)
         message_id = self.send(message, client)
@@ -618,6 +642,12 @@ class EngineDriver:
                 return
         raise AssertionError(f"{len(live)} requests still live after {max_ticks} ticks")
 
+    def run(self, *messages: Message) -> None:
+        """Send requests, and run until they and all others have ended."""
+        for message in messages:
+            self.send(message)
+        self.run_until_idle()
+
     def result(self, rid: str, index: int = 0) -> GenerateReqOutput:
         if (rid, index) not in self.results:
             self.collect()
@@ -634,6 +664,12 @@ class EngineDriver:
 
 def tokens_of(result: GenerateReqOutput) -> list[int]:
     return np.frombuffer(result.output_ids, "<i4").tolist()
+
+
+def ok(reply: Any) -> Any:
+    """Return a reply that is no refusal."""
+    assert not isinstance(reply, ErrorReply), reply
+    return reply
 
 
 def assert_error(reply: Message, code: str) -> ErrorReply:

@@ -78,25 +78,25 @@ class Recipes:
             driver.tick(3)
         if state.startswith("paused "):
             mode = "in_place" if state == "paused session" else state.removeprefix("paused ")
-            driver.call(PauseGenerationReqInput(mode=mode))
+            driver.pause(mode)
         if "session" in state:
-            self.session_id = driver.call(BeginWeightUpdateReqInput()).session_id
+            self.session_id = driver.begin()
         if state in ("session written", "paused session"):
-            driver.call(self.update(self.other, flush_cache=False))
+            driver.update(self.other, flush_cache=False, session_id=self.session_id)
         if state == "updating":
             driver.send(UpdateWeightFromDiskReqInput(model_path=self.other))
             eventually(lambda: driver.status().update)  # its headers are read beside the loop
         if state.startswith("poisoned"):
             if state == "poisoned paused":
-                driver.call(PauseGenerationReqInput(mode="abort"))
-            driver.call(WeightsCheckerReqInput(action="reset_tensors"))
+                driver.pause("abort")
+            driver.check_weights("reset_tensors")
         if state == "kv released":
-            driver.call(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+            driver.release("kv_cache")
         if state in ("weights released", "weights resumed"):
-            driver.call(PauseGenerationReqInput(mode="abort"))
-            driver.call(ReleaseMemoryOccupationReqInput())
+            driver.pause("abort")
+            driver.release()
         if state == "weights resumed":
-            driver.call(ResumeMemoryOccupationReqInput())
+            driver.resume()
 
     def update(self, path: str, **fields: object) -> UpdateWeightFromDiskReqInput:
         return UpdateWeightFromDiskReqInput(model_path=path, **{"session_id": self.session_id, **fields})

@@ -13,7 +13,7 @@ from typing import Any
 
 from caesura.client import SchedulerClient
 
-from . import engine_template
+from .engine_template import CLI, CODE, Process
 from .waiting import PATIENCE_S as PATIENCE
 
 
@@ -21,16 +21,8 @@ class Supervised:
     """A running ``caesura supervise``; ``endpoint`` is where its scheduler is."""
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
-        self.process = engine_template.Process(
-            [
-                sys.executable,
-                engine_template.CODE,
-                engine_template.CLI,
-                "supervise",
-                *arguments,
-                "--num-threads",
-                "1",
-            ],
+        self.process = Process(
+            [sys.executable, CODE, CLI, "supervise", *arguments, "--num-threads", "1"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

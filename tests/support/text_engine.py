@@ -3,26 +3,11 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-from support.fake_scheduler import (
-    FakeScheduler,
-    answer,
-    delta,
-    finished,
-    floats,
-    results,
-    rid_of,
-)
+from support.fake_scheduler import FakeScheduler, answer, delta, finished, floats, results, rid_of
 
-from caesura.client import (
-    AsyncSchedulerClient,
-)
+from caesura.client import AsyncSchedulerClient
 from caesura.client.text.tokenizer_manager import TokenizerManager
-from caesura.io_struct import (
-    AbortReq,
-    AbortReqOutput,
-    FinishReason,
-    GenerateReqInput,
-)
+from caesura.io_struct import AbortReq, AbortReqOutput, FinishReason, GenerateReqInput
 
 from .waiting import PATIENCE_S as PATIENCE
 
@@ -55,16 +40,10 @@ class Engine:
 
     def end(self, index, reason=None, extra=None):
         tokens = self.said.pop(index) + (self.more if extra is None else extra)
-        reason = reason or FinishReason(type="abort", message="Aborted")
-        return results(
-            finished(
-                rid_of(self.request),
-                tokens,
-                index,
-                finish_reason=reason,
-                output_logprobs=floats(map(float, tokens)) if self.request.return_logprob else None,
-            )
-        )
+        logprobs = floats(map(float, tokens)) if self.request.return_logprob else None
+        values = {"finish_reason": reason or FinishReason(type="abort", message="Aborted")}
+        values["output_logprobs"] = logprobs
+        return results(finished(rid_of(self.request), tokens, index, **values))
 
     def say(self, fake, index, tokens):
         start = len(self.said[index])
@@ -83,19 +62,8 @@ def script(tokens, reason=None, **fields):
     def handler(request):
         if not isinstance(request, GenerateReqInput):
             return answer(request)
-        return [
-            results(
-                *(
-                    finished(
-                        rid_of(request),
-                        tokens,
-                        index,
-                        finish_reason=reason or FinishReason(type="length", length=len(tokens)),
-                        **fields,
-                    )
-                    for index in range(request.sampling_params.n)
-                )
-            )
-        ]
+        values = {"finish_reason": reason or FinishReason(type="length", length=len(tokens)), **fields}
+        indices = range(request.sampling_params.n)
+        return [results(*(finished(rid_of(request), tokens, index, **values) for index in indices))]
 
     return handler

@@ -18,7 +18,7 @@ import torch
 from caesura.scheduler import kernels
 from caesura.scheduler.attention import backends, flashinfer
 from caesura.scheduler.execution import build, graphs
-from caesura.scheduler.execution.forward import ForwardBatch, InputTokens, SamplingBatch, SpecialRows
+from caesura.scheduler.execution.forward import ForwardBatch, InputTokens, SpecialRows
 from caesura.scheduler.execution.model_runner import ModelRunner
 from caesura.scheduler.layers import experts, fp8_products
 from caesura.scheduler.models.config import parse_model_config
@@ -29,6 +29,7 @@ from caesura.scheduler.weights.loader import WeightLoader
 
 from .fake_cuda import DEVICE, FakeGraph, Record, Tracer
 from .flashinfer_interface import Interface
+from .forward_batches import Row, forward_batch, greedy_sampling
 
 ROWS, CHUNK, CONTEXT = 8, 512, 4096
 
@@ -96,12 +97,6 @@ _FP8 = {
         "weight_block_size": [128, 128],
     }
 }
-_QWEN2 = {
-    "intermediate_size": 18944,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "use_sliding_window": False,
-}
 
 _GPT_OSS = {
     "head_dim": 64,
@@ -133,19 +128,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "LlamaForCausalLM", 4096, **{**_DENSE, "intermediate_size": 14336, "vocab_size": 128256}
     ),
     "mistral": _config("MistralForCausalLM", 4096, **_DENSE, sliding_window=None),
-    "qwen2": _config("Qwen2ForCausalLM", 3584, **_QWEN2),
+    "qwen2": _config(
+        "Qwen2ForCausalLM", 3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4
+    ),
     "qwen3": _config("Qwen3ForCausalLM", 4096, **_DENSE),
     "qwen3 tied": _config("Qwen3ForCausalLM", 1024, **{**_DENSE, "tie_word_embeddings": True}),
-    "qwen3 fp8": _config("Qwen3ForCausalLM", 4096, **_DENSE, **_FP8),
-    "qwen3 fp8 torch": _config("Qwen3ForCausalLM", 4096, **_DENSE, **_FP8),
-    "qwen3 fp8 blackwell": _config("Qwen3ForCausalLM", 4096, **_DENSE, **_FP8),
-    "qwen3_moe": _config("Qwen3MoeForCausalLM", 2048, **_EXPERTS),
-    "qwen3_moe fp8": _config("Qwen3MoeForCausalLM", 2048, **{**_EXPERTS, "num_experts": 16}, **_FP8),
-    "qwen3_moe fp8 deep_gemm": _config(
-        "Qwen3MoeForCausalLM", 2048, **{**_EXPERTS, "num_experts": 16}, **_FP8
+    **dict.fromkeys(
+        ("qwen3 fp8", "qwen3 fp8 torch", "qwen3 fp8 blackwell"),
+        _config("Qwen3ForCausalLM", 4096, **_DENSE, **_FP8),
     ),
-    "qwen3_moe fp8 blackwell": _config(
-        "Qwen3MoeForCausalLM", 2048, **{**_EXPERTS, "num_experts": 16}, **_FP8
+    "qwen3_moe": _config("Qwen3MoeForCausalLM", 2048, **_EXPERTS),
+    **dict.fromkeys(
+        ("qwen3_moe fp8", "qwen3_moe fp8 deep_gemm", "qwen3_moe fp8 blackwell"),
+        _config("Qwen3MoeForCausalLM", 2048, **{**_EXPERTS, "num_experts": 16}, **_FP8),
     ),
     "gpt_oss": _config("GptOssForCausalLM", 2880, **_GPT_OSS),
     "deepseek_v2": _config("DeepseekV2ForCausalLM", 2048, **_LATENT),
@@ -212,14 +207,8 @@ def traced_engine(
         tracer.begin("start")
         config = parse_model_config({**MODELS[model], "num_hidden_layers": num_layers})
         built = build_model(config, torch.bfloat16, DEVICE)
-        loaded = LoadedModel(
-            config=config,
-            model=built,
-            loader=WeightLoader(built),
-            dtype=torch.bfloat16,
-            device=DEVICE,
-            digest="",
-        )
+        parts = {"config": config, "model": built, "loader": WeightLoader(built)}
+        loaded = LoadedModel(**parts, dtype=torch.bfloat16, device=DEVICE, digest="")
         pages = 1 + ROWS * CONTEXT // 16
         engine = EngineConfig(
             model_path="",
@@ -284,32 +273,22 @@ def mixed(prompts: Sequence[int] = (300, 212), rows: int = ROWS // 2) -> Forward
     """Build ``rows`` that decode beside chunks of so many tokens, the last of their prompts."""
     q_lens = [1] * rows + list(prompts)
     kv_lens = [1000 + 7 * row for row in range(rows)] + [length + 128 for length in prompts]
-    tokens, count, width = sum(q_lens), len(q_lens), -(-max(kv_lens) // 16)
-    page_table = 1 + torch.arange(count * width, dtype=torch.int32).view(count, width)
-    ends = np.cumsum(q_lens)
-    return ForwardBatch(
-        num_decode=rows,
-        input_ids=torch.zeros(tokens, dtype=torch.int64),
-        positions=torch.zeros(tokens, dtype=torch.int64),
-        kv_slots=16 + torch.arange(tokens),
-        page_table=page_table,
-        kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
-        q_lens_host=q_lens,
-        kv_lens_host=kv_lens,
-        slots=torch.arange(count),
-        sample_tokens=torch.from_numpy(ends - 1),
+    count, width = len(q_lens), -(-max(kv_lens) // 16)
+    made = [
+        Row([0] * new, length - new, list(range(1 + row * width, 1 + (row + 1) * width)))
+        for row, (new, length) in enumerate(zip(q_lens, kv_lens, strict=True))
+    ]
+    sampling = replace(
+        greedy_sampling(count),
+        temperature=torch.full((count,), 0.7),
+        greedy=torch.zeros(count, dtype=torch.bool),
+        any_sampled=True,
+    )
+    return replace(
+        forward_batch(made, rows),
+        sample_tokens=torch.tensor(q_lens).cumsum(0) - 1,
         sample_slots=torch.arange(count),
-        sampling=SamplingBatch(
-            temperature=torch.full((count,), 0.7),
-            greedy=torch.zeros(count, dtype=torch.bool),
-            top_k=torch.full((count,), 1 << 30),
-            top_p=torch.ones(count),
-            uniforms=torch.full((count,), 0.5, dtype=torch.float64),
-            any_sampled=True,
-            any_filtered=False,
-            want_raw=False,
-            want_sampled=False,
-        ),
+        sampling=sampling,
     )
 
 
@@ -318,10 +297,19 @@ def _sampling(**changes: Any) -> ForwardBatch:
     return replace(batch, sampling=replace(batch.sampling, **changes))
 
 
+def _rows(**fields: Any) -> SpecialRows:
+    """Build special rows of which nothing is wanted but what ``fields`` say."""
+    none, ids = torch.empty(0), torch.empty(0, dtype=torch.int64)
+    values: dict[str, Any] = dict.fromkeys(("repetition", "frequency", "presence"), none)
+    values |= dict.fromkeys(("counters", "restarted", "prompt_at", "output_at"), ids)
+    values |= dict.fromkeys(("top", "num_masked", "num_counters"), 0)
+    return SpecialRows(**{**values, **fields})
+
+
 def special(vocab_size: int) -> ForwardBatch:
     """Build two rows with penalties, one of which begins, one with biases."""
     two = torch.ones(2)
-    rows = SpecialRows(
+    rows = _rows(
         rows=torch.tensor([0, 2, 4]),
         repetition=1.1 * two,
         frequency=0.5 * two,
@@ -336,7 +324,6 @@ def special(vocab_size: int) -> ForwardBatch:
         wants_host=np.array([1, 2]),
         top=5,
         masked=torch.tensor([False, False]),
-        num_masked=0,
         token_ids=torch.zeros((2, 3), dtype=torch.int64),
         num_counters=2,
     )
@@ -345,25 +332,15 @@ def special(vocab_size: int) -> ForwardBatch:
 
 def masked(vocab_size: int) -> ForwardBatch:
     """Build a step with filters, of which two rows want to know what these kept."""
-    none, ids = torch.empty(0), torch.empty(0, dtype=torch.int64)
-    rows = SpecialRows(
+    rows = _rows(
         rows=torch.tensor([0, 2]),
-        repetition=none,
-        frequency=none,
-        presence=none,
-        counters=ids,
-        restarted=ids,
-        prompt_at=ids,
-        output_at=ids,
-        bias_ids=ids.view(2, 0),
-        bias=none.view(2, 0),
+        bias_ids=torch.empty((2, 0), dtype=torch.int64),
+        bias=torch.empty((2, 0)),
         wants=torch.tensor([0, 1]),
         wants_host=np.array([0, 1]),
-        top=0,
         masked=torch.tensor([True, True]),
         num_masked=2,
-        token_ids=ids.view(2, 0),
-        num_counters=0,
+        token_ids=torch.empty((2, 0), dtype=torch.int64),
     )
     step = STEPS["top_k"](vocab_size)
     return replace(step, sampling=replace(step.sampling, special=rows, want_sampled=True))

@@ -82,14 +82,8 @@ def measure_peaks(model: Path, runs: Sequence[tuple[Run, int | None]]) -> list[P
 
 
 def _measure(model: str, run: Run, rows: int, room: int | None) -> Peak:
-    config = EngineConfig(
-        model_path=model,
-        device="cpu",
-        dtype="float32",
-        max_running_requests=rows,
-        kv_pool_tokens=1024,
-        autotune=False,
-    )
+    sizes = {"max_running_requests": rows, "kv_pool_tokens": 1024}
+    config = EngineConfig(model_path=model, device="cpu", dtype="float32", autotune=False, **sizes)
     with closing(ComponentResidencyManager("cpu")) as residency:
         loaded, pool, routing, _ = build_components(config, residency)
         runner = build_runner(config, loaded, pool, routing)

@@ -65,18 +65,16 @@ def test_hangs(hangs):
 
 
 def test_the_limit_grows_with_the_slowness_of_the_machine(request, monkeypatch):
-    alarms, ended = {}, []
-    monkeypatch.setattr(time_limit.signal, "signal", lambda number, handler: alarms.update({number: handler}))
-    monkeypatch.setattr(time_limit.signal, "setitimer", lambda *timer: None)
-    monkeypatch.setattr(
-        time_limit.pytest_timeout, "timeout_sigalrm", lambda item, settings: ended.append(item)
-    )
     monkeypatch.setattr(time_limit.slowness, "measure", lambda: 4.0)
-    time_limit.pytest_timeout_set_timer(
-        request.node, time_limit.pytest_timeout.Settings(20.0, "signal", False, False)
-    )
-    for _ in range(4 * time_limit.ALARMS - 1):
-        alarms[signal.SIGALRM](signal.SIGALRM, None)
-    assert ended == []
-    alarms[signal.SIGALRM](signal.SIGALRM, None)
-    assert ended == [request.node]
+    handler, timer = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
+    try:
+        settings = time_limit.pytest_timeout.Settings(36_000.0, "signal", False, False)
+        time_limit.pytest_timeout_set_timer(request.node, settings)
+        alarm = signal.getsignal(signal.SIGALRM)
+        for _ in range(4 * time_limit.ALARMS - 1):
+            alarm(signal.SIGALRM, None)
+        with pytest.raises(pytest.fail.Exception, match="Timeout"):
+            alarm(signal.SIGALRM, None)
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)

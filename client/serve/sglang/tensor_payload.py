@@ -101,6 +101,39 @@ def read_pickled(payloads: list[str], *, flattened: bool) -> list[Part]:
     return list(_parts(tensors))
 
 
+def read_ipc_handles(pickled: str, specs: list[TensorSpec], sizes: list[int] | None) -> list[Part]:
+    """Read vLLM's ``ipc_handles_pickled``, handles by device for each tensor, or for all with ``sizes``."""
+    try:
+        handles = parse(base64.b64decode(pickled, validate=True))
+    except ValueError as error:
+        raise InvalidRequest(f"ipc_handles_pickled: {error}", field="ipc_handles_pickled") from error
+    if sizes is None:
+        if not isinstance(handles, list) or len(handles) != len(specs):
+            _refuse(f"{len(specs)} tensors need a list of as many handles")
+        return list(_parts([_of_device(spec.name, each) for spec, each in zip(specs, handles, strict=True)]))
+    whole = _of_device("the buffer", handles)
+    ends = list(itertools.accumulate(map(_natural, sizes), initial=0))[1:]
+    if len(sizes) != len(specs) or sum(sizes) > whole.nbytes:
+        _refuse(f"tensor_sizes does not fit {len(specs)} tensors in {whole.nbytes} bytes")
+    starts = [whole.offset + end - size for end, size in zip(ends, sizes, strict=True)]
+    tensors = [
+        _Tensor(spec.name, spec.dtype, spec.shape, start, size, whole.storage)
+        for spec, start, size in zip(specs, starts, sizes, strict=True)
+    ]
+    return list(_parts(tensors))
+
+
+def _of_device(name: str, handles: object) -> "_Tensor":
+    """Read ``{uuid: arguments of rebuild_cuda_tensor}``, in which a device has an index of the sender's."""
+    if not isinstance(handles, dict) or not all(isinstance(args, tuple) for args in handles.values()):
+        _refuse(f"{name!r} has no handles by device")
+    if len(handles) != 1:
+        raise Unsupported(f"{name!r} has handles of {len(handles)} devices: an engine of one rank takes one")
+    ((uuid, args),) = handles.items()
+    at = _CUDA_ARGUMENTS.index("device")
+    return _cuda_tensor(name, (*args[:at], uuid, *args[at + 1 :]))
+
+
 @dataclass(frozen=True, slots=True)
 class _Storage:
     nbytes: int

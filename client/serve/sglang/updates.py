@@ -230,7 +230,7 @@ async def update_weights_from_tensor(request: HTTPRequest, front: Front) -> Resp
 
 
 async def _binary(front: FrontEnd, request: HTTPRequest, body: UpdateBody) -> WeightUpdateReqOutput | None:
-    return await _part(front, read_safetensors(await request.body()), body.options())
+    return await sent_part(front, read_safetensors(await request.body()), body.options())
 
 
 async def _pickled(front: FrontEnd, body: TensorBody) -> WeightUpdateReqOutput | None:
@@ -254,7 +254,7 @@ async def _joined(front: FrontEnd, parts: Sequence[Part], options: dict[str, Any
     """Send all parts in one session: that of ``options``, or that of the first reply."""
     named = dict(options)
     for part in parts:
-        reply = await _part(front, part, named)
+        reply = await sent_part(front, part, named)
         named["session_id"] = reply.session_id
     return reply
 
@@ -265,7 +265,7 @@ async def _commits_by_itself(front: FrontEnd) -> bool:
     return status.session is None and status.generation == "running" and status.weights == "valid"
 
 
-async def _part(front: FrontEnd, part: Part, options: dict[str, Any]) -> WeightUpdateReqOutput:
+async def sent_part(front: FrontEnd, part: Part, options: dict[str, Any]) -> WeightUpdateReqOutput:
     if isinstance(part, Frames):
         return await sent(front, UpdateWeightsFromTensorReqInput(specs=part.specs, **options), part.buffers)
     return await sent(front, UpdateWeightsFromIPCReqInput(handle=part.handle, specs=part.specs, **options))

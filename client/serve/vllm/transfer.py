@@ -47,10 +47,8 @@ IDLE_S = 300.0
 """Seconds between two calls of one update after which its trainer counts as gone."""
 _REPEATED_S = 60.0
 """Seconds in which an equal ``init`` is a repeated one, not that of a restarted trainer."""
-_ELSEWHERE = {
-    "nccl": "vLLM's own NCCL communicator",
-    "ipc": "pickled CUDA handles",
-}
+_GROUPS: dict[str, Literal["gloo", "vllm_nccl"]] = {"gloo": "gloo", "nccl": "vllm_nccl"}
+"""Backends with a process group, by the engine's name of it."""
 T = TypeVar("T")
 
 
@@ -81,9 +79,8 @@ class WeightTransfer:
         self._joined_at = 0.0
         self._session: str | None = None
         self._failure: CaesuraError | None = None
-        self._calls: dict[
-            bytes, asyncio.Task[Any]
-        ] = {}  # of the last update: those that run or have succeeded
+        # Of the last update: those that run or have succeeded, by their body.
+        self._calls: dict[bytes, asyncio.Task[Any]] = {}
         self._idle: asyncio.TimerHandle | None = None
 
     @property
@@ -96,26 +93,36 @@ class WeightTransfer:
     async def init(self, info: InitInfo) -> None:
         """Leave the transfer of the last trainer, and join the group of this one if it has one."""
         info = msgspec.structs.replace(info, backend=info.backend or self._backend)
-        if (reason := _ELSEWHERE.get(info.backend or "")) is not None or info.nccl_unique_id_b64 is not None:
-            raise Unsupported(
-                f"the backend {info.backend} ({reason}) is not supported: start the server with "
-                "--weight-transfer-backend gloo, or send by caesura.integrations.vllm",
-                field="backend",
-                value=info.backend,
-            )
+        await self._require_possible(info)
         async with self._lock:
             self._require_no_update()
             repeated = info == self._info and not self._calls and monotonic() - self._joined_at < _REPEATED_S
             if repeated:
                 return
             await self._leave()
-            if info.backend == "gloo":
+            if info.backend in _GROUPS:
                 await self._join(info)
             self._info, self._joined_at = info, monotonic()
 
+    async def _require_possible(self, info: InitInfo) -> None:
+        instead = "start the server with --weight-transfer-backend, or send by caesura.integrations.vllm"
+        device = (await self._client.status(owner="")).device
+        if info.backend in ("nccl", "ipc") and not device.startswith("cuda"):
+            raise Unsupported(
+                f"the backend {info.backend} needs an engine on a GPU, this one is on {device}: {instead}",
+                field="backend",
+            )
+        if info.nccl_unique_id_b64 is not None:
+            raise Unsupported(
+                "nccl_unique_id_b64 is not supported: give master_address and master_port",
+                field="nccl_unique_id_b64",
+            )
+
     async def _join(self, info: InitInfo) -> None:
         if info.master_address is None or info.master_port is None or info.world_size is None:
-            raise InvalidRequest("gloo needs master_address, master_port and world_size", field="init_info")
+            raise InvalidRequest(
+                f"{info.backend} needs master_address, master_port and world_size", field="init_info"
+            )
         await asyncio.shield(
             self._client.init_weights_update_group(
                 info.master_address,
@@ -123,7 +130,7 @@ class WeightTransfer:
                 rank_offset=info.rank_offset,
                 world_size=info.world_size,
                 group_name=DEFAULT_GROUP_NAME,
-                backend="gloo",
+                backend=_GROUPS[info.backend or ""],
             )
         )
 
@@ -203,7 +210,7 @@ class WeightTransfer:
 
     async def _leave(self) -> None:
         await self._abort()
-        if self._info is not None and self._info.backend == "gloo":
+        if self._info is not None and self._info.backend in _GROUPS:
             with suppress(EngineError):  # an engine that has been restarted has no group
                 await self._client.destroy_weights_update_group(DEFAULT_GROUP_NAME)
         self._info, self._failure = None, None

@@ -4,6 +4,7 @@ Invariants: tensors are named as in the checkpoint and sent whole. ``packed`` ha
 sides derive from the shapes alone (``packed_tensor.py`` of vLLM 0.33).
 """
 
+import asyncio
 import math
 from collections.abc import Sequence
 from pathlib import PurePath
@@ -29,8 +30,8 @@ from ..commands import Form, command
 from ..context import Front, FrontEnd
 from ..errors import json_response, status_of
 from ..openai.common import error_body
-from ..sglang.tensor_payload import dtype_of
-from ..sglang.updates import DiskBody, Version, from_disk, sent, uncommitted
+from ..sglang.tensor_payload import dtype_of, read_ipc_handles
+from ..sglang.updates import DiskBody, Version, from_disk, sent, sent_part, uncommitted
 from .transfer import InitInfo
 
 InfoT = TypeVar("InfoT", bound=Strict)
@@ -87,6 +88,15 @@ class SharedMemoryInfo(Strict, kw_only=True):
 
     handle: SharedMemoryHandle | CudaIPCHandle
     specs: list[TensorSpec]
+
+
+class HandlesInfo(Strict, kw_only=True):
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    ipc_handles_pickled: str
+    tensor_sizes: list[int] | None = None
+    """Bytes of each tensor in one buffer, of an init with ``packed``."""
 
 
 class DiskInfo(Strict, kw_only=True):
@@ -146,6 +156,8 @@ async def update(front: FrontEnd, given: dict[str, Any] | list[dict[str, Any]]) 
                 handle=shared.handle, specs=shared.specs, session_id=session, flush_cache=False
             )
             return await sent(front, wire)
+        if init.backend == "ipc":
+            return await _opened(front, _read(info, HandlesInfo), session)
         return await sent(front, _broadcast(_read(info, BroadcastInfo), init, session))
 
     await front.transfer.update(msgspec.json.encode(info), receive)
@@ -159,11 +171,28 @@ def _read(given: dict[str, Any], kind: type[InfoT]) -> InfoT:
         raise InvalidRequest(wrong.sentence, field=wrong.field) from error
 
 
-def _broadcast(info: BroadcastInfo, init: InitInfo, session: str) -> UpdateWeightsFromDistributedReqInput:
-    if not len(info.names) == len(info.dtype_names) == len(info.shapes):
+async def _opened(front: FrontEnd, info: HandlesInfo, session: str) -> WeightUpdateReqOutput:
+    if not front.options.allow_pickled_tensors:
+        raise Unsupported(
+            "pickled handles are off: start with --allow-pickled-tensors", field="ipc_handles_pickled"
+        )
+    specs = _specs(info.names, info.dtype_names, info.shapes)
+    parts = await asyncio.to_thread(read_ipc_handles, info.ipc_handles_pickled, specs, info.tensor_sizes)
+    if not parts:
+        raise InvalidRequest("names is empty", field="update_info.names")
+    options: dict[str, Any] = {"session_id": session, "flush_cache": False}
+    return [await sent_part(front, part, options) for part in parts][-1]
+
+
+def _specs(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[TensorSpec]:
+    if not len(names) == len(dtypes) == len(shapes):
         raise InvalidRequest("names, dtype_names and shapes have different lengths", field="update_info")
-    described = zip(info.names, info.dtype_names, info.shapes, strict=True)
-    specs = [TensorSpec(name=name, dtype=dtype_of(dtype), shape=shape) for name, dtype, shape in described]
+    described = zip(names, dtypes, shapes, strict=True)
+    return [TensorSpec(name=name, dtype=dtype_of(dtype), shape=shape) for name, dtype, shape in described]
+
+
+def _broadcast(info: BroadcastInfo, init: InitInfo, session: str) -> UpdateWeightsFromDistributedReqInput:
+    specs = _specs(info.names, info.dtype_names, info.shapes)
     packed = init.packed if info.packed is None else info.packed
     return UpdateWeightsFromDistributedReqInput(
         specs=specs,

@@ -31,6 +31,8 @@ from ....io_struct import (
 )
 from ....process.contract import is_loopback
 from ....transfer.process_group import (
+    ON_DEVICE,
+    VLLM_NCCL,
     Membership,
     await_ranks,
     keys_of,
@@ -38,6 +40,7 @@ from ....transfer.process_group import (
     ranks_seen,
     release,
 )
+from ....transfer.raw_nccl import ID_KEY, RawNccl, read_id
 from ...runtime.background import Feed, Worker
 from ..source import WeightPiece, cut
 from ..upload import WriteStream
@@ -84,7 +87,7 @@ class Group:
         self._interface, self._wake = groups.interface, groups.wake
         self._timeout_s = timeout_s
         self._broadcast_timeout_s = broadcast_timeout_s
-        on_device = membership.backend == "nccl"
+        on_device = membership.backend in ON_DEVICE
         self._device = groups.device if on_device else torch.device("cpu")
         self._write_stream = groups.write_stream if on_device else None
         self._deadline = monotonic() + timeout_s
@@ -279,6 +282,11 @@ class Group:
             raise self.error(f"its store did not answer: {first_line(error)}") from error
         reason, backend = None, None
         try:
+            if member.backend == VLLM_NCCL:
+                store.set_timeout(self._time_left())
+                identity = read_id(store.get(ID_KEY))
+                yield RawNccl(identity, member.rank, member.world_size, self._device)
+                return
             joining = self._time_left() if member.backend == "gloo" else limit
             backend = make_backend(
                 member,
@@ -475,8 +483,8 @@ class WeightsUpdateGroups:
 
 
 def _require_possible(member: Membership, device: torch.device) -> None:
-    built = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
-    if not built[member.backend]() or (member.backend == "nccl" and device.type != "cuda"):
+    is_built = dist.is_nccl_available() if member.backend in ON_DEVICE else dist.is_gloo_available()
+    if not is_built or (member.backend in ON_DEVICE and device.type != "cuda"):
         raise CaesuraError(
             ErrorCode.UNSUPPORTED, f"this engine, on {device.type}, cannot use the backend {member.backend!r}"
         )

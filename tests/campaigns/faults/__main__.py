@@ -12,7 +12,6 @@ engine must hold no more than before. The table counts what was not so. Exit sta
 
 import argparse
 import signal
-import statistics
 import sys
 import tempfile
 from collections import defaultdict
@@ -20,8 +19,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from harness.cycles import distribution
 from harness.machine import machine_facts
-from harness.script import markdown, write_json
+from harness.script import markdown, parser, write_json
 
 from .campaign import Campaign, Outcome
 from .kinds import KINDS
@@ -32,32 +32,24 @@ COLUMNS = ("kind", "count", *HARMS, "recovery p50", "p99")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--faults", type=int, default=200, help="how many (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument(
-        "--first", type=int, default=0, help="number of the first fault (default: %(default)s)"
-    )
-    parser.add_argument("--only", nargs="+", choices=tuple(KINDS), metavar="KIND", help=", ".join(KINDS))
-    parser.add_argument("--skip", nargs="+", choices=tuple(KINDS), metavar="KIND", default=[])
-    parser.add_argument("--json", type=Path, help="write every fault there")
-    parser.add_argument("--log", type=Path, help="append what the engines log there")
-    parser.add_argument("--verbose", action="store_true", help="a line for each fault")
-    options = parser.parse_args(argv)
+    made = parser(__doc__)
+    made.add_argument("--faults", type=int, default=200, help="how many (default: %(default)s)")
+    made.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    made.add_argument("--first", type=int, default=0, help="number of the first fault (default: %(default)s)")
+    made.add_argument("--only", nargs="+", choices=tuple(KINDS), metavar="KIND", help=", ".join(KINDS))
+    made.add_argument("--skip", nargs="+", choices=tuple(KINDS), metavar="KIND", default=[])
+    made.add_argument("--log", type=Path, help="append what the engines log there")
+    made.add_argument("--verbose", action="store_true", help="a line for each fault")
+    options = made.parse_args(argv)
     options.kinds = [name for name in options.only or KINDS if name not in options.skip]
     if not options.kinds:
-        parser.error("no kind of fault is left")
+        made.error("no kind of fault is left")
     return options
 
 
 def again(options: argparse.Namespace, outcome: Outcome) -> str:
     only = f" --only {' '.join(options.kinds)}" if len(options.kinds) < len(KINDS) else ""
     return f'make faults FAULTS_ARGS="--seed {options.seed} --first {outcome.number} --faults 1{only}"'
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
@@ -69,10 +61,8 @@ def table(outcomes: Iterable[Outcome]) -> str:
     for name, group in [*sorted(groups.items()), ("all", everything)]:
         if group:
             harms = count_harms([problem for outcome in group for problem in outcome.problems])
-            recoveries = [outcome.recovery for outcome in group]
-            times = [
-                f"{value:.2f} s" for value in (statistics.median(recoveries), percentile(recoveries, 0.99))
-            ]
+            recovery = distribution([outcome.recovery for outcome in group])
+            times = [f"{recovery[share]:.2f} s" for share in ("p50", "p99")]
             rows.append([name, str(len(group)), *(str(harms[harm]) for harm in HARMS), *times])
     return markdown(COLUMNS, rows)
 

@@ -22,7 +22,7 @@ from .footprint import shared_files_of, wait_until_within
 from .kinds import KINDS
 from .known import Version
 from .ledger import Problem, check_tokens
-from .life import DEADLINE_S, PATIENT_LEASE_S, Gone, Life, alive
+from .life import DEADLINE_S, PATIENT_LEASE_S, Life, alive
 from .scene import Scene
 from .witness import draw_prompt
 
@@ -88,7 +88,7 @@ class Campaign:
                 self._settle_end(scene)
             else:
                 outcome.recovery = self._settle(scene)
-        except (Gone, EngineError) as error:
+        except EngineError as error:
             scene.problem("failed", f"{type(error).__name__}: {error}")
             self._give_up()
         if self._life is None:
@@ -106,15 +106,8 @@ class Campaign:
         for number, transport in enumerate(WARM_UP):
             scene = Scene(life, -1, random.Random(number))
             version = self._versions[number % len(self._versions)]
-            actor = scene.trainer(
-                work="update",
-                transport=transport,
-                mode="retract",
-                explicit=False,
-                lease_s=PATIENT_LEASE_S,
-                folder=version.folder,
-                label=version.label,
-            )
+            how = {"transport": transport, "mode": "retract", "explicit": False, "lease_s": PATIENT_LEASE_S}
+            actor = scene.trainer(work="update", folder=version.folder, label=version.label, **how)
             scene.must_end(actor, well=True)
             scene.problems += life.check_weights()
             if scene.problems:
@@ -196,10 +189,5 @@ class Campaign:
                 if not isinstance(error, allowed):
                     scene.problem("failed", f"{handle.rid}: {error.code}: {error}")
                 continue
-            scene.problems += check_tokens(
-                handle.rid,
-                scene.prompts[handle.rid],
-                output.output_ids,
-                output.weight_versions,
-                scene.life.by_label,
-            )
+            last, spans = scene.prompts[handle.rid], output.weight_versions
+            scene.problems += check_tokens(handle.rid, last, output.output_ids, spans, scene.life.by_label)

@@ -48,10 +48,6 @@ _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["safetensors.torch", "caesura.client.trainer"])
 
 
-class Gone(Exception):  # noqa: N818  it says what happened
-    """The engine has ended."""
-
-
 class Actor:
     """A process that performs an errand."""
 
@@ -159,11 +155,7 @@ class Life:
             self.witness.pump(min(left, POLL_S))
 
     def status(self) -> GetStatusReqOutput:
-        """Return the engine's status, or raise TimedOut or Gone."""
-        try:
-            return self.client.status(timeout=STATUS_S)
-        except EngineDied as error:
-            raise Gone(error.message) from error
+        return self.client.status(timeout=STATUS_S)
 
     def heal(self) -> list[Problem]:
         """Bring the engine back to running, valid and resident; return what was wrong on the way."""
@@ -174,11 +166,8 @@ class Life:
             if now > deadline:
                 return [*problems, Problem("stuck", f"never healthy again: {describe(status)}")]
             with suppress(Busy):  # a command of somebody dead still runs: later
-                if (
-                    status.session is None
-                    and status.update is None
-                    and status.weights in ("poisoned", "invalid")
-                ):
+                idle = status.session is None and status.update is None
+                if idle and status.weights in ("poisoned", "invalid"):
                     problems += self._honest(status)
                     self._repair(status)
                 elif now > patience:
@@ -236,10 +225,8 @@ class Life:
             "log-level": "INFO" if log is not None else "ERROR",
         }
         set_clock(self._clock, 0.0)
-        limit = [
-            "prlimit",
-            f"--nofile={ENGINE_DESCRIPTORS}:{ENGINE_DESCRIPTORS}",
-        ]  # a crowd must be able to use them up
+        # A crowd must be able to use them up.
+        limit = ["prlimit", f"--nofile={ENGINE_DESCRIPTORS}:{ENGINE_DESCRIPTORS}"]
         command = [*limit, sys.executable, str(ENGINE), str(self._clock), "--check-ledger"]
         for name, value in options.items():
             command += [f"--{name}", str(value)]
@@ -278,22 +265,15 @@ class Life:
             if status.released_tags:
                 self.client.resume_memory(timeout=DEADLINE_S)
             self.client.continue_generation(force=True, timeout=DEADLINE_S)
-        except TimedOut:
+        except (TimedOut, EngineDied):
             raise
-        except EngineDied as error:
-            raise Gone(error.message) from error
         except EngineError:
             return  # the state has changed meanwhile, or needs a repair first: status is asked again
 
 
 def healthy(status: GetStatusReqOutput) -> bool:
-    return (status.generation, status.weights, status.memory, status.session, status.update) == (
-        "running",
-        "valid",
-        "resident",
-        None,
-        None,
-    )
+    states = status.generation, status.weights, status.memory, status.session, status.update
+    return states == ("running", "valid", "resident", None, None)
 
 
 def describe(status: GetStatusReqOutput) -> str:

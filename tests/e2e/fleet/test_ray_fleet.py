@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 from support.fleet_owner import ENGINE, killed_owner
+from support.plain_trainer import weights_of
 from support.waiting import PATIENCE_S
 
 from caesura.client import InvalidRequest, SamplingParams
@@ -45,7 +45,7 @@ async def whole(fleet: RolloutFleet, count: int) -> None:
 
 
 def test_a_killed_replica_is_restarted_and_gets_its_weights_from_another(tiny_model, other_model):
-    tensors: dict[str, Any] = load_file(next(other_model.glob("*.safetensors")))
+    tensors: dict[str, Any] = weights_of(other_model)
 
     async def body(fleet: RolloutFleet) -> None:
         whole_run = await fleet.generate([PROMPT], LONG, return_logprob=True)

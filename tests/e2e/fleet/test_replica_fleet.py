@@ -42,6 +42,20 @@ def processes(tiny_model) -> Iterator[ReplicaProcesses]:
     started.close()
 
 
+@pytest.fixture
+def trainer_of() -> Iterator[Callable[[str], PlainTrainer]]:
+    """Yield a function that makes a trainer of a group of three, by the name of the group."""
+    made: list[PlainTrainer] = []
+
+    def make(name: str) -> PlainTrainer:
+        made.append(PlainTrainer(name=name, world_size=3))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
 def run(
     processes: ReplicaProcesses, body: Callable[[ReplicaFleet], Awaitable[None]], *, model: Path | None = None
 ) -> None:
@@ -67,6 +81,11 @@ def run(
     asyncio.run(main())
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.01)
+
+
 async def states(fleet: ReplicaFleet) -> set[str]:
     return {(await member.client.status(owner="")).generation for member in fleet.members}
 
@@ -78,8 +97,7 @@ def kill(processes: ReplicaProcesses, index: int) -> None:
 async def kill_all(processes: ReplicaProcesses, fleet: ReplicaFleet) -> None:
     for index in range(len(processes.replicas)):
         kill(processes, index)
-    while {member.state for member in fleet.members} != {"gone"}:
-        await asyncio.sleep(0.01)
+    await until(lambda: {member.state for member in fleet.members} == {"gone"})
 
 
 def test_an_engine_that_ends_as_its_session_begins_does_not_leave_it_open(processes, tiny_model, other_model):
@@ -111,8 +129,7 @@ def test_memory_that_was_resumed_while_an_engine_was_away_is_resumed_when_it_is_
         await fleet.client.resume_memory()
         await fleet.client.update_weights_from_disk(tiny_model, weight_version="second")
         await fleet.client.continue_generation()
-        while not away.serves:
-            await asyncio.sleep(0.01)
+        await until(lambda: away.serves)
         status = await away.client.status()
         assert (status.memory, status.weights, status.weight_version) == ("resident", "valid", "second")
 
@@ -120,9 +137,9 @@ def test_memory_that_was_resumed_while_an_engine_was_away_is_resumed_when_it_is_
 
 
 def test_a_broadcast_that_a_killed_engine_does_not_take_ends_the_wait_of_the_others(
-    processes, tiny_model, other_model
+    processes, trainer_of, tiny_model, other_model
 ):
-    trainer = PlainTrainer(name="group", world_size=3)
+    trainer = trainer_of("group")
 
     async def body(fleet: ReplicaFleet) -> None:
         trainer.beside(trainer.join)
@@ -139,10 +156,7 @@ def test_a_broadcast_that_a_killed_engine_does_not_take_ends_the_wait_of_the_oth
         (output,) = await fleet.client.generate([[5, 6, 7]], GREEDY)
         assert "never" not in {span.version for span in output.weight_versions}
 
-    try:
-        run(processes, body, model=tiny_model)
-    finally:
-        trainer.close()
+    run(processes, body, model=tiny_model)
 
 
 def test_an_update_reaches_engines_after_all_weights_are_lost(processes, tiny_model, other_model):
@@ -152,8 +166,7 @@ def test_an_update_reaches_engines_after_all_weights_are_lost(processes, tiny_mo
         await kill_all(processes, fleet)
         with pytest.raises(EngineRestarting, match="no replica is there now"):
             await fleet.client.end_weight_update(commit=False, force=True)
-        while {member.state for member in fleet.members} != {"fenced"}:
-            await asyncio.sleep(0.01)
+        await until(lambda: {member.state for member in fleet.members} == {"fenced"})
         updated = await fleet.client.update_weights_from_tensor(
             weights_of(Path(other_model)), weight_version="third"
         )
@@ -195,8 +208,8 @@ def join(fleet: ReplicaFleet, trainer: PlainTrainer, **fields: Any) -> Awaitable
     )  # fmt: skip
 
 
-def test_a_group_that_a_replica_has_joined_and_ended_in_is_no_group(processes, tiny_model):
-    trainer = PlainTrainer(name="met", world_size=3)
+def test_a_group_that_a_replica_has_joined_and_ended_in_is_no_group(processes, trainer_of, tiny_model):
+    trainer = trainer_of("met")
 
     async def body(fleet: ReplicaFleet) -> None:
         first = fleet.members[0].client
@@ -215,14 +228,11 @@ def test_a_group_that_a_replica_has_joined_and_ended_in_is_no_group(processes, t
         with pytest.raises(GroupError):  # the other one was told to leave
             await fleet.members[1].client.destroy_weights_update_group(trainer.name)
 
-    try:
-        run(processes, body, model=tiny_model)
-    finally:
-        trainer.close()
+    run(processes, body, model=tiny_model)
 
 
-def test_a_replica_that_ends_while_all_join_ends_the_wait_of_the_others(processes, tiny_model):
-    trainer = PlainTrainer(name="never", world_size=3)  # it does not come
+def test_a_replica_that_ends_while_all_join_ends_the_wait_of_the_others(processes, trainer_of, tiny_model):
+    trainer = trainer_of("never")  # it does not come
 
     async def body(fleet: ReplicaFleet) -> None:
         joining = asyncio.ensure_future(join(fleet, trainer, timeout_s=PATIENCE_S))
@@ -235,10 +245,12 @@ def test_a_replica_that_ends_while_all_join_ends_the_wait_of_the_others(processe
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["by an update", "by nobody"])
-def test_a_session_over_a_group_that_is_made_again_begins_again(processes, tiny_model, other_model, told):
+def test_a_session_over_a_group_that_is_made_again_begins_again(
+    processes, trainer_of, tiny_model, other_model, told
+):
     weights = list(weights_of(Path(other_model)).items())
     half, rest = dict(weights[::2]), dict(weights[1::2])
-    trainers = [PlainTrainer(name="made", world_size=3) for _ in range(2)]
+    first, second = trainer_of("made"), trainer_of("made")
 
     async def joined(fleet: ReplicaFleet, trainer: PlainTrainer) -> None:
         trainer.beside(trainer.join)
@@ -253,13 +265,12 @@ def test_a_session_over_a_group_that_is_made_again_begins_again(processes, tiny_
         return answer
 
     async def body(fleet: ReplicaFleet) -> None:
-        first, second = trainers
+        last = second
         await joined(fleet, first)
         await fleet.client.pause("retract")
         assert not (await sent(fleet, half, "never", first)).committed
         kill(processes, 0)
-        while fleet.members[0].state != "fenced":
-            await asyncio.sleep(0.01)
+        await until(lambda: fleet.members[0].state == "fenced")
         request = update_message(rest, group_name="made", weight_version="never", owner="test")
         if told:
             with pytest.raises(GroupError, match="replica-0 left the group"):
@@ -273,9 +284,9 @@ def test_a_session_over_a_group_that_is_made_again_begins_again(processes, tiny_
                 await fleet.client.start(request, WeightUpdateReqOutput)
             await fleet.client.destroy_weights_update_group("made")
             second.close()
-            trainers.append(PlainTrainer(name="made", world_size=3))
-            await joined(fleet, trainers[-1])
-        assert (await sent(fleet, dict(weights), "second", trainers[-1])).committed
+            last = trainer_of("made")
+            await joined(fleet, last)
+        assert (await sent(fleet, dict(weights), "second", last)).committed
         await fleet.client.continue_generation()
         (output,) = await fleet.client.generate([[5, 6, 7]], GREEDY)
         assert [span.version for span in output.weight_versions] == ["second"]
@@ -283,11 +294,7 @@ def test_a_session_over_a_group_that_is_made_again_begins_again(processes, tiny_
         with pytest.raises(GroupError, match="no weight update group"):
             await fleet.client.destroy_weights_update_group("made")
 
-    try:
-        run(processes, body, model=tiny_model)
-    finally:
-        for trainer in trainers:
-            trainer.close()
+    run(processes, body, model=tiny_model)
 
 
 @pytest.mark.parametrize("restores", [True, False], ids=["from its folder", "not"])
@@ -311,10 +318,8 @@ def test_a_restarted_replica_is_copied_to_only_if_it_has_not_restored_the_weight
             )
         restarted = fleet.members[0]
         kill(processes, 0)
-        while restarted.state != "gone":
-            await asyncio.sleep(0.01)
-        while not restarted.serves:
-            await asyncio.sleep(0.01)
+        await until(lambda: restarted.state == "gone")
+        await until(lambda: restarted.serves)
         assert copied == ([] if restores else ["replica-0"])
         status = await restarted.client.status()
         assert (status.weight_version, status.totals.updates == []) == ("second", restores)
@@ -350,8 +355,7 @@ def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, o
             await asyncio.sleep(0.01)
         assert not away.serves
         await fleet.client.continue_generation()
-        while not away.serves:
-            await asyncio.sleep(0.01)
+        await until(lambda: away.serves)
         assert not begun.is_set()
 
         await until_copying()
@@ -412,13 +416,11 @@ def test_a_lease_ends_though_every_engine_that_knew_of_it_has_died(processes, ac
         await fleet.client.pause("in_place", lease_s=0.5, on_lease_expiry=action)
         handle = await fleet.submit([5, 6, 7], ALL_TOKENS)
         await kill_all(processes, fleet)
-        while fleet.lease is not None:
-            await asyncio.sleep(0.01)
+        await until(lambda: fleet.lease is None)
         if action == "continue":
             assert len((await handle.result()).output_ids) == 8
             return
-        while not fleet.present:
-            await asyncio.sleep(0.01)
+        await until(lambda: fleet.present)
         status = await fleet.combined("")
         assert (status.generation, status.pause_mode, status.pause_owner) == ("paused", "in_place", None)
         if action == "abort":
@@ -434,8 +436,7 @@ def test_a_status_tells_a_pause_that_no_engine_knows_of(processes):
     async def body(fleet: ReplicaFleet) -> None:
         await fleet.client.pause("retract", lease_s=PATIENCE_S)
         await kill_all(processes, fleet)
-        while not fleet.present:
-            await asyncio.sleep(0.01)
+        await until(lambda: fleet.present)
         status = await fleet.combined("")
         assert (status.generation, status.pause_mode, status.pause_owner) == ("paused", "retract", "test")
         assert status.pause_age_s is not None

@@ -12,12 +12,7 @@ from support.lanes import quick
 from support.scripted import EngineDriver
 
 from caesura.client import Unsupported, launch_scheduler
-from caesura.io_struct import (
-    ContinueGenerationReqInput,
-    GenerateReqOutput,
-    PauseGenerationReqInput,
-    SamplingParams,
-)
+from caesura.io_struct import GenerateReqOutput, SamplingParams
 from caesura.scheduler.kernels import TORCH, best
 
 needs_kernels = pytest.mark.skipif(
@@ -130,8 +125,8 @@ def test_across_pauses(model, dtype, alone, mode):
         rids = [start(driver, work) for work in WORK]
         for ticks in (1, 2, 3, 5, 8):
             driver.tick(ticks)
-            driver.call(PauseGenerationReqInput(mode=mode))
-            driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+            driver.pause(mode)
+            driver.go_on(torch_empty_cache=False)
         driver.run_until_idle()
         results = [driver.result(rid) for rid in rids]
         assert [bits(result) for result in results] == alone

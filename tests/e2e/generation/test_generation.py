@@ -1,9 +1,8 @@
 """Generation from outside: a launched process, its clients, and transformers as the reference."""
 
-import math
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +10,12 @@ import transformers
 from support.checkpoints import FAMILIES, make_checkpoint
 from support.lanes import quick
 
-from caesura.client import (
-    InvalidRequest,
-    PromptTooLong,
-    SamplingParams,
-    SchedulerClient,
-    launch_scheduler,
-)
+from caesura.client import InvalidRequest, SamplingParams, SchedulerClient, TokenLogprobs, launch_scheduler
 
 CONTEXT = 256
-PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(75)], [9], [11, 3, 96, 40, 12, 4, 8, 31, 60, 2]]
+PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(75)], [9], [11, 3, 96, 40, 12, 4, 8, 31, 60, 11]]
+LONG = PROMPTS[1]
+CLOSE = 1e-4
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
 
 
@@ -36,8 +31,8 @@ class Served:
     def eos(self) -> int:
         return self.reference.config.eos_token_id
 
-    def greedy(self, prompt: list[int], new_tokens: int) -> list[int]:
-        self.reference.generation_config.eos_token_id = None
+    def greedy(self, prompt: list[int], new_tokens: int, *, stops: bool = False, **options: Any) -> list[int]:
+        self.reference.generation_config.eos_token_id = self.eos if stops else None
         ids = torch.tensor([prompt])
         found = self.reference.generate(
             ids,
@@ -45,13 +40,19 @@ class Served:
             max_new_tokens=new_tokens,
             do_sample=False,
             pad_token_id=0,
+            **options,
         )
         return found[0, len(prompt) :].tolist()
 
-    def logprobs(self, prompt: list[int], output: list[int], temperature: float = 1.0) -> list[float]:
+    def rows(self, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+        """Return the log-softmax [tokens, vocabulary] after each of ``tokens``."""
         with torch.inference_mode():
-            logits = self.reference(torch.tensor([prompt + output])).logits[0].float()
-        rows = torch.log_softmax(logits[len(prompt) - 1 : -1] / temperature, dim=-1)
+            return torch.log_softmax(
+                self.reference(torch.tensor([tokens])).logits[0].float() / temperature, dim=-1
+            )
+
+    def logprobs(self, prompt: list[int], output: list[int], temperature: float = 1.0) -> list[float]:
+        rows = self.rows(prompt + output, temperature)[len(prompt) - 1 : -1]
         return rows.gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
 
 
@@ -182,31 +183,6 @@ def test_without_a_limit_it_runs_to_the_end_of_the_context(float32):
     assert output.finish_reason.type == "length"
 
 
-def test_unsupported_requests_are_refused_by_name(float32):
-    with pytest.raises(PromptTooLong) as too_long:
-        float32.client.generate(PROMPTS[1], SamplingParams(max_new_tokens=CONTEXT))
-    assert too_long.value.detail["limit"] == CONTEXT
-    with pytest.raises(InvalidRequest) as outside:
-        float32.client.generate([3, 97])
-    assert (outside.value.detail["field"], outside.value.detail["position"]) == ("input_ids", 1)
-
-
-def test_a_stream_is_the_result_in_pieces(float32):
-    params = SamplingParams(max_new_tokens=24, seed=5, n=3, ignore_eos=True)
-    handle = float32.client.submit(PROMPTS[1], params, stream=True, return_logprob=True)
-    ids: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    logprobs: dict[int, list[float]] = {0: [], 1: [], 2: []}
-    deltas = list(handle.deltas())
-    for delta in deltas:
-        assert delta.start == len(ids[delta.index])
-        ids[delta.index] += delta.output_ids
-        logprobs[delta.index] += delta.output_logprobs
-    for output in handle.results():
-        assert ids[output.index] == output.output_ids
-        assert logprobs[output.index] == output.output_logprobs
-    assert len(deltas) > 24, "tokens were meant to come one by one"
-
-
 def test_batched_requests_equal_single_ones(float32):
     client = float32.client
     client.flush_cache(timeout_s=30)
@@ -219,51 +195,123 @@ def test_batched_requests_equal_single_ones(float32):
         assert_close(output.output_logprobs, float32.logprobs(prompt, output.output_ids), 1e-4)
 
 
-def test_status_and_spans_of_a_fresh_engine(float32):
-    output = float32.client.generate(PROMPTS[0], GREEDY)
-    (span,) = output.weight_versions
-    assert (span.version, span.epoch, span.start, span.end, span.stale_kv) == ("default", 0, 0, 20, False)
-    assert output.output_logprobs is None
-    status = float32.client.status()
-    assert (status.generation, status.weights, status.dtype, status.context_len) == (
-        "running", "valid", "float32", CONTEXT,
+@pytest.mark.parametrize("penalty", [0.6, 1.2, 1.8])
+def test_repetition_penalty_equals_transformers(float32, penalty):
+    params = SamplingParams(max_new_tokens=24, temperature=0.0, repetition_penalty=penalty)
+    outputs = float32.client.generate(PROMPTS, params)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.output_ids == float32.greedy(prompt, 24, stops=True, repetition_penalty=penalty)
+
+
+@pytest.mark.parametrize("least", [1, 9, 16])
+def test_min_new_tokens_equals_transformers(float32, least):
+    params = SamplingParams(max_new_tokens=20, temperature=0.0, min_new_tokens=least)
+    outputs = float32.client.generate(PROMPTS, params)
+    expected = [float32.greedy(prompt, 20, stops=True, min_new_tokens=least) for prompt in PROMPTS]
+    assert [output.output_ids for output in outputs] == expected
+    unbound = float32.greedy(PROMPTS[0], 20, stops=True)
+    assert len(expected[0]) > max(least, len(unbound) - 1)
+
+
+def test_logit_bias_and_stop_ids(float32):
+    forced = SamplingParams(
+        max_new_tokens=6, temperature=0.0, logit_bias={40: 100.0}, stop_token_ids=[40], min_new_tokens=2
+    )
+    output = float32.client.generate(PROMPTS[3], forced)
+    assert 40 not in output.output_ids[:2]
+    assert output.output_ids[2:] == [40]
+    assert (output.finish_reason.type, output.finish_reason.matched) == ("stop", 40)
+
+
+def test_min_p_keeps_the_likeliest(float32):
+    hot = SamplingParams(max_new_tokens=10, temperature=5.0, seed=3, min_p=1.0, ignore_eos=True)
+    cold = SamplingParams(max_new_tokens=10, temperature=0.0, ignore_eos=True)
+    found, best = (float32.client.generate(PROMPTS, params) for params in (hot, cold))
+    assert [output.output_ids for output in found] == [output.output_ids for output in best]
+
+
+def inputs_of(float32: Served, prompt: list[int], start: int, **options: Any):
+    params = SamplingParams(max_new_tokens=3, temperature=0.5, seed=1, logit_bias={4: 2.0}, ignore_eos=True)
+    return float32.client.generate(
+        prompt, params, return_logprob=True, logprob_start_len=start, top_logprobs_num=3,
+        token_ids_logprob=[8, 2, 77], **options,
     )  # fmt: skip
-    assert status.kv.free + status.kv.cached + status.kv.held == status.kv.total == 4096
-    assert status.kv.held == 0
 
 
-@pytest.mark.slow
-def test_the_example_of_the_documentation(tmp_path):
-    """The example runs as a user would type it, but for the two paths."""
-    old, new = tmp_path / "model", tmp_path / "new"
-    make_checkpoint(old, "qwen3", seed=1)
-    make_checkpoint(new, "qwen3", seed=2)
+def check_inputs(float32: Served, prompt: list[int], start: int, output) -> None:
+    rows = float32.rows(prompt)[start:-1]
+    following = torch.tensor(prompt[start + 1 :])
+    assert output.input_logprobs[0] is None
+    expected = rows.gather(1, following[:, None])[:, 0].tolist()
+    assert output.input_logprobs[1:] == pytest.approx(expected, abs=CLOSE)
+    best = rows.topk(3, 1)
+    assert output.input_top_logprobs.logprobs == pytest.approx(best.values.flatten().tolist(), abs=CLOSE)
+    assert output.input_token_ids_logprobs.ids == [8, 2, 77] * len(rows)
+    assert output.input_token_ids_logprobs.logprobs == pytest.approx(
+        rows[:, [8, 2, 77]].flatten().tolist(), abs=CLOSE
+    )
+    assert len(output.input_top_logprobs) == len(output.input_token_ids_logprobs) == len(rows)
 
-    with launch_scheduler(model=old, dtype="float32") as client:
-        out = client.generate(
-            input_ids=[[1, 2, 3], [4, 5]],
-            return_logprob=True,
-            sampling_params=SamplingParams(max_new_tokens=8, temperature=1.0, seed=7),
-        )
-        out[0].output_ids, out[0].output_logprobs, out[0].finish_reason.type, out[0].weight_versions
-        handle = client.submit(input_ids=[1, 2, 3], sampling_params=SamplingParams(max_new_tokens=64))
-        client.pause("in_place")
-        client.update_weights_from_disk(new, weight_version="1", flush_cache=False)
-        report = client.continue_generation()
-        result = handle.result()
-        status = client.status()
 
-    assert len(out) == 2
-    for output in out:
-        assert 0 < len(output.output_ids) == len(output.output_logprobs) <= 8
-        assert all(math.isfinite(value) and value <= 0 for value in output.output_logprobs)
-        assert output.finish_reason.type in ("length", "stop")
-        assert output.weight_versions[-1].end == len(output.output_ids)
-    assert report.freed == max(0, report.reserved_before - report.reserved_after)
-    epochs = [span.epoch for span in result.weight_versions]
-    assert epochs in ([0], [0, 1], [1])
-    assert all(before.end == after.start for before, after in pairwise(result.weight_versions))
-    assert (status.generation, status.weights, status.memory) == ("running", "valid", "resident")
-    assert (status.weight_version, status.weights_epoch) == ("1", 1)
-    assert status.kv.free + status.kv.cached + status.kv.held == status.kv.total
-    assert status.device_memory.reserved > 0
+@pytest.mark.parametrize("start", [0, 1, 31, 32, 50, 73, 74])
+def test_prompt_logprobs_equal_transformers(float32, start):
+    salt = f"start-{start}"
+    check_inputs(float32, LONG, start, inputs_of(float32, LONG, start, cache_salt=salt))
+    again = inputs_of(float32, LONG, start, cache_salt=salt)
+    check_inputs(float32, LONG, start, again)
+    assert again.cached_tokens == min(start // 16, 4) * 16, "what lies before the start comes from the cache"
+
+
+@pytest.mark.parametrize("start", [-1, 75, 400])
+def test_no_prompt_logprobs(float32, start):
+    output = inputs_of(float32, LONG, start, cache_salt="warm")
+    assert output.input_logprobs is output.input_top_logprobs is output.input_token_ids_logprobs is None
+    assert len(output.output_top_logprobs) == 3
+    plain = float32.client.generate(
+        LONG, logprob_start_len=0, top_logprobs_num=2, sampling_params=SamplingParams(max_new_tokens=1)
+    )
+    assert plain.input_logprobs is plain.output_top_logprobs is None, "they are part of return_logprob"
+
+
+def test_samples_of_one_prompt_have_the_same_prompt_logprobs(float32):
+    outputs = float32.client.generate(
+        LONG, SamplingParams(max_new_tokens=2, n=3), return_logprob=True, logprob_start_len=40
+    )
+    rows = float32.rows(LONG)
+    expected = [rows[at, LONG[at + 1]].item() for at in range(40, 74)]
+    for output in outputs:
+        assert output.input_logprobs[1:] == pytest.approx(expected, abs=CLOSE)
+
+
+def test_streams_carry_the_fields_of_results(float32):
+    params = SamplingParams(max_new_tokens=9, temperature=1.0, seed=5, presence_penalty=0.5, ignore_eos=True)
+    handle = float32.client.submit(
+        PROMPTS[0], params, stream=True, return_logprob=True, top_logprobs_num=2, token_ids_logprob=[1]
+    )
+    deltas = list(handle)
+    output = handle.result()
+    assert sum(len(delta.output_top_logprobs) for delta in deltas) == 9
+    assert [x for delta in deltas for x in delta.output_top_logprobs.ids] == output.output_top_logprobs.ids
+    assert [
+        x for delta in deltas for x in delta.output_token_ids_logprobs.logprobs
+    ] == output.output_token_ids_logprobs.logprobs
+    assert output.output_top_logprobs.at(0)[0][0] >= output.output_logprobs[0] - 1e-6
+    first_three: TokenLogprobs = output.output_top_logprobs.cut(0, 3)
+    assert len(first_three) == 3 and first_three.at(2) == output.output_top_logprobs.at(2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"top_logprobs_num": 98}, "top_logprobs_num"),
+        ({"top_logprobs_num": 129}, "top_logprobs_num"),
+        ({"top_logprobs_num": -1}, "top_logprobs_num"),
+        ({"logprob_start_len": -2}, "logprob_start_len"),
+        ({"token_ids_logprob": [5, 97]}, "token_ids_logprob"),
+        ({"token_ids_logprob": [1] * 1025}, "token_ids_logprob"),
+        ({"token_ids_logprob": [True]}, "token_ids_logprob"),
+    ],
+)
+def test_bad_wishes_are_refused_by_name(float32, fields, named):
+    with pytest.raises(InvalidRequest, match=named):
+        float32.client.generate([5], return_logprob=True, **fields)

@@ -14,14 +14,7 @@ from support.scripted import EngineDriver
 
 from caesura.client import SamplingParams, launch_scheduler
 from caesura.client.connection.results import GenerateOutput, decode_output
-from caesura.io_struct import (
-    AbortReq,
-    ContinueGenerationReqInput,
-    FlushCacheReqInput,
-    GenerateReqInput,
-    PauseGenerationReqInput,
-    UpdateWeightFromDiskReqInput,
-)
+from caesura.io_struct import GenerateReqInput
 
 LAYERS, EXPERTS, TOP_K = 3, 7, 2
 DENSE_LAYER = 1
@@ -51,8 +44,8 @@ def engine(models, request):
 
 @pytest.fixture
 def driver(engine, models):
-    engine.call(UpdateWeightFromDiskReqInput(model_path=models[0][0]))
-    engine.call(FlushCacheReqInput(torch_empty_cache=False))
+    engine.update(models[0][0])
+    engine.flush(torch_empty_cache=False)
     return engine
 
 
@@ -116,8 +109,8 @@ def test_retracted_in_the_middle(driver, models):
     rids = [ask(driver, prompt, 20) for prompt in prompts]
     for ticks in (4, 3, 5):
         driver.tick(ticks)
-        driver.call(PauseGenerationReqInput(mode="retract"))
-        driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+        driver.pause("retract")
+        driver.go_on(torch_empty_cache=False)
     driver.run_until_idle()
     for rid, prompt in zip(rids, prompts, strict=True):
         output = finished(driver, rid)
@@ -130,9 +123,9 @@ def test_tokens_before_an_update_keep_their_experts(driver, models, mode):
     prompt = text(40, 7)
     rid = ask(driver, prompt, 30)
     driver.tick(8)
-    driver.call(PauseGenerationReqInput(mode=mode))
-    driver.call(UpdateWeightFromDiskReqInput(model_path=models[1][0], flush_cache=False))
-    driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+    driver.pause(mode)
+    driver.update(models[1][0], flush_cache=False)
+    driver.go_on(torch_empty_cache=False)
     driver.run_until_idle()
     output = finished(driver, rid)
     old, new = output.weight_versions
@@ -142,18 +135,6 @@ def test_tokens_before_an_update_keep_their_experts(driver, models, mode):
     under_new = chosen_experts(models[1][1], [*prompt, *output.output_ids[: old.end - 1]])
     kept = rows_of(output)[: len(under_new)].sort(dim=-1).values
     assert (kept != under_new).any(dim=(1, 2)).float().mean() > 0.5, "the two weights choose alike: no test"
-
-
-def test_aborted_in_the_middle(driver, models):
-    prompt = text(30, 8)
-    rid = ask(driver, prompt, 60)
-    driver.tick(9)
-    driver.call(AbortReq(rid=rid))
-    driver.run_until_idle()
-    output = finished(driver, rid)
-    assert output.finish_reason.type == "abort"
-    assert 0 < len(output.output_ids) < 60
-    check_replay(models[0][1], prompt, output)
 
 
 # -- all of it at once ---------------------------------------------------------------------------------------

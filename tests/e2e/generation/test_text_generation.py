@@ -2,6 +2,8 @@
 # ruff: noqa: ASYNC110  (another process's state is asked for)
 
 import asyncio
+import os
+import signal
 import threading
 
 import pytest
@@ -12,7 +14,6 @@ from caesura.client import (
     AsyncSchedulerClient,
     EngineDied,
     InvalidRequest,
-    MalformedMessage,
     SamplingParams,
     TimedOut,
     launch_scheduler,
@@ -197,6 +198,30 @@ def test_an_abort_from_outside_gives_the_text_so_far(engine, tokenizer):
     run(engine, tokenizer, body)
 
 
+def test_a_dead_engine_is_told_to_every_waiter(model, tmp_path):
+    tokenizer = TextTokenizer.from_folder(make_byte_level(tmp_path))
+    params = SamplingParams(max_new_tokens=200, ignore_eos=True)
+
+    async def body(manager, engine):
+        await manager.client.pause("in_place")
+        request = GenerationRequest(prompt="The", sampling_params=params, stop=["never said"])
+        waiting = [asyncio.ensure_future(manager.generate(request)) for _ in range(50)]
+        waiting += [asyncio.ensure_future(anext(manager.stream(request))) for _ in range(50)]
+        while (await manager.client.status()).waiting_requests < 100:
+            await asyncio.sleep(0.01)
+        os.kill((await manager.client.status()).pid, signal.SIGKILL)
+        for result in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(result, EngineDied)
+
+    async def main(engine):
+        client = AsyncSchedulerClient(engine.endpoint, connect_timeout=0.2)
+        async with client:
+            await body(TokenizerManager(client, tokenizer), engine)
+
+    with serve(model) as engine:
+        asyncio.run(main(engine))
+
+
 @pytest.fixture
 def text_client(engine, tokenizer):
     with TextClient(engine.endpoint, tokenizer) as client:
@@ -245,41 +270,12 @@ def test_an_asyncio_text_client_says_the_same(engine, tokenizer, text_client):
     assert asyncio.run(main()) == (text, text)
 
 
-def test_a_text_call_that_times_out_or_is_closed_is_aborted(engine, tokenizer, text_client):
+def test_a_text_call_that_times_out_is_aborted(engine, text_client):
     engine.pause("in_place")
     with pytest.raises(TimedOut, match="aborted"):
         text_client.generate("The pause", GREEDY, stop="never said", timeout=0.05)
     wait_until_idle(engine)
-    errors = []
-
-    def wait():
-        with pytest.raises(EngineDied, match="closed"):
-            text_client.generate("The pause", GREEDY)
-        errors.append(True)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    while not engine.status().waiting_requests:
-        threading.Event().wait(0.01)
-    text_client.close()
-    waiting.join()
-    assert errors
-    with pytest.raises(EngineDied, match="closed"):
-        text_client.generate("The pause")
-    text_client.close()
     engine.continue_generation()
-    wait_until_idle(engine)
-
-
-def test_mistakes_in_commands_name_the_remedy(engine):
-    with pytest.raises(MalformedMessage, match=r"did you mean 'in_place'\?"):
-        engine.pause("keep")
-    with pytest.raises(InvalidRequest, match="lease_s needs an owner: any name"):
-        engine.pause("in_place", lease_s=5)
-    with pytest.raises(TypeError, match=r"did you mean deadline_s\?"):
-        engine.begin_weight_update(deadline=5)
-    with pytest.raises(TypeError, match=r"did you mean deadline_s\?"), engine.weight_update(deadline=5):
-        pass
 
 
 def test_mistakes_in_calls_for_text_name_the_remedy(engine, text_client):

@@ -150,22 +150,6 @@ def test_dashboard_shows_sample_durations_and_update_stages(engine, page, other_
     assert first_cells("update")[-1].startswith("resume")
 
 
-@browsing
-def test_no_throughput_is_drawn_into_a_pause(engine, page):
-    handle = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=4000, ignore_eos=True))
-    try:
-        page.until(lambda: page.text("tiles").split("\n")[0] != "0")
-        with paused(engine) as began:
-            looks = "return ticks.filter((tick) => tick[0] > arguments[0]).length"
-            page.until(lambda: page.browser.execute_script(looks, began) >= 3)
-            assert page.text("tiles").split("\n")[0] == "0"
-            ends = page.browser.execute_script(_ENDS)
-            assert ends["line"] == pytest.approx(ends["band"], abs=0.2)
-            assert ends["frame"] - ends["band"] > 5, "there was room for more"
-    finally:
-        engine.abort(handle.rid)
-
-
 @contextlib.contextmanager
 def paused(engine):
     """Pause the engine in the block, and yield the time of the pause."""
@@ -175,18 +159,6 @@ def paused(engine):
     finally:
         engine.continue_generation()
 
-
-# Where the line ends, where the last band begins, and where both would end without the pause.
-_ENDS = """
-const right = (path) => Math.max(...path.getAttribute("d").match(/[-\\d.]+(?=,)/g).map(Number));
-const svg = document.getElementById("throughput");
-const band = svg.querySelector(".band").getAttribute("d").split("M").at(-1);
-return {
-  line: Math.max(...[...svg.querySelectorAll("path.line")].map(right)),
-  band: Number(band.split(",")[0]),
-  frame: svg.viewBox.baseVal.width - 8,
-};
-"""
 
 _CAUSES = "return [...document.querySelectorAll('#events .tag')].map((tag) => tag.className)"
 _TOKENS = "return document.querySelector('#tiles small').textContent.split(' ')[0].replaceAll(',', '')"

@@ -16,13 +16,15 @@ import torch.multiprocessing
 from safetensors.torch import save
 from support.http_serve import ServedEngine, served
 from support.plain_trainer import PlainTrainer, Weights, weights_of
-from support.waiting import eventually
+
+OCTETS = {"content-type": "application/octet-stream"}
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model) -> Iterator[ServedEngine]:
+def server(tiny_model, tmp_path_factory) -> Iterator[ServedEngine]:
     root = tiny_model.parents[1]
     options = ("--weights-root", str(root), "--allow-pickled-tensors", "--enable-memory-saver")
+    options += ("--profile-dir", str(tmp_path_factory.mktemp("profiles")))
     with served("--model", str(tiny_model), *options) as engine:
         yield engine
 
@@ -218,9 +220,7 @@ def test_verl(server, other_model, others_checksum, by_file_name):
     assert server.ok("/resume_memory_occupation", {"tags": ["weights"]}) is None
     for bucket in halves(weights_of(other_model)):
         keep = list(bucket.items())
-        wrapped = [
-            (name, LocalSerializedTensor([base64.b64decode(pickled(tensor))])) for name, tensor in keep
-        ]
+        wrapped = [(name, LocalSerializedTensor([base64.b64decode(pickled(each))])) for name, each in keep]
         body = {"serialized_named_tensors": [pickled(wrapped)], "load_format": None, "flush_cache": True}
         server.ok("/update_weights_from_tensor", body)
     assert server.get("/flush_cache").status_code == 200
@@ -231,13 +231,12 @@ def test_verl(server, other_model, others_checksum, by_file_name):
 
 def test_a_safetensors_body(server, other_model, others_checksum):
     content = (other_model / "model.safetensors").read_bytes()
-    headers = {"content-type": "application/octet-stream"}
     query = "weight_version=10&flush_cache=true&torch_empty_cache=1"
-    response = server.http.post(f"/update_weights_from_tensor?{query}", content=content, headers=headers)
+    response = server.http.post(f"/update_weights_from_tensor?{query}", content=content, headers=OCTETS)
     assert response.json()["message"].endswith("Weight version updated to 10.")
     assert (version(server), checksum(server)) == ("10", others_checksum)
     for broken in (b"", content[:100], content[:-8], b"\xff" * 64):
-        response = server.http.post("/update_weights_from_tensor", content=broken, headers=headers)
+        response = server.http.post("/update_weights_from_tensor", content=broken, headers=OCTETS)
         assert (response.status_code, response.json()["success"]) == (400, False)
     wrong = save({"no.such.weight": torch.zeros(2)})
     headers = {"content-type": "application/x-safetensors"}
@@ -252,12 +251,11 @@ def test_a_session_commits_at_its_end(server, other_model, others_checksum):
     assert opened["message"] == "Success"
     assert server.post("/begin_weight_update", {}).status_code == 400
     assert server.post("/continue_generation", {}).status_code == 200  # it runs: nothing to do
-    plain = {"content-type": "application/octet-stream"}
-    headers = {**plain, "X-Caesura-Session": opened["session_id"]}
+    headers = {**OCTETS, "X-Caesura-Session": opened["session_id"]}
     for bucket in halves(weights_of(other_model)):
         content = save(bucket)
         path = "/update_weights_from_tensor?weight_version=s"
-        assert server.http.post(path, content=content, headers=plain).json()["code"] == "session_open"
+        assert server.http.post(path, content=content, headers=OCTETS).json()["code"] == "session_open"
         reply = server.http.post(path, content=content, headers=headers).json()
         assert (reply["success"], reply["committed"], version(server)) == (True, False, "start")
         assert reply["session_id"] == opened["session_id"]
@@ -272,16 +270,12 @@ def test_a_session_commits_at_its_end(server, other_model, others_checksum):
 
 def test_the_end_of_an_aborted_session_claims_no_success(server, other_model, others_checksum):
     opened = server.ok("/begin_weight_update", {})
-    headers = {"content-type": "application/octet-stream", "X-Caesura-Session": opened["session_id"]}
-    for bucket in halves(weights_of(other_model)):
-        assert server.http.post(
-            "/update_weights_from_tensor", content=save(bucket), headers=headers
-        ).is_success
+    headers = {**OCTETS, "X-Caesura-Session": opened["session_id"]}
+    content = save(weights_of(other_model))
+    assert server.http.post("/update_weights_from_tensor", content=content, headers=headers).is_success
     reply = server.ok("/end_weight_update", {"session_id": opened["session_id"], "commit": False})
-    assert (reply["committed"], reply["message"]) == (
-        False,
-        "Aborted, nothing is committed: the weights are poisoned.",
-    )
+    assert reply["committed"] is False
+    assert reply["message"] == "Aborted, nothing is committed: the weights are poisoned."
     server.ok("/update_weights_from_disk", {"model_path": str(other_model)})
     assert checksum(server) == others_checksum
 
@@ -330,27 +324,6 @@ def test_health_answers_in_every_state_and_costs_no_tokens(server, tiny_model):
     assert tokens() == before
 
 
-def test_requests_waiting_during_a_pause_count_and_continue(server):
-    server.ok("/pause_generation", {"mode": "retract"})
-    found: list = []
-    thread = threading.Thread(target=lambda: found.append(server.generate([5])))
-    thread.start()
-    eventually(lambda: server.get("/get_load").json()[0]["num_waiting_reqs"] == 1)
-    server.ok("/continue_generation")
-    thread.join()
-    assert len(found[0]["output_ids"]) == 8
-
-
-def test_labels(server):
-    before = checksum(server)
-    reply = server.ok("/update_weight_version", {"new_version": "named"})
-    assert (reply["success"], reply["new_version"], version(server)) == (True, "named", "named")
-    info = server.get("/get_model_info").json()
-    assert (info["weight_version"], info["model_type"], info["is_generation"]) == ("named", "qwen3", True)
-    assert checksum(server) == before
-    assert server.post("/update_weight_version", {}).status_code == 400
-
-
 def test_checker(server, other_model):
     answer = server.ok("/weights_checker", None)
     assert len(answer["ranks"][0]["checksums"]) > 5
@@ -373,9 +346,7 @@ def test_bodies_are_read_as_sglang_does(server):
     assert server.get("/v1/loads?include=all,core").status_code == 200
     assert server.get("/v1/loads?include=everything").status_code == 400
     assert server.get("/flush_cache?timeout=-1").status_code == 400
-    assert (
-        server.post("/post_process_weights", {"restore_weights_before_load": True}).json()["success"] is True
-    )
+    assert server.ok("/post_process_weights", {"restore_weights_before_load": True})["success"] is True
     assert server.post("/begin_weight_update", {"selector": "draft"}).status_code == 400
 
 
@@ -399,58 +370,57 @@ def test_tensors_that_cannot_be_read_are_refused_by_name(server, tiny_model):
     assert checksum(server) == before
 
 
-def test_a_trace_of_steps_as_sglangs_clients_ask_for_it(tiny_model, tmp_path):
-    options = {
-        "output_dir": "today",
-        "num_steps": "3",
-        "activities": ["CPU", "GPU"],
-        "profile_by_stage": False,
-    }
-    with served("--model", str(tiny_model), "--profile-dir", str(tmp_path)) as engine:
-        assert engine.post("/stop_profile").status_code == 400
-        refused = engine.post("/start_profile", {"output_dir": "/etc"})
-        assert (refused.status_code, "--profile-dir" in refused.json()["message"]) == (400, True)
-        assert "start_step" in engine.post("/start_profile", {"start_step": 5}).json()["message"]
-        started = engine.ok("/start_profile", options)
-        assert engine.post("/start_profile").json()["code"] == "busy"
-        engine.generate([5, 6, 7])
-        ended = engine.ok("/stop_profile", {"num_steps": "3"})
+def test_a_trace_of_steps_as_sglangs_clients_ask_for_it(server):
+    activities = {"activities": ["CPU", "GPU"], "profile_by_stage": False}
+    assert server.post("/stop_profile").status_code == 400
+    refused = server.post("/start_profile", {"output_dir": "/etc"})
+    assert (refused.status_code, "--profile-dir" in refused.json()["message"]) == (400, True)
+    assert "start_step" in server.post("/start_profile", {"start_step": 5}).json()["message"]
+    started = server.ok("/start_profile", {"output_dir": "today", "num_steps": "3", **activities})
+    assert server.post("/start_profile").json()["code"] == "busy"
+    server.generate([5, 6, 7])
+    ended = server.ok("/stop_profile", {"num_steps": "3"})
     assert (ended["path"], ended["steps"], started["success"]) == (started["path"], 3, True)
-    assert json.loads(gzip.decompress(Path(ended["path"]).read_bytes()))["traceEvents"]
-    assert Path(ended["path"]).parent == tmp_path / "today"
+    path = Path(ended["path"])
+    assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert (path.parent.name, path.parents[1].name.startswith("profiles")) == ("today", True)
 
 
 def test_two_trainers_behind_one_server_do_not_mix(server, other_model, others_checksum):
-    plain = {"content-type": "application/octet-stream"}
     path = "/update_weights_from_tensor?flush_cache=false&weight_version="
     first, second = (save(bucket) for bucket in halves(weights_of(other_model)))
     server.ok("/pause_generation", {"mode": "abort"})
-    reply = server.http.post(f"{path}A", content=first, headers=plain).json()
+    reply = server.http.post(f"{path}A", content=first, headers=OCTETS).json()
     assert (reply["success"], reply["committed"]) == (True, False)
-    refused = server.http.post(f"{path}B", content=second, headers=plain)
+    refused = server.http.post(f"{path}B", content=second, headers=OCTETS)
     assert (refused.status_code, refused.json()["code"]) == (400, "session_open")
     disk = server.post("/update_weights_from_disk", {"model_path": str(other_model)})
     assert disk.json()["code"] == "session_open"
-    stale = {**plain, "X-Caesura-Session": "another"}
+    stale = {**OCTETS, "X-Caesura-Session": "another"}
     assert server.http.post(f"{path}A", content=second, headers=stale).json()["code"] == "no_session"
     both = server.http.post(f"{path}A&session_id=x", content=second, headers=stale)
     assert both.status_code == 400
-    mine = {**plain, "X-Caesura-Session": reply["session_id"]}
+    mine = {**OCTETS, "X-Caesura-Session": reply["session_id"]}
     assert server.http.post(f"{path}A", content=second, headers=mine).json()["committed"] is True
     assert (version(server), checksum(server)) == ("A", others_checksum)
     server.ok("/continue_generation", {})
 
 
-def test_a_label_belongs_to_no_session(server):
-    label = {"new_version": "mine"}
-    before = server.get("/weight_version").json()
+def test_a_label_belongs_to_no_session_and_changes_no_weights(server):
+    label, before = {"new_version": "mine"}, (server.get("/weight_version").json(), checksum(server))
     stale = server.post("/update_weight_version", label, headers={"X-Caesura-Session": "another"})
     assert (stale.status_code, stale.json()["code"]) == (400, "no_session")
     opened = server.ok("/begin_weight_update", {})["session_id"]
     refused = server.post("/update_weight_version", {**label, "session_id": opened})
     assert (refused.status_code, refused.json()["code"]) == (400, "session_open")
     server.ok("/end_weight_update", {"commit": False, "session_id": opened})
-    assert server.get("/weight_version").json() == before
+    assert server.post("/update_weight_version", {}).status_code == 400
+    assert (server.get("/weight_version").json(), checksum(server)) == before
+    reply = server.ok("/update_weight_version", label)
+    assert (reply["success"], reply["new_version"], version(server)) == (True, "mine", "mine")
+    info = server.get("/get_model_info").json()
+    assert (info["weight_version"], info["model_type"], info["is_generation"]) == ("mine", "qwen3", True)
+    assert checksum(server) == before[1]
 
 
 def test_a_successor_ends_the_session_of_a_dead_trainer_by_force(server):

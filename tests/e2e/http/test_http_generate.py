@@ -1,12 +1,12 @@
-"""``/generate`` of a real server over a real engine, as SGLang's clients use it."""
+"""``/generate`` of a real server over a real engine, and what trainers ask besides, as their code does."""
 
 import asyncio
 import base64
 import itertools
 import json
-import math
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -20,6 +20,14 @@ from support.waiting import eventually
 def server(tmp_path_factory) -> Iterator[ServedEngine]:
     model = make_text_model(tmp_path_factory.mktemp("http") / "text")
     with served("--model", str(model)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> Iterator[ServedEngine]:
+    path = tmp_path_factory.mktemp("http") / "experts"
+    make_checkpoint(path, "qwen3-moe", seed=2)
+    with served("--model", str(path), "--enable-memory-saver", "--enable-weights-cpu-backup") as engine:
         yield engine
 
 
@@ -190,11 +198,17 @@ def test_events_of_a_batched_stream_name_their_prompt(server):
         ({}, "input_ids"),
         ({"input_ids": [1] * 600}, "600"),
         ({"input_ids": [1], "min_weights_epoch": 99}, "epoch"),
+        ({"input_ids": [1], "return_sampling_mask": True, "stream": True}, "stream"),
+        (
+            {"input_ids": [1], "return_sampling_mask": True, "sampling_logprobs_mode": "support"},
+            "sampling_logprobs_mode",
+        ),
+        ({"input_ids": [1], "sampling_logprobs_mode": "selected"}, "sampling_logprobs_mode"),
     ],
 )
 def test_wrong_fields_are_400_and_named(server, body, field):
     for streamed in (False, True):
-        response = server.post("/generate", {**body, "stream": streamed})
+        response = server.post("/generate", {"stream": streamed, **body})
         assert response.status_code == 400, response.text
         assert field in response.json()["error"]["message"]
 
@@ -204,24 +218,6 @@ def test_invalid_json_is_400(server):
         response = server.http.post("/generate", content=content)
         assert response.status_code == 400
         assert "message" in response.json()["error"]
-
-
-def test_nulls_and_keys_that_only_hint_are_left_out(server):
-    answer = server.ok(
-        "/generate",
-        {
-            "input_ids": [5],
-            "text": None,
-            "custom_labels": {"bar": 1},
-            "rid": None,
-            "stream": None,
-            "image_data": None,
-            "priority": 3,
-            "sampling_params": {"max_new_tokens": 2, "stop": None, "temperature": None, "n": None},
-        },
-    )
-    assert isinstance(answer, dict)
-    assert len(answer["output_ids"]) <= 2
 
 
 def in_background(call) -> tuple[threading.Thread, list]:
@@ -333,35 +329,18 @@ def test_tokenize_and_detokenize(server):
         assert server.post(path, body).status_code == 400
 
 
-def test_routed_experts_are_int32_of_every_position_but_the_last(tmp_path):
-    make_checkpoint(tmp_path / "moe", "qwen3-moe", seed=4)
-    with served("--model", str(tmp_path / "moe")) as engine:
-        for start in (0, 2):
-            answer = engine.generate(
-                [5, 6, 7], return_routed_experts=True, routed_experts_start_len=start, return_logprob=True
-            )
-            assert "text" not in answer  # no tokenizer there
-            meta = answer["meta_info"]
-            flat = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype="<i4")
-            shape = (3 + len(answer["output_ids"]) - 1 - start, 2, 3)
-            assert flat.size == math.prod(shape)
-            assert set(flat.tolist()) <= set(range(5))
-            null = engine.generate(
-                [5, 6, 7],
-                return_routed_experts=True,
-                routed_experts_start_len=start,
-                routed_experts_dtype=None,
-            )["meta_info"]
-            assert null["routed_experts"] == meta["routed_experts"]
-            narrow = engine.generate(
-                [5, 6, 7],
-                return_routed_experts=True,
-                routed_experts_start_len=start,
-                routed_experts_dtype="uint8",
-            )["meta_info"]
-            found = np.frombuffer(base64.b64decode(narrow["routed_experts"]), dtype=np.uint8)
-            assert found.tolist() == flat.tolist()
-        assert engine.post("/generate", {"text": "a"}).status_code == 400
+@pytest.mark.parametrize("start", [0, 2])
+def test_routed_experts_are_int32_of_every_position_but_the_last(experts, start):
+    asked = {"return_routed_experts": True, "routed_experts_start_len": start}
+    answer = experts.generate([5, 6, 7], **asked, return_logprob=True)
+    assert "text" not in answer  # no tokenizer there
+    flat = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), dtype="<i4").tolist()
+    assert len(flat) == (3 + len(answer["output_ids"]) - 1 - start) * 2 * 3
+    assert set(flat) <= set(range(5))
+    for name, dtype in ((None, "<i4"), ("uint8", np.uint8)):
+        meta = experts.generate([5, 6, 7], **asked, routed_experts_dtype=name)["meta_info"]
+        assert np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=dtype).tolist() == flat
+    assert experts.post("/generate", {"text": "a"}).status_code == 400
 
 
 def test_incremental_streams_add_up(tmp_path):
@@ -377,9 +356,174 @@ def test_incremental_streams_add_up(tmp_path):
         assert frames[-1]["meta_info"]["finish_reason"]["type"] == "length"
 
 
-def test_probes_and_scrapes_do_not_renew_the_lease_of_a_pause(tiny_model):
-    with served("--model", str(tiny_model)) as server:
-        server.ok("/pause_generation", {"mode": "in_place", "lease_s": 1.0, "on_lease_expiry": "continue"})
-        while server.get("/server_info").json()["internal_states"][0]["generation"] == "paused":
-            for path in ("/health", "/metrics", "/dashboard/data"):
-                server.get(path)
+def test_probes_and_scrapes_do_not_renew_the_lease_of_a_pause(server):
+    server.ok("/pause_generation", {"mode": "in_place", "lease_s": 1.0, "on_lease_expiry": "continue"})
+    while server.get("/server_info").json()["internal_states"][0]["generation"] == "paused":
+        for path in ("/health", "/metrics", "/dashboard/data"):
+            server.get(path)
+
+
+# -- trainers, before and between rollouts -------------------------------------------------------------------
+
+
+def attach(server: ServedEngine, expected: dict[str, object]) -> None:
+    """Check an external engine as slime does: each of its own settings that it compares must be equal."""
+    for path in ("/server_info", "/get_server_info"):
+        actual = server.get(path).json()
+        for name, value in expected.items():
+            assert actual.get(name) == value, name
+
+
+def test_slime_attaches_to_a_server_with_defaults(server):
+    attach(server, {"enable_memory_saver": False, "dtype": "float32", "enable_return_routed_experts": False})
+    attach(server, dict.fromkeys(("tp_size", "pp_size", "ep_size", "moe_dp_size", "num_gpus"), 1))
+
+
+def test_slime_attaches_with_offload_and_routing_replay(experts):
+    attach(experts, {"enable_memory_saver": True, "enable_return_routed_experts": True})
+    attach(experts, {"enable_weights_cpu_backup": True})
+
+
+def test_memory_is_released_only_where_the_server_says_so(server):
+    refused = server.post("/release_memory_occupation", {})
+    assert refused.status_code == 400
+    assert "--enable-memory-saver" in refused.json()["error"]["message"]
+    assert server.ok("/resume_memory_occupation", {}) is None  # nothing is released
+    assert server.get("/ready").status_code == 200
+
+
+def test_a_reward_server_serves_again_without_an_update(experts):
+    before = experts.generate([5, 6, 7], return_logprob=True)
+    for tags in ({}, {"tags": ["weights", "kv_cache"]}):
+        assert experts.ok("/release_memory_occupation", tags) is None
+        assert experts.get("/server_info").json()["internal_states"][0]["device_memory"]["weights_backup"] > 0
+        assert experts.get("/ready").status_code == 503
+        assert experts.ok("/resume_memory_occupation", tags) is None
+        after = experts.generate([5, 6, 7], return_logprob=True)
+        for name in ("output_token_logprobs", "input_token_logprobs"):
+            assert after["meta_info"][name] == before["meta_info"][name]
+
+
+def test_experts_are_null_where_no_token_was_sampled(experts):
+    body = {"input_ids": [5, 6, 7], "return_logprob": True, "return_routed_experts": True}
+    experts.ok("/pause_generation", {"mode": "in_place"})
+    answers: list = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(experts.generate(**body))),
+        threading.Thread(
+            target=lambda: answers.append(
+                experts.ok("/v1/completions", {"prompt": [5, 6, 7], "return_routed_experts": True})
+            )
+        ),
+    ]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: experts.get("/get_load").json()[0]["num_waiting_reqs"] == 2)
+    experts.post("/abort_request", {"abort_all": True})
+    for thread in threads:
+        thread.join()
+    experts.ok("/continue_generation", {})
+    native, openai = sorted(answers, key=lambda answer: "choices" in answer)
+    assert native["output_ids"] == []
+    assert native["meta_info"]["finish_reason"]["type"] == "abort"
+    assert native["meta_info"]["routed_experts"] is None
+    assert openai["sglext"] == {"routed_experts": None}
+    scored = experts.generate(**body, sampling_params={"max_new_tokens": 0})
+    assert scored["meta_info"]["routed_experts"] is None
+    sampled = experts.generate(**body)
+    rows = len(base64.b64decode(sampled["meta_info"]["routed_experts"])) // 4
+    config = experts.get("/server_info").json()["internal_states"][0]["kv"]
+    assert rows == (3 + 8 - 1) * config["routing_bytes_per_token"]
+
+
+FILTERS = {"top_p": 0.7, "temperature": 2.0, "sampling_seed": 3, "max_new_tokens": 6}
+
+
+def test_kept_tokens_as_slime_and_as_sglangs_masks(server):
+    """Their numbers are those of the sampler (tests/unit/scheduler/execution/test_kept_tokens.py)."""
+    prompt, asked = [5, 6, 7], {**FILTERS, "custom_params": {"return_top_p_token_ids": True}}
+    answer = server.generate(prompt, sampling_params=asked, return_logprob=True)
+    ids, offsets = (
+        np.frombuffer(base64.b64decode(answer["meta_info"][name]), "<i4").tolist()
+        for name in ("top_p_token_ids", "top_p_token_offsets")
+    )
+    assert len(offsets) == len(answer["output_ids"]) + 1 == 7
+    assert (offsets[0], offsets[-1]) == (0, len(ids))
+    kept = [ids[start:end] for start, end in itertools.pairwise(offsets)]
+    plain = server.generate(prompt, sampling_params=FILTERS)
+    assert plain["output_ids"] == answer["output_ids"]
+    assert "top_p_token_ids" not in plain["meta_info"]
+
+    body = {
+        "input_ids": [prompt, [8, 9]],
+        "sampling_params": [{**FILTERS, "n": 2}] * 2,
+        "return_logprob": True,
+    }
+    body |= {"return_sampling_mask": [True, False], "sampling_logprobs_mode": ["selected", None]}
+    answers = server.ok("/generate", body)
+    for other in answers[2:]:
+        assert not any("sampling" in name for name in other["meta_info"])
+    first, second = (each["meta_info"] for each in answers[:2])
+    assert first["output_token_sampling_mask"] == kept != second["output_token_sampling_mask"]
+    for meta, tokens in ((each["meta_info"], each["output_ids"]) for each in answers[:2]):
+        masks, logprobs = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
+        assert meta["output_token_sampling_mask_length"] == len(masks) == len(logprobs) == len(tokens)
+        assert all(token in mask for token, mask in zip(tokens, masks))
+        of_all = [logprob for logprob, _, _ in meta["output_token_logprobs"]]
+        assert all(1e-5 >= of_kept >= whole - 1e-5 for of_kept, whole in zip(logprobs, of_all))
+        alone = [logprob for logprob, mask in zip(logprobs, masks) if len(mask) == 1]
+        assert alone == pytest.approx([0.0] * len(alone), abs=1e-5)
+
+
+def test_without_a_filter_slime_gets_no_kept_tokens(server):
+    params = {"custom_params": {"return_top_p_token_ids": True}, "max_new_tokens": 2, "temperature": 1.0}
+    meta = server.generate([5, 6], sampling_params=params)["meta_info"]
+    assert not any(name.startswith("top_p") for name in meta)
+
+
+def test_a_loader_of_the_trainers_is_refused_by_name(experts):
+    loader = {"load_format": "pkg.loader.load"}
+    for path, body in (
+        ("disk", {"model_path": "/x"}),
+        ("distributed", {"names": [], "dtypes": [], "shapes": []}),
+        ("tensor", {"serialized_named_tensors": ["eA=="]}),
+    ):
+        refused = experts.post(f"/update_weights_from_{path}", {**body, **loader})
+        assert (refused.status_code, refused.json()["success"]) == (400, False)
+        said = "load_format pkg.loader.load is not supported"
+        assert (said if path != "tensor" else "--allow-pickled-tensors") in refused.json()["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/pull_weights", "/update_weights_from_disk"),
+        ("/pull_weights", "without --update-weight-local-checkpoint-dir"),
+        ("/load_lora_adapter", "merge the adapter"),
+        ("/unload_lora_adapter", "merge the adapter"),
+        ("/v1/load_lora_adapter", "merge the adapter"),
+        ("/start_draft_weight_update/", "no draft model"),
+        ("/init_broadcaster", "/update_weights"),
+    ],
+)
+def test_unserved_routes_name_the_remedy(server, path, said):
+    refused = server.post(path, {})
+    assert refused.status_code == 404
+    error = refused.json()
+    message = error["error"]["message"] if "error" in error else error["message"]
+    assert message.startswith(f"{path.rstrip('/')} is not served: ")
+    assert said in message
+    assert server.post("/nowhere", {}).status_code == 404
+
+
+def test_the_server_tells_the_weights_root_that_it_enforces(server):
+    found = server.get("/server_info").json()
+    assert found["weights_root"] == str(Path(found["model_path"]).parent)
+    outside = server.post("/update_weights_from_disk", {"model_path": "/etc"})
+    assert found["weights_root"] in outside.json()["message"]
+
+
+def test_vllm_client_requests_are_served(server):
+    assert server.post("/ping").status_code == server.get("/ping").status_code == 200
+    assert server.get("/version").json() == {"version": server.get("/server_info").json()["version"]}
+    assert server.get("/load").json() == {"server_load": 0}

@@ -1,21 +1,24 @@
-"""OpenAI's route for images, through `caesura serve` on a pipeline; and which routes go with which engine."""
+"""OpenAI's route for images and SGLang's for trajectories, through `caesura serve` on a pipeline."""
 
 import base64
 import io
-import json
 import threading
+from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import openai
 import pytest
+import torch
+from safetensors.torch import load
 from selenium.webdriver.common.by import By
 from support.browser import browsing, chromium
 from support.http_serve import make_text_model, served
 
 pytest.importorskip("diffusers")
 from PIL import Image
-from support.pipelines import make_sd3
+from support.pipelines import load_pipeline, make_sd3
 from support.waiting import PATIENCE_S, eventually
 
 from caesura.client import SchedulerClient
@@ -24,6 +27,20 @@ pytestmark = pytest.mark.slow  # its engines take seconds to start
 
 SIZE = "32x16"
 STEPS = {"num_inference_steps": 4, "max_sequence_length": 8}
+IMAGES, ROLLOUT = "/v1/images/generations", "/rollout/generate"
+BODY = {
+    "prompt": "a red circle",
+    "seed": 7,
+    "width": 16,
+    "height": 16,
+    "num_inference_steps": 4,
+    "num_outputs_per_prompt": 3,
+    "guidance_scale": 1.0,
+    "extra_sampling_params": {"max_sequence_length": 8},
+    "rollout_return_denoising_env": True,
+    "rollout_return_dit_trajectory": True,
+    "generator_device": "cuda",
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,36 +68,9 @@ def engine(server):
         yield found
 
 
-def test_released_weights_become_valid_again_component_by_component(sd3):
-    options = ("--model", str(sd3), "--enable-memory-saver", "--weights-root", str(sd3))
-    with served(*options) as found, httpx.Client(base_url=found.url, timeout=PATIENCE_S) as http:
-
-        def ok(path, **body):
-            answer = http.post(path, json=body)
-            assert answer.status_code == 200, answer.text
-            return answer.json()
-
-        ok("/release_memory_occupation")
-        ok("/resume_memory_occupation")
-        written = ok("/update_weights_from_disk", model_path=str(sd3), weight_version="1")
-        assert (written["success"], written["committed"]) == (True, False)
-        assert written["message"].startswith("Written, not committed: the weights are invalid until ")
-        refused = http.post("/update_weights", json={"weight_dir": str(sd3)})
-        assert (refused.status_code, "not committed" in refused.text) == (400, True)
-        unknown = http.post("/update_weights_from_disk", json={"model_path": str(sd3), "component": "nose"})
-        assert (unknown.status_code, "vae" in unknown.json()["message"]) == (400, True)
-        replies = [
-            ok("/update_weights_from_disk", model_path=str(sd3), component=component, weight_version="1")
-            for component in ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")
-        ]
-        assert [reply["committed"] for reply in replies] == [False, False, False, True]
-        assert replies[-1]["message"] == "Succeeded to update model weights."
-        assert post(found).status_code == 200
-
-
-def post(server, **changes):
+def post(server, **changes: Any) -> httpx.Response:
     body = {"prompt": "a red circle", "size": SIZE, **STEPS, **changes}
-    return httpx.post(f"{server.url}/v1/images/generations", json=body, timeout=None)
+    return httpx.post(server.url + IMAGES, json=body, timeout=None)
 
 
 def pixels(element):
@@ -131,51 +121,46 @@ def test_an_abort_marks_unfinished_images(server):
     assert found == [(None, "abort")] * 2
 
 
-def test_a_client_that_leaves_aborts_its_images(server):
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (IMAGES, {"prompt": "a", "size": SIZE, "num_inference_steps": 900}),
+        (ROLLOUT, {**BODY, "num_inference_steps": 900, "rollout_return_step_indices": []}),
+    ],
+)
+def test_a_client_that_leaves_aborts_its_images(server, path, body):
     with pytest.raises(httpx.ReadTimeout):
-        body = {"prompt": "a", "size": SIZE, "num_inference_steps": 900}
-        httpx.post(f"{server.url}/v1/images/generations", json=body, timeout=0.5)
+        httpx.post(server.url + path, json=body, timeout=0.5)
     eventually(lambda: server.get("/v1/loads").json()["loads"][0]["num_reqs"] == 0)
+
+
+SIZES = [
+    "0x16", "16x0", "17x16", "16", "8193x16", "99999x16", "-1x16", "1e3x16", "x", "16x16\n", "16x16 ",
+]  # fmt: skip
+REFUSED = {
+    "response_format": ["url", "jpeg"],
+    "size": SIZES,
+    "n": [0, -1, 257, 10000, 2**63, 2**70, 1.5],
+    "num_inference_steps": [0, 1_000_000, 2**63, 2**70],
+    "seed": [2**63, -(2**64), 2**80],
+    "guidance_scale": [-1, 1e9, 1e308],
+    "prompt": ["x" * (1 << 17), None, ["a", "b"]],
+    "style": ["vivid"],
+    "quality": ["hd"],
+    "background": ["transparent"],
+    "output_format": ["webp"],
+    "stream": [True],
+    "max_sequence_length": [10**6],
+    "rid": ["", "x" * 10_000],
+    "min_weights_epoch": [2**64],
+}
 
 
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"response_format": "url"}, "response_format"),
-        ({"response_format": "jpeg"}, "response_format"),
-        *[
-            ({"size": size}, "size")
-            for size in (
-                "0x16",
-                "16x0",
-                "17x16",
-                "16",
-                "8193x16",
-                "99999x16",
-                "-1x16",
-                "1e3x16",
-                "x",
-                "16x16\n",
-            )
-        ],
-        ({"size": "16x16 "}, "size"),
-        *[({"n": n}, "n") for n in (0, -1, 257, 10000, 2**63, 2**70, 1.5)],
+        *[({param: value}, param) for param, values in REFUSED.items() for value in values],
         ({"n": 200, "size": "8192x8192"}, "n"),
-        *[({"num_inference_steps": n}, "num_inference_steps") for n in (0, 1_000_000, 2**63, 2**70)],
-        *[({"seed": n}, "seed") for n in (2**63, -(2**64), 2**80)],
-        *[({"guidance_scale": n}, "guidance_scale") for n in (-1, 1e9, 1e308)],
-        ({"prompt": "x" * (1 << 17)}, "prompt"),
-        ({"prompt": None}, "prompt"),
-        ({"prompt": ["a", "b"]}, "prompt"),
-        ({"style": "vivid"}, "style"),
-        ({"quality": "hd"}, "quality"),
-        ({"background": "transparent"}, "background"),
-        ({"output_format": "webp"}, "output_format"),
-        ({"stream": True}, "stream"),
-        ({"max_sequence_length": 10**6}, "max_sequence_length"),
-        ({"rid": ""}, "rid"),
-        ({"rid": "x" * 10_000}, "rid"),
-        ({"min_weights_epoch": 2**64}, "min_weights_epoch"),
         ({"min_weights_epoch": 10**6}, None),
     ],
 )
@@ -191,7 +176,7 @@ def test_unsupported_values_are_400_with_the_field(server, changes, param):
     "body", [b"", b"[]", b"null", b"{", b'{"prompt": "a", "guidance_scale": NaN}', b"\xff\xfe", b"[" * 5000]
 )
 def test_bodies_that_are_no_request(server, body):
-    response = httpx.post(f"{server.url}/v1/images/generations", content=body, timeout=None)
+    response = httpx.post(server.url + IMAGES, content=body, timeout=None)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "invalid_request_error"
 
@@ -220,44 +205,26 @@ def test_neutral_values_pass(server):
     assert post(server, **nothing, output_format="png", response_format=None).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"seed": 2**63},
-        {"seed": 2**70},
-        {"width": 2**70},
-        {"width": 0},
-        {"height": -8},
-        {"num_inference_steps": 10**6},
-        {"num_inference_steps": 2**64},
-        {"guidance_scale": 1e308},
-        {"rollout_noise_level": -1.0},
-        {"rollout_noise_level": 1e300},
-        {"rollout_sde_step_indices": [2**40]},
-        {"rollout_return_step_indices": [-1]},
-        {"num_outputs_per_prompt": 10_000},
-        {"num_outputs_per_prompt": 256, "width": 1024, "height": 1024},
-        *[
-            {"extra_sampling_params": extra}
-            for extra in (
-                {"sigmas": [0.2, 0.9]},
-                {"sigmas": []},
-                {"sigmas": [1.0, 1.0]},
-                {"sigmas": [2.0, 1.0]},
-                {"sigmas": [0.5, 1e-60]},
-                {"shift": 0.0},
-                {"shift": 1e308},
-                {"max_sequence_length": 2**70},
-            )
-        ],
-    ],
-)
-def test_extremes_of_a_trajectory_are_400(server, changes):
-    body = {"prompt": "a", "width": 16, "height": 16, "num_inference_steps": 2, **changes}
-    response = httpx.post(f"{server.url}/rollout/generate", content=json.dumps(body), timeout=None)
-    assert response.status_code == 400, response.text
-    field = next(iter(changes.get("extra_sampling_params", changes)))
-    assert field.removeprefix("rollout_") in response.text, "the field is named"
+def test_released_weights_become_valid_again_component_by_component(sd3):
+    options = ("--model", str(sd3), "--enable-memory-saver", "--weights-root", str(sd3))
+    update = {"model_path": str(sd3), "weight_version": "1"}
+    with served(*options) as found:
+        found.ok("/release_memory_occupation")
+        found.ok("/resume_memory_occupation")
+        written = found.ok("/update_weights_from_disk", update)
+        assert (written["success"], written["committed"]) == (True, False)
+        assert written["message"].startswith("Written, not committed: the weights are invalid until ")
+        refused = found.post("/update_weights", {"weight_dir": str(sd3)})
+        assert (refused.status_code, "not committed" in refused.text) == (400, True)
+        unknown = found.post("/update_weights_from_disk", {**update, "component": "nose"})
+        assert (unknown.status_code, "vae" in unknown.json()["message"]) == (400, True)
+        replies = [
+            found.ok("/update_weights_from_disk", {**update, "component": component})
+            for component in ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")
+        ]
+        assert [reply["committed"] for reply in replies] == [False, False, False, True]
+        assert replies[-1]["message"] == "Succeeded to update model weights."
+        assert post(found).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -279,7 +246,7 @@ def test_models_has_the_pipeline(client):
 
 def test_an_image_route_of_a_language_model_says_so(tmp_path):
     with served("--model", str(make_text_model(tmp_path / "text"))) as language:
-        for path in ("/v1/images/generations", "/rollout/generate"):
+        for path in (IMAGES, ROLLOUT):
             response = language.post(path, {"prompt": "a"})
             assert response.status_code == 400, response.text
             assert "diffusion pipeline" in response.text
@@ -293,10 +260,6 @@ def test_the_dashboards_data_has_the_last_image_once(server):
     with Image.open(io.BytesIO(base64.b64decode(told["png"]))) as small:
         assert small.size == (32, 16)
     assert server.get(f"/dashboard/data?image={told['number']}").json()["image"] is None
-    post(server, seed=4)
-    newer = server.get(f"/dashboard/data?image={told['number']}").json()["image"]
-    assert newer["number"] == told["number"] + 1
-    assert newer["png"] != told["png"]
 
 
 @browsing
@@ -318,3 +281,139 @@ def test_metrics_have_steps_and_no_tokens(server):
     text = server.get("/metrics").text
     assert "caesura:denoise_steps_total" in text
     assert "caesura:num_used_tokens" not in text
+
+
+# -- trajectories --------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("__tensor__"):
+        tensor = load(value["data"])["t"]
+        assert (list(tensor.shape), str(tensor.dtype)) == (value["shape"], value["dtype"])
+        return tensor
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list) else value
+
+
+def rollouts(server, **changes: Any) -> list[dict[str, Any]]:
+    return decoded(httpx.post(server.url + ROLLOUT, json={**BODY, **changes}, timeout=None))
+
+
+def decoded(response: httpx.Response) -> list[dict[str, Any]]:
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "application/msgpack"
+    return plain(msgspec.msgpack.decode(response.content))
+
+
+def test_the_defaults_of_python_are_those_of_http(server, engine):
+    body = {"prompt": "a", "seed": 7, "width": 16, "height": 16, "num_inference_steps": 4}
+    (over_http,) = decoded(httpx.post(server.url + ROLLOUT, json=body, timeout=PATIENCE_S))
+    in_python = engine.generate_images(return_steps=None, **body)
+    found = torch.tensor(np.array(in_python.log_probs), dtype=torch.float32)
+    assert torch.equal(found, over_http["rollout_log_probs"])
+    assert (over_http["rollout_log_probs"] != 0).all()
+    (picture,) = decoded(httpx.post(server.url + ROLLOUT, json={**body, "rollout": False}, timeout=None))
+    assert not torch.equal(picture["generated_output"], over_http["generated_output"])
+
+
+def test_a_learner_recomputes_the_log_probabilities_of_each_output(server, sd3):
+    found = rollouts(server)
+    assert [each["seed"] for each in found] == [7, 8, 9]
+    transformer = load_pipeline(sd3).transformer
+    for each in found:
+        trajectory, env = each["dit_trajectory"], each["denoising_env"]
+        assert trajectory["latents"].shape[0] == trajectory["sigmas"].shape[0] == 5
+        assert each["generated_output"].shape == (16, 16, 3)
+        assert each["weight_versions"][0]["end"] == 4
+        sigmas, x = trajectory["sigmas"], trajectory["latents"]
+        with torch.no_grad():
+            v = transformer(
+                x[:-1],
+                env["pos_cond_kwargs"]["prompt_embeds"].expand(4, -1, -1),
+                env["pos_cond_kwargs"]["pooled_prompt_embeds"].expand(4, -1),
+                trajectory["timesteps"],
+                return_dict=False,
+            )[0]
+        before, after = (part.view(-1, 1, 1, 1).double() for part in (sigmas[:-1], sigmas[1:]))
+        s = 0.7 * (before / (1 - before.where(before < 1, sigmas[1].double()))).sqrt()
+        mean = x[:-1].double() + (v + s**2 / (2 * before) * (x[:-1] + (1 - before) * v)) * (after - before)
+        std = s * (before - after).sqrt()
+        expected = torch.distributions.Normal(mean, std).log_prob(x[1:].double()).flatten(1).mean(1)
+        assert torch.allclose(each["rollout_log_probs"].double(), expected, atol=1e-5)
+        assert torch.allclose(
+            each["rollout_debug_tensors"]["rollout_noise_std_devs"].double(), std.flatten(), atol=1e-6
+        )
+
+
+def test_an_evaluation_has_an_image_and_nothing_else(server):
+    first, *_ = rollouts(server, rollout=False)
+    assert first["generated_output"].dtype == torch.uint8
+    for name in ("rollout_log_probs", "rollout_debug_tensors", "denoising_env", "dit_trajectory"):
+        assert first[name] is None
+
+
+def test_a_window_and_steps_of_ones_own(server):
+    first, *_ = rollouts(server, rollout_sde_step_indices=[1], rollout_return_step_indices=[0, 1])
+    assert first["rollout_log_probs"][0] == 0.0
+    assert first["rollout_log_probs"][1] != 0.0
+    assert first["dit_trajectory"]["latents"].shape[0] == 3
+
+
+def test_weights_are_updated_by_the_same_routes(server, sd3):
+    other = make_sd3(sd3.parent / "other", seed=20)
+    before, *_ = rollouts(server)
+    server.ok("/update_weights_from_disk", {"model_path": str(other / "transformer"), "weight_version": "v1"})
+    after, *_ = rollouts(server)
+    assert after["weight_versions"][0]["version"] == "v1"
+    assert not torch.equal(before["dit_trajectory"]["latents"][-1], after["dit_trajectory"]["latents"][-1])
+    server.ok("/update_weights_from_disk", {"model_path": str(sd3)})
+
+
+EXTREMES = {
+    "seed": [2**63, 2**70],
+    "width": [0, 17, 2**70],
+    "height": [-8],
+    "num_inference_steps": [10**6, 2**64],
+    "guidance_scale": [1e308],
+    "rollout_noise_level": [-1.0, 1e300],
+    "rollout_sde_step_indices": [[2**40]],
+    "rollout_return_step_indices": [[-1]],
+    "num_outputs_per_prompt": [0, 10_000],
+}
+SCHEDULES = {
+    "sigmas": [[0.2, 0.9], [], [1.0, 1.0], [2.0, 1.0], [0.5, 1e-60]],
+    "shift": [0.0, 1e308],
+    "max_sequence_length": [2**70],
+    "teacache": [True],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        *[({f: v}, f.removeprefix("rollout_")) for f, values in EXTREMES.items() for v in values],
+        *[({"extra_sampling_params": {f: v}}, f) for f, values in SCHEDULES.items() for v in values],
+        ({"num_outputs_per_prompt": 256, "width": 1024, "height": 1024}, "num_outputs_per_prompt"),
+        ({"image_path": "x.png"}, "images as input"),
+        ({"num_frames": 9}, "videos"),
+        ({"rollout_return_step_indices": [4]}, "return_steps"),
+        ({"rollout_sde_typ": "sde"}, "rollout_sde_type"),
+    ],
+)
+def test_unsupported_values_of_a_trajectory_are_400_with_a_reason(server, changes, said):
+    response = httpx.post(server.url + ROLLOUT, json={**BODY, **changes}, timeout=None)
+    assert response.status_code == 400, response.text
+    assert said in response.text
+
+
+def test_latents_count_with_the_channels_of_the_model(tmp_path):
+    """A model of 16 channels and 4 x 4 pixels to a latent takes four bytes for each pixel."""
+    dense = make_sd3(tmp_path / "sd3", channels=16)
+    body = {**BODY, "width": 64, "height": 64, "num_inference_steps": 256, "num_outputs_per_prompt": 256}
+    with served("--model", str(dense)) as found:
+        (small,) = rollouts(found, num_outputs_per_prompt=1)
+        assert small["dit_trajectory"]["latents"].nbytes == 5 * 4 * 16 * 16
+        response = httpx.post(found.url + ROLLOUT, json=body, timeout=None)
+    assert response.status_code == 400, response.text
+    assert f"with their latents {256 * 64 * 64 * (3 + 4 * 257)} bytes" in response.text

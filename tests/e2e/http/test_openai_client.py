@@ -1,10 +1,9 @@
-"""Models, errors and completions as OpenAI's official client sees them, over a real engine."""
+"""Models, errors, completions, chats and streams as OpenAI's own client sees them, over a real engine."""
 
-import base64
 import codecs
 import json
-import struct
 from collections.abc import Iterator
+from itertools import pairwise
 
 import openai
 import pytest
@@ -53,57 +52,44 @@ def test_unknown_model(served):
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"temperature": -1.0}, "temperature"),
         ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 1000}, "logprobs"),
-        ({"suffix": "end"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"stop": ["x"] * 40}, "stop"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [[1, "a"]]}, "prompt"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"logit_bias": {"word": 1}}, "logit_bias"),
-        ({"n": 17}, "n"),
-        ({"extra_body": {"regex": "a+"}}, "regex"),
         ({"extra_body": {"response_format": {"type": "json_object"}}}, "response_format"),
-        ({"extra_body": {"rid": ["a", "b"]}}, "rid"),
         ({"stream": True, "echo": True, "logprobs": 1}, "echo"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages"),
+        ({"messages": IMAGE}, "messages"),
+        ({"messages": messages("x"), "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": messages("x"), "tool_choice": "required"}, "tool_choice"),
+        (
+            {"messages": messages("x"), "extra_body": {"chat_template_kwargs": {"messages": []}}},
+            "chat_template_kwargs",
+        ),
     ],
 )
 def test_refused_by_name(served, fields, param):
+    client = served.client
+    create = client.chat.completions.create if "messages" in fields else client.completions.create
+    prompt = {} if "messages" in fields else {"prompt": "once"}
     with pytest.raises(openai.BadRequestError) as caught:
-        served.client.completions.create(**{"model": NAME, "prompt": "once", **fields})
-    assert caught.value.param == param
-    assert caught.value.type == "invalid_request_error"
+        create(**{"model": NAME, **prompt, **fields})
+    assert (caught.value.param, caught.value.type) == (param, "invalid_request_error")
     assert caught.value.message
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages",
-        ),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"functions": [{"name": "f"}]}, "functions"),
-        ({"modalities": ["audio"]}, "modalities"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
-    ],
-)
-def test_chats_refused_by_name(served, fields, param):
-    with pytest.raises(openai.BadRequestError) as caught:
-        served.client.chat.completions.create(**{"model": NAME, "messages": messages("once"), **fields})
-    assert caught.value.param == param
 
 
 def test_too_long_a_prompt(served):
@@ -286,48 +272,6 @@ def test_stop_strings_and_tokens(served):
     assert ended.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
 
 
-def test_logit_bias_and_penalties_reach_the_engine(served):
-    def ids(bias: int, **fields: float) -> list[int]:
-        extra = {name: fields.pop(name) for name in ("repetition_penalty",) if name in fields}
-        answer = served.client.completions.create(
-            prompt="once", max_tokens=5, logit_bias={"77": bias}, **fields, **with_ids(**extra)
-        )
-        return answer.choices[0].token_ids
-
-    assert ids(100) == [77] * 5
-    for name, value in (("frequency_penalty", 2.0), ("presence_penalty", 2.0), ("repetition_penalty", 2.0)):
-        assert ids(6, **{name: value}) != ids(6)
-
-
-def test_minimum_of_tokens(served):
-    create = served.client.completions.create
-    first = create(prompt="once", max_tokens=1, **with_ids()).choices[0].token_ids[0]
-    for name in ("min_tokens", "min_new_tokens"):
-        answer = create(prompt="once", max_tokens=4, **with_ids(stop_token_ids=[first], **{name: 3}))
-        assert len(answer.choices[0].token_ids) >= 3
-        assert first not in answer.choices[0].token_ids[:3]
-
-
-def test_routed_experts(served):
-    answer = served.client.completions.create(
-        prompt=[5, 6, 7], max_tokens=4, **with_ids(return_routed_experts=True, routed_experts_start_len=1)
-    )
-    data = base64.b64decode(answer.sglext["routed_experts"])
-    experts = struct.unpack(f"<{len(data) // 4}i", data)
-    assert len(experts) == (3 + 4 - 1 - 1) * 2 * 3
-    assert set(experts) <= set(range(5))
-
-
-def test_meta_info(served):
-    answer = served.client.completions.create(
-        prompt="once", max_tokens=4, n=2, **with_ids(return_meta_info=True, rid="named")
-    )
-    assert answer.id == "named"
-    for choice in answer.choices:
-        assert choice.meta_info["completion_tokens"] == 4
-        assert choice.meta_info["finish_reason"] == {"type": "length", "length": 4}
-
-
 def test_cached_tokens_and_salt(served):
     prompt = [9 + i % 50 for i in range(100)]
     create = served.client.completions.create
@@ -341,3 +285,132 @@ def test_cached_tokens_and_salt(served):
     assert cached(cache_salt="b") == 0
     assert cached(cache_salt="a", extra_key="k") == 0
     assert cached(cache_salt="a", extra_key="k") >= 80
+
+
+# -- streams -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_streamed_completions_add_up(served, prompts):
+    prompt = ["once", "upon 猫", "a time"][:prompts]
+    fields = {"prompt": prompt, "max_tokens": 24, "n": 2, "seed": 11, "logprobs": 2}
+    options = {**with_ids(), "temperature": 1.0}
+    whole = served.client.completions.create(**fields, **options)
+    chunks = list(
+        served.client.completions.create(
+            **fields, **options, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+    for choice in whole.choices:
+        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
+        assert "".join(part.text for part in parts) == choice.text
+        assert [token for part in parts for token in part.token_ids] == choice.token_ids
+        assert parts[0].prompt_token_ids == choice.prompt_token_ids
+        assert [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
+        assert parts[-1].finish_reason == choice.finish_reason
+        logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+        for name in ("tokens", "text_offset"):
+            assert [x for each in logprobs for x in getattr(each, name)] == getattr(choice.logprobs, name)
+        assert [x for each in logprobs for x in each.token_logprobs] == pytest.approx(
+            choice.logprobs.token_logprobs, abs=1e-4
+        )
+    [last] = [chunk for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason][-1:]
+    assert last.choices[0].weight_versions[0]["end"] == 24
+
+
+def test_streamed_stop_strings(served):
+    whole = served.client.completions.create(prompt="once", max_tokens=30, **with_ids()).choices[0]
+    fields = {"prompt": "once", "max_tokens": 30, "stop": [whole.text[5:8]], "logprobs": 0}
+    cut = served.client.completions.create(**fields, **with_ids()).choices[0]
+    assert cut.matched_stop == whole.text[5:8]
+    parts = [
+        chunk.choices[0] for chunk in served.client.completions.create(**fields, **with_ids(), stream=True)
+    ]
+    assert "".join(part.text for part in parts) == cut.text
+    assert [token for part in parts for token in part.token_ids] == cut.token_ids
+    assert [token for part in parts if part.logprobs for token in part.logprobs.tokens] == cut.logprobs.tokens
+    assert (parts[-1].finish_reason, parts[-1].matched_stop) == ("stop", cut.matched_stop)
+
+
+def test_streamed_echo(served):
+    chunks = served.client.completions.create(prompt="once", max_tokens=3, echo=True, stream=True, **GREEDY)
+    texts = [part.text for chunk in chunks for part in chunk.choices]
+    assert texts[0].startswith("once")
+    assert "".join(texts).count("once") == 1
+
+
+def test_streamed_chat_adds_up(served):
+    fields = {"messages": messages("once"), "max_tokens": 20, "n": 2, "logprobs": True, "top_logprobs": 2}
+    whole = served.client.chat.completions.create(**fields, **with_ids())
+    chunks = list(served.client.chat.completions.create(**fields, **with_ids(), stream=True))
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    for choice in whole.choices:
+        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
+        assert [part.delta.role for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
+        assert "".join(part.delta.content or "" for part in parts) == choice.message.content
+        assert [token for part in parts for token in part.token_ids] == choice.token_ids
+        content = [entry for part in parts if part.logprobs for entry in part.logprobs.content]
+        assert [entry.bytes for entry in content] == [entry.bytes for entry in choice.logprobs.content]
+
+
+# -- chats ---------------------------------------------------------------------------------------------------
+
+
+def test_chat_uses_the_template(served):
+    weather = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    answer = served.client.chat.completions.create(
+        messages=[
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "1", "type": "function", "function": weather}],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": "rain"},
+        ],
+        tools=[{"type": "function", "function": {"name": "weather", "parameters": {}}}],
+        max_completion_tokens=3,
+        max_tokens=9,
+        **with_ids(chat_template_kwargs={"mood": "sad"}),
+    )
+    prompt = served.tokenizer.backend.decode(answer.choices[0].prompt_token_ids, skip_special_tokens=False)
+    assert prompt == (
+        "<s>[tools 1]<system>be brief</><user>one\ntwo</><assistant></>(Oslo)<tool>rain</>[sad]<assistant>"
+    )
+    assert answer.usage.completion_tokens == 3
+    assert answer.object == "chat.completion"
+    assert answer.choices[0].message.role == "assistant"
+    unused = served.client.chat.completions.create(
+        messages=messages("x"), tools=[{"type": "function"}], tool_choice="none", max_tokens=1,
+        **with_ids(add_generation_prompt=False),
+    )  # fmt: skip
+    prompt = served.tokenizer.backend.decode(unused.choices[0].prompt_token_ids, skip_special_tokens=False)
+    assert prompt == "<s>[tools 1]<user>x</>"  # as with vLLM
+
+
+def test_chat_logprobs_are_exact_bytes(served):
+    answer = served.client.chat.completions.create(
+        messages=messages("猫"),
+        max_tokens=60,
+        logprobs=True,
+        top_logprobs=3,
+        seed=4,
+        **{**with_ids(), "temperature": 1.0},
+    )
+    [choice] = answer.choices
+    content = choice.logprobs.content
+    ids = choice.token_ids
+    assert len(content) == len(ids)
+    data = b"".join(
+        bytes(entry.bytes) for token, entry in zip(ids, content) if token not in served.tokenizer.skipped
+    )
+    assert data.decode("utf-8", "replace") == choice.message.content
+    for entry in content:
+        assert entry.token == bytes(entry.bytes).decode("utf-8", "replace")
+        assert len(entry.top_logprobs) == 3
+        assert all(a.logprob >= b.logprob for a, b in pairwise(entry.top_logprobs))

@@ -1,4 +1,7 @@
-"""``caesura serve --replicas 2``: two engines behind one port are used and updated as one."""
+"""``caesura serve --replicas 2``: two engines behind one port are used and updated as one.
+
+That holds whatever a stranger does on a replica's own socket.
+"""
 
 import json
 import os
@@ -15,7 +18,7 @@ import pytest
 import torch
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from support.checkpoints import make_checkpoint
 from support.http_serve import ServedEngine, WeightSyncClient, served
 from support.plain_trainer import PlainTrainer, weights_of
@@ -26,6 +29,7 @@ from caesura.client import NoSession, SchedulerClient
 from caesura.integrations.vllm import TrainerEngine, TrainerInitInfo
 
 LONG = 1000
+SAMPLED = {"temperature": 1.0, "sampling_seed": 5, "max_new_tokens": LONG, "ignore_eos": True}
 PREFIX = list(range(5, 105))
 OCTETS = {"content-type": "application/octet-stream"}
 
@@ -90,13 +94,14 @@ def keyed(pair: ServedEngine, key: str, ids: list[int], count: int = 8, **fields
 
 
 @contextmanager
-def in_flight(pair: ServedEngine, ids: list[int]) -> Iterator[list[dict[str, Any]]]:
-    began = [threading.Event(), threading.Event()]
-    last: list[dict[str, Any]] = [{}, {}]
+def in_flight(pair: ServedEngine, ids: list[int], *chosen: str) -> Iterator[list[dict[str, Any]]]:
+    """Yield the last events of long answers with the ``chosen`` keys, or with one of each replica."""
+    keys = chosen or keys_of_both(pair)
+    began = [threading.Event() for _ in keys]
+    last: list[dict[str, Any]] = [{} for _ in keys]
 
     def follow(number: int, key: str) -> None:
-        sampling = {"temperature": 0.0, "max_new_tokens": LONG, "ignore_eos": True}
-        body = {"input_ids": [*ids, number], "sampling_params": sampling, "stream": True}
+        body = {"input_ids": [*ids, number], "sampling_params": SAMPLED, "stream": True}
         headers = {"X-SMG-Routing-Key": key}
         with pair.http.stream("POST", "/generate", json=body, headers=headers, timeout=PATIENCE_S) as stream:
             for line in stream.iter_lines():
@@ -104,9 +109,7 @@ def in_flight(pair: ServedEngine, ids: list[int]) -> Iterator[list[dict[str, Any
                     last[number] = json.loads(line[6:])
                     began[number].set()
 
-    threads = [
-        threading.Thread(target=follow, args=(number, key)) for number, key in enumerate(keys_of_both(pair))
-    ]
+    threads = [threading.Thread(target=follow, args=each) for each in enumerate(keys)]
     for thread in threads:
         thread.start()
     try:
@@ -118,12 +121,16 @@ def in_flight(pair: ServedEngine, ids: list[int]) -> Iterator[list[dict[str, Any
             assert not thread.is_alive()
 
 
+def at_socket(pair: ServedEngine, number: int) -> SchedulerClient:
+    return SchedulerClient(info(pair)["replicas"][number]["endpoint"])
+
+
 @pytest.mark.parametrize("asks", [True, False])
 def test_replicas_empty_their_device_caches_as_asked(pair, models, asks):
     def emptied(cause: str) -> list[bool]:
         last = []
-        for each in info(pair)["replicas"]:
-            with SchedulerClient(each["endpoint"]) as engine:
+        for number in range(2):
+            with at_socket(pair, number) as engine:
                 last.append([event for event in engine.memory_history().events if event.cause == cause][-1])
         return [event.returned is not None for event in last]
 
@@ -252,10 +259,9 @@ def test_buckets_are_one_commit_on_both(pair, models):
 
 def test_an_update_after_a_lease_has_ended_does_not_leave_a_pause(pair, models):
     """The engines go on by themselves, and nobody has asked the server since."""
-    endpoints = [each["endpoint"] for each in info(pair)["replicas"]]
-    pair.ok("/pause_generation", {"mode": "retract", "lease_s": 0.1, "on_lease_expiry": "continue"})
-    for endpoint in endpoints:
-        with SchedulerClient(endpoint) as engine:
+    with at_socket(pair, 0) as first, at_socket(pair, 1) as second:
+        pair.ok("/pause_generation", {"mode": "retract", "lease_s": 0.1, "on_lease_expiry": "continue"})
+        for engine in (first, second):
             eventually(lambda engine=engine: engine.status(owner="").generation == "running")
     updated = pair.ok("/update_weights_from_disk", {"model_path": models[1], "weight_version": "after"})
     assert updated["committed"]
@@ -298,7 +304,7 @@ def test_an_update_that_one_replica_refuses_leaves_both_labels(pair, models):
     """A session of somebody else's on one of them; then one that breaks after both have written."""
     whole, labels = pair.generate([5, 6, 7])["output_ids"], states(pair, "weight_version")
     body = {"model_path": models[1], "weight_version": "never"}
-    with SchedulerClient(info(pair)["replicas"][1]["endpoint"]) as second:
+    with at_socket(pair, 1) as second:
         second.begin_weight_update()
         refused = pair.post("/update_weights_from_disk", body)
         assert (refused.status_code, refused.json()["code"]) == (400, "session_open")
@@ -380,7 +386,7 @@ def test_a_replica_that_is_killed_loses_no_request_and_comes_back(pair, models):
 
 @pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
 def test_vllm_updates_reach_all_replicas_or_none(pair, models, transport):
-    tensors = list(load_file(Path(models[1]) / "model.safetensors").items())
+    tensors = list(weights_of(Path(models[1])).items())
     world_size = 1 + pair.get("/get_world_size").json()["world_size"]
     assert world_size == 3
     info = TrainerInitInfo(transport, rank=0, world_size=world_size, bucket_bytes=50_000)
@@ -401,3 +407,50 @@ def test_vllm_updates_reach_all_replicas_or_none(pair, models, transport):
     assert set(states(pair, "weight_version")) == {"seven"}
     assert set(states(pair, "weights")) <= {"valid", "poisoned"}
     assert len(set(states(pair, "weights"))) == 1
+
+
+# -- strangers -----------------------------------------------------------------------------------------------
+
+
+def test_no_token_of_foreign_weights_is_served(pair, models):
+    whole = pair.generate([5, 6, 7])["output_ids"]
+    expected = pair.generate([7, 8, 0], sampling_params=SAMPLED)["output_ids"]
+    label = pair.get("/weight_version").json()
+    with in_flight(pair, [7, 8], keys_of_both(pair)[0]) as answers, at_socket(pair, 0) as stranger:
+        stranger.update_weights_from_disk(models[1], flush_cache=False)  # its label stays the server's
+    assert answers[0]["output_ids"] == expected
+    epochs = {span["epoch"] for span in answers[0]["meta_info"]["weight_versions"]}
+    assert epochs == {label["weights_epoch"]}
+    both_serve(pair)
+    assert pair.ok("/weights_checker")["success"]  # which compares them
+    assert [keyed(pair, key, [5, 6, 7])["output_ids"] for key in keys_of_both(pair)] == [whole] * 2
+    assert pair.get("/weight_version").json() == label
+
+
+@pytest.mark.parametrize("transport", ["disk", "tensor"])
+def test_a_foreign_commit_is_noticed_without_a_request_and_told(pair, models, transport):
+    whole = pair.generate([5, 6, 7])["output_ids"]
+    pair.ok("/pause_generation", {"mode": "in_place"})
+    with at_socket(pair, 0) as stranger:
+        if transport == "disk":
+            stranger.update_weights_from_disk(models[1], flush_cache=False)
+        else:
+            stranger.update_weights_from_tensor(weights_of(Path(models[1])), flush_cache=False)
+    eventually(lambda: info(pair)["replicas"][0]["state"] == "fenced")
+    assert "on its own socket" in info(pair)["replicas"][0]["reason"]
+    told = pair.get("/ready").text
+    assert "replica-0" in told
+    assert "on its own socket" in told
+    pair.ok("/continue_generation")
+    both_serve(pair)
+    assert [keyed(pair, key, [5, 6, 7])["output_ids"] for key in keys_of_both(pair)] == [whole] * 2
+
+
+def test_a_foreign_pause_holds_no_request_up(pair):
+    expected = pair.generate([7, 8, 0], sampling_params=SAMPLED)["output_ids"]
+    with at_socket(pair, 0) as stranger:
+        with in_flight(pair, [7, 8], keys_of_both(pair)[0]) as answers:
+            stranger.pause("retract")  # and never continues
+        assert answers[0]["output_ids"] == expected
+        both_serve(pair)
+        assert stranger.status().generation == "running"

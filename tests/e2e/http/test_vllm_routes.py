@@ -67,7 +67,7 @@ def test_an_update_while_a_request_is_frozen(served, http, step_7):
 
 
 def test_tokens_and_logprobs_are_the_engines(served, http):
-    found = generate(http, sampling_params={**LONG, "n": 2, "max_tokens": 12})
+    found = generate(http, sampling_params={**LONG, "n": 2, "max_tokens": 12}, output_mode="tokens")
     params = SamplingParams(n=2, max_new_tokens=12, ignore_eos=True, seed=3)
     expected = served.engine.generate(PROMPT, sampling_params=params, return_logprob=True)
     for choice, output in zip(found["choices"], expected, strict=True):
@@ -75,33 +75,15 @@ def test_tokens_and_logprobs_are_the_engines(served, http):
         content = choice["logprobs"]["content"]
         assert [entry["token"] for entry in content] == [f"token_id:{id}" for id in output.output_ids]
         assert [entry["logprob"] for entry in content] == pytest.approx(output.output_logprobs, abs=1e-5)
-        assert choice["finish_reason"] == "length"
-        assert choice["routed_experts"] is None
+        assert [len(entry["top_logprobs"]) for entry in content] == [1] * 12
+        assert (choice["finish_reason"], choice["routed_experts"]) == ("length", None)
     assert found["prompt_logprobs"] is None
-    assert {name: found["usage"][name] for name in ("prompt_tokens", "completion_tokens")} == {
-        "prompt_tokens": 4,
-        "completion_tokens": 24,
-    }
+    assert (found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"]) == (4, 24)
 
 
-def test_logprobs_of_a_prompt(served, http):
-    found = generate(http, sampling_params={"max_tokens": 1, "prompt_logprobs": 1})
-    (first, *rest) = found["prompt_logprobs"]
-    assert first is None
-    (scored,) = served.engine.generate(
-        [PROMPT], sampling_params=SamplingParams(max_new_tokens=1), return_logprob=True, logprob_start_len=0
-    )
-    expected = scored.input_logprobs[1:]
-    assert [next(iter(entry)) for entry in rest] == [str(token) for token in PROMPT[1:]]
-    assert all(len(entry) <= 2 for entry in rest)
-    assert [entry[str(t)]["logprob"] for entry, t in zip(rest, PROMPT[1:], strict=True)] == pytest.approx(
-        expected, abs=1e-5
-    )
-    assert found["choices"][0]["logprobs"] is None
-
-
-def test_the_likeliest_tokens_of_a_prompt(served, http):
-    found = generate(http, sampling_params={"max_tokens": 2, "prompt_logprobs": 3, "logprobs": 1})
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_logprobs_of_a_prompt_with_its_likeliest_tokens(served, http, count):
+    found = generate(http, sampling_params={"max_tokens": 1, "prompt_logprobs": count})
     (scored,) = served.engine.generate(
         [PROMPT],
         sampling_params=SamplingParams(max_new_tokens=1),
@@ -109,18 +91,17 @@ def test_the_likeliest_tokens_of_a_prompt(served, http):
         logprob_start_len=0,
         top_logprobs_num=3,
     )
-    for position, token in enumerate(PROMPT[1:]):
-        entry = found["prompt_logprobs"][position + 1]
-        top = scored.input_top_logprobs.at(position)
+    first, *rest = found["prompt_logprobs"]
+    assert first is None
+    for position, (entry, token) in enumerate(zip(rest, PROMPT[1:], strict=True)):
+        top = list(scored.input_top_logprobs.at(position))[:count]
         assert next(iter(entry)) == str(token)
         assert set(entry) == {str(token), *(str(id) for _, id in top)}
+        assert entry[str(token)]["logprob"] == pytest.approx(scored.input_logprobs[position + 1], abs=1e-5)
         for rank, (logprob, id) in enumerate(top, 1):
             assert entry[str(id)]["logprob"] == pytest.approx(logprob, abs=1e-5)
             assert entry[str(id)]["rank"] == rank
-    content = found["choices"][0]["logprobs"]["content"]
-    assert [len(entry["top_logprobs"]) for entry in content] == [1, 1]
-    none = generate(http, sampling_params={"max_tokens": 1, "prompt_logprobs": 0})["prompt_logprobs"]
-    assert [list(entry) for entry in none[1:]] == [[str(token)] for token in PROMPT[1:]]
+    assert found["choices"][0]["logprobs"] is None
 
 
 def test_logprobs_of_given_tokens(served, http):
@@ -301,7 +282,3 @@ def test_commands_that_cannot_be_served_change_nothing(served, http, path, optio
     assert said in answer.text
     after = served.engine.status()
     assert (after.generation, after.weights_epoch) == (before.generation, before.weights_epoch)
-
-
-def test_answers_are_tokens(http):
-    assert generate(http, sampling_params={"max_tokens": 1}, output_mode="tokens")["choices"]

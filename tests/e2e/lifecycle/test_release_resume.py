@@ -4,8 +4,8 @@ import re
 
 import psutil
 import pytest
-from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
+from support.plain_trainer import weights_of
 
 from caesura.client import SamplingParams, launch_scheduler
 from caesura.client.exceptions import EngineError, MemoryReleased
@@ -59,7 +59,7 @@ def test_memory_and_tokens_come_back(models, cold):
             with pytest.raises(EngineError, match="their memory was released") as caught:
                 client.generate(PROMPTS[0], PARAMS)
             assert caught.value.code == "weights_invalid"
-            weights = load_file(models[1] / "model.safetensors").items()
+            weights = weights_of(models[1]).items()
             assert client.update_weights_from_tensor(weights, bucket_bytes=MIB, flush_cache=False).committed
             client.continue_generation()
             handles = [client.submit(prompt, PARAMS) for prompt in PROMPTS]

@@ -50,9 +50,7 @@ def new_template() -> None:
 
 
 @pytest.fixture
-def start(monkeypatch):
-    monkeypatch.setenv(engine_template.VARIABLE, "1")
-
+def start():
     def start(code, *arguments, executed=False, **options):
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
         with engine_template.executing() if executed else nullcontext():
@@ -74,8 +72,7 @@ def forked(start, **options) -> bool:
 
 
 @pytest.mark.parametrize("options", [{}, {"process_group": 0, "stdin": subprocess.DEVNULL}])
-def test_a_forked_program_finds_the_same_process_state(start, tmp_path, monkeypatch, options):
-    monkeypatch.setenv("PYTEST_CURRENT_TEST", "another now")
+def test_a_forked_program_finds_the_same_process_state(start, tmp_path, options):
     reader, writer = os.pipe()
     found = []
     for executed in (False, True):
@@ -131,27 +128,6 @@ def test_a_program_ends_as_it_would_have_ended(start, end):
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_signal_reaches_it_and_nothing_else(start, number):
-    with start("import time; print('here', flush=True); time.sleep(60)", process_group=0) as process:
-        assert process.stdout.readline() == "here\n"
-        assert process.poll() is None
-        os.killpg(process.pid, number)
-        assert process.wait() == -number
-    assert forked(start)
-
-
-def test_template_process_is_waited_for_like_any_child(start):
-    with start("import sys; sys.stdin.read()", stdin=subprocess.PIPE) as process:
-        assert process.pid in {child.pid for child in psutil.Process().children()}
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0)
-        process.stdin.close()
-        assert process.wait() == 0
-    with pytest.raises(ChildProcessError):
-        os.waitpid(process.pid, 0)
-
-
 def test_library_settings_are_the_processs_own(start, monkeypatch):
     assert forked(start)
     assert not forked(start, env={**os.environ, "OMP_NUM_THREADS": "3"})
@@ -164,42 +140,6 @@ def test_library_settings_are_the_processs_own(start, monkeypatch):
     assert forked(start)
     monkeypatch.delenv(engine_template.VARIABLE)
     assert not forked(start)
-
-
-@pytest.mark.executed
-def test_a_mark_has_processes_executed(start):
-    assert not forked(start)
-
-
-def test_processes_start_without_a_template_that_is_gone_and_then_with_another(start, monkeypatch):
-    monkeypatch.setattr(engine_template, "_ALWAYS", ("torch",))
-    monkeypatch.setattr(engine_template, "_current", engine_template.Template.start())
-    gone = engine_template._current
-    os.kill(gone.pid, signal.SIGKILL)
-    gone._process.wait()
-    assert not forked(start)  # that it is gone is known now
-    assert forked(start)
-    assert engine_template._current is not gone
-    engine_template.close()
-
-
-def test_a_process_that_starts_others_forks_them_too(start):
-    code = """
-import functools, subprocess
-import psutil
-from caesura.client.launch import launcher
-executed, execute = [], subprocess.Popen._execute_child
-counted = functools.wraps(execute)(lambda *given: executed.append(1) or execute(*given))
-subprocess.Popen._execute_child = counted
-with launcher.Popen(launcher.engine_command("--no-such-option"), stderr=subprocess.PIPE, text=True) as child:
-    is_ours = child.pid in [other.pid for other in psutil.Process().children()]
-    error = child.stderr.read()
-print(is_ours, executed, child.wait(), error)
-"""
-    process = start(code, "serve")
-    output, error = process.communicate()
-    assert output.startswith("True [] 2 "), error
-    assert "no-such-option" in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -221,15 +161,3 @@ time.sleep(600)
         finally:
             process.send_signal(number)
         eventually(lambda: has_ended(template))
-
-
-def test_a_template_gives_way_when_its_process_has_changed_for_good(start, monkeypatch):
-    assert forked(start)
-    monkeypatch.setenv("SET_BY_A_LIBRARY", "1")
-    assert [forked(start) for _ in range(engine_template.PATIENCE + 1)] == [
-        False
-    ] * engine_template.PATIENCE + [True]
-    monkeypatch.delenv("SET_BY_A_LIBRARY")
-    assert [forked(start) for _ in range(engine_template.PATIENCE + 1)] == [
-        False
-    ] * engine_template.PATIENCE + [True]

@@ -9,6 +9,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 from support.http_serve import served
+from support.lanes import quick
 
 from caesura.client import EngineDied, InvalidRequest, SamplingParams, SchedulerClient, launch_scheduler
 from caesura.client.keygen import keygen
@@ -55,21 +56,15 @@ def generate(client: SchedulerClient) -> None:
     assert len(client.generate([5, 6], params).output_ids) == 4
 
 
-def test_a_scheduler_on_ipc_listens_on_its_socket_and_nothing_else(tiny_model):
-    launched = launch_scheduler(str(tiny_model), kv_pool_tokens=1024)
+@pytest.mark.parametrize("endpoint", quick([None, "tcp://127.0.0.1:0"]))
+def test_a_scheduler_listens_on_its_endpoint_and_nothing_else(tiny_model, endpoint):
+    launched = launch_scheduler(str(tiny_model), endpoint=endpoint, kv_pool_tokens=1024)
     with launched as client:
         generate(client)
-        assert inet_listeners(launched.pid) == set()
-        assert unix_listeners(launched.pid) == {client.endpoint.removeprefix("ipc://")}
-
-
-@pytest.mark.long
-def test_a_scheduler_on_tcp_listens_on_that_port_and_nothing_else(tiny_model):
-    launched = launch_scheduler(str(tiny_model), endpoint="tcp://127.0.0.1:0", kv_pool_tokens=1024)
-    with launched as client:
-        generate(client)
-        assert inet_listeners(launched.pid) == {("127.0.0.1", int(client.endpoint.rpartition(":")[2]))}
-        assert unix_listeners(launched.pid) == set()
+        scheme, _, place = client.endpoint.partition("://")
+        port = {("127.0.0.1", int(place.rpartition(":")[2]))} if scheme == "tcp" else set()
+        assert inet_listeners(launched.pid) == port
+        assert unix_listeners(launched.pid) == ({place} if scheme == "ipc" else set())
 
 
 @pytest.mark.long

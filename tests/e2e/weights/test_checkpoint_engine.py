@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
 from support.parameter_server import ParameterServer
+from support.plain_trainer import weights_of
 from support.waiting import eventually
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
@@ -31,15 +31,6 @@ def models(tmp_path_factory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def cold(models) -> list[str]:
-    totals = []
-    for path in models:
-        with launch_scheduler(str(path), **OPTIONS) as client:
-            totals.append(client.check_weights("checksum").total)
-    return totals
-
-
-@pytest.fixture(scope="module")
 def shared_engine(models) -> Iterator[SchedulerClient]:
     with launch_scheduler(str(models[0]), allow_legacy_pickle=True, **OPTIONS) as client:
         yield client
@@ -52,14 +43,17 @@ def engine(shared_engine, models) -> SchedulerClient:
     return shared_engine
 
 
+@pytest.fixture(scope="module")
+def expected(shared_engine, models) -> str:
+    """Checksum of the second model, as read from its folder."""
+    shared_engine.update_weights_from_disk(models[1], abort_all_requests=True)
+    return shared_engine.check_weights("checksum").total
+
+
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(1) as executor:
         yield executor
-
-
-def weights_of(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path / "model.safetensors")
 
 
 def start(
@@ -89,13 +83,22 @@ def push(server: ParameterServer, weights: dict[str, torch.Tensor]) -> int:
     return count
 
 
+def pushed(
+    pool: ThreadPoolExecutor, engine: SchedulerClient, weights: dict[str, torch.Tensor], half_bytes: int
+) -> WeightUpdateReqOutput:
+    with ParameterServer(half_bytes) as server:
+        update = start(pool, engine, server)
+        push(server, weights)
+        return update.result()
+
+
 def maps_its_memory(engine: SchedulerClient) -> bool:
     return "parameter-server" in Path(f"/proc/{engine.status().pid}/maps").read_text()
 
 
 @pytest.mark.parametrize("paused", [None, "in_place", "abort"])
 @pytest.mark.parametrize("half_bytes", [20_000, 1 << 20])
-def test_a_whole_update_equals_a_cold_load(engine, pool, models, cold, paused, half_bytes):
+def test_a_whole_update_equals_one_from_disk(expected, engine, pool, models, paused, half_bytes):
     if paused is not None:
         engine.pause(paused)
     epoch = engine.status().weights_epoch
@@ -107,7 +110,7 @@ def test_a_whole_update_equals_a_cold_load(engine, pool, models, cold, paused, h
     assert reply.committed
     assert (reply.weights_epoch, reply.weight_version) == (epoch + 1, f"v{half_bytes}")
     assert reply.written_tensors == reply.cast_tensors == len(weights_of(models[1]))
-    assert engine.check_weights("checksum").total == cold[1]
+    assert engine.check_weights("checksum").total == expected
     assert not maps_its_memory(engine)
     engine.continue_generation()
     assert len(engine.generate(input_ids=[5, 6], sampling_params=PARAMS).output_ids) == 8
@@ -134,23 +137,18 @@ def test_the_buffer_is_let_go_before_the_commit_and_the_last_answer_comes_after_
 def test_a_part_of_the_weights_is_an_update_too(engine, pool, models, paused):
     if paused:
         engine.pause("retract")
-    name = "model.norm.weight"
-    with ParameterServer(4096) as server:
-        update = start(pool, engine, server)
-        push(server, {name: torch.full_like(weights_of(models[0])[name], 2.0)})
-        reply = update.result()
+    norm = torch.full_like(weights_of(models[0])["model.norm.weight"], 2.0)
+    reply = pushed(pool, engine, {"model.norm.weight": norm}, 4096)
     assert (reply.committed, reply.written_tensors, reply.changed_tensors) == (True, 1, 1)
     assert engine.status().weights == "valid"
 
 
-def test_update_joins_an_explicit_session(engine, pool, models, cold):
-    with engine.weight_update(weight_version="session") as session, ParameterServer(20_000) as server:
-        update = start(pool, engine, server)
-        push(server, weights_of(models[1]))
-        assert not update.result().committed
+def test_update_joins_an_explicit_session(expected, engine, pool, models):
+    with engine.weight_update(weight_version="session") as session:
+        assert not pushed(pool, engine, weights_of(models[1]), 20_000).committed
         assert engine.status().weights == "updating"
     assert session.result.committed
-    assert engine.check_weights("checksum").total == cold[1]
+    assert engine.check_weights("checksum").total == expected
 
 
 def test_generation_goes_on_while_the_server_is_silent(engine, pool, models):
@@ -182,7 +180,7 @@ def test_a_silent_server_ends_in_a_typed_error(engine, pool):
     assert (status.weights, status.session) == ("valid", None)
 
 
-def test_a_server_that_dies_in_mid_update_poisons(engine, pool, models, cold):
+def test_a_server_that_dies_in_mid_update_poisons(expected, engine, pool, models):
     with ParameterServer(20_000) as server:
         update = start(pool, engine, server, timeout_s=1.0)
         assert server.ask(server.handle) == ""
@@ -191,11 +189,8 @@ def test_a_server_that_dies_in_mid_update_poisons(engine, pool, models, cold):
             assert engine.status().weights in ("updating", "poisoned")
     failure(update, "deadline_exceeded")
     assert engine.status().weights == "poisoned"
-    with ParameterServer(1 << 20) as server:
-        update = start(pool, engine, server)
-        push(server, weights_of(models[1]))
-        assert update.result().committed
-    assert engine.check_weights("checksum").total == cold[1]
+    assert pushed(pool, engine, weights_of(models[1]), 1 << 20).committed
+    assert engine.check_weights("checksum").total == expected
 
 
 def test_a_session_that_expires_ends_the_update(engine, pool, models):
@@ -227,21 +222,15 @@ def test_a_new_update_ends_the_talk_with_the_last_server(engine, pool, models):
     def resources() -> tuple[int, int]:
         return process.num_threads(), process.num_fds()
 
-    def succeed() -> None:
-        with ParameterServer(20_000) as server:
-            update = start(pool, engine, server)
-            push(server, weights_of(models[1]))
-            update.result()
-
-    succeed()
-    succeed()
+    for _ in range(2):
+        pushed(pool, engine, weights_of(models[1]), 20_000)
     before = resources()
     for _ in range(5):
         with ParameterServer(4096) as server:
             update = start(pool, engine, server, timeout_s=1000.0)
             assert server.ask(7) != ""
             failure(update, "malformed_message")
-            succeed()
+            pushed(pool, engine, weights_of(models[1]), 20_000)
     eventually(lambda: resources() <= before)
 
 
@@ -249,10 +238,8 @@ def test_poisoned_weights_still_need_every_parameter(engine, pool, models):
     engine.check_weights("reset_tensors")
     weights = weights_of(models[1])
     for names, committed in ((list(weights)[:3], False), (list(weights)[3:], True)):
-        with ParameterServer(1 << 20) as server:
-            update = start(pool, engine, server)
-            push(server, {name: weights[name] for name in names})
-            assert update.result().committed == committed
+        part = {name: weights[name] for name in names}
+        assert pushed(pool, engine, part, 1 << 20).committed == committed
         assert engine.status().weights == ("valid" if committed else "poisoned")
 
 
@@ -290,24 +277,6 @@ def test_a_bucket_that_does_not_fit_is_answered_and_ends_the_update(engine, pool
         server.tell(RuntimeError("some rank failed"))
     assert engine.status().weights == ("poisoned" if written else "valid")
     assert engine.status().session is None
-
-
-def test_an_exception_ends_the_update(engine, pool, models):
-    with ParameterServer(1 << 20) as server:
-        update = start(pool, engine, server)
-        assert server.ask(server.handle) == ""
-        server.tell(RuntimeError("rank 3 has no memory"))
-        assert "RuntimeError: rank 3 has no memory" in failure(update, "checkpoint_error").message
-    assert engine.status().weights == "valid"
-
-
-def test_nothing_sent_is_an_error(engine, pool):
-    with ParameterServer(4096) as server:
-        update = start(pool, engine, server)
-        assert server.ask(server.handle) == ""
-        assert "no tensors" in server.ask(None)
-        failure(update, "invalid_request")
-    assert engine.status().weights == "valid"
 
 
 def test_engine_refusals_reach_the_server(engine, pool, models):
@@ -393,10 +362,25 @@ def test_hostile_messages_are_refused_and_never_run(engine, pool, models, tmp_pa
     assert status.weights == ("valid" if turn in ("buffer", "bucket") else "poisoned")
 
 
-def test_a_message_that_would_run_alone_counts_as_an_exception(engine, pool, tmp_path):
+ENDS = {
+    "an exception": (
+        RuntimeError("rank 3 has no memory"),
+        "checkpoint_error",
+        "RuntimeError: rank 3 has no memory",
+    ),
+    "a call alone": (Malice, "checkpoint_error", "system"),
+    "no tensors": (None, "invalid_request", "no tensors"),
+}
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_a_message_in_place_of_the_first_bucket_ends_the_update(engine, pool, tmp_path, what):
     """An object that a call would make is only ever read as the server's exception."""
+    message, code, said = ENDS[what]
     with ParameterServer(4096) as server:
         update = start(pool, engine, server)
-        server.tell(Malice(tmp_path / "owned"))
-        assert "system" in failure(update, "checkpoint_error").message
+        assert server.ask(server.handle) == ""
+        server.tell(Malice(tmp_path / "owned") if message is Malice else message)
+        assert said in failure(update, code).message
+    assert engine.status().weights == "valid"
     assert not (tmp_path / "owned").exists()

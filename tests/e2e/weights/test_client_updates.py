@@ -1,4 +1,4 @@
-"""The client's half of updates that end otherwise than well, against engines that run."""
+"""A trainer's half of updates: refused, timed out, cancelled, over a process group; on engines that run."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import save_file
+from support import client_updates
+from support.lanes import quick
+from support.plain_trainer import PlainTrainer, update_message, weights_of
 from support.waiting import PATIENCE_S as PATIENCE
 from support.waiting import eventually
 
@@ -17,13 +20,21 @@ from caesura.client import (
     AsyncControlClient,
     ControlClient,
     EngineDied,
+    EngineError,
+    GroupError,
+    InvalidRequest,
+    LaunchedScheduler,
     NoSession,
+    SamplingParams,
     SchedulerClient,
+    SessionOpen,
     TimedOut,
+    Unsupported,
     WeightMismatch,
     launch_scheduler,
 )
 from caesura.client.trainer import SharedTensors, WeightUpdateGroup, manifest
+from caesura.io_struct import InitWeightsUpdateGroupReqOutput, WeightUpdateReqOutput
 
 pytestmark = pytest.mark.slow  # its engines take seconds to start
 
@@ -32,9 +43,13 @@ SMALL = 4096
 NORM = "model.norm.weight"
 
 
+def launched(model: Path, **options: object) -> LaunchedScheduler:
+    return launch_scheduler(str(model), dtype="float32", num_threads=1, kv_pool_tokens=1024, **options)
+
+
 @pytest.fixture(scope="module")
 def engine(tiny_model) -> Iterator[SchedulerClient]:
-    with launch_scheduler(str(tiny_model), dtype="float32", num_threads=1, kv_pool_tokens=256) as client:
+    with launched(tiny_model) as client:
         yield client
 
 
@@ -50,7 +65,7 @@ def trainer(engine, tiny_model) -> Iterator[ControlClient]:
 
 @pytest.fixture(scope="module")
 def group(engine) -> Iterator[WeightUpdateGroup]:
-    with WeightUpdateGroup.create([engine], timeout_s=PATIENCE) as group:
+    with WeightUpdateGroup.create([engine], group_name="ours", timeout_s=PATIENCE) as group:
         yield group
 
 
@@ -61,10 +76,6 @@ def stopped(pid: int) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-def weights_of(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path / "model.safetensors")
 
 
 def checksum_of(engine: SchedulerClient, weights: dict[str, torch.Tensor]) -> str:
@@ -97,18 +108,14 @@ def test_memory_that_was_given_up_waiting_for_keeps_its_bytes(engine, trainer, t
         assert engine.check_weights().total == expected
 
 
-@pytest.mark.parametrize("transport", ["tensor", "ipc"])
-def test_a_begin_after_its_caller_timed_out_opens_nothing(engine, trainer, other_model, transport):
-    update = getattr(trainer, f"update_weights_from_{transport}")
+@pytest.mark.parametrize("kind", ["tensor", "ipc", "block"])
+def test_a_begin_after_its_caller_timed_out_opens_nothing(engine, trainer, other_model, kind):
     with stopped(engine.status().pid), pytest.raises(TimedOut):
+        if kind == "block":
+            with trainer.weight_update(timeout=0.1):
+                raise AssertionError("the block runs")
+        update = getattr(trainer, f"update_weights_from_{kind}")
         update(weights_of(other_model).items(), bucket_bytes=SMALL, timeout=0.1)
-    assert settled(trainer) == "valid"
-    assert trainer.update_weights_from_disk(other_model, timeout=PATIENCE).committed
-
-
-def test_a_session_block_whose_begin_times_out_opens_nothing(engine, trainer, other_model):
-    with stopped(engine.status().pid), pytest.raises(TimedOut), trainer.weight_update(timeout=0.1):
-        raise AssertionError("the block runs")
     assert settled(trainer) == "valid"
     assert trainer.session_id is None
     assert trainer.update_weights_from_disk(other_model, timeout=PATIENCE).committed
@@ -180,12 +187,11 @@ def test_a_client_keeps_the_id_and_no_flag(engine, trainer, other_model):
 
 def test_a_session_does_not_outlive_its_engine(tiny_model, other_model, tmp_path):
     endpoint = f"ipc://{tmp_path}/s.sock"
-    options = {"endpoint": endpoint, "dtype": "float32", "num_threads": 1, "kv_pool_tokens": 256}
     weights = weights_of(other_model)
     with ControlClient(endpoint, connect_timeout=PATIENCE) as trainer:
-        with launch_scheduler(str(tiny_model), **options):
+        with launched(tiny_model, endpoint=endpoint):
             trainer.begin_weight_update(timeout=PATIENCE)
-        with launch_scheduler(str(tiny_model), **options) as engine:
+        with launched(tiny_model, endpoint=endpoint) as engine:
             with pytest.raises((NoSession, EngineDied)):  # as soon or as late as the client hears of it
                 trainer.update_weights_from_tensor(weights.items(), bucket_bytes=SMALL, timeout=PATIENCE)
             assert (engine.status().weights_epoch, engine.status().weights) == (0, "valid")
@@ -247,3 +253,234 @@ def test_a_subset_commits_however_many_buckets_it_takes(
         assert (reply.committed, reply.weights, reply.weight_version) == (True, "valid", "some")
         assert engine.check_weights().total == expected
         trainer.update_weights_from_disk(tiny_model)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+EVERY_WAY = (*client_updates.TRANSPORTS, "tensor, asyncio", "ipc, asyncio")
+
+
+def updated(engine: ControlClient, transport: str, tensors, folder, **options):
+    if transport == "disk":
+        save_file(tensors, folder / "model.safetensors")
+    kind, _, how = transport.partition(", ")
+    if how != "asyncio":
+        return client_updates.update_by(engine, transport, tensors, folder, **options)
+
+    async def update():
+        async with AsyncControlClient(engine.endpoint) as client:
+            method = getattr(client, f"update_weights_from_{kind}")
+            return await method(tensors, timeout=PATIENCE, **options)
+
+    return asyncio.run(update())
+
+
+@pytest.fixture
+def folder(tmp_path, tiny_model):
+    (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
+    return tmp_path
+
+
+@pytest.mark.parametrize("transport", EVERY_WAY)
+def test_a_state_dict_updates_and_wrong_names_are_told(engine, tiny_model, folder, transport):
+    weights = weights_of(tiny_model)
+    wrapped = {f"module.{name}": tensor for name, tensor in weights.items()}
+    said = rf"all {len(weights)} names begin with 'module\.', which the checkpoint's names do not; "
+    said += r"module\..* \[\d+.*is not in"
+    with pytest.raises(WeightMismatch, match=said):
+        updated(engine, transport, wrapped, folder)
+    assert updated(engine, transport, weights, folder, weight_version=7).weight_version == "7"
+    assert engine.status().weights == "valid"
+
+
+@pytest.mark.parametrize(
+    "call,sentence",
+    [
+        (lambda c: c.update_weights_from_disk(None), "model_path = None must be a path"),
+        (
+            lambda c: c.update_weights_from_tensor({}, bucket_bytes="1GB"),
+            "bucket_bytes = '1GB' must be an integer",
+        ),
+        (
+            lambda c: c.update_weights_from_ipc({}, bucket_bytes=0),
+            "bucket_bytes = 0 must be an integer of at",
+        ),
+        (
+            lambda c: c.update_weights_from_distributed({}, group="g"),
+            "group = 'g' must be a WeightUpdateGroup",
+        ),
+        (lambda c: c.begin_weight_update(deadline=5), r"did you mean deadline_s\?"),
+        (lambda c: c.weight_update(deadline=5).__enter__(), r"did you mean deadline_s\?"),
+        (lambda c: c.pause("in_place", lease_s=5), "lease_s needs an owner: any name"),
+        (WeightUpdateGroup.create, "clients must be a list of clients, not a SchedulerClient"),
+        (lambda c: WeightUpdateGroup.create([c], backend="mpi"), "backend = 'mpi' must be gloo or nccl"),
+        (lambda c: c.pause("inplace"), r"mode = 'inplace' must be .* \(did you mean 'in_place'\?\)"),
+        (lambda c: c.release_memory("kv"), r"tags\[0\] = 'kv' must be .* \(did you mean 'kv_cache'\?\)"),
+    ],
+)
+def test_a_mistake_of_a_trainer_is_told_in_a_sentence(engine, call, sentence):
+    with pytest.raises((EngineError, TypeError), match=sentence):
+        call(engine)
+
+
+def test_one_tag_is_as_good_as_a_list_of_it(engine):
+    engine.pause("abort")
+    assert engine.release_memory("kv_cache").released_tags == ["kv_cache"]
+    assert engine.resume_memory("kv_cache").released_tags == []
+    engine.continue_generation()
+
+
+@pytest.mark.parametrize("label", [7.0, True, ["7"]])
+@pytest.mark.parametrize("transport", EVERY_WAY)
+def test_a_label_that_is_none_is_refused_in_a_sentence(engine, tiny_model, folder, transport, label):
+    weights = weights_of(tiny_model)
+    with pytest.raises(InvalidRequest, match=r"weight_version = .* must be a string or an integer"):
+        updated(engine, transport, weights, folder, weight_version=label)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_the_device_s_cache_is_emptied_as_asked(engine, other_model, asks):
+    def emptied(cause: str) -> bool:
+        return [e for e in engine.memory_history().events if e.cause == cause][-1].returned is not None
+
+    engine.pause("abort")
+    assert (engine.continue_generation(torch_empty_cache=asks).freed is not None) is asks
+    engine.update_weights_from_disk(other_model, torch_empty_cache=asks)
+    engine.flush_cache(torch_empty_cache=asks)
+    assert [emptied(cause) for cause in ("continue", "update_commit", "flush")] == [asks] * 3
+
+
+# -- process groups ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+def test_our_half_with_buckets_of_any_size(engine, group, tiny_model, other_model, load_format, paused):
+    params = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
+    handle = engine.submit([5, 6, 7], sampling_params=params)
+    if paused:
+        engine.pause("in_place")
+    for bucket_bytes in (1, 20_000, 1 << 26):
+        for path in (other_model, tiny_model):
+            epoch = engine.status().weights_epoch
+            (reply,) = group.update(
+                weights_of(path).items(),
+                bucket_bytes=bucket_bytes,
+                load_format=load_format,
+                flush_cache=False,
+                weight_version=path.name,
+            )
+            assert reply.committed
+            assert (reply.weights_epoch, reply.weight_version) == (epoch + 1, path.name)
+            total = engine.check_weights().total
+            assert engine.update_weights_from_disk(path, flush_cache=False).changed_tensors == 0
+            assert engine.check_weights().total == total
+    engine.continue_generation()
+    assert handle.result().finish_reason.type == "length"
+
+
+def test_the_client_method_and_a_session_of_the_trainers_own(engine, group, other_model):
+    weights = weights_of(other_model)
+    assert engine.update_weights_from_distributed(weights.items(), group=group, bucket_bytes=4096).committed
+    with engine.weight_update(weight_version="mine") as session:
+        reply = engine.update_weights_from_distributed(weights.items(), group=group, bucket_bytes=4096)
+        assert not reply.committed
+    assert session.result is not None
+    assert session.result.weight_version == "mine"
+
+
+def test_an_engine_that_refuses_ends_the_wait(engine, tiny_model, other_model):
+    big = torch.zeros(1 << 20)
+    with WeightUpdateGroup.create([engine], group_name="refused", timeout_s=PATIENCE) as group:
+        with pytest.raises(WeightMismatch) as caught:
+            group.update([("nobody", big)])
+        assert caught.value.detail["unexpected"] == ["nobody"]
+        with pytest.raises(GroupError, match="create it again"):
+            group.update(weights_of(other_model).items())
+    assert engine.status().weights == "valid"
+    with WeightUpdateGroup.create([engine], group_name="refused", timeout_s=PATIENCE) as group:
+        assert group.update(weights_of(tiny_model).items())[0].committed
+
+
+def test_a_manifest_that_is_refused_costs_no_group(engine, group, other_model):
+    tensors = [*weights_of(other_model).items(), ("nobody", torch.zeros(3))]
+    with pytest.raises(WeightMismatch):
+        group.update(tensors, bucket_bytes=4096)
+    assert group.update(weights_of(other_model).items())[0].committed
+    assert engine.status().session is None
+
+
+def test_a_group_that_cannot_be_made_fails_at_once(engine):
+    with pytest.raises(GroupError, match="other parameters"):
+        WeightUpdateGroup.create([engine, engine], group_name="never", timeout_s=PATIENCE)
+    with pytest.raises(Unsupported):
+        WeightUpdateGroup.create([engine], backend="nccl", group_name="never", timeout_s=PATIENCE)
+    with pytest.raises(GroupError):  # nothing is left of it
+        engine.destroy_weights_update_group("never")
+
+
+def test_a_group_that_an_earlier_trainer_left_behind_is_replaced(engine, other_model):
+    with (
+        WeightUpdateGroup.create([engine], group_name="left", timeout_s=PATIENCE) as first,
+        WeightUpdateGroup.create([engine], group_name="left", timeout_s=PATIENCE) as second,
+    ):
+        assert second.update(weights_of(other_model).items())[0].committed
+        first.clients = []  # its close would have the engine leave the new one
+
+
+def test_a_process_group_that_the_trainer_has_already(engine, other_model):
+    existing = PlainTrainer("existing")
+    init = engine.start(existing.init_message(), InitWeightsUpdateGroupReqOutput)
+    existing.join()
+    assert init.result().rank == 1
+    group = WeightUpdateGroup(existing.group, group_name="existing", clients=[engine])
+    assert group.update(weights_of(other_model).items())[0].committed
+    group.close()
+    existing.close()
+
+
+def test_several_engines_with_one_broadcast(engine, tiny_model, other_model):
+    with (
+        launched(tiny_model) as second,
+        WeightUpdateGroup.create([engine, second], group_name="both", timeout_s=PATIENCE) as group,
+    ):
+        for path, bucket_bytes in ((other_model, 4096), (tiny_model, 1 << 26)):
+            replies = group.update(weights_of(path).items(), bucket_bytes=bucket_bytes)
+            assert [reply.committed for reply in replies] == [True, True]
+            assert engine.check_weights().total == second.check_weights().total
+        second.begin_weight_update()
+        with pytest.raises(SessionOpen):
+            group.update(weights_of(other_model).items(), bucket_bytes=4096)
+        assert engine.status().session is None
+        second.end_weight_update(commit=False)
+        second.pause("in_place")
+        handle = second.submit([5, 6, 7])
+        second.continue_generation()
+        handle.result()
+        with pytest.raises(EngineError):
+            group.update([("nobody", torch.zeros(1 << 20))])
+        assert second.status().weights == engine.status().weights == "valid"
+
+
+@pytest.mark.parametrize("doing", quick(["receiving", "joining"]))
+def test_shutdown_does_not_wait_for_a_trainer(tiny_model, doing):
+    trainer = PlainTrainer(f"shutdown-{doing}", timeout_s=PATIENCE)
+    process = launched(tiny_model)
+    with process as client:
+        if doing == "receiving":
+            trainer.beside(trainer.join)
+        init = client.start(trainer.init_message(timeout_s=PATIENCE), InitWeightsUpdateGroupReqOutput)
+        pending = init
+        if doing == "receiving":
+            init.result()
+            trainer.finish()
+            message = update_message(weights_of(tiny_model), group_name=trainer.name)
+            pending = client.start(message, WeightUpdateReqOutput)
+            while client.status().update is None:
+                assert not pending.done()
+        client.shutdown()
+        with pytest.raises(EngineError):
+            pending.result()
+        assert eventually(lambda: process.returncode is not None)
+        assert process.returncode == 0
+    trainer.close()

@@ -1,9 +1,7 @@
 """Weights over a process group, from any trainer that builds one as the field does, and every way to fail."""
 
 import gc
-import multiprocessing
 import os
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.lanes import quick
-from support.plain_trainer import PlainTrainer, broadcast_and_die, update_message, weights_of
+from support.plain_trainer import PlainTrainer, update_message, weights_of
 from support.scripted import EngineDriver, assert_error
 from support.waiting import PATIENCE_S as PATIENCE
 from support.waiting import eventually
@@ -23,14 +20,10 @@ from caesura.client.trainer.rendezvous import beside, make_store
 from caesura.io_struct import (
     DestroyWeightsUpdateGroupReqInput,
     DestroyWeightsUpdateGroupReqOutput,
-    GetStatusReqInput,
     InitWeightsUpdateGroupReqInput,
     Message,
-    PauseGenerationReqInput,
     TensorSpec,
-    UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
-    WeightsCheckerReqInput,
 )
 from caesura.scheduler.weights.transports.distributed import MAX_JOINING
 from caesura.transfer.process_group import Membership, keys_of, make_backend
@@ -61,7 +54,7 @@ def join(driver: EngineDriver, trainer: PlainTrainer, **fields: object) -> Messa
 
 
 def checksum(driver: EngineDriver) -> str:
-    return driver.call(WeightsCheckerReqInput()).total
+    return driver.check_weights().total
 
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
@@ -77,7 +70,7 @@ def test_a_trainer_that_shares_no_code_with_us(driver, trainer, other_model, loa
     assert (reply.committed, reply.weight_version) == (True, "7")
     assert (reply.written_tensors, reply.skipped_tensors) == (len(weights) - 1, 1)
     total = checksum(driver)
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    driver.update(other_model)
     assert checksum(driver) == total
     driver.call(DestroyWeightsUpdateGroupReqInput())
     assert_error(driver.call(DestroyWeightsUpdateGroupReqInput()), "group_error")
@@ -109,14 +102,14 @@ def test_a_destroy_ends_an_update_whose_broadcasts_do_not_come(driver, trainer, 
     trainer.beside(send)
     update = send_while(driver, update_message(weights), all_sent.is_set)
     at_work = "updating" if sent else "valid"
-    while (status := driver.call(GetStatusReqInput())).session is None or status.weights != at_work:
+    while (status := driver.status()).session is None or status.weights != at_work:
         driver.tick()
     trainer.finish()
     assert update not in driver.replies
     destroyed = driver.send(DestroyWeightsUpdateGroupReqInput())
     assert_error(answer(driver, update), "group_error")
     assert isinstance(answer(driver, destroyed), DestroyWeightsUpdateGroupReqOutput)
-    status = driver.call(GetStatusReqInput())
+    status = driver.status()
     assert status.weights == ("poisoned" if sent else "valid")
 
 
@@ -144,7 +137,7 @@ def test_init_waits_beside_the_loop(driver, trainer):
     again = trainer.init_message()
     again_id = driver.send(again)
     assert driver.status().generation == "running"
-    driver.call(PauseGenerationReqInput())
+    driver.pause()
     assert_error(driver.call(update_message({})), "group_error")
     other = trainer.init_message(rank=1, world_size=3)
     assert "other parameters" in assert_error(driver.call(other), "group_error").message
@@ -153,15 +146,6 @@ def test_init_waits_beside_the_loop(driver, trainer):
     assert answer(driver, again_id).rank == 1
     trainer.finish()
     assert driver.call(trainer.init_message()).rank == 1
-
-
-def test_a_trainer_that_never_comes(driver, trainer):
-    error = assert_error(pump(driver, trainer.init_message(timeout_s=0.3)), "group_error")
-    assert error.detail["address"] == f"127.0.0.1:{trainer.port}"
-    assert (error.detail["world_size"], error.detail["rank"], error.detail["ranks_seen"]) == (2, 1, [])
-    assert "rank 1 of 2" in error.message
-    assert_error(driver.call(DestroyWeightsUpdateGroupReqInput()), "group_error")  # forgotten
-    assert join(driver, trainer).rank == 1
 
 
 def test_a_join_that_fails_names_the_missing_ranks_and_leaves_no_descriptors_behind(driver):
@@ -173,8 +157,12 @@ def test_a_join_that_fails_names_the_missing_ranks_and_leaves_no_descriptors_beh
     try:
         before = len(os.listdir("/proc/self/fd"))
         error = assert_error(pump(driver, trainer.init_message(rank=2, timeout_s=0.5)), "group_error")
+        assert error.detail["address"] == f"127.0.0.1:{trainer.port}"
+        assert (error.detail["world_size"], error.detail["rank"]) == (3, 2)
         assert error.detail["ranks_seen"] == [2]
+        assert "rank 2 of 3" in error.message
         assert "[2]" in error.message
+        assert_error(driver.call(DestroyWeightsUpdateGroupReqInput()), "group_error")  # forgotten
         del error
         eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
     finally:
@@ -262,51 +250,6 @@ def test_a_session_that_expires_before_the_trainer_sends(driver, trainer, other_
     status = driver.status()
     assert (status.weights, status.session) == ("valid", None)
     assert_error(driver.call(update_message(weights_of(other_model))), "group_error")
-
-
-def test_a_broadcast_that_never_comes_ends_with_the_groups_timeout(driver, trainer, other_model):
-    join(driver, trainer, broadcast_timeout_s=0.5)
-    error = assert_error(pump(driver, update_message(weights_of(other_model))), "group_error")
-    assert "Timed out" in error.message
-    assert driver.status().weights == "valid"
-
-
-def num_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-@pytest.mark.parametrize("tensors_before_death", quick([2, 0]))
-def test_a_trainer_that_is_killed(driver, other_model, tensors_before_death):
-    trainer = PlainTrainer()
-    weights = weights_of(other_model)
-    context = multiprocessing.get_context("spawn")
-    joined = context.Event()
-    child = context.Process(
-        target=broadcast_and_die, args=(trainer, other_model, tensors_before_death, joined)
-    )
-    child.start()
-    threads = num_threads()
-    assert pump(driver, trainer.init_message(timeout_s=PATIENCE)).rank == 1
-    joined.set()
-    assert num_threads() > threads
-    error = assert_error(pump(driver, update_message(weights)), "group_error")
-    assert "a broadcast failed" in error.message
-    child.join()
-    assert child.exitcode == -signal.SIGKILL
-    assert driver.status().weights == ("poisoned" if tensors_before_death else "valid")
-    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model))).committed
-    driver.call(DestroyWeightsUpdateGroupReqInput())
-    gc.disable()  # an idle engine collects nothing
-    try:
-        eventually(lambda: num_threads() <= threads)
-    finally:
-        gc.enable()
-    next_trainer = PlainTrainer()
-    assert join(driver, next_trainer).rank == 1
-    next_trainer.beside(lambda: next_trainer.broadcast_each(weights))
-    assert pump(driver, update_message(weights)).committed
-    next_trainer.finish()
-    next_trainer.close()
 
 
 def listeners(pid: int) -> set[str]:

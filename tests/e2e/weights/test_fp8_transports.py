@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
+from support.plain_trainer import weights_of
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 from caesura.client.exceptions import EngineError
@@ -41,6 +41,7 @@ def cold(folders) -> list[tuple[str, list[int]]]:
     for folder in folders:
         with launch(folder["fp8"]) as client:
             found.append((client.check_weights("checksum").total, tokens_of(client)))
+    assert found[0] != found[1]
     return found
 
 
@@ -48,10 +49,6 @@ def cold(folders) -> list[tuple[str, list[int]]]:
 def engine(folders):
     with launch(folders[0]["fp8"]) as client:
         yield client
-
-
-def weights_of(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path / "model.safetensors")
 
 
 def test_scales_may_come_long_before_or_after_their_weights(engine, folders, cold):

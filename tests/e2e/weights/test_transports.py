@@ -5,26 +5,19 @@ import os
 from collections import OrderedDict
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.buckets_by_hand import Sender
-from support.checkpoints import make_checkpoint
+from support.plain_trainer import weights_of
 from support.scripted import EngineDriver, assert_error
 from support.waiting import eventually
 
 from caesura.client import SchedulerClient, launch_scheduler
 from caesura.client.exceptions import EngineError
-from caesura.client.trainer import (
-    SharedBucket,
-    SharedTensors,
-    buckets,
-)
+from caesura.client.trainer import SharedBucket, SharedTensors, buckets
 from caesura.io_struct import (
     CaesuraError,
-    ContinueGenerationReqInput,
-    EndWeightUpdateReqInput,
-    PauseGenerationReqInput,
     TensorSpec,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromIPCReqInput,
@@ -38,23 +31,10 @@ pytestmark = pytest.mark.slow  # its engines take seconds to start
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
-def family(request, tmp_path_factory) -> list[Path]:
-    paths = []
-    for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float32)):
-        paths.append(tmp_path_factory.mktemp("models") / str(seed))
-        make_checkpoint(paths[-1], "qwen3", tied=request.param == "tied", dtype=dtype, seed=seed)
-    return paths
-
-
 @pytest.fixture(scope="module")
-def engine(family):
-    with launch_scheduler(str(family[0]), dtype="float32", num_threads=1, kv_pool_tokens=256) as client:
+def engine(tiny_model):
+    with launch_scheduler(str(tiny_model), dtype="float32", num_threads=1, kv_pool_tokens=256) as client:
         yield client
-
-
-def weights_of(path: Path) -> Weights:
-    return load_file(path / "model.safetensors")
 
 
 @pytest.mark.parametrize("bucket_bytes", [16, 1000, 1 << 20])
@@ -91,16 +71,16 @@ def test_a_call_while_running_is_a_session_of_its_own(driver, other_model):
 
 
 def test_a_short_buffer_in_mid_session_poisons_and_any_complete_update_recovers(driver, other_model):
-    driver.call(PauseGenerationReqInput())
+    driver.pause()
     sender = Sender(driver, other_model, 20_000)
     sender.send(0)
     assert_error(sender.send(1, frames=[memoryview(b"short")]), "invalid_request")
     assert driver.status().weights == "poisoned"
-    assert_error(driver.call(ContinueGenerationReqInput()), "weights_poisoned")
+    assert_error(driver.go_on(), "weights_poisoned")
     replies = [sender.send(number) for number in range(len(sender.parts))]
     assert [reply.committed for reply in replies] == [False] * (len(replies) - 1) + [True]
     assert driver.status().weights == "valid"
-    driver.call(ContinueGenerationReqInput())
+    driver.go_on()
 
 
 def test_poisoned_weights_need_every_parameter_over_all_calls_and_transports(driver, other_model):
@@ -108,7 +88,7 @@ def test_poisoned_weights_need_every_parameter_over_all_calls_and_transports(dri
     sender = Sender(driver, other_model, 20_000)
     session_id = driver.begin()
     sender.send(0, session_id=session_id)
-    driver.call(EndWeightUpdateReqInput(commit=False, session_id=session_id))
+    driver.end(commit=False, session_id=session_id)
     assert driver.status().weights == "poisoned"
     for number in range(1, len(sender.parts)):
         assert not sender.send(number).committed
@@ -143,17 +123,15 @@ def test_specs_are_bounds_checked(driver, other_model, fault):
     assert driver.status().weights == "valid"
 
 
-def test_shared_memory_that_could_fault_the_engine_is_refused(engine, family):
+def test_shared_memory_that_could_fault_the_engine_is_refused(engine, tiny_model):
     """Memory unsealed, of another size or inode, a plain file, a process that is gone: errors, no SIGBUS."""
-    (bucket,) = buckets(list(weights_of(family[0]).items())[:1])
+    (bucket,) = buckets(list(weights_of(tiny_model).items())[:1])
     with SharedBucket(bucket.nbytes) as memory:
         specs = memory.fill(bucket)
         good = memory.handle
         unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
         os.ftruncate(unsealed, good.nbytes)
         inode = os.fstat(unsealed).st_ino
-        import msgspec
-
         replace = msgspec.structs.replace
         for handle in (
             replace(good, fd=unsealed, inode=inode),
@@ -185,14 +163,14 @@ def mapped(pid: int) -> int:
     return Path(f"/proc/{pid}/maps").read_text().count("caesura-weights")
 
 
-def test_one_mapping_serves_many_updates_and_goes_with_its_owner(family):
-    with launch_scheduler(str(family[0]), dtype="float32", num_threads=1, kv_pool_tokens=256) as client:
+def test_one_mapping_serves_many_updates_and_goes_with_its_owner(tiny_model):
+    with launch_scheduler(str(tiny_model), dtype="float32", num_threads=1, kv_pool_tokens=256) as client:
         pid = client.status().pid
         with SchedulerClient(client.endpoint) as trainer:
             for _ in range(3):
-                trainer.update_weights_from_ipc(weights_of(family[0]).items(), bucket_bytes=4096)
+                trainer.update_weights_from_ipc(weights_of(tiny_model).items(), bucket_bytes=4096)
                 assert mapped(pid) == 1
-            many = [SharedTensors(weights_of(family[1]).items()) for _ in range(KEPT + 1)]
+            many = [SharedTensors(weights_of(tiny_model).items()) for _ in range(KEPT + 1)]
             for shared in many:  # what is kept is bounded, whoever sends
                 trainer.update_weights_from_ipc(shared)
             assert mapped(pid) == KEPT
@@ -201,25 +179,9 @@ def test_one_mapping_serves_many_updates_and_goes_with_its_owner(family):
         eventually(lambda: mapped(pid) == 0)  # an idle engine lets go of memory whose owner is gone
 
 
-def test_shared_tensors_are_handed_over_in_place(engine, family):
-    engine.update_weights_from_disk(family[1])
-    cold = engine.check_weights("checksum").total
-    with SharedTensors(weights_of(family[1]).items()) as shared:
-        assert engine.update_weights_from_ipc(shared).changed_tensors == 0
-        assert engine.check_weights("checksum").total == cold
-        shared.copy_from(weights_of(family[2]).items())
-        assert engine.update_weights_from_ipc(shared).changed_tensors == len(shared)
-        assert engine.check_weights("checksum").total != cold
-    with SharedTensors(weights_of(family[0]).items(), dtype=torch.bfloat16) as shared:
-        assert {tensor.dtype for _, tensor in shared} == {torch.bfloat16}
-        engine.update_weights_from_tensor(shared)
-        for name, tensor in weights_of(family[0]).items():
-            assert torch.equal(shared[name], tensor.bfloat16())
-
-
 def test_disk_after_tensor(driver, other_model):
     sender = Sender(driver, other_model, 20_000)
-    driver.call(PauseGenerationReqInput())
+    driver.pause()
     session_id = sender.send(0).session_id
     update = UpdateWeightFromDiskReqInput(model_path=str(other_model))
     assert_error(driver.call(update), "session_open")  # it may be another's: a front end sends for many

@@ -1,11 +1,13 @@
 """An impossible configuration is refused by field name, before anything is allocated."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from caesura.io_struct import CaesuraError
+from caesura.process import private_directory
 from caesura.scheduler.memory.device_module import use_device
 from caesura.scheduler.runtime.config import EngineConfig, Sizes
 
@@ -30,6 +32,7 @@ from caesura.scheduler.runtime.config import EngineConfig, Sizes
         ("shutdown_mode", "sometime"),
         ("pipeline_depth", 2),
         ("dtype", "int8"),
+        ("autotune_lm_head_rows", -1),
     ],
 )
 def test_an_impossible_value_is_refused_by_name(field, value):
@@ -48,20 +51,11 @@ class SecondOfTwo:
     def current_device(self) -> int:
         return 1
 
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 1 << 30, 1 << 30
+
     def set_device(self, device: torch.device) -> None:
         self.chosen.append(device)
-
-
-@pytest.mark.parametrize(
-    ("device", "resolved"), [("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("xpu", "xpu"), ("cpu", "cpu")]
-)
-def test_a_device_is_one_device(tmp_path, monkeypatch, device, resolved):
-    modules = {"cuda": SecondOfTwo(), "xpu": object(), "cpu": torch.cpu}
-    monkeypatch.setattr(torch, "get_device_module", lambda of: modules[torch.device(of).type])
-    found = EngineConfig(model_path="m", device=device, endpoint="ipc:///tmp/x", num_threads=1).resolve()
-    assert found.device == resolved
-    use_device(found.device)
-    assert modules["cuda"].chosen == ([torch.device(resolved)] if device.startswith("cuda") else [])
 
 
 def test_mps_is_refused_by_name_and_never_chosen(monkeypatch):
@@ -85,12 +79,34 @@ class Card:
         return self._total // 2, self._total
 
 
-def sizes_on(monkeypatch: pytest.MonkeyPatch, module: object, device: str, **options: object) -> Sizes:
-    monkeypatch.setattr(torch, "get_device_module", lambda of: module)
+@pytest.fixture
+def module_of(monkeypatch):
+    """Modules of torch by kind of device, in place of torch's own."""
+    modules = {"cpu": torch.cpu, "xpu": object()}
+    monkeypatch.setattr(torch, "get_device_module", lambda of: modules[torch.device(of).type])
+    return modules
+
+
+def resolved(device: str, **options: object) -> EngineConfig:
     given = EngineConfig(model_path="m", device=device, endpoint="ipc:///tmp/x", num_threads=1, **options)
-    resolved = given.resolve()
-    assert resolved.sizes == given.sizes
-    return Sizes(resolved.max_running_requests, resolved.chunked_prefill_size, resolved.kv_memory_fraction)
+    found = given.resolve()
+    assert found.sizes == given.sizes
+    return found
+
+
+def sizes_on(device: str, **options: object) -> Sizes:
+    found = resolved(device, **options)
+    return Sizes(found.max_running_requests, found.chunked_prefill_size, found.kv_memory_fraction)
+
+
+@pytest.mark.parametrize(
+    ("device", "one"), [("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("xpu", "xpu"), ("cpu", "cpu")]
+)
+def test_a_device_is_one_device(module_of, device, one):
+    module_of["cuda"] = SecondOfTwo()
+    assert resolved(device).device == one
+    use_device(one)
+    assert module_of["cuda"].chosen == ([torch.device(one)] if device.startswith("cuda") else [])
 
 
 @pytest.mark.parametrize(
@@ -102,26 +118,23 @@ def sizes_on(monkeypatch: pytest.MonkeyPatch, module: object, device: str, **opt
         (25.7, Sizes(256, 2048, 0.8)),
     ],
 )
-def test_a_larger_card_does_more_at_once(monkeypatch, gigabytes, expected):
-    assert sizes_on(monkeypatch, Card(gigabytes), "cuda:0") == expected
-    assert sizes_on(
-        monkeypatch, Card(gigabytes), "cuda:0", max_running_requests=7, kv_memory_fraction=0.3
-    ) == (Sizes(7, expected.chunk_tokens, 0.3))
+def test_a_larger_card_does_more_at_once(module_of, gigabytes, expected):
+    module_of["cuda"] = Card(gigabytes)
+    assert sizes_on("cuda:0") == expected
+    asked = sizes_on("cuda:0", max_running_requests=7, kv_memory_fraction=0.3)
+    assert asked == Sizes(7, expected.chunk_tokens, 0.3)
 
 
-def test_sizes_of_the_cpu_and_of_devices_without_memory_figures(monkeypatch):
-    assert sizes_on(monkeypatch, torch.cpu, "cpu") == Sizes(256, 512, 0.5)
-    assert sizes_on(monkeypatch, object(), "xpu") == Sizes(256, 2048, 0.8)
+def test_sizes_of_the_cpu_and_of_devices_without_memory_figures(module_of):
+    assert sizes_on("cpu") == Sizes(256, 512, 0.5)
+    assert sizes_on("xpu") == Sizes(256, 2048, 0.8)
 
 
-def test_resolving_decides_everything_and_changes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_resolving_decides_everything_and_changes_nothing():
     config = EngineConfig(model_path="m", device="cpu")
-    resolved = config.resolve()
+    found = config.resolve()
     assert config.endpoint is None
-    assert resolved.endpoint is not None
-    assert resolved.endpoint.startswith("ipc://")
-    assert (resolved.pipeline_depth, resolved.device) == (0, "cpu")
-    assert resolved.num_threads is not None
-    assert resolved.num_threads >= 1
-    assert resolved.resolve() == resolved
+    assert found.endpoint.startswith("ipc://")
+    assert (found.pipeline_depth, found.device, found.num_threads >= 1) == (0, "cpu", True)
+    assert found.resolve() == found
+    private_directory.remove(Path(found.endpoint.removeprefix("ipc://")).parent)

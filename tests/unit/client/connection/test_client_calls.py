@@ -482,7 +482,7 @@ def test_past_deadlines_mean_no_waiting_and_end_nothing(endpoint, timeout, conne
         for wait in (handle.result, handle.abort, lambda timeout: list(handle.deltas(timeout))):
             with pytest.raises(TimedOut):
                 wait(timeout)
-        while fake.next_request(GenerateReqInput).rid != handle.rid:
+        while rid_of(fake.next_request(GenerateReqInput)) != handle.rid:
             pass
         fake.push(results(finished(handle.rid, [4])))
         assert handle.result(PATIENCE).output_ids == [4]

@@ -13,9 +13,11 @@ from caesura.client.serve.sglang.tensor_payload import (
     DeviceTensors,
     Frames,
     dtype_of,
+    read_ipc_handles,
     read_pickled,
     read_safetensors,
 )
+from caesura.io_struct import TensorSpec
 
 UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 
@@ -186,3 +188,52 @@ def test_no_other_file_is_opened(handle):
 def test_shared_memory_that_is_gone_is_refused():
     with pytest.raises(InvalidRequest, match="cannot be opened"):
         read_pickled(shared(b"/torch_1_999999999_9"), flattened=False)
+
+
+def handles(**changes: object) -> dict[str, tuple[object, ...]]:
+    """A device's arguments as vLLM sends them: its index is the sender's, its uuid the key."""
+    return {UUID: cuda(device=3, **changes).args}
+
+
+SPECS = [TensorSpec(name="a", dtype="F32", shape=[2, 2]), TensorSpec(name="b", dtype="BF16", shape=[3])]
+
+
+def test_vllms_handles_are_of_one_tensor_each_or_of_a_buffer():
+    one, other = (
+        read_ipc_handles(payload(given)[0], SPECS[:count], sizes)
+        for given, count, sizes in (
+            ([handles(), handles(handle=b"i" * 66)], 2, None),
+            (handles(size=(64,), stride=(1,), dtype=torch.uint8), 2, [16, 6]),
+        )
+    )
+    assert [(part.handle.device_uuid, part.handle.handle[:1]) for part in one] == [(UUID, b"h"), (UUID, b"i")]
+    assert [(spec.name, spec.dtype, spec.shape) for part in one for spec in part.specs] == [
+        ("a", "BF16", [2, 3]),
+        ("b", "BF16", [2, 3]),
+    ]
+    (part,) = other
+    assert [(spec.name, spec.dtype, spec.offset, spec.nbytes) for spec in part.specs] == [
+        ("a", "F32", 0, 16),
+        ("b", "BF16", 16, 6),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ([handles()], None),
+        (handles(), None),
+        ([{}, {}], None),
+        ([{UUID: (), "other": ()}, {}], None),
+        ([{UUID: ()}, handles()], None),
+        ([handles(), handles()], [16, 6]),
+        (handles(size=(64,), stride=(1,), dtype=torch.uint8), [16]),
+        (handles(size=(64,), stride=(1,), dtype=torch.uint8), [60, 6]),
+        (handles(size=(64,), stride=(1,), dtype=torch.uint8), [-16, 6]),
+        (handles(size=(64,), stride=(1,), dtype=torch.uint8), [2**63, 2**63]),
+        (b"x", None),
+    ],
+)
+def test_other_handles_of_vllm_are_refused(given, sizes):
+    with pytest.raises((InvalidRequest, Unsupported)):
+        read_ipc_handles(payload(given)[0], SPECS, sizes)

@@ -35,8 +35,6 @@ def test_the_rule_itself(source, found):
     assert list(missing(source, KNOWN)) == found
 
 
-def test_methods_of_newer_tensors_are_found(monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.Tensor, "of_tomorrow", None, raising=False)
-    assert list(missing("x.of_tomorrow()", KNOWN)) == ["torch.Tensor.of_tomorrow"]
+def test_methods_of_newer_tensors_are_found():
+    older = {**KNOWN, "torch.Tensor": KNOWN["torch.Tensor"] - {"relu"}}
+    assert list(missing("x.relu()", older)) == ["torch.Tensor.relu"]

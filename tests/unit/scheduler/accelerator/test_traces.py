@@ -38,41 +38,28 @@ class Budget:
 BY_TORCH = " by torch"
 """Behind a model: as it is computed where Triton is missing."""
 BUDGETS = {
-    "llama/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
-    "mistral/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
-    "qwen2/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
-    "qwen3/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
-    "qwen3 tied/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
-    "qwen3 by torch/flashinfer": Budget(
-        layer=21, mixed_layer=22, around=35, plan=0, copies=2, mixed_copies=2
-    ),
-    "qwen3 fp8/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
-    "qwen3 fp8 torch/flashinfer": Budget(
-        layer=37, mixed_layer=38, around=43, plan=0, copies=2, mixed_copies=2
-    ),
-    "qwen3 fp8 blackwell/flashinfer": Budget(
-        layer=29, mixed_layer=30, around=35, plan=0, copies=2, mixed_copies=2
-    ),
-    "qwen3_moe/flashinfer": Budget(layer=13, mixed_layer=14, around=20, plan=0, copies=2, mixed_copies=2),
-    "qwen3_moe by torch/flashinfer": Budget(
-        layer=42, mixed_layer=43, around=57, plan=0, copies=2, mixed_copies=2
-    ),
-    "qwen3_moe fp8/flashinfer": Budget(layer=10, mixed_layer=11, around=17, plan=0, copies=2, mixed_copies=2),
-    "qwen3_moe fp8 deep_gemm/flashinfer": Budget(
-        layer=57, mixed_layer=58, around=64, plan=0, copies=2, mixed_copies=2
-    ),
-    "qwen3_moe fp8 blackwell/flashinfer": Budget(
-        layer=61, mixed_layer=62, around=68, plan=0, copies=2, mixed_copies=2
-    ),
-    "gpt_oss/flashinfer": Budget(layer=20, mixed_layer=22, around=27, plan=0, copies=3, mixed_copies=3),
-    "qwen3/triton": Budget(layer=10, mixed_layer=30, around=16, plan=2, copies=1, mixed_copies=4),
-    "qwen3/sdpa": Budget(layer=28, mixed_layer=38, around=33, plan=8, copies=4, mixed_copies=4),
-    "deepseek_v2/flashinfer": Budget(layer=19, mixed_layer=20, around=19, plan=0, copies=2, mixed_copies=2),
-    "deepseek_v2/sdpa": Budget(layer=31, mixed_layer=52, around=28, plan=5, copies=4, mixed_copies=6),
-    "deepseek_v3 fp8/flashinfer": Budget(
-        layer=19, mixed_layer=20, around=21, plan=0, copies=2, mixed_copies=2
-    ),
-}
+    # layer, mixed layer, around, plan, copies, mixed copies
+    "llama/flashinfer":                   ( 9, 10, 15,  0,  2,  2),
+    "mistral/flashinfer":                 ( 9, 10, 15,  0,  2,  2),
+    "qwen2/flashinfer":                   ( 9, 10, 15,  0,  2,  2),
+    "qwen3/flashinfer":                   ( 9, 10, 15,  0,  2,  2),
+    "qwen3 tied/flashinfer":              ( 9, 10, 15,  0,  2,  2),
+    "qwen3 by torch/flashinfer":          (21, 22, 35,  0,  2,  2),
+    "qwen3 fp8/flashinfer":               ( 9, 10, 15,  0,  2,  2),
+    "qwen3 fp8 torch/flashinfer":         (37, 38, 43,  0,  2,  2),
+    "qwen3 fp8 blackwell/flashinfer":     (29, 30, 35,  0,  2,  2),
+    "qwen3_moe/flashinfer":               (13, 14, 20,  0,  2,  2),
+    "qwen3_moe by torch/flashinfer":      (42, 43, 57,  0,  2,  2),
+    "qwen3_moe fp8/flashinfer":           (10, 11, 17,  0,  2,  2),
+    "qwen3_moe fp8 deep_gemm/flashinfer": (57, 58, 64,  0,  2,  2),
+    "qwen3_moe fp8 blackwell/flashinfer": (61, 62, 68,  0,  2,  2),
+    "gpt_oss/flashinfer":                 (20, 22, 27,  0,  3,  3),
+    "qwen3/triton":                       (10, 30, 16,  2,  1,  4),
+    "qwen3/sdpa":                         (28, 38, 33,  8,  4,  4),
+    "deepseek_v2/flashinfer":             (19, 20, 19,  0,  2,  2),
+    "deepseek_v2/sdpa":                   (31, 52, 28,  5,  4,  6),
+    "deepseek_v3 fp8/flashinfer":         (19, 20, 21,  0,  2,  2),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +76,18 @@ class StepBudget:
 
 
 STEP_BUDGETS = {
-    "decode": StepBudget(launches=69, vocabulary=11, copies=0, results=2),
-    "greedy": StepBudget(launches=38, vocabulary=9, copies=0, results=2),
-    "mixed": StepBudget(launches=69, vocabulary=11, copies=0, results=2),
-    "top_k": StepBudget(launches=132, vocabulary=13, copies=0, results=2),
-    "top_p": StepBudget(launches=116, vocabulary=23, copies=0, results=2),
-    "min_p": StepBudget(launches=127, vocabulary=25, copies=0, results=2),
-    "raw": StepBudget(launches=108, vocabulary=19, copies=0, results=4),
-    "special": StepBudget(launches=242, vocabulary=23, copies=13, results=8),
-    "masked": StepBudget(launches=327, vocabulary=14, copies=13, results=8),
-    "prompt": StepBudget(launches=87, vocabulary=23, copies=3, results=6),
-}
+    # launches, vocabulary, copies, results
+    "decode":  StepBudget( 69,  11,   0,   2),
+    "greedy":  StepBudget( 38,   9,   0,   2),
+    "mixed":   StepBudget( 69,  11,   0,   2),
+    "top_k":   StepBudget(132,  13,   0,   2),
+    "top_p":   StepBudget(116,  23,   0,   2),
+    "min_p":   StepBudget(127,  25,   0,   2),
+    "raw":     StepBudget(108,  19,   0,   4),
+    "special": StepBudget(242,  23,  13,   8),
+    "masked":  StepBudget(327,  14,  13,   8),
+    "prompt":  StepBudget( 87,  23,   3,   6),
+}  # fmt: skip
 TRITON_STEP_BUDGETS = {
     name: replace(STEP_BUDGETS[name], launches=5, vocabulary=3)
     for name in ("decode", "greedy", "mixed", "top_k", "top_p", "min_p", "raw")
@@ -259,7 +247,7 @@ def test_decode_steps_are_captured(traces, case, step):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_launches_no_more_than_its_budget(traces, case):
-    found, budget = traces[case], BUDGETS[case]
+    found, budget = traces[case], Budget(*BUDGETS[case])
     decode = found.steps["decode"]
     figures = Budget(
         layer=found.layer("decode"),

@@ -1,6 +1,7 @@
 """FlashInfer's plans and page lists, for heads and for latents, against torch's attention."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -78,7 +79,7 @@ def over_latents(pool: MLAPool, heads: int) -> FlashInferLatentBackend:
     return FlashInferLatentBackend(pool, shape, LIMITS, "fa2", fake_flashinfer)
 
 
-def latent_inputs(tokens: int, heads: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def latent_inputs(tokens: int, seed: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn((tokens, heads, LATENT + ROPE), generator=generator)
     k = torch.randn((tokens, 1, LATENT + ROPE), generator=generator)
@@ -91,13 +92,8 @@ def pair(latent_heads: int | None):
         pool = filled_pool()
         return backend_over(filled_pool()), SdpaBackend(pool, shape_over(pool)), projections
     pool = latent_pool()
-    shape = attention_shape(pool, latent_heads, 0.3, latent=LATENT)
-    reference = LatentBackend(pool, shape)
-    return (
-        over_latents(latent_pool(), latent_heads),
-        reference,
-        lambda tokens, seed: latent_inputs(tokens, latent_heads, seed),
-    )
+    reference = LatentBackend(pool, attention_shape(pool, latent_heads, 0.3, latent=LATENT))
+    return over_latents(latent_pool(), latent_heads), reference, partial(latent_inputs, heads=latent_heads)
 
 
 def assert_pools_equal(one, other) -> None:
@@ -202,38 +198,25 @@ def test_sinks_are_those_of_the_moment():
     assert backend.forward(*projections(5, 0), 0, form).abs().max() < 1e-3 < before.abs().max()
 
 
-def test_pages_before_a_window_are_not_listed():
-    batch = batch_of([(63, 1), (15, 1), (30, 20)], 2)
-    table = batch.page_table
-    indptr, last, kv_lens, qo_indptr, prefill_indptr, _rows, positions, indices = page_lists(batch, window=17)
-    assert indptr.tolist() == [0, 2, 3, 7]  # from token 47, from 0, from 14
-    assert (last.tolist(), kv_lens.tolist()) == ([16, 16, 2], [32, 16, 50])
-    assert (qo_indptr.tolist(), prefill_indptr.tolist()) == ([0, 20], [0, 4])
-    assert positions.tolist() == [31, 15, *range(30, 50)]
-    assert indices.tolist() == [*table[0, 2:4].tolist(), int(table[1, 0]), *table[2].tolist()]
-
-
-def test_decode_and_prefill_rows_are_planned_apart_and_once_per_step():
-    backend = backend_over(filled_pool())
-    fake_flashinfer.CALLS.clear()
-    batch = batch_of([(20, 1), (3, 1), (0, 40)], 2)
-    backend.plan(batch)
-    for layer in range(2):
-        backend.forward(*projections(42, 0), layer)
-    assert fake_flashinfer.CALLS == ["plan decode 2", "plan prefill 1"]
-
-
-def test_page_lists_of_a_step_by_hand():
-    batch = batch_of([(32, 1), (15, 1), (14, 3)], 2)
-    table = batch.page_table
-    indptr, last, kv_lens, qo_indptr, prefill_indptr, batch_indices, positions, indices = page_lists(batch)
-    assert indptr.tolist() == [0, 3, 4, 6]
-    assert last.tolist() == [1, 16, 1]
-    assert kv_lens.tolist() == [33, 16, 17]
-    assert (qo_indptr.tolist(), prefill_indptr.tolist()) == ([0, 3], [0, 2])
-    assert batch_indices.tolist() == [0, 1, 2, 2, 2]
-    assert positions.tolist() == [32, 15, 14, 15, 16]
-    assert indices.tolist() == [*table[0].tolist(), int(table[1, 0]), *table[2, :2].tolist()]
+@pytest.mark.parametrize("rows,window,expected", [
+    ([(32, 1), (15, 1), (14, 3)], None, {
+        "indptr": [0, 3, 4, 6], "last": [1, 16, 1], "kv_lens": [33, 16, 17], "qo": [0, 3], "prefill": [0, 2],
+        "positions": [32, 15, 14, 15, 16], "pages": [(0, 0, 3), (1, 0, 1), (2, 0, 2)],
+    }),
+    ([(63, 1), (15, 1), (30, 20)], 17, {  # from token 47, from 0, from 14
+        "indptr": [0, 2, 3, 7], "last": [16, 16, 2], "kv_lens": [32, 16, 50], "qo": [0, 20],
+        "prefill": [0, 4], "positions": [31, 15, *range(30, 50)], "pages": [(0, 2, 4), (1, 0, 1), (2, 0, 4)],
+    }),
+], ids=["all pages", "none before a window"])  # fmt: skip
+def test_page_lists_of_a_step_by_hand(rows, window, expected):
+    batch = batch_of(rows, 2)
+    *found, indices = page_lists(batch, window=window) if window else page_lists(batch)
+    names = ("indptr", "last", "kv_lens", "qo", "prefill", "rows", "positions")
+    owners = [row for row, (_, new) in enumerate(rows) for _ in range(new)]
+    wanted = {**expected, "rows": owners}
+    pages = [batch.page_table[row, start:end] for row, start, end in wanted.pop("pages")]
+    assert {name: each.tolist() for name, each in zip(names, found, strict=True)} == wanted
+    assert indices.tolist() == torch.cat(pages).tolist()
 
 
 def test_page_lists_of_one_size_keep_their_addresses():
@@ -266,21 +249,21 @@ def test_captured_decode_keeps_its_buffers_and_follows_each_plan(latent_heads):
         captured.plan(batch_of([(3, 1)], 1))
 
 
-@pytest.mark.parametrize(
-    "heads,expected",
-    [(16, ["plan latent decode 2", "plan latent prefill 1"]), (3, [])],
-    ids=["fits", "torch"],
-)
-def test_torch_prefills_latents_if_a_tile_would_cut_a_query(heads, expected):
-    backend = over_latents(latent_pool(), heads)
-    fake_flashinfer.CALLS.clear()
-    backend.plan(batch_of([(20, 1), (3, 1), (0, 40)], 2))
-    backend.forward(*latent_inputs(42, heads, 0), 0)
-    assert expected == fake_flashinfer.CALLS
-    assert backend.reads_page_table is not bool(expected)
-    fake_flashinfer.CALLS.clear()
-    backend.plan(batch_of([(20, 1), (3, 1)], 2))
-    assert fake_flashinfer.CALLS == ["plan latent decode 2"], "decode steps are the library's either way"
+@pytest.mark.parametrize("latent_heads,planned,decoding", [
+    (None, ["plan decode 2", "plan prefill 1"], ["plan decode 2"]),
+    (16, ["plan latent decode 2", "plan latent prefill 1"], ["plan latent decode 2"]),
+    (3, [], ["plan latent decode 2"]),
+], ids=["heads", "latents", "latents whose queries a tile would cut: torch prefills"])  # fmt: skip
+def test_decode_and_prefill_rows_are_planned_apart_and_once_per_step(latent_heads, planned, decoding):
+    backend, _, inputs = pair(latent_heads)
+    for rows, expected in (([(20, 1), (3, 1), (0, 40)], planned), ([(20, 1), (3, 1)], decoding)):
+        fake_flashinfer.CALLS.clear()
+        batch = batch_of(rows, 2)
+        backend.plan(batch)
+        assert backend.reads_page_table is (planned == [])
+        for layer in range(2):
+            backend.forward(*inputs(len(batch.input_ids), 0), layer)
+        assert expected == fake_flashinfer.CALLS
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -304,17 +287,10 @@ def test_a_plan_writes_host_memory_only_after_the_copies_of_the_one_before(captu
         assert copied == at_wait, "written before the wait"
 
 
-@pytest.mark.parametrize(
-    "heads,kv_heads,size,rows,megabytes",
-    [
-        (32, 8, 128, 1024, 85),
-        (32, 8, 128, 64, 18.5),
-        (64, 8, 128, 1024, 103),
-        (32, 32, 128, 1024, 21),
-        (16, 2, 256, 256, 35.8),
-        (32, 1, 128, 1024, 52),
-    ],
-)
+@pytest.mark.parametrize("heads,kv_heads,size,rows,megabytes", [
+    (32, 8, 128, 1024, 85), (32, 8, 128, 64, 18.5), (64, 8, 128, 1024, 103), (32, 32, 128, 1024, 21),
+    (16, 2, 256, 256, 35.8), (32, 1, 128, 1024, 52),
+])  # fmt: skip
 def test_the_workspace_is_that_of_the_largest_step(monkeypatch, heads, kv_heads, size, rows, megabytes):
     monkeypatch.setattr(flashinfer, "multiprocessors", lambda device: 132)
     found = flashinfer.workspace_bytes(heads, kv_heads, size, rows, torch.device("cuda"))
@@ -352,60 +328,50 @@ def test_large_groups_decode_on_tensor_cores(heads, expected):
     assert backend.forms[PLAIN.kind][1].use_tensor_cores is expected
 
 
-@pytest.mark.parametrize(
-    "device,dtype,size,reason",
-    [
-        ("cpu", torch.bfloat16, 128, "not on cpu"),
-        ("cuda", torch.float32, 128, "not float32"),
-        ("cuda", torch.bfloat16, 80, "heads of 80"),
-        ("cpu", torch.bfloat16, (512, 64), "not on cpu"),
-        ("cuda", torch.float32, (512, 64), "not float32"),
-        ("cuda", torch.bfloat16, (96, 64), "latents of 96"),
-        ("cuda", torch.bfloat16, (512, 32), "rotated keys of 32"),
-    ],
-)
-def test_backend_says_why_it_cannot_serve(device, dtype, size, reason):
-    latent = isinstance(size, tuple)
-    why = (
-        flashinfer_mla.why_not(torch.device(device), dtype, *size)
-        if latent
-        else why_not(torch.device(device), dtype, size)
-    )
-    assert reason in (why or "")
+@pytest.fixture
+def installed(monkeypatch):
+    """Let a library be installed in FlashInfer's place, or none."""
+
+    def install(library: object = fake_flashinfer) -> None:
+        monkeypatch.setattr(flashinfer, "find_spec", lambda name: library)
+        monkeypatch.setattr(flashinfer, "import_module", lambda name: library)
+
+    return install
 
 
-def test_deepseeks_sizes_are_served(monkeypatch):
-    monkeypatch.setattr(flashinfer, "find_spec", lambda name: object())
-    cuda = torch.device("cuda")
-    assert flashinfer_mla.why_not(cuda, torch.bfloat16, 512, 64) is None
-    monkeypatch.setattr(flashinfer_mla, "multiprocessors", lambda device: 132)
-    assert all(serves_prefill(heads, 1024, 9216, cuda) for heads in (16, 128))
-    assert not serves_prefill(20, 64, 512, cuda), "a tile of 128 ends within a query of 20 heads"
-    assert not serves_prefill(128, 1024, 32768, cuda), "more tiles than the planner has room for"
+CUDA, BF16 = torch.device("cuda"), torch.bfloat16
+CAPPED_SINKS = [FormKind(sinks=True, softcap=3.0)]
 
 
-@pytest.mark.parametrize(
-    ("kinds", "library", "reason"),
-    [
-        ([FormKind(sinks=True, softcap=3.0)], fake_flashinfer, "soft caps together with attention sinks"),
-        ([FormKind(), FormKind(sinks=True)], SimpleNamespace(), "does not serve attention sinks"),
-        ([FormKind(sinks=True, window=7), FormKind(softcap=2.0)], fake_flashinfer, None),
-        ([FormKind(window=4, softcap=2.0, scale=0.5)], None, None),
-    ],
-)
-def test_forms_without_kernels_are_told(monkeypatch, kinds, library, reason):
-    monkeypatch.setattr(flashinfer, "find_spec", lambda name: object())
-    monkeypatch.setattr("caesura.scheduler.attention.flashinfer.import_module", lambda name: library)
-    found = why_not(torch.device("cuda"), torch.bfloat16, 64, kinds)
+@pytest.mark.parametrize("device,dtype,sizes,kinds,library,reason", [
+    ("cpu", BF16, [128], [], fake_flashinfer, "not on cpu"),
+    ("cuda", torch.float32, [128], [], fake_flashinfer, "not float32"),
+    ("cuda", BF16, [80], [], fake_flashinfer, "heads of 80"),
+    ("cpu", BF16, [512, 64], None, fake_flashinfer, "not on cpu"),
+    ("cuda", torch.float32, [512, 64], None, fake_flashinfer, "not float32"),
+    ("cuda", BF16, [96, 64], None, fake_flashinfer, "latents of 96"),
+    ("cuda", BF16, [512, 32], None, fake_flashinfer, "rotated keys of 32"),
+    ("cuda", BF16, [512, 64], None, fake_flashinfer, None),
+    ("cuda", BF16, [128], [], None, "it is not installed"),
+    ("cuda", BF16, [128], [], fake_flashinfer, None),
+    ("cuda", BF16, [64], CAPPED_SINKS, fake_flashinfer, "soft caps together with attention sinks"),
+    ("cuda", BF16, [64], [FormKind(sinks=True)], SimpleNamespace(), "does not serve attention sinks"),
+    ("cuda", BF16, [64], [FormKind(sinks=True, window=7), FormKind(softcap=2.0)], fake_flashinfer, None),
+    ("cuda", BF16, [64], [FormKind(window=4, softcap=2.0, scale=0.5)], SimpleNamespace(), None),
+])  # fmt: skip
+def test_backend_says_why_it_cannot_serve(installed, device, dtype, sizes, kinds, library, reason):
+    """Sizes of latents come without kinds."""
+    installed(library)
+    why = flashinfer_mla.why_not if kinds is None else why_not
+    found = why(torch.device(device), dtype, *sizes, *([kinds] if kinds else []))
     assert (found is None) if reason is None else (reason in found)
 
 
-def test_installed_or_not_decides_the_rest(monkeypatch):
-    where = "caesura.scheduler.attention.flashinfer.find_spec"
-    monkeypatch.setattr(where, lambda name: None)
-    assert why_not(torch.device("cuda"), torch.bfloat16, 128) == "it is not installed"
-    monkeypatch.setattr(where, lambda name: object())
-    assert why_not(torch.device("cuda"), torch.bfloat16, 128) is None
+def test_prefill_of_latents_is_served_where_the_planner_has_room(monkeypatch):
+    monkeypatch.setattr(flashinfer_mla, "multiprocessors", lambda device: 132)
+    assert all(serves_prefill(heads, 1024, 9216, CUDA) for heads in (16, 128))
+    assert not serves_prefill(20, 64, 512, CUDA), "a tile of 128 ends within a query of 20 heads"
+    assert not serves_prefill(128, 1024, 32768, CUDA), "more tiles than the planner has room for"
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,15 @@ Plain torch in float64 is the reference of the torch backends, and the torch bac
 """
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention_forms import attended, forms
-from support.checkpoints import make_checkpoint
-from support.forward_batches import PagedModel, Row, Sequence, attention_shape, forward_batch, load_model
+from support.forward_batches import Row, attention_shape, forward_batch
 from support.kernels import instruction_sets
 from support.properties import examples
 from support.workspaces import memory_of
@@ -115,6 +116,14 @@ def check(scene: Scene):
     return backend
 
 
+@contextmanager
+def workspace_of(limit: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (mla, sdpa):
+            patch.setitem(module.WORKSPACE_BYTES, "cpu", limit)
+        yield
+
+
 def groups_of(backend) -> list:
     return backend.groups if isinstance(backend, LatentBackend) else backend.plan_for(None).groups
 
@@ -161,8 +170,7 @@ def test_every_form_matches_dense_attention(data, kv_heads, group, size, value_s
 )
 def test_latents_match_dense_attention(heads, latent, rope, decode, prefill, limit, seed):
     if decode or prefill:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(mla.WORKSPACE_BYTES, "cpu", limit)
+        with workspace_of(limit):
             check(latents(decode + prefill, len(decode), seed, heads=heads, latent=latent, rope=rope))
 
 
@@ -263,10 +271,10 @@ def test_layers_of_every_window_share_a_step():
 
 
 @pytest.mark.parametrize("limit", [1, 3 * 2 * PAGE * 8 * 4])
-def test_rows_are_split_when_the_workspace_is_full(limit, monkeypatch):
-    monkeypatch.setitem(sdpa.WORKSPACE_BYTES, "cpu", limit)
+def test_rows_are_split_when_the_workspace_is_full(limit):
     rows = [(5, 1), (40, 1), (16, 1), (15, 1), (47, 1), (0, 1)]
-    backend = check(Scene("sdpa", rows + [(20, 9)] * 3 + [(0, 12)] * 2, len(rows), 3))
+    with workspace_of(limit):
+        backend = check(Scene("sdpa", rows + [(20, 9)] * 3 + [(0, 12)] * 2, len(rows), 3))
     assert memory_of(backend.workspace, "gathered").nbytes // 2 <= max(limit, 3 * 2 * PAGE * 8 * 4)
 
 
@@ -282,52 +290,10 @@ def test_pages_of_another_size_are_refused():
         PagedCpuBackend(pool, attention_shape(pool, 1))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_a_model_has_the_same_logits_on_compiled_attention_and_torch(family, tmp_path):
-    make_checkpoint(tmp_path, family)
-    model = load_model(str(tmp_path), torch.float32)
-    config = model.config
-    tokens = torch.randint(3, 97, (2, 90), generator=torch.Generator().manual_seed(0)).tolist()
-    for _ in instruction_sets():
-        logits = []
-        for compiled in (False, True):
-            paged = PagedModel(model, torch.float32)
-            if compiled:
-                paged.backend = PagedCpuBackend(paged.pool, attention_shape(paged.pool, config.num_heads))
-            first, second = Sequence(list(tokens[0])), Sequence(list(tokens[1]))
-            parts = paged.step([], [(first, 70)])
-            for chunk in (20, 45, 1):
-                parts += paged.step([first], [(second, chunk)])
-            parts += paged.step([first, second])
-            logits.append(torch.cat(parts))
-        torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
-
-
-def test_absorbed_attention_is_multi_head_attention():
-    """Check Section 2.1.2 of the paper: absorbed up-projections make per-head K and V unnecessary."""
-    generator = torch.Generator().manual_seed(1)
-    heads, nope, rope, value, latent, tokens = 3, 10, 6, 14, 20, 19
-    scene = latents([(0, tokens)], 0, 2, heads=heads, latent=latent, rope=rope)
-    w_k, w_v = (
-        torch.randn(heads, size, latent, generator=generator, dtype=torch.float64) for size in (nope, value)
-    )
-    q_nope = torch.randn(tokens, heads, nope, generator=generator, dtype=torch.float64)
-    q_rope, cached = scene.q[..., latent:].double(), scene.keys[0][:, 0].double()
-    keys, values = (torch.einsum("knl,sl->skn", w, cached[:, :latent]) for w in (w_k, w_v))
-    scores = torch.einsum("tkn,skn->kts", q_nope, keys)
-    scores += torch.einsum("tkr,sr->kts", q_rope, cached[:, latent:])
-    weights = (scores * 0.3).masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf).softmax(-1)
-    expected = torch.einsum("kts,skv->tkv", weights, values)
-    scene.q[..., :latent] = torch.einsum("tkn,knl->tkl", q_nope, w_k)
-    found = torch.einsum("tkl,kvl->tkv", scene.attend().view(tokens, heads, latent).double(), w_v)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_the_workspace_and_scores_of_latents_stay_within_the_limit(monkeypatch):
-    limit = 3 * PAGE * 26 * 4
-    monkeypatch.setitem(mla.WORKSPACE_BYTES, "cpu", limit)
-    rows = [(5, 1), (40, 1), (16, 1), (47, 1)] + [(0, 30)] * 2
-    backend = check(latents(rows, 4, 3, heads=3, latent=20, rope=6))
+def test_the_workspace_and_scores_of_latents_stay_within_the_limit():
+    limit, rows = 3 * PAGE * 26 * 4, [(5, 1), (40, 1), (16, 1), (47, 1)] + [(0, 30)] * 2
+    with workspace_of(limit):
+        backend = check(latents(rows, 4, 3, heads=3, latent=20, rope=6))
     assert memory_of(backend.workspace, "gathered").nbytes <= limit
     for group in groups_of(backend):
         for queries in group.queries:
@@ -335,9 +301,9 @@ def test_the_workspace_and_scores_of_latents_stay_within_the_limit(monkeypatch):
             assert tokens == 1 or count * tokens * 3 * queries.length * 4 <= limit
 
 
-def test_parts_of_a_prompt_read_only_the_keys_they_attend_to(monkeypatch):
-    monkeypatch.setitem(mla.WORKSPACE_BYTES, "cpu", 2 * 8 * 64 * 4)
-    (group,) = groups_of(check(latents([(0, 64)], 0, 4, latent=20, rope=6)))
+def test_parts_of_a_prompt_read_only_the_keys_they_attend_to():
+    with workspace_of(2 * 8 * 64 * 4):
+        (group,) = groups_of(check(latents([(0, 64)], 0, 4, latent=20, rope=6)))
     assert [queries.length for queries in group.queries] == list(range(8, 65, 8))
 
 

@@ -1,19 +1,10 @@
-"""The Triton decode kernel against the torch backend, in Triton's interpreter, which runs it on the CPU; and
-compiled for a device.
-
-Triton decides when it is imported whether it interprets, hence a process of its own. Its bfloat16 products
-are not a device's, so numbers are compared in float32 and float16.
-"""
-
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
+"""The Triton decode kernel against the torch backend, in float32 and float16, and compiled for a device."""
 
 import pytest
 import torch
 from support.compiled_triton import compiling
 from support.forward_batches import attention_shape, scattered_batch
+from support.interpreted_triton import compiled, interpreted
 
 from caesura.scheduler.attention import paged_triton
 from caesura.scheduler.attention.paged_triton import PagedTritonBackend
@@ -24,22 +15,7 @@ from caesura.scheduler.kernels.attention_form import AttentionForm
 
 pytestmark = pytest.mark.long
 
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETS, reason="run by test_the_kernel_in_the_interpreter")
-installed = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is there for Linux on x86-64 only")
 PAGES = 60
-
-
-@installed
-@pytest.mark.skipif(INTERPRETS, reason="this is the interpreter")
-def test_the_kernel_in_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
 
 
 def limits(rows: int) -> StepLimits:
@@ -175,8 +151,7 @@ def test_backend_says_why_it_cannot_serve(monkeypatch, device, installed, reason
     assert found is None if reason is None else reason in found
 
 
-@installed
-@pytest.mark.skipif(INTERPRETS, reason="the interpreter compiles nothing")
+@compiled
 @pytest.mark.parametrize("dtype,heads,kv_heads,size,aligned", [
     (torch.bfloat16, 64, 8, 128, True), (torch.bfloat16, 16, 8, 128, False),
     (torch.float16, 5, 1, 80, True), (torch.bfloat16, 16, 8, 256, True), (torch.float32, 8, 4, 256, True),

@@ -223,13 +223,6 @@ def test_top_p_keeps_the_shortest_prefix_that_reaches_it(top_p, expected):
     assert kept_set(logits, 64, top_p=top_p) == expected
 
 
-def test_top_p_is_relative_to_what_top_k_left():
-    logits = torch.log(torch.tensor([0.25, 0.125, 0.5, 0.125]))
-    # Of 0.5 and 0.25 the first has two thirds.
-    assert kept_set(logits, 64, top_k=2, top_p=0.66) == {2}
-    assert kept_set(logits, 64, top_k=2, top_p=0.67) == {2, 0}
-
-
 @pytest.mark.parametrize(
     ("vocab_size", "top_k"),
     [

@@ -1,4 +1,4 @@
-"""A step is the same on both ends of the line."""
+"""A step is the same on both ends of the line, and only workers that fit join it."""
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.plain_trainer import free_port
 
 from caesura import __version__
+from caesura.io_struct import CaesuraError
 from caesura.scheduler.execution.forward import (
     ForwardBatch,
     InputTokens,
@@ -30,6 +31,7 @@ from caesura.scheduler.executor.rpc import (
     encode,
     encode_batch,
 )
+from caesura.scheduler.executor.worker_socket import WorkerSocket
 from caesura.scheduler.executor.workers import Workers, identity_of
 from caesura.scheduler.runtime.config import EngineConfig
 
@@ -253,3 +255,25 @@ def test_forged_worker_answers_are_ignored(workers, connect):
     ((rank, answer),) = heard_by(workers)
     assert (rank, answer.number) == (1, 1)
     del workers.joined[1]
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("tcp://192.0.2.1:5", "is open to others"),
+        ("tcp://0.0.0.0:5", "is open to others"),
+        ("tcp://engine.example:5", "is open to others"),
+        ("tcp://localhost.example:5", "is open to others"),
+        ("tcp://127.0.0.1", "is no address"),
+        ("ipc:///tmp/workers.sock", "is no address"),
+    ],
+)
+def test_an_address_beyond_loopback_needs_keys(address, problem):
+    with pytest.raises(CaesuraError, match=problem):
+        WorkerSocket(EngineConfig(model_path="", tp=2, tp_joined=1, tp_address=address), print)
+
+
+@pytest.mark.parametrize("host", ["127.1.2.3", "localhost"])
+def test_loopback_needs_none(host):
+    config = EngineConfig(model_path="", tp=2, tp_joined=1, tp_address=f"tcp://{host}:{free_port()}")
+    WorkerSocket(config, print).close()

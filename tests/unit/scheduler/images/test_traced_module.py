@@ -13,7 +13,13 @@ from caesura.scheduler.images import traced_module
 from caesura.scheduler.images.flux import Flux
 from caesura.scheduler.images.qwen_image import QwenImage
 from caesura.scheduler.images.sd3 import StableDiffusion3
-from caesura.scheduler.images.traced_module import TRACE_AFTER, TracedModule, traced_decode, traced_velocity
+from caesura.scheduler.images.traced_module import (
+    MAX_SHAPES,
+    TRACE_AFTER,
+    TracedModule,
+    traced_decode,
+    traced_velocity,
+)
 
 SIZE, TOKENS = (16, 32), 6
 FAMILIES = {
@@ -24,8 +30,9 @@ FAMILIES = {
 
 
 @pytest.fixture(autouse=True)
-def on_a_busy_machine_too(monkeypatch):
-    monkeypatch.setattr(traced_module, "WORTH_S", float("inf"))
+def worth_s(request, monkeypatch):
+    """A module is traced on a busy machine too, unless a test says how fast it must be, in seconds."""
+    monkeypatch.setattr(traced_module, "WORTH_S", getattr(request, "param", float("inf")))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -56,33 +63,31 @@ def traced_for(family, rows=2):
     return velocity
 
 
-def counted(family, monkeypatch):
-    calls = []
-    original = family.velocity
-    monkeypatch.setattr(family, "velocity", lambda *given: (calls.append(len(given[0])), original(*given))[1])
-    return calls
+@pytest.fixture
+def calls(family):
+    """Rows of each call of the transformer or of the VAE's decoder, as modules."""
+    rows: list[int] = []
+
+    def note(module, args, kwargs):
+        rows.append(len((args or tuple(kwargs.values()))[0]))
+
+    modules = family.transformer, family.vae.decoder
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
+    yield rows
+    for hook in hooks:
+        hook.remove()
 
 
 @torch.inference_mode()
-def test_every_family_is_traced_and_makes_the_same_bits(family, monkeypatch):
+def test_every_family_is_traced_and_makes_the_same_bits(family, calls):
     velocity = traced_for(family)
     expected = family.velocity
-    calls = counted(family, monkeypatch)
-    for _ in range(3):
-        given = inputs(family, 2)
-        assert torch.equal(velocity(*given), expected(*given))
-    assert calls == [], "the module was called for what is traced"
-
-
-@torch.inference_mode()
-def test_another_number_of_rows_is_another_shape(family, monkeypatch):
-    velocity = traced_for(family)
-    expected = family.velocity
-    calls = counted(family, monkeypatch)
-    for rows in (1, 5, 1, 5, 1, 5):
+    for rows, called in ((2, []), (1, [1]), (5, [5]), (2, []), (1, [1]), (5, [5])):
         given = inputs(family, rows)
-        assert torch.equal(velocity(*given), expected(*given))
-    assert calls == [1, 5, 1, 5, 1, 5]
+        wanted = expected(*given)
+        calls.clear()
+        assert torch.equal(velocity(*given), wanted)
+        assert calls == called, "another number of rows is another shape, and what is traced is not called"
 
 
 @torch.inference_mode()
@@ -101,35 +106,19 @@ def test_weights_that_are_written_hold_for_the_next_step(family):
 
 
 @torch.inference_mode()
-def test_weights_that_were_equal_when_traced_are_told_apart(monkeypatch):
-    monkeypatch.setattr(traced_module, "TRACE_AFTER", 1)
+def test_weights_that_were_equal_when_traced_are_told_apart():
     one, two = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     two.load_state_dict(one.state_dict())
     traced = TracedModule("two", torch.nn.Sequential(one, two))
     x = torch.randn(2, 4)
-    for _ in range(3):
+    for _ in range(TRACE_AFTER + 2):
         traced(lambda x: one(x) + 2 * two(x), (x,), None)
     two.weight.data.mul_(-1)
     assert torch.equal(traced(lambda x: 1 / 0, (x,), None), one(x) + 2 * two(x))
 
 
 @torch.inference_mode()
-def test_in_place_writes_are_replayed(monkeypatch):
-    monkeypatch.setattr(traced_module, "TRACE_AFTER", 1)
-    traced = TracedModule("a sum", torch.nn.Identity())
-
-    def call(x):
-        first, second = torch.zeros_like(x), torch.zeros_like(x)
-        return torch.cat((first.add_(x), second))
-
-    for _ in range(3):
-        traced(call, (torch.randn(2, 4),), None)
-    x = torch.randn(2, 4)
-    assert torch.equal(traced(lambda x: 1 / 0, (x,), None), call(x))
-
-
-@torch.inference_mode()
-def test_decoding_is_traced_and_has_the_same_bits(family, monkeypatch):
+def test_decoding_is_traced_and_has_the_same_bits(family, calls):
     if family.vae_has_state:
         pytest.skip("its calls may not be interleaved")
     decode = partial(traced_decode, family, TracedModule("the VAE", family.vae))
@@ -138,8 +127,9 @@ def test_decoding_is_traced_and_has_the_same_bits(family, monkeypatch):
         decode(torch.randn(2, *shape), SIZE)
     latents = torch.randn(2, *shape)
     expected = family.decode(latents, SIZE)
-    monkeypatch.setattr(family, "decode", None)
+    calls.clear()
     assert torch.equal(decode(latents, SIZE), expected)
+    assert calls == []
 
 
 @torch.inference_mode()
@@ -156,8 +146,7 @@ def test_a_trace_that_makes_other_bits_never_serves(family, monkeypatch):
 
 
 @torch.inference_mode()
-def test_untraceable_modules_are_traced_once(monkeypatch):
-    monkeypatch.setattr(traced_module, "TRACE_AFTER", 1)
+def test_untraceable_modules_are_traced_once():
     traced, calls = TracedModule("a branch", torch.nn.Identity()), []
 
     def call(x):
@@ -165,9 +154,9 @@ def test_untraceable_modules_are_traced_once(monkeypatch):
         return x * 2 if x.sum() > 0 else x * 3
 
     x = torch.ones(2, 4)
-    for _ in range(4):
+    for _ in range(TRACE_AFTER + 4):
         assert torch.equal(traced(call, (x,), None), 2 * x)
-    assert len(calls) == 5, "the call that could not be traced is made again"
+    assert len(calls) == TRACE_AFTER + 5, "the call that could not be traced is made again"
     assert torch.equal(traced(call, (-x,), None), -3 * x)
 
 
@@ -188,19 +177,18 @@ def test_a_mask_with_padding_goes_through_the_module(tmp_path):
 
 
 @torch.inference_mode()
-def test_traces_of_many_shapes_are_bounded(monkeypatch):
-    monkeypatch.setattr(traced_module, "MAX_SHAPES", 3)
+def test_traces_of_many_shapes_are_bounded():
     traced = TracedModule("nothing", torch.nn.Identity())
-    for side in range(10):
+    for side in range(MAX_SHAPES + 7):
         x = torch.ones(1, side + 1)
         assert torch.equal(traced(lambda x: x * 2, (x,), None), x * 2)
-    assert len(traced.shapes) == 3
+    assert len(traced.shapes) == MAX_SHAPES
 
 
+@pytest.mark.parametrize("worth_s", [0.0], indirect=True)
 @torch.inference_mode()
-def test_slow_modules_are_not_traced(family, monkeypatch):
-    monkeypatch.setattr(traced_module, "WORTH_S", 0.0)
+def test_slow_modules_are_not_traced(family, calls):
     velocity = traced_for(family)
-    calls = counted(family, monkeypatch)
+    calls.clear()
     velocity(*inputs(family, 2))
     assert calls == [2]

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -162,16 +162,11 @@ def test_heads_larger_than_a_task() -> None:
 # The same bits in every company
 
 
-def check_everywhere(
-    dtype: torch.dtype,
-    group: int,
-    size: int,
-    steps: Callable[[Scene], None],
-    form: AttentionForm = PLAIN,
-    value_size: int | None = None,
-) -> None:
+def scenes(
+    dtype: torch.dtype, group: int, size: int, form: AttentionForm = PLAIN, value_size: int | None = None
+) -> Iterator[Scene]:
     for _ in instruction_sets():
-        steps(Scene([203, 90, 16], 2, group, size, dtype, 5, form, value_size))
+        yield Scene([203, 90, 16], 2, group, size, dtype, 5, form, value_size)
 
 
 def alone(scene: Scene, request: int) -> Tensor:
@@ -198,8 +193,7 @@ def test_a_token_has_the_same_bits_decoded_and_in_any_chunk(
     if bent:
         sinks = torch.linspace(-2, 2, 2 * shape[0]).to(dtype)
         form = AttentionForm(window=window, softcap=3.0, sinks=sinks, scale=0.4)
-
-    def steps(scene: Scene) -> None:
+    for scene in scenes(dtype, *shape, form, value_size):
         want = [alone(scene, request) for request in range(3)]
         scene.place(seed)
         edges = [0, *sorted(cuts), 203]
@@ -211,8 +205,6 @@ def test_a_token_has_the_same_bits_decoded_and_in_any_chunk(
                 assert torch.equal(others[0], want[1][10:87])
                 assert torch.equal(others[1], want[2][15:])
         assert torch.equal(torch.cat(got), want[0])
-
-    check_everywhere(dtype, *shape, steps, form, value_size)
 
 
 @pytest.mark.parametrize("size,group", [(64, 2), (128, 7), (64, 15), (33, 3), (80, 1)])
@@ -232,8 +224,7 @@ def test_float16_is_computed_in_float32_and_rounded_once(size: int, group: int, 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_non_finite_later_tokens_do_not_leak(dtype: torch.dtype) -> None:
     """A weight of zero times infinity would be NaN: what a query may not see is left out."""
-
-    def steps(scene: Scene) -> None:
+    for scene in scenes(dtype, 2, 32):
         for position in (3, 64, 101, 150):
             want = alone(scene, 0)
             scene.values[0][position:] = torch.inf
@@ -244,15 +235,12 @@ def test_non_finite_later_tokens_do_not_leak(dtype: torch.dtype) -> None:
             assert not got[position:].isfinite().any()
             scene = Scene([203, 90, 16], 2, 2, 32, dtype, 5)
 
-    check_everywhere(dtype, 2, 32, steps)
-
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [40, 65])
 def test_non_finite_tokens_before_the_window_do_not_leak(dtype: torch.dtype, window: int) -> None:
     form = AttentionForm(window=window)
-
-    def steps(scene: Scene) -> None:
+    for scene in scenes(dtype, 2, 32, form):
         want = alone(scene, 0)
         for position in (3, 64, 101, 150):
             values, keys = scene.values[0].clone(), scene.keys[0].clone()
@@ -264,12 +252,10 @@ def test_non_finite_tokens_before_the_window_do_not_leak(dtype: torch.dtype, win
             assert torch.equal(got[position + window :], want[position + window :])
             scene.values[0], scene.keys[0] = values, keys
 
-    check_everywhere(dtype, 2, 32, steps, form)
-
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_query_that_is_not_finite_spoils_its_own_row_only(dtype: torch.dtype) -> None:
-    def steps(scene: Scene) -> None:
+    for scene in scenes(dtype, 2, 32):
         (want,) = scene.attend([Piece(0, 0, 203)])
         scene.queries[0][100, 1] = torch.nan
         (got,) = scene.attend([Piece(0, 0, 203)])
@@ -277,18 +263,14 @@ def test_a_query_that_is_not_finite_spoils_its_own_row_only(dtype: torch.dtype) 
         got[100, 1] = want[100, 1]
         assert torch.equal(got, want)
 
-    check_everywhere(dtype, 2, 32, steps)
-
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
-    def steps(scene: Scene) -> None:
+    for scene in scenes(dtype, 2, 16):
         scene.queries[0] *= 1000
         for piece in (Piece(0, 0, 203), Piece(0, 202, 203)):
             (got,) = scene.attend([piece])
             torch.testing.assert_close(got.double(), scene.expected(piece), atol=0.05, rtol=0.02)
-
-    check_everywhere(dtype, 2, 16, steps)
 
 
 # Planning

@@ -71,6 +71,8 @@ def test_norm(dtype, rows, size, seed, with_residual, from_one) -> None:
         assert (frame == CANARY).all()
         if residual is not None:
             assert torch.equal(residual, total)
+        in_place = total.clone()
+        assert torch.equal(rms_norm(in_place, weight, EPS, out=in_place, from_one=from_one), out)
         assert_rounded(out, by_torch(weight, from_one).by_torch(total), 2)
 
 
@@ -102,21 +104,20 @@ def test_gate(dtype, rows, size, seed, bend) -> None:
             assert_rounded(out, bent(gate, up, bend), 2)
 
 
-def test_a_clamped_gate_is_cut_like_gpt_oss() -> None:
-    gate = torch.tensor([-1e4, -9, -7, 0, 7, 7.5, 1e30, torch.inf, -torch.inf, torch.nan, 2.0, 2.0])
-    up = torch.tensor([1.0, 9, -9, 5, 7, 7.5, -7.5, 1.0, 1.0, 1.0, torch.nan, -torch.inf])
-    for _ in instruction_sets():
-        out = gate_mul(torch.cat((gate, up)).view(1, -1), bend="clamped")[0]
-        torch.testing.assert_close(out, bent(gate, up, "clamped"), rtol=1e-6, atol=1e-36, equal_nan=True)
+INF, NAN = torch.inf, torch.nan
+ENDS = [0.0, -0.0, -60, -80, -89, -1e4, 80, 1e4, 1e38, -1e38, INF, -INF, NAN]
 
 
-def test_gate_at_the_ends_of_the_range() -> None:
-    gate = torch.tensor(
-        [0.0, -0.0, -60, -80, -89, -1e4, 80, 1e4, 1e38, -1e38, torch.inf, -torch.inf, torch.nan]
-    )
+@pytest.mark.parametrize("bend,gate,up", [
+    ("silu", ENDS, [1.0] * len(ENDS)),
+    ("clamped", [-1e4, -9, -7, 0, 7, 7.5, 1e30, INF, -INF, NAN, 2.0, 2.0],
+     [1.0, 9, -9, 5, 7, 7.5, -7.5, 1.0, 1.0, 1.0, NAN, -INF]),
+])  # fmt: skip
+def test_gates_at_the_ends_of_the_range(bend, gate, up) -> None:
     for _ in instruction_sets():
-        out = gate_mul(torch.cat((gate, torch.ones(len(gate)))).view(1, -1))[0]
-        torch.testing.assert_close(out, functional.silu(gate), rtol=1e-6, atol=1e-36, equal_nan=True)
+        out = gate_mul(torch.tensor([gate + up]), bend=bend)[0]
+        expected = bent(torch.tensor(gate), torch.tensor(up), bend)
+        torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-36, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -240,13 +241,6 @@ def test_a_row_has_the_same_bits_in_every_batch_and_on_any_number_of_threads(dty
             assert torch.equal(gate_mul(x), gates)
             assert torch.equal(rope.run(torch.empty(60, 5, 130, dtype=dtype)), queries)
             assert torch.equal(rope.pool, one_by_one.pool)
-
-
-def test_norm_in_place() -> None:
-    for _ in instruction_sets():
-        x, weight = draw(0, torch.bfloat16, 5, 70), draw(1, torch.bfloat16, 70)
-        want = rms_norm(x, weight, EPS)
-        assert torch.equal(rms_norm(x, weight, EPS, out=x), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,21 +1,35 @@
-"""The kernels of ``triton_*.py`` for layers, compiled for sm_90 as published models launch them."""
+"""The kernels of ``triton_*.py``, compiled for sm_90 as published models launch them, or interpreted."""
 
 import os
-from importlib.util import find_spec
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.compiled_triton import compiling
+from support.interpreted_triton import compiled
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for CUDA only"),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
-]
+pytestmark = [pytest.mark.long, compiled]
+HERE = Path(__file__).parent
 
 BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "file", ["test_triton_layers", "test_triton_sampler", "../attention/test_triton_decode"]
+)
+def test_the_kernels_in_the_interpreter(file):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / f"{file}.py"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
 
 
 def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -94,6 +108,23 @@ def test_kernel_compiles_for_hopper_within_its_registers(launch, tmp_path):
         usage = kernel.usage
         assert (usage["STACK"], usage["LOCAL"]) == (0, 0), f"{kernel.name} spills: {usage}"
     assert any("v4.b32" in kernel.ptx for kernel in found) or launch is choices, "16 bytes are read at a time"
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_the_sampler_compiles_for_hopper(dtype, tmp_path):
+    from caesura.scheduler.kernels.triton_sampler import LARGEST_VOCABULARY, TritonSampler
+
+    sampler = TritonSampler(LARGEST_VOCABULARY, 2, torch.device("meta"))
+    floats = zeros(2, dtype=torch.float32)
+    batch = SimpleNamespace(
+        temperature=floats, greedy=zeros(2, dtype=torch.bool), top_k=zeros(2, dtype=torch.int64),
+        top_p=floats, uniforms=zeros(2, dtype=torch.float64), min_p=None,
+    )  # fmt: skip
+    token_ids = zeros(2, dtype=torch.int64)
+    with compiling(tmp_path) as found:
+        sampler.sample(zeros(2, LARGEST_VOCABULARY, dtype=dtype), batch, token_ids, floats, floats, floats)
+    assert [kernel.name for kernel in found] == ["_measure", "_draw"]
+    assert all(len(kernel.cubin) > 0 and kernel.shared < 100_000 for kernel in found)
 
 
 def launches(tokens: int) -> None:

@@ -1,15 +1,11 @@
 """Triton's operations between products against torch's composition, in Triton's interpreter on the CPU.
 
-Triton decides when it is imported whether it interprets, hence a process of its own.
 ``tests/gpu/test_cuda_triton.py`` runs the same on a device.
 """
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +13,7 @@ import torch
 from support import fake_flashinfer
 from support.checkpoints import make_checkpoint
 from support.forward_batches import PagedModel, Sequence, attention_shape, load_model
+from support.interpreted_triton import INTERPRETS, interpreted
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,6 +22,7 @@ from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.paged_triton import PagedTritonBackend
 from caesura.scheduler.cache.pool import MHAPool
 from caesura.scheduler.execution.forward import StepLimits
+from caesura.scheduler.kernels import native
 from caesura.scheduler.kernels.attention_form import HeadNorms
 from caesura.scheduler.kernels.decoder_layers import GroupRouting
 from caesura.scheduler.layers import experts as experts_module
@@ -34,11 +32,9 @@ from caesura.scheduler.layers.moe import Router
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.layers.rotary import RopeParameters, RotaryEmbedding, rotate
 
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device(os.environ.get("CAESURA_TEST_DEVICE", "cpu"))
 RUNS = INTERPRETS or DEVICE.type == "cuda"
 computed = pytest.mark.skipif(not RUNS, reason="run by test_the_kernels_in_the_interpreter")
-interpreted = pytest.mark.skipif(not INTERPRETS, reason="run by test_the_kernels_in_the_interpreter")
 # Infinities and NaN are as good as other numbers to a device; NumPy, which the interpreter computes with,
 # warns.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -46,18 +42,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 if RUNS:
     from caesura.scheduler.kernels import triton_elementwise, triton_experts
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for CUDA only")
-@pytest.mark.skipif(RUNS, reason="this is the interpreter, or a device")
-def test_the_kernels_in_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
 
 
 @pytest.fixture(autouse=True)
@@ -263,11 +247,8 @@ def test_the_choice_by_groups_is_torchs(sigmoid, bias, groups, top_groups, group
 
 @computed
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens,top_k,experts,size", [(1, 1, 1, 8), (12, 4, 9, 50)])
-@pytest.mark.parametrize("at_once", [16, 256])
-def test_rows_are_sorted_and_summed_as_torch_does(dtype, tokens, top_k, experts, size, at_once, monkeypatch):
-    for name in ("_LOOKED_AT", "_COPIED", "_SUMMED"):
-        monkeypatch.setattr(triton_experts, name, at_once)
+@pytest.mark.parametrize("tokens,top_k,experts,size", [(1, 1, 1, 8), (12, 4, 9, 50), (70, 4, 9, 1030)])
+def test_rows_are_sorted_and_summed_as_torch_does(dtype, tokens, top_k, experts, size):
     ids = torch.rand(tokens, experts).argsort(-1)[:, :top_k].contiguous()
     x = torch.randn(tokens, size + 3).to(dtype)[:, :size]
     rows, places, ends = triton_experts.sort_rows(x, ids, experts)
@@ -308,23 +289,19 @@ def logits_of(model: Any, backend: type | None) -> list[Tensor]:
     return found + paged.step([first, second])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("models")
-
-
 @interpreted
 @pytest.mark.parametrize("family,backend", [
     ("qwen2", FlashInferBackend), ("qwen3-moe", FlashInferBackend), ("qwen3", PagedTritonBackend),
     ("deepseek-v2", None), ("deepseek-v3", None),
 ])  # fmt: skip
-def test_models_compute_the_same(family, backend, folder, request, monkeypatch):
-    make_checkpoint(folder / family, family)
-    monkeypatch.setattr(kernels.native, "_library", lambda: "left out by a test")
-    reference = load_model(str(folder / family), torch.float32)
-    request.getfixturevalue("served_by_triton")
-    model = load_model(str(folder / family), torch.float32)
-    for found, expected in zip(logits_of(model, backend), logits_of(reference, None), strict=True):
-        torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
+def test_models_compute_the_same(family, backend, tmp_path, request):
+    make_checkpoint(tmp_path, family)
+    with native.limited_to("torch"):
+        reference = load_model(str(tmp_path), torch.float32)
+        expected_logits = logits_of(reference, None)
+        request.getfixturevalue("served_by_triton")
+        model = load_model(str(tmp_path), torch.float32)
+        for found, expected in zip(logits_of(model, backend), expected_logits, strict=True):
+            torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
     if model.routing is not None and reference.routing is not None:
         assert torch.equal(model.routing.rows(2), reference.routing.rows(2))

@@ -1,18 +1,11 @@
-"""The Triton sampler against torch's, in Triton's interpreter, which runs it on the CPU; and compiled for a
-device.
+"""The Triton sampler against torch's, in Triton's interpreter, which runs it on the CPU."""
 
-Triton decides when it is imported whether it interprets, hence a process of its own.
-"""
-
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
+from support.interpreted_triton import INTERPRETS, interpreted
 from support.recorded_graphs import RecordingDevice
 
 from caesura.scheduler import kernels
@@ -20,14 +13,10 @@ from caesura.scheduler.execution import sampler as sampler_module
 from caesura.scheduler.execution.forward import SamplingBatch
 from caesura.scheduler.execution.logit_edits import SpecialSampler
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
-from caesura.scheduler.kernels import native
 
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETS, reason="run by test_the_kernels_in_the_interpreter")
-installed = pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for CUDA only")
 # Infinities and NaN are as good as other numbers to a device; NumPy, which the interpreter computes with,
 # warns.
-pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = [pytest.mark.long, interpreted, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 LARGEST_UNIFORM = float(np.nextafter(1.0, 0.0))
 RESULTS = ("logprobs", "raw_logprobs", "sampled_logprobs")
 
@@ -35,28 +24,15 @@ if INTERPRETS:
     from caesura.scheduler.kernels import triton_sampler
 
 
-@installed
-@pytest.mark.skipif(INTERPRETS, reason="this is the interpreter")
-def test_the_kernels_in_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
+@pytest.fixture(autouse=True)
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_module, "best", lambda *of: kernels.TRITON)
 
 
-@pytest.fixture
-def in_triton(monkeypatch):
-    def make(vocab_size: int, rows: int, dtype: torch.dtype) -> Sampler:
-        with monkeypatch.context() as patch:
-            patch.setattr(sampler_module, "best", lambda *of: kernels.TRITON)
-            made = Sampler(vocab_size, rows, "cpu", dtype)
-        assert made._triton is not None
-        return made
-
-    return make
+def in_triton(vocab_size: int, rows: int, dtype: torch.dtype) -> Sampler:
+    made = Sampler(vocab_size, rows, "cpu", dtype)
+    assert made._triton is not None
+    return made
 
 
 def batch_of(rows: int, vocab_size: int, **given: object) -> SamplingBatch:
@@ -78,8 +54,8 @@ def batch_of(rows: int, vocab_size: int, **given: object) -> SamplingBatch:
 
 
 def by_torch(logits: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
-    with native.limited_to("torch"):
-        return Sampler(logits.shape[1], len(logits), "cpu", logits.dtype).sample(logits, batch)
+    sampler = Sampler(logits.shape[1], len(logits), "cpu", logits.dtype, in_torch=True)
+    return sampler.sample(logits, batch)
 
 
 def assert_same(found: SamplerOutput, expected: SamplerOutput) -> None:
@@ -89,12 +65,11 @@ def assert_same(found: SamplerOutput, expected: SamplerOutput) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=2e-6, equal_nan=True)
 
 
-@interpreted
 @pytest.mark.parametrize(
     "vocab_size,dtype",
     [(1, torch.float32), (257, torch.float16), (257, torch.float32), (5000, torch.bfloat16)],
 )
-def test_random_rows(in_triton, vocab_size, dtype):
+def test_random_rows(vocab_size, dtype):
     rng, rows = np.random.default_rng(vocab_size), 7
     logits = (torch.randn((rows, vocab_size), generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
     kind = np.arange(rows) % 7
@@ -113,8 +88,7 @@ def test_random_rows(in_triton, vocab_size, dtype):
     assert_same(in_triton(vocab_size, 4, dtype).sample(logits, batch), by_torch(logits, batch))
 
 
-@interpreted
-def test_equal_logits(in_triton):
+def test_equal_logits():
     rng, rows, vocab_size = np.random.default_rng(3), 8, 300
     logits = torch.as_tensor(rng.integers(-2, 3, (rows, vocab_size))).float()
     logits[0] = 0.0
@@ -130,18 +104,16 @@ def test_equal_logits(in_triton):
     assert_same(in_triton(vocab_size, rows, torch.float32).sample(logits, batch), by_torch(logits, batch))
 
 
-@interpreted
-@pytest.mark.parametrize("capacity", [64, 4096])
-def test_more_candidates_than_there_is_room_for(in_triton, monkeypatch, capacity):
-    monkeypatch.setattr(triton_sampler, "_CANDIDATES", capacity)
-    rng, rows, vocab_size = np.random.default_rng(4), 4, 5000
-    logits = torch.randn((rows, vocab_size), generator=torch.Generator().manual_seed(2)) * 0.5
+@pytest.mark.parametrize("spread", [0.5, 1.2])
+def test_more_candidates_than_there_is_room_for(spread):
+    rng, rows, vocab_size = np.random.default_rng(4), 4, 20_000
+    logits = torch.randn((rows, vocab_size), generator=torch.Generator().manual_seed(2)) * spread
     batch = batch_of(
         rows,
         vocab_size,
         temperature=np.linspace(0.7, 3, rows),
         uniforms=rng.random(rows),
-        top_k=np.where(np.arange(rows) % 2, 1500, vocab_size),
+        top_k=np.where(np.arange(rows) % 2, 9000, vocab_size),
         top_p=np.where(np.arange(rows) == 1, 1.0, 0.95),
         min_p=np.where(np.arange(rows) == 2, 0.02, 0.0),
     )
@@ -151,9 +123,8 @@ def test_more_candidates_than_there_is_room_for(in_triton, monkeypatch, capacity
 FILTERS = [{}, {"greedy": True}, {"top_k": 5}, {"top_k": 650}, {"top_p": 0.9}, {"min_p": 0.01}]
 
 
-@interpreted
 @pytest.mark.parametrize("parameters", FILTERS, ids=str)
-def test_rows_that_are_not_finite_and_rows_that_are_masked(in_triton, parameters):
+def test_rows_that_are_not_finite_and_rows_that_are_masked(parameters):
     logits = torch.randn((8, 700), generator=torch.Generator().manual_seed(5))
     logits[0, 3] = torch.nan
     logits[2, 699] = torch.inf
@@ -170,9 +141,8 @@ def test_rows_that_are_not_finite_and_rows_that_are_masked(in_triton, parameters
     assert bool(found.logprobs[0].isnan())
 
 
-@interpreted
 @pytest.mark.parametrize("parameters", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.01}], ids=str)
-def test_the_ends_of_the_noise_give_tokens_of_some_probability(in_triton, parameters):
+def test_the_ends_of_the_noise_give_tokens_of_some_probability(parameters):
     logits = torch.full((4, 600), -200.0)
     logits[:, 300] = 0.0
     logits[:, 301] = -1.0
@@ -182,16 +152,14 @@ def test_the_ends_of_the_noise_give_tokens_of_some_probability(in_triton, parame
     assert found.token_ids.tolist() == [300, 301, 300, 301]
 
 
-@interpreted
-def test_a_raw_logprob_survives_underflow(in_triton):
+def test_a_raw_logprob_survives_underflow():
     batch = batch_of(1, 2, temperature=1000.0, uniforms=0.99)
     found = in_triton(2, 1, torch.float32).sample(torch.tensor([[0.0, -300.0]]), batch)
     assert found.token_ids.tolist() == [1]
     assert found.raw_logprobs.tolist() == [-300.0]
 
 
-@interpreted
-def test_a_row_does_not_depend_on_its_neighbours(in_triton):
+def test_a_row_does_not_depend_on_its_neighbours():
     rng, rows, vocab_size = np.random.default_rng(6), 4, 700
     logits = torch.randn((rows, vocab_size), generator=torch.Generator().manual_seed(7)) * 2
     given = {
@@ -208,8 +176,7 @@ def test_a_row_does_not_depend_on_its_neighbours(in_triton):
             assert torch.equal(getattr(found, name)[0], getattr(together, name)[row]), name
 
 
-@interpreted
-def test_only_requested_outputs_are_returned(in_triton):
+def test_only_requested_outputs_are_returned():
     batch = batch_of(2, 10)
     batch.want_raw = batch.want_sampled = False
     batch.min_p = None
@@ -235,8 +202,7 @@ def sample_op(
 SAMPLERS: list[Callable[..., None]] = []
 
 
-@interpreted
-def test_one_graph_serves_every_way_of_sampling(in_triton):
+def test_one_graph_serves_every_way_of_sampling():
     rows, vocab_size = 3, 700
     sampler = in_triton(vocab_size, rows, torch.float32)
     SAMPLERS.append(sampler._triton.sample)
@@ -268,10 +234,8 @@ def test_one_graph_serves_every_way_of_sampling(in_triton):
         assert_same(out, by_torch(logits, batch))
 
 
-@interpreted
-def test_the_warm_up_compiles_kernels_for_special_rows(in_triton, monkeypatch):
-    ordinary = in_triton(50, 2, torch.bfloat16)
-    special, compiled = SpecialSampler(ordinary, 50, torch.device("cpu")), []
+def test_the_warm_up_compiles_kernels_for_special_rows(monkeypatch):
+    special, compiled = SpecialSampler(in_triton(50, 2, torch.bfloat16), 50, torch.device("cpu")), []
     kernels_sample = triton_sampler.TritonSampler.sample
 
     def watched(self: object, logits: torch.Tensor, *rest: object) -> None:
@@ -279,59 +243,17 @@ def test_the_warm_up_compiles_kernels_for_special_rows(in_triton, monkeypatch):
         kernels_sample(self, logits, *rest)
 
     monkeypatch.setattr(triton_sampler.TritonSampler, "sample", watched)
-    monkeypatch.setattr(sampler_module, "best", lambda *of: kernels.TRITON)
     special.warm_up(batch_of(1, 50))
     assert compiled == [(torch.float32, (1, 50))]
     assert special.exact is None
-    monkeypatch.setattr(sampler_module, "best", lambda *of: kernels.TORCH)
-    SpecialSampler(Sampler(50, 2, "cpu", torch.bfloat16), 50, torch.device("cpu")).warm_up(batch_of(1, 50))
+    by_torch = Sampler(50, 2, "cpu", torch.bfloat16, in_torch=True)
+    SpecialSampler(by_torch, 50, torch.device("cpu")).warm_up(batch_of(1, 50))
     assert len(compiled) == 1, "torch compiles nothing"
 
 
-@interpreted
-def test_torch_samples_a_vocabulary_that_is_too_large(monkeypatch):
-    monkeypatch.setattr(triton_sampler, "LARGEST_VOCABULARY", 9)
-    monkeypatch.setattr(sampler_module, "best", lambda *of: kernels.TRITON)
-    sampler = Sampler(10, 2, "cpu", torch.float32)
+def test_torch_samples_a_vocabulary_that_is_too_large():
+    size = triton_sampler.LARGEST_VOCABULARY + 1
+    sampler = Sampler(size, 2, "cpu", torch.float32)
     assert sampler._triton is None
-    assert sampler.sample(torch.zeros(2, 10), batch_of(2, 10)).token_ids.tolist() == [5, 5]
-    assert not sampler.graph_serves(batch_of(2, 10))
-
-
-ON_A_DEVICE = """
-import inspect, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from caesura.scheduler.kernels import triton_sampler as kernels
-POINTERS = {
-    "greedy": "i1", "uniforms": "fp64", "top_k": "i64",
-    "candidate_indices": "i32", "listed": "i32", "token_ids": "i64",
-}
-NUMBERS = ("row_stride", "vocab_size", "blocks")
-SIZES = {
-    "num_blocks": 1024, "capacity": kernels._CANDIDATES,
-    "group": kernels._GROUP, "width": kernels._BLOCK, "tile": kernels._TILE,
-}
-for function, options in ((kernels._measure, {}), (kernels._draw, {"num_warps": kernels._WARPS})):
-    names = inspect.signature(function.fn).parameters
-    signature = {name: "*" + POINTERS.get(name, "fp32") for name in names}
-    signature |= {name: "i32" for name in NUMBERS} | {name: "constexpr" for name in SIZES if name in names}
-    signature["logits"] = "*bf16"
-    constexprs = {name: SIZES[name] for name in SIZES if name in names}
-    source = ASTSource(fn=function, signature=signature, constexprs=constexprs)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    print(function.fn.__name__, len(compiled.asm["cubin"]) > 0, compiled.metadata.shared < 100_000)
-"""
-
-
-@installed
-@pytest.mark.skipif(INTERPRETS, reason="nothing is compiled in the interpreter")
-def test_the_kernels_compile_for_a_device(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", ON_A_DEVICE],
-        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["_measure", "True", "True", "_draw", "True", "True"]
+    assert sampler.sample(torch.zeros(2, size), batch_of(2, size)).token_ids.tolist() == [size // 2] * 2
+    assert not sampler.graph_serves(batch_of(2, size))

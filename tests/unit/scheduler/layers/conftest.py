@@ -1,15 +1,14 @@
+from collections.abc import Iterator
+
 import pytest
 
-from caesura.scheduler import kernels
 from caesura.scheduler.kernels import native
-from caesura.scheduler.layers import experts, moe
 
 
 @pytest.fixture(params=["compiled", "torch"])
-def served(request, monkeypatch):
+def served(request: pytest.FixtureRequest) -> Iterator[None]:
     """Experts and routers by compiled kernels, and by torch."""
-    if request.param == "torch":
-        for module in (experts, moe):
-            monkeypatch.setattr(module, "best", lambda *_: kernels.TORCH)
-    elif native.why_not():
+    if request.param == "compiled" and native.why_not():
         pytest.skip(f"no compiled kernels: {native.why_not()}")
+    with native.limited_to("torch" if request.param == "torch" else native.isa()):
+        yield

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from caesura.scheduler.kernels import native
-from caesura.scheduler.layers.fp8_block import FP8, Fp8Matrix, quantize
+from caesura.scheduler.layers.fp8_block import CHUNK, FP8, Fp8Matrix, quantize
 from caesura.scheduler.layers.linear import Linear
 from caesura.scheduler.layers.matrix import Matrix
 from caesura.scheduler.layers.parameters import Fp8Blocks, Placement
@@ -134,10 +134,10 @@ def test_quantising_does_not_depend_on_the_cut(
 
 
 def test_a_piece_of_many_blocks_is_quantised_in_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("caesura.scheduler.layers.fp8_block.CHUNK", 3 * 8 * 20)
-    matrix = Fp8Matrix("m", [100], 20, SMALL, Placement(torch.float32, CPU, SMALL))
-    value = random(100, 20, dtype=torch.bfloat16)
-    weight, scales = matrix.slots("m", 0, 100)
+    width = CHUNK // 256
+    matrix = Fp8Matrix("m", [600], width, SMALL, Placement(torch.float32, CPU, SMALL))
+    value = random(600, width, dtype=torch.bfloat16)
+    weight, scales = matrix.slots("m", 0, 600)
     seen = []
     whole_blocks = weight._whole_blocks
     monkeypatch.setattr(
@@ -147,9 +147,9 @@ def test_a_piece_of_many_blocks_is_quantised_in_bounded_steps(monkeypatch: pytes
             (seen.append(len(v)), (first, v))[1] for first, v in whole_blocks(rows, start)
         ),
     )
-    weight.update(value[:50], 0)
-    weight.update(value[50:], 50)
-    assert seen == [24, 24, 8, 24, 20]  # 48 to 55 waited for the second piece
+    weight.update(value[:300], 0)
+    weight.update(value[300:], 300)
+    assert seen == [256, 40, 8, 256, 40]  # 296 to 303 waited for the second piece
     expected = quantize_fp8(value, (8, 16))
     assert same_bytes(weight.read(), expected[0])
     assert same_bytes(scales.read(), expected[1])
@@ -176,17 +176,12 @@ def test_a_change_is_seen_wherever_it_is(packed: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("chunk", [1 << 20, 1000])
-@pytest.mark.parametrize(("parts", "width"), [((200,), 330), ((129, 70, 128), 256), ((3,), 5)])
+@pytest.mark.parametrize(
+    ("parts", "width"), [((200,), 330), ((129, 70, 128), 256), ((3,), 5), ((100, 900), CHUNK // 777)]
+)
 def test_product_is_that_of_the_dequantised_weight(
-    parts: tuple[int, ...],
-    width: int,
-    chunk: int,
-    bias: bool,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
+    parts: tuple[int, ...], width: int, bias: bool, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr("caesura.scheduler.layers.fp8_block.CHUNK", chunk)
     names = {f"part{number}": size for number, size in enumerate(parts)}
     place = Placement(dtype, CPU, Fp8Blocks())
     linear = Linear("l", width, names, bias=bias, place=place)

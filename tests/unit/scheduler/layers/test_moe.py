@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from support.checkpoints import make_checkpoint
 from support.forward_batches import PagedModel, Sequence, load_model
 from support.properties import examples
-from support.stored_weights import storage
 from torch import Tensor
 from torch.nn import functional
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -23,8 +22,6 @@ from caesura.scheduler.layers.experts import Experts
 from caesura.scheduler.layers.mlp import GatedMLP
 from caesura.scheduler.layers.moe import MoeBlock, RoutedExperts, Router
 from caesura.scheduler.layers.parameters import Placement
-from caesura.scheduler.weights.loader import WeightLoader
-from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -223,22 +220,3 @@ def test_tensors_are_written_in_place_in_any_pieces(
     for index, slot in enumerate(slots):
         assert torch.equal(slot.read(), new.to(dtype) if index == written else before[index])
     assert [p.data.data_ptr() for p in layer.parameters()] == addresses
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_update_equals_a_cold_load_by_bytes(dtype: torch.dtype, tmp_path: Path) -> None:
-    old, new = str(tmp_path / "old"), str(tmp_path / "new")
-    for seed, path in enumerate((old, new)):
-        make_checkpoint(path, "qwen3-moe", seed=seed, num_experts=3, moe_intermediate_size=23)
-    cold, model = load_model(new, dtype), load_model(old, dtype)
-    addresses = {name: tensor.data_ptr() for name, tensor in model.named_storage()}
-    assert storage(model) != storage(cold)
-    for bucket_bytes in (1 << 20, 512):  # the latter cuts an expert's tensors
-        load_from_disk(WeightLoader(model), open_checkpoint(new), bucket_bytes)
-        model.finalize_weights()
-        assert storage(model) == storage(cold)
-    assert {name: tensor.data_ptr() for name, tensor in model.named_storage()} == addresses
-    for layer in range(2):
-        assert f"layers.{layer}.mlp.experts.gate_up" in addresses
-        assert f"layers.{layer}.mlp.experts.down" in addresses
-        assert f"layers.{layer}.mlp.gate.weight" in addresses

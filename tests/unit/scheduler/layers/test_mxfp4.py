@@ -110,23 +110,6 @@ def test_a_change_counts_with_the_one_that_completes_it(served):
     assert held["mlp.experts.down_proj"].shape == (EXPERTS, WIDTH, HIDDEN)
 
 
-def test_waiting_halves_are_dropped_by_whole_tensors_and_restarts(served):
-    held, halves = slots_of(layer(torch.float32))
-    (old, _), (new, wide) = drawn(1), drawn(2)
-    name = "mlp.experts.gate_up_proj"
-    blocks, scales, whole = halves[f"{name}_blocks"], halves[f"{name}_scales"], held[name]
-    drop = {"the whole tensor": lambda: whole.update(wide[name].float(), 0), "a new start": blocks.forget}
-    for waiting in (blocks, scales):
-        for how, act in drop.items():
-            waiting.update(old[waiting.name], 0)
-            if waiting is blocks:
-                waiting.make_room()
-            act()
-            for half in (blocks, scales):
-                half.update(new[half.name], 0)
-            assert same(whole.read(), wide[name].float()), (waiting.name, how)
-
-
 def test_ranks_keep_their_part_of_the_width(served):
     packed, wide = drawn(3)
     parts = {name: [] for name in wide}

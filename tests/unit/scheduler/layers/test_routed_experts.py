@@ -1,6 +1,5 @@
 """Expert ids from a step's record over the pool to the client's array, without an engine."""
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -95,11 +94,8 @@ def test_a_client_reads_an_array_without_a_copy():
     wide = np.array([[[258, 3]]], "<u2")
     two_bytes = RoutedExperts(data=wide.tobytes(), shape=[1, 1, 2], dtype="U16", start=0)
     assert np.asarray(two_bytes).tolist() == wide.tolist()
-    assert np.asarray(wire(0)).shape == (0, LAYERS, TOP_K)
-
-
-def test_a_sample_without_tokens_has_no_rows():
-    assert decode_output(finished("r", [], routed_experts=wire(0))).routed_experts.shape[0] == 0
+    without_tokens = decode_output(finished("r", [], routed_experts=wire(0))).routed_experts
+    assert np.asarray(without_tokens).shape == (0, LAYERS, TOP_K)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +107,6 @@ def test_rows_that_do_not_match_the_tokens_are_refused(broken):
     decode_output(finished("r", [7, 8, 9], routed_experts=wire(5)))
     with pytest.raises(InternalError, match="routed experts"):
         decode_output(finished("r", [7, 8, 9], routed_experts=broken))
-
-
-def test_a_shape_has_three_sizes():
-    frame = msgspec.msgpack.encode(wire(5, shape=[5, 6]))
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(frame, type=RoutedExperts)
 
 
 EXPERTS, HIDDEN, WIDTH = 5, 20, 12
@@ -134,16 +124,6 @@ def experts(served):
 def drawn(slots, seed):
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(slot.shape, generator=generator) for name, slot in slots.items()}
-
-
-def test_slots_are_the_checkpoint_s(experts):
-    slots = {slot.name: slot.shape for slot in experts.slots()}
-    assert slots == {
-        "mlp.experts.gate_up_proj": (EXPERTS, HIDDEN, 2 * WIDTH),
-        "mlp.experts.gate_up_proj_bias": (EXPERTS, 2 * WIDTH),
-        "mlp.experts.down_proj": (EXPERTS, WIDTH, HIDDEN),
-        "mlp.experts.down_proj_bias": (EXPERTS, HIDDEN),
-    }
 
 
 @pytest.mark.parametrize("cut", [1, 2, 5])

@@ -84,15 +84,6 @@ def test_the_last_answers_to_commands_are_stored_whatever_is_generated(clock):
     assert again(store, "m0") == ErrorCode.ANSWER_FORGOTTEN
 
 
-def test_results_are_stored_until_later_ones_take_their_bytes(clock):
-    store = Answers(60.0, LIMIT)
-    for number in range(20):
-        answer(store, f"m{number}", LIMIT // 10)
-    found = [again(store, f"m{number}") for number in range(20)]
-    assert found[:11] == [ErrorCode.ANSWER_FORGOTTEN] * 11
-    assert found[12:] == [f"m{number}" for number in range(12, 20)]
-
-
 def test_an_answer_larger_than_the_ring_is_not_stored(clock):
     store = Answers(60.0, LIMIT)
     answer(store, "small", LIMIT // 2)
@@ -174,31 +165,8 @@ def test_results_of_a_client_that_left_are_kept_for_a_while(clock):
     store.add(store.get("message of later"), result("later", 1))
     assert [each.index for each in store.kept("mine", b"body")] == [0, 1]
     assert store.kept("mine", b"another body") == store.kept("shared") == store.kept("later") == []
-    clock.now += 1
-    assert store.kept("mine") == []
-
-
-def test_a_new_generation_takes_the_place_of_kept_results(clock):
-    store = Answers(60.0, LIMIT)
-    generate(store, "first", rid="r")
-    store.add(store.get("first"), result("r"))
-    store.keep_for(b"C")
-    assert store.kept("r")
-    generate(store, "second", rid="r", client=b"D")
-    assert store.kept("r") == []
-
-
-def test_another_frame_is_a_conflict_while_it_is_known():
-    store = Answers(60.0, LIMIT)
-    answer(store, "m")
-    with pytest.raises(CaesuraError) as refused:
-        store.attach(b"C", "m", b"another")
-    assert refused.value.code == ErrorCode.ID_CONFLICT
-    assert store.attach(b"C", "with", b"frame", [memoryview(b"tensor")]) is None
-    assert store.attach(b"C", "with", b"frame", [memoryview(b"tensor")]) == []
-    with pytest.raises(CaesuraError) as refused:
-        store.attach(b"C", "with", b"frame", [memoryview(b"other")])
-    assert refused.value.code == ErrorCode.ID_CONFLICT
+    generate(store, "again", rid="mine", client=b"D")
+    assert store.kept("mine") == [], "a new generation has their place"
 
 
 def test_messages_that_joined_are_forgotten_together(clock):
@@ -224,7 +192,7 @@ def test_ids_are_remembered_long_and_no_others():
     assert not any(table.find(f"other {number}") is not None for number in range(10_000))
 
 
-def test_an_id_that_is_set_again_has_the_new_place():
+def test_an_id_that_is_set_again_has_the_new_place_until_it_is_discarded():
     table = PlaceTable(REMEMBERED_IDS)
     for place in range(100):
         table.set("id", place)

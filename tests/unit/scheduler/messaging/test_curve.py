@@ -12,8 +12,6 @@ import pytest
 import zmq
 import zmq.auth
 from click.testing import CliRunner
-from support.raw_client import RawClient
-from support.waiting import eventually
 
 from caesura.client import ControlClient, EngineDied, InvalidRequest
 from caesura.client.connection import link
@@ -96,6 +94,11 @@ def refused(endpoint: str, connect_timeout: float = 8.0, **options) -> str:
     return str(caught.value)
 
 
+def assert_heard(endpoint: str, **options) -> None:
+    with contextlib.closing(ControlClient(endpoint, **options)) as client:
+        client.shutdown()
+
+
 def non_loopback() -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -109,21 +112,15 @@ def non_loopback() -> str | None:
 @pytest.mark.parametrize("kind", ["tcp", "ipc"])
 def test_a_client_with_an_authorized_key_is_heard(keys, tmp_path, kind):
     endpoint = "tcp://127.0.0.1:0" if kind == "tcp" else f"ipc://{tmp_path}/s.sock"
-    with (
-        served(endpoint, server_keys(keys)) as server,
-        contextlib.closing(ControlClient(server.router.endpoint, **client_options(keys, keys))) as client,
-    ):
-        client.shutdown()
+    with served(endpoint, server_keys(keys)) as server:
+        assert_heard(server.router.endpoint, **client_options(keys, keys))
 
 
 def test_the_engines_key_may_be_given_as_text(keys):
     key = zmq.auth.load_certificate(keys / "server.key")[0].decode()
     options = {**client_options(keys, keys), "curve_server_key": key}
-    with (
-        served("tcp://127.0.0.1:0", server_keys(keys)) as server,
-        contextlib.closing(ControlClient(server.router.endpoint, **options)) as client,
-    ):
-        client.shutdown()
+    with served("tcp://127.0.0.1:0", server_keys(keys)) as server:
+        assert_heard(server.router.endpoint, **options)
 
 
 def test_an_unknown_key_a_wrong_server_key_and_no_key_are_refused_and_told_why(keys):
@@ -193,27 +190,17 @@ def test_a_refusal_that_comes_before_the_hello_is_sent_is_told(keys, monkeypatch
 def test_keys_added_and_removed_count_from_the_next_connection_on(keys, tmp_path):
     (tmp_path / "clients").mkdir()
     own = ServerKeys.read(str(keys / "server.key_secret"), str(tmp_path / "clients"))
-    with served("tcp://127.0.0.1:0", own) as server:
-        options = client_options(keys, keys)
-        assert "not among" in refused(server.router.endpoint, **options)
-        (tmp_path / "clients" / "new.key").write_text((keys / "clients" / "client.key").read_text())
-        with contextlib.closing(ControlClient(server.router.endpoint, **options)) as client:
-            client.shutdown()
-        (tmp_path / "clients" / "new.key").unlink()
-        assert "not among" in refused(server.router.endpoint, **options)
-
-
-def test_a_client_that_was_refused_is_heard_once_its_key_is_there(keys, tmp_path):
-    (tmp_path / "clients").mkdir()
-    own = ServerKeys.read(str(keys / "server.key_secret"), str(tmp_path / "clients"))
+    options = client_options(keys, keys)
     with (
         served("tcp://127.0.0.1:0", own) as server,
-        contextlib.closing(ControlClient(server.router.endpoint, **client_options(keys, keys))) as client,
+        contextlib.closing(ControlClient(server.router.endpoint, **options)) as client,
     ):
         with pytest.raises(EngineDied, match="not among"):
             client.shutdown()
         (tmp_path / "clients" / "new.key").write_text((keys / "clients" / "client.key").read_text())
         client.shutdown()
+        (tmp_path / "clients" / "new.key").unlink()
+        assert "not among" in refused(server.router.endpoint, **options)
 
 
 def test_authorized_keys_that_cannot_be_read_admit_nobody(keys, tmp_path):
@@ -249,10 +236,7 @@ def test_with_keys_an_address_of_this_host_is_served(keys):
         pytest.skip("this host has no address but loopback")
     with served(f"tcp://{address}:0", server_keys(keys)) as server:
         assert server.router.endpoint.startswith(f"tcp://{address}:")
-        with contextlib.closing(
-            ControlClient(server.router.endpoint, **client_options(keys, keys))
-        ) as client:
-            client.shutdown()
+        assert_heard(server.router.endpoint, **client_options(keys, keys))
         assert "asks for keys" in refused(server.router.endpoint)
 
 
@@ -261,25 +245,19 @@ def test_a_name_is_no_address_to_bind_even_with_keys(keys):
         Router("tcp://example.com:0", lambda _: None, server_keys(keys))
 
 
-@pytest.mark.parametrize("missing", ["curve_secret_key_file", "curve_authorized_clients"])
-def test_the_engines_two_options_belong_together(keys, missing):
-    options = {
-        "curve_secret_key_file": keys / "server.key_secret",
-        "curve_authorized_clients": keys / "clients",
-    }
-    del options[missing]
-    with pytest.raises(CaesuraError) as caught:
-        ServerKeys.read(*(str(options[name]) if name in options else None for name in
-                          ("curve_secret_key_file", "curve_authorized_clients")))  # fmt: skip
-    assert caught.value.detail["field"] == missing
-
-
-@pytest.mark.parametrize("missing", ["curve_server_key", "curve_client_key_file"])
-def test_the_clients_two_options_belong_together(keys, missing):
-    options = client_options(keys, keys)
-    del options[missing]
-    with pytest.raises(InvalidRequest, match=missing):
-        ControlClient("tcp://127.0.0.1:1", **options)
+def test_two_options_belong_together(keys):
+    secret, clients = str(keys / "server.key_secret"), str(keys / "clients")
+    for given, missing in (
+        ((None, clients), "curve_secret_key_file"),
+        ((secret, None), "curve_authorized_clients"),
+    ):
+        with pytest.raises(CaesuraError) as caught:
+            ServerKeys.read(*given)
+        assert caught.value.detail["field"] == missing
+    for missing in (options := client_options(keys, keys)):
+        others = {name: value for name, value in options.items() if name != missing}
+        with pytest.raises(InvalidRequest, match=missing):
+            ControlClient("tcp://127.0.0.1:1", **others)
 
 
 def test_a_secret_that_others_may_read_is_refused(keys, tmp_path):
@@ -311,37 +289,32 @@ def test_files_that_hold_no_keys_are_refused_by_name(keys, tmp_path, text):
 
 
 def test_keygen_writes_private_files_that_zeromq_reads(keys):
-    files = {
-        str(path.relative_to(keys))
-        for path in keys.rglob("*")
-        if path.is_file() and "other" not in str(path.relative_to(keys))
-    }
-    assert files == {"server.key", "server.key_secret", "client.key_secret", "clients/client.key"}
-    for name in files:
+    names = {"server.key", "server.key_secret", "client.key_secret", "clients/client.key"}
+    files = {str(path.relative_to(keys)) for path in keys.rglob("*") if path.is_file()}
+    assert files == names | {f"other/{name}" for name in names}
+    pairs = {}
+    for name in names:
         assert stat.S_IMODE(os.stat(keys / name).st_mode) == 0o600
-        public, secret = zmq.auth.load_certificate(keys / name)
+        public, secret = pairs[name] = zmq.auth.load_certificate(keys / name)
         assert len(public) == 40
         assert (secret is not None) == name.endswith("_secret")
-    assert (
-        zmq.auth.load_certificate(keys / "server.key")[0]
-        == zmq.auth.load_certificate(keys / "server.key_secret")[0]
-    )
-    secret = zmq.auth.load_certificate(keys / "server.key_secret")[1]
-    assert secret.decode() not in repr(server_keys(keys))
+    assert pairs["server.key"][0] == pairs["server.key_secret"][0]
+    assert pairs["server.key_secret"][1].decode() not in repr(server_keys(keys))
 
 
 def test_keygen_never_overwrites_and_adds_clients(tmp_path):
     def run(*arguments):
         return CliRunner().invoke(keygen, [str(tmp_path), *arguments])
 
+    def files():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
     assert run("--client", "a", "--client", "b").exit_code == 0
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = files()
     again = run("--client", "c", "--client", "b")
-    assert again.exit_code == 1
-    assert "never overwritten" in again.output
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert (again.exit_code, "never overwritten" in again.output, files()) == (1, True, before)
     assert run("--client", "c").exit_code == 0
-    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    after = files()
     assert {path: after[path] for path in before} == before, "the engine's keys stay"
     assert {path.name for path in after.keys() - before.keys()} == {"c.key_secret", "c.key"}
     for name in ("server", "../x", ".hidden", "clients", ""):
@@ -357,20 +330,4 @@ def test_a_fifo_among_the_authorized_keys_stops_nobody(keys, tmp_path):
     with served("tcp://127.0.0.1:0", found) as server:
         assert refused(server.router.endpoint, **client_options(keys, keys))
         os.unlink(clients / "x.key")
-        with contextlib.closing(
-            ControlClient(server.router.endpoint, **client_options(keys, keys))
-        ) as client:
-            client.shutdown()
-
-
-def test_a_silent_stranger_is_not_heard(keys):
-    with (
-        served("tcp://127.0.0.1:0", server_keys(keys)) as server,
-        RawClient(server.router.endpoint) as stranger,
-    ):
-        stranger.send(ShutdownReqInput())
-        with contextlib.closing(
-            ControlClient(server.router.endpoint, **client_options(keys, keys))
-        ) as client:
-            client.shutdown()
-        eventually(lambda: server.heard == 1)
+        assert_heard(server.router.endpoint, **client_options(keys, keys))

@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.checkpoints import edit_config, make_checkpoint, make_fp8_checkpoint
 from support.forward_batches import load_model
-from support.properties import examples
 from support.stored_weights import mismatch, send, specs, storage
 from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
@@ -23,8 +20,6 @@ from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
 from caesura.scheduler.cache.pool import MLAPool
 from caesura.scheduler.execution.build import build_components, build_runner, kv_bytes_per_token
 from caesura.scheduler.kernels import native
-from caesura.scheduler.layers.mla import UpProjection
-from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.memory.residency import MEMORY_TAGS, ComponentResidencyManager
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import load_model_config
@@ -68,39 +63,6 @@ def send_all(loader: WeightLoader, tensors: dict[str, Tensor], max_rows: int, se
 
 
 # Weights
-
-
-@settings(max_examples=examples(40))
-@given(
-    heads=st.integers(1, 4),
-    nope=st.integers(1, 5),
-    value=st.integers(1, 5),
-    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=6),
-    seed=st.integers(0, 99),
-)
-def test_the_up_projection_is_written_in_any_cut(heads, nope, value, cuts, seed) -> None:
-    layer = UpProjection("a", "m", heads, (nope, value), 3, Placement(torch.float32, CPU))
-    (slot,) = layer.slots()
-    full = torch.randn(heads * (nope + value), 3, generator=torch.Generator().manual_seed(seed))
-    assert (slot.name, slot.shape, slot.dtype) == ("m.weight", tuple(full.shape), torch.float32)
-    start = index = 0
-    while start < len(full):
-        rows = full[start : start + cuts[index % len(cuts)]]
-        assert slot.differs(rows, start)
-        slot.write(rows, start)
-        assert not slot.differs(rows, start)
-        changed = rows.clone()
-        changed[-1, -1] += 1
-        assert slot.differs(changed, start)
-        start, index = start + len(rows), index + 1
-    assert torch.equal(slot.read(), full)
-    keys, values = full.view(heads, nope + value, 3).split([nope, value], dim=1)
-    unit, absorbed = torch.eye(nope).unsqueeze(1).expand(-1, heads, -1), torch.empty(nope, heads, 3)
-    layer.absorb(unit, absorbed)
-    assert torch.equal(absorbed, keys.transpose(0, 1))
-    unit, raised = torch.eye(3).unsqueeze(1).expand(-1, heads, -1), torch.empty(3, heads, value)
-    layer.raise_(unit, raised)
-    assert torch.equal(raised, values.permute(2, 0, 1))
 
 
 @pytest.mark.parametrize("max_rows", [1, 7, 1000])

@@ -134,16 +134,11 @@ def test_all_ranks_see_one_give_up_and_can_begin_anew(mortal, gloo):
 
 
 @compiled
-def test_waiting_for_a_live_rank_times_out(mortal) -> None:
+def test_waiters_for_a_rank_that_lives_or_left_are_told(mortal) -> None:
     ranks = mortal(2, timeout_s=2.0)
     ranks.start_on(0, rank_jobs.wait_once)
     assert ranks.results([0]) == ["1 it did not come in time"]
     assert ranks.call(rank_jobs.begin_anew) == [1.0, 1.0]
-
-
-@compiled
-def test_waiters_for_a_rank_that_left_are_told(mortal) -> None:
-    ranks = mortal(2)
     ranks.start_on(1, rank_jobs.leave)
     assert ranks.results([1]) == [None]
     ranks.start_on(0, rank_jobs.wait_once)

@@ -132,16 +132,22 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch) -> Driver:
     stand_in = Driver()
-    properties = SimpleNamespace(uuid=UUID, total_memory=DEVICE_BYTES)
-    storage, cuda = torch.UntypedStorage, torch.cuda
-    monkeypatch.setattr(storage, "_share_cuda_", lambda self: stand_in.share(self))
-    monkeypatch.setattr(storage, "_release_ipc_counter_cuda", staticmethod(stand_in.release))
-    monkeypatch.setattr(storage, "_new_shared_cuda", staticmethod(stand_in.open))
-    monkeypatch.setattr(cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(cuda, "current_stream", lambda _: SimpleNamespace(synchronize=lambda: None))
-    monkeypatch.setattr(cuda, "ipc_collect", stand_in.collect)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    exports = {
+        "_share_cuda_": lambda self: stand_in.share(self),
+        "_release_ipc_counter_cuda": staticmethod(stand_in.release),
+        "_new_shared_cuda": staticmethod(stand_in.open),
+    }
+    device = {
+        "get_device_properties": lambda _: SimpleNamespace(uuid=UUID, total_memory=DEVICE_BYTES),
+        "current_device": lambda: 3,
+        "synchronize": lambda _: None,
+        "current_stream": lambda _: stream,
+        "ipc_collect": stand_in.collect,
+    }
+    for owner, functions in ((torch.UntypedStorage, exports), (torch.cuda, device)):
+        for name, function in functions.items():
+            monkeypatch.setattr(owner, name, function)
     return stand_in
 
 

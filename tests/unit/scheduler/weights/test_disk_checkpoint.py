@@ -3,6 +3,8 @@
 import json
 import os
 import pickle
+import shutil
+import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -12,18 +14,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from support.checkpoints import make_checkpoint
 from support.properties import examples
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, ErrorCode
 from caesura.scheduler.memory.workspace import Workspace
+from caesura.scheduler.models import config as model_config
 from caesura.scheduler.models.config import load_model_config
-from caesura.scheduler.models.registry import build_model
-from caesura.scheduler.weights.loader import WeightLoader
-from caesura.scheduler.weights.transports.disk import Checkpoint, load_from_disk, open_checkpoint
+from caesura.scheduler.runtime.files import MAX_REASON
+from caesura.scheduler.weights.transports import disk
+from caesura.scheduler.weights.transports.disk import Checkpoint, open_checkpoint
 
+INDEX = "model.safetensors.index.json"
 TENSORS = {
     "matrix": torch.arange(60, dtype=torch.float32).view(12, 5),
     "wide": torch.arange(300, dtype=torch.int64).view(2, 150),
@@ -54,14 +58,13 @@ def reason(path: Path, act: Callable[[], Any] | None = None) -> str:
         (act or (lambda: open_checkpoint(path)))()
     assert caught.value.code == ErrorCode.CHECKPOINT_ERROR
     assert caught.value.detail["path"].startswith(str(path))
+    assert len(caught.value.message) < 2 * MAX_REASON
     return caught.value.detail["reason"]
 
 
 @settings(max_examples=examples(30))
 @given(bucket_bytes=st.integers(1, 2000))
-def test_any_bucket_gives_the_same_tensors(
-    tmp_path_factory: pytest.TempPathFactory, bucket_bytes: int
-) -> None:
+def test_any_bucket_gives_the_same_tensors(tmp_path_factory, bucket_bytes):
     path = tmp_path_factory.mktemp("any")
     save_file(TENSORS, path / "model.safetensors", metadata={"format": "pt"})
     checkpoint = open_checkpoint(path)
@@ -93,39 +96,34 @@ def test_pieces_are_made_within_the_bucket(tmp_path: Path) -> None:
     ),
     bucket_bytes=st.integers(1, 80),
 )
-def test_neighbours_come_as_they_lie(
-    tmp_path_factory: pytest.TempPathFactory, layout: list[tuple[str, int, bool]], bucket_bytes: int
-) -> None:
+def test_neighbours_come_as_they_lie(tmp_path_factory, layout, bucket_bytes):
     folder = tmp_path_factory.mktemp("neighbours")
-    header, data, skipped = {}, b"", set()
-    for number, (dtype, count, skip) in enumerate(layout):
+    header, data, skipped, asked = {}, b"", set(), []
+    for number, (dtype, count, is_skipped) in enumerate(layout):
         size = count * {"U8": 1, "BF16": 2, "F32": 4}[dtype]
-        header[f"{number}"] = {
-            "dtype": dtype,
-            "shape": [count],
-            "data_offsets": [len(data), len(data) + size],
-        }
+        offsets = [len(data), len(data) + size]
+        header[f"{number}"] = {"dtype": dtype, "shape": [count], "data_offsets": offsets}
         data += bytes((number * 16 + byte) % 100 for byte in range(size))
-        skipped |= {f"{number}"} if skip else set()
+        skipped |= {f"{number}"} if is_skipped else set()
     write(folder / "model.safetensors", header, data)
     parts: dict[str, bytes] = {}
-    for piece in open_checkpoint(folder).pieces(bucket_bytes, skipped.__contains__):
+
+    def skip(name):
+        asked.append(name)
+        return name in skipped
+
+    for piece in open_checkpoint(folder).pieces(bucket_bytes, skip):
         assert piece.rows.data_ptr() % piece.rows.itemsize == 0
         held = piece.rows.contiguous().view(torch.uint8).numpy().tobytes()
         parts[piece.name] = parts.get(piece.name, b"") + held
-    expected = {
-        n: data[slice(*h["data_offsets"])]  # type: ignore[misc]
-        for n, h in header.items()
-        if n not in skipped
-    }
+    expected = {n: data[slice(*h["data_offsets"])] for n, h in header.items() if n not in skipped}
     assert parts == expected
+    assert sorted(asked) == sorted(header), "each is asked for once"
 
 
 def test_tensors_that_fit_the_bucket_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_file(
-        {f"{number}": torch.full((10, 4), float(number)) for number in range(10)},
-        tmp_path / "model.safetensors",
-    )
+    tensors = {f"{number}": torch.full((10, 4), float(number)) for number in range(10)}
+    save_file(tensors, tmp_path / "model.safetensors")
     checkpoint, sizes, preadv = open_checkpoint(tmp_path), [], os.preadv
 
     def counted(descriptor: int, views: list[memoryview], offset: int) -> int:
@@ -137,54 +135,19 @@ def test_tensors_that_fit_the_bucket_are_one_read(tmp_path: Path, monkeypatch: p
     assert sizes == [640, 640, 320]
 
 
-def test_skipped_tensors_are_asked_for_once_and_not_read(tmp_path: Path) -> None:
-    save_file(TENSORS, tmp_path / "model.safetensors")
-    asked: list[str] = []
-
-    def skip(name: str) -> bool:
-        asked.append(name)
-        return name in ("matrix", "wide")
-
-    names = {p.name for p in open_checkpoint(tmp_path).pieces(64, skip)}
-    assert names == TENSORS.keys() - {"matrix", "wide"}
-    assert sorted(asked) == sorted(TENSORS)
-
-
-def test_sharded_with_index(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, "llama", sharded=True)
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    checkpoint = open_checkpoint(tmp_path)
-    expected = {
-        name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()
-    }
-    got = read(checkpoint)
-    assert got.keys() == expected.keys() == model.state_dict().keys()
-    assert all(torch.equal(got[name], expected[name]) for name in got)
-
-
-def test_any_safetensors_file_will_do(tmp_path: Path) -> None:
-    save_file({"a": TENSORS["matrix"]}, tmp_path / "part2.safetensors")
-    save_file({"b": TENSORS["vector"]}, tmp_path / "part1.safetensors")
-    assert [spec.name for spec in open_checkpoint(tmp_path).specs] == ["b", "a"]
-
-
 def test_a_single_file_is_preferred_to_a_stale_index(tmp_path: Path) -> None:
     save_file({"a": TENSORS["matrix"]}, tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"b": "gone.safetensors"}}')
+    (tmp_path / INDEX).write_text('{"weight_map": {"b": "gone.safetensors"}}')
     assert [spec.name for spec in open_checkpoint(tmp_path).specs] == ["a"]
 
 
 def test_missing_folder_and_empty_folder(tmp_path: Path) -> None:
-    assert reason(tmp_path / "absent").startswith(
-        "there is no such folder. Nothing is downloaded: `hf download ORG/NAME "
-    )
-    assert reason("Qwen/Qwen3-0.6B").startswith(
-        "there is no such folder. Nothing is downloaded: `hf download Qwen/Qwen3-0.6B "
-    )
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    assert (
-        reason(tmp_path / "model.gguf") == "is a file; a model is a folder with config.json and *.safetensors"
-    )
+    absent = "there is no such folder. Nothing is downloaded: `hf download "
+    assert reason(tmp_path / "absent").startswith(f"{absent}ORG/NAME ")
+    assert reason("Qwen/Qwen3-0.6B").startswith(f"{absent}Qwen/Qwen3-0.6B ")
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    assert reason(file) == "is a file; a model is a folder with config.json and *.safetensors"
     assert reason(tmp_path) == "has no *.safetensors file"
 
 
@@ -217,11 +180,7 @@ GOOD = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
         (b"[1, 2]", bytes(8), "header is not valid"),
         (b'{"a": 1}', bytes(8), "header is not valid"),
         (b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}', bytes(8), "header is not valid"),
-        (
-            b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 9]}}',
-            bytes(8),
-            "header is not valid",
-        ),
+        ({"a": {**GOOD["a"], "data_offsets": [0, 8, 9]}}, bytes(8), "header is not valid"),
         (b'{"\xff": {}}', bytes(8), "header is not valid"),
         ({"a": {**GOOD["a"], "code": "x"}}, bytes(8), "header is not valid"),
         ({"a": {**GOOD["a"], "dtype": "Q7"}}, bytes(8), "unknown dtype 'Q7'"),
@@ -240,22 +199,13 @@ def test_bad_headers(header: dict[str, Any] | bytes, data: bytes, says: str, tmp
     assert says in reason(tmp_path)
 
 
-def test_a_good_file_by_hand_is_good(tmp_path: Path) -> None:
-    write(
-        tmp_path / "model.safetensors",
-        {"__metadata__": {"format": "pt"}, **GOOD},
-        struct.pack("<2f", 1.0, 2.0),
-    )
-    assert read(open_checkpoint(tmp_path))["a"].tolist() == [1.0, 2.0]
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         (b"", "truncated"),
         (b"1234567", "truncated"),
         (struct.pack("<Q", 100) + b"{}", "truncated within its header"),
-        (struct.pack("<Q", 100_000_001) + b"{}", "its header would be 100000001 bytes long"),
+        (struct.pack("<Q", disk.MAX_HEADER_BYTES + 1) + b"{}", f"would be {disk.MAX_HEADER_BYTES + 1} bytes"),
         (b"GGUF\x03\x00\x00\x00" + bytes(100), "header would be 14064895815 bytes long"),
         (b"\x93NUMPY\x01\x00" + bytes(100), "not safetensors"),
     ],
@@ -265,21 +215,14 @@ def test_files_that_are_not_safetensors(content: bytes, says: str, tmp_path: Pat
     assert says in reason(tmp_path)
 
 
-def test_a_header_length_is_bounded_before_it_is_read(tmp_path: Path) -> None:
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", 200_000_000))
-        file.truncate(300_000_000)
-    assert "200000000 bytes long" in reason(tmp_path)
-
-
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    make_checkpoint(tmp_path, "qwen2", sharded=True)
-    return tmp_path
+    make_checkpoint(tmp_path / "model", "qwen2", sharded=True)
+    return tmp_path / "model"
 
 
 def edit_index(path: Path, edit: Callable[[dict[str, str]], Any]) -> None:
-    file = path / "model.safetensors.index.json"
+    file = path / INDEX
     index = json.loads(file.read_text())
     edit(index["weight_map"])
     file.write_text(json.dumps(index))
@@ -314,7 +257,7 @@ def test_an_index_names_safetensors_files_of_its_own_folder(sharded: Path, name:
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"weight_map": {"a": 1}}', b"{}"])
 def test_a_broken_index(sharded: Path, content: bytes) -> None:
-    (sharded / "model.safetensors.index.json").write_bytes(content)
+    (sharded / INDEX).write_bytes(content)
     assert "not a safetensors index" in reason(sharded)
 
 
@@ -353,15 +296,6 @@ def test_a_file_that_changes_after_it_was_opened(change: Callable[[Path], Any], 
     assert "changed while it was being read" in reason(file, lambda: read(checkpoint))
 
 
-def test_a_file_truncated_between_two_pieces(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    save_file({"a": torch.zeros(100, 100)}, file)
-    pieces = open_checkpoint(tmp_path).pieces(4000)
-    next(pieces)
-    os.truncate(file, 5000)
-    assert "changed" in reason(file, lambda: list(pieces))
-
-
 def test_a_short_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(tmp_path)
@@ -387,26 +321,103 @@ def test_an_abandoned_read_closes_its_file(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+# Folders that are not what they seem: nothing waits for ever, nothing is read without bound
+
+
+def refused(path: Path) -> str:
+    def load() -> None:
+        open_checkpoint(path)
+        load_model_config(path)
+
+    return reason(path, load)
+
+
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+NOT_FILES: list[Callable[[Path], None]] = [
+    os.mkfifo,
+    Path.mkdir,
+    a_socket,
+    lambda path: path.symlink_to("/dev/zero"),
+    lambda path: path.symlink_to("/dev/tty"),
+]
+
+
+@pytest.mark.parametrize("kind", NOT_FILES, ids=["fifo", "folder", "socket", "device", "terminal"])
+@pytest.mark.parametrize("name", [INDEX, "config.json", "generation_config.json", "shard"])
+def test_special_files_are_refused_without_waiting(sharded, name, kind, monkeypatch):
+    path = min(sharded.glob("*.safetensors")) if name == "shard" else sharded / name
+    path.unlink(missing_ok=True)
+    monkeypatch.chdir(sharded)  # a socket's path is short
+    kind(Path(path.name))
+    said = refused(sharded)
+    assert "not a regular file" in said or "cannot be opened" in said
+
+
 @pytest.mark.parametrize(
-    "spoil",
+    ("name", "limit"),
     [
-        lambda tensors: tensors.update({"model.norm.weight": torch.zeros(39)}),
-        lambda tensors: tensors.update({"model.norm.weight": torch.zeros(40, dtype=torch.int32)}),
-        lambda tensors: tensors.update({"model.norm.bias": torch.zeros(40)}),
-        lambda tensors: tensors.pop("model.norm.weight"),
+        (INDEX, disk.MAX_INDEX_BYTES),
+        ("config.json", model_config.MAX_CONFIG_BYTES),
+        ("generation_config.json", model_config.MAX_CONFIG_BYTES),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_changes_nothing(
-    spoil: Callable[[dict[str, Tensor]], Any], tmp_path: Path
-) -> None:
-    make_checkpoint(tmp_path, "llama")
-    model = build_model(load_model_config(tmp_path), torch.float32, torch.device("cpu"))
-    for _, tensor in model.named_storage():
-        tensor.fill_(3.0)
-    tensors = load_file(tmp_path / "model.safetensors")
-    spoil(tensors)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CaesuraError) as caught:
-        load_from_disk(WeightLoader(model), open_checkpoint(tmp_path), 1 << 16)
-    assert caught.value.code == ErrorCode.WEIGHT_MISMATCH
-    assert all((tensor == 3.0).all() for _, tensor in model.named_storage())
+def test_json_is_bounded_before_it_is_read(sharded: Path, name: str, limit: int) -> None:
+    with (sharded / name).open("wb") as file:
+        file.truncate(3 << 30)
+    assert f"more than the limit of {limit}" in refused(sharded)
+    os.truncate(sharded / name, limit + 1)
+    assert "more than" in refused(sharded)
+
+
+def test_a_file_without_a_size_is_bounded_while_it_is_read(sharded, monkeypatch):
+    (sharded / "config.json").unlink()
+    (sharded / "config.json").symlink_to("/proc/self/status")
+    monkeypatch.setattr(model_config, "MAX_CONFIG_BYTES", 100)
+    assert "grew beyond" in refused(sharded)
+
+
+@pytest.mark.parametrize("name", [INDEX, "config.json", "generation_config.json"])
+def test_deep_nesting_is_an_error(sharded: Path, name: str) -> None:
+    (sharded / name).write_bytes(b'{"metadata":' + b"[" * 100_000)
+    refused(sharded)
+    (sharded / name).write_bytes(b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+    refused(sharded)
+
+
+def test_an_error_does_not_repeat_what_it_found(sharded: Path) -> None:
+    (sharded / INDEX).write_text(json.dumps({"weight_map": {"a": "/" * 1_000_000}}))
+    assert refused(sharded).endswith("…")
+
+
+def test_all_headers_together_are_bounded(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "MAX_HEADERS_BYTES", 1000)
+    assert "bytes of headers" in refused(sharded)
+
+
+def test_a_header_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"a": torch.zeros(8)}, tmp_path / "model.safetensors")
+    pread = os.pread
+
+    def slow(descriptor: int, length: int, offset: int) -> bytes:
+        data = pread(descriptor, length, offset)
+        if offset:
+            with (tmp_path / "model.safetensors").open("ab") as file:
+                file.write(b"x")
+        return data
+
+    monkeypatch.setattr(os, "pread", slow)
+    with pytest.raises(CaesuraError, match="changed while its header"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("vanish", [shutil.rmtree, lambda path: path.rename(path.with_name("elsewhere"))])
+def test_a_folder_that_vanishes_before_it_is_read(sharded: Path, vanish: Callable[[Path], None]) -> None:
+    checkpoint = open_checkpoint(sharded)
+    vanish(sharded)
+    with pytest.raises(CaesuraError, match="cannot be opened") as caught:
+        list(checkpoint.pieces(1 << 20))
+    assert caught.value.code == ErrorCode.CHECKPOINT_ERROR

@@ -1,6 +1,8 @@
 """Process groups of NCCL, with a stand-in for it."""
 
+import ctypes
 import os
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -16,13 +18,19 @@ from support.waiting import PATIENCE_S, eventually
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
-from caesura.io_struct import CaesuraError, TensorSpec, UpdateWeightsFromDistributedReqInput
+from caesura.io_struct import (
+    CaesuraError,
+    InitWeightsUpdateGroupReqInput,
+    TensorSpec,
+    UpdateWeightsFromDistributedReqInput,
+)
 from caesura.io_struct.weights import PRESENT
 from caesura.scheduler.weights.transports import distributed
 from caesura.scheduler.weights.transports.distributed import DistributedSource, Group, WeightsUpdateGroups
 from caesura.scheduler.weights.upload import WriteStream
 from caesura.transfer import process_group
 from caesura.transfer.process_group import Membership
+from caesura.transfer.raw_nccl import read_id
 
 CPU = torch.device("cpu")
 NAME = "g"
@@ -195,3 +203,37 @@ def test_small_broadcasts_are_waited_for_together(store: TCPStore) -> None:
     with closing(one.receive([8] * 1000)) as receiving:
         eventually(lambda: next(receiving) is not None)
     assert Nccl.made[0].most_unwaited == 1000
+
+
+class NcclUniqueId(ctypes.Structure):
+    """As vLLM's, which its pickle names."""
+
+    _fields_ = (("internal", ctypes.c_byte * 128),)
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_the_id_of_vllms_communicator_is_read_and_not_unpickled(protocol):
+    identity = bytes(range(128))
+    pickled = pickle.dumps(NcclUniqueId.from_buffer_copy(identity), protocol)
+    assert read_id(pickled) == identity
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"x" * 128, NcclUniqueId, [1], (b"x" * 128,), ctypes.c_int(3)],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_id_is_refused(value):
+    with pytest.raises((CaesuraError, RuntimeError)):
+        read_id(pickle.dumps(value))
+
+
+def test_vllms_communicator_needs_a_device():
+    groups = WeightsUpdateGroups(CPU, lambda: None)
+    with pytest.raises(CaesuraError, match="vllm_nccl") as refused:
+        groups.join(
+            InitWeightsUpdateGroupReqInput(
+                master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, backend="vllm_nccl"
+            )
+        )
+    assert refused.value.code == "unsupported"

@@ -73,28 +73,21 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return {piece.name: piece.rows.clone() for piece in open_checkpoint(folder).pieces(1 << 20)}
 
 
-@pytest.mark.parametrize(("waits", "eager"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("bucket_bytes", [1, 700, 4096, 1 << 20])
-def test_files_read_by_threads_arrive_whole(
-    folder: Path, tensors: dict[str, Tensor], bucket_bytes: int, waits: bool, eager: bool
-) -> None:
-    source = open_checkpoint(folder)
-    assert equal(uploaded(source, bucket_bytes, waits=waits, eager=eager), tensors)
-
-
-@pytest.mark.parametrize(("waits", "eager"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("bucket_bytes", [1, 700, 4096, 1 << 20])
-def test_memory_of_a_message_arrives_whole(
-    tensors: dict[str, Tensor], bucket_bytes: int, waits: bool, eager: bool
-) -> None:
+def memory_of_a_message(tensors: dict[str, Tensor]) -> BufferSource:
     specs = [
         TensorSpec(name=name, dtype=NAMES[t.dtype], shape=list(t.shape), nbytes=t.nbytes, buffer=number)
         for number, (name, t) in enumerate(tensors.items())
     ]
     frames = [memoryview(t.contiguous().view(-1).view(torch.uint8).numpy()) for t in tensors.values()]
-    assert equal(
-        uploaded(BufferSource("tensor", specs, frames), bucket_bytes, waits=waits, eager=eager), tensors
-    )
+    return BufferSource("tensor", specs, frames)
+
+
+@pytest.mark.parametrize("of_a_message", [False, True], ids=["files", "a message"])
+@pytest.mark.parametrize(("waits", "eager"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("bucket_bytes", [1, 700, 4096, 1 << 20])
+def test_tensors_arrive_whole(folder, tensors, bucket_bytes, waits, eager, of_a_message) -> None:
+    source = memory_of_a_message(tensors) if of_a_message else open_checkpoint(folder)
+    assert equal(uploaded(source, bucket_bytes, waits=waits, eager=eager), tensors)
 
 
 def test_skipped_tensors_are_neither_read_nor_sent(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -139,9 +132,7 @@ def test_received_tensors_are_written_before_waiting() -> None:
     assert came == ["t1", "t2", None, None, "t3"]
 
 
-def test_one_bucket_is_on_its_way_while_another_is_written(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_bucket_is_on_its_way_while_another_is_written(folder: Path) -> None:
     device = LaggingDevice()
     stream = WriteStream(device, device.on_stream)
     pieces = stream.upload(open_checkpoint(folder), 4096, never)

@@ -1,0 +1,364 @@
+"""Requests: their order, their numbers, what is sent again, and the end of an engine that drains."""
+
+import numpy as np
+import pytest
+from support.faults import BUG, NO_MEMORY, Fault, check_nothing_is_left
+from support.scripted import EngineDriver, assert_error, tokens_of
+from support.waiting import eventually
+
+from caesura.io_struct import (
+    BeginWeightUpdateReqInput,
+    FetchResultReqInput,
+    FlushCacheReqInput,
+    GenerateReqInput,
+    SamplingParams,
+    ShutdownReqInput,
+    encode,
+)
+from caesura.scheduler.runtime.config import PAGE_SIZE
+
+PREFIX = [3 + i * 7 % 90 for i in range(4 * PAGE_SIZE)]
+"""A prompt that takes two steps of 32 tokens."""
+
+
+def engine(tiny_model, **options: object) -> EngineDriver:
+    return EngineDriver(str(tiny_model), **{"chunked_prefill_size": 32, **options})
+
+
+@pytest.fixture
+def driver(tiny_model, depth):
+    with engine(tiny_model, pipeline_depth=depth) as driver:
+        yield driver
+
+
+def running(driver: EngineDriver) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for request in driver.engine.batcher._active:
+        counts[request.rid] = counts.get(request.rid, 0) + 1
+    return counts
+
+
+def test_a_large_request_does_not_starve_those_it_would_have_overtaken(tiny_model):
+    with engine(tiny_model, kv_pool_tokens=16 * PAGE_SIZE) as driver:
+        group = driver.generate(PREFIX, 4 * PAGE_SIZE, n=3)
+        large = driver.generate([5 + i % 80 for i in range(12 * PAGE_SIZE)], 4)
+        driver.tick(8)
+        assert running(driver) == {group: 3}, "the siblings share their prefix: there is room for all of them"
+        driver.run_until_idle()
+        assert driver.result(large).finish_reason.type == "length"
+        check_nothing_is_left(driver)
+
+
+def test_overtaking_leaves_pages_for_prefix_waiters(tiny_model):
+    with engine(tiny_model, kv_pool_tokens=16 * PAGE_SIZE, chunked_prefill_size=80) as driver:
+        group = driver.generate(PREFIX, 2 * PAGE_SIZE, n=3)
+        greedy = driver.generate([5 + i % 80 for i in range(10 * PAGE_SIZE)], 4)
+        driver.tick(6)
+        assert running(driver) == {group: 3}
+        driver.run_until_idle()
+        assert driver.result(greedy).num_retractions == 0
+
+
+def test_a_small_request_still_overtakes(tiny_model):
+    with engine(tiny_model, chunked_prefill_size=48) as driver:
+        group = driver.generate(PREFIX + PREFIX, 40, n=3)
+        small = driver.generate([5, 6, 7], 40)
+        driver.tick(3)
+        assert running(driver) == {group: 1, small: 1}
+        driver.run_until_idle()
+
+
+def test_samples_start_together_once_their_prefix_is_there(driver):
+    rid = driver.generate(PREFIX[:-3], 60, n=8)
+    driver.tick(6)
+    assert running(driver) == {rid: 8}
+    driver.run_until_idle()
+    shared = [driver.result(rid, index).cached_tokens for index in range(8)]
+    assert sorted(shared) == [0] + [3 * PAGE_SIZE] * 7
+
+
+@pytest.mark.parametrize("start", [0, 2, PAGE_SIZE - 1])
+def test_samples_that_cannot_use_the_prefix_do_not_wait_for_it(driver, start):
+    prompt = PREFIX[: PAGE_SIZE + 4]
+    rid = driver.generate(prompt, 60, n=4, return_logprob=True, logprob_start_len=start)
+    driver.hear()
+    chunk = sum(len(prompt) for _ in range(4))
+    driver.tick(-(-chunk // 32) + 1)
+    assert driver.runner.launches[0] == (0, [20, 12])
+    assert running(driver) == {rid: 4}
+
+
+def test_an_engine_that_is_paused_forgets_requests_that_were_aborted(driver):
+    driver.pause("retract")
+    stays = driver.generate(PREFIX, 4)
+    for number in range(300):
+        rid = driver.generate([5, 6, number % 90], 4)
+        assert driver.abort(rid).aborted == 1
+    queue = driver.engine.batcher.waiting
+    assert len(queue) == 1
+    assert len(queue._queue) < 150, "finished requests are kept for nobody"
+    driver.go_on()
+    driver.run_until_idle()
+    assert driver.result(stays).finish_reason.type == "length"
+
+
+@pytest.mark.parametrize("error", [BUG, NO_MEMORY[2]], ids=["bug", "memory"])
+@pytest.mark.parametrize("stage", ["open", "extend", "bind"])
+def test_a_request_that_cannot_be_started_ends_alone(driver, monkeypatch, stage, error):
+    runs = driver.generate([5, 6, 7], 40)
+    driver.tick(4)
+    batcher = driver.engine.batcher
+    owner, is_bad = {
+        "open": (batcher.cache, lambda tokens, *rest: np.array_equal(tokens, PREFIX)),
+        "extend": (batcher.cache, lambda lease, length, *rest: length == len(PREFIX)),
+        "bind": (batcher.table, lambda request, *rest: np.array_equal(request.prompt, PREFIX)),
+    }[stage]
+    bad, behind = driver.generate(PREFIX, 5), driver.generate([9, 10], 5)
+    original = getattr(owner, stage)
+
+    def fail(*arguments):
+        if is_bad(*arguments):
+            raise error
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, stage, fail)
+    driver.run_until_idle()
+    assert driver.result(bad).finish_reason.type == "error"
+    assert driver.result(bad).finish_reason.code == ("internal" if error is BUG else "out_of_memory")
+    for rid, count in ((runs, 40), (behind, 5)):
+        result = driver.check(rid)
+        assert result.finish_reason.type == "length"
+        assert len(tokens_of(result)) == count
+    monkeypatch.undo()
+    check_nothing_is_left(driver)
+
+
+def test_a_start_that_fails_once_ends_no_request(driver, monkeypatch):
+    runs = driver.generate([5, 6, 7], 40)
+    driver.tick(4)
+    rid = driver.generate(PREFIX, 5)
+    fault = Fault(monkeypatch, driver.engine.batcher.table, "bind", BUG, {0})
+    driver.run_until_idle()
+    assert fault.raised == 1
+    assert {driver.result(each).finish_reason.type for each in (runs, rid)} == {"length"}
+
+
+@pytest.mark.parametrize("fields", [
+    {"sampling_params": SamplingParams(max_new_tokens=None, min_new_tokens=2**63)},
+    {"sampling_params": SamplingParams(max_new_tokens=None, min_new_tokens=2**64 - 1)},
+    {"sampling_params": SamplingParams(max_new_tokens=2**64 - 1)},
+    {"sampling_params": SamplingParams(top_k=2**64 - 1)},
+    {"sampling_params": SamplingParams(max_new_tokens=4, repetition_penalty=1e-40)},
+    {"sampling_params": SamplingParams(max_new_tokens=4, repetition_penalty=5e-324)},
+    {"logprob_start_len": 2**64 - 1, "return_logprob": True},
+    {"logprob_start_len": -(2**63), "return_logprob": True},
+    {"top_logprobs_num": 2**64 - 1, "return_logprob": True},
+    {"routed_experts_start_len": 2**64 - 1},
+    {"min_weights_epoch": 2**64 - 1},
+], ids=str)  # fmt: skip
+def test_numbers_that_nothing_can_hold_end_their_own_request_only(driver, fields):
+    runs = driver.generate([5, 6, 7], 40)
+    driver.tick(3)
+    message = GenerateReqInput(input_ids=[5, 6], **fields)
+    reply = driver.call(message)
+    assert reply.code in ("invalid_request", "malformed_message", "prompt_too_long", "epoch_behind")
+    driver.run_until_idle()
+    assert driver.result(runs).finish_reason.type == "length"
+
+
+@pytest.mark.parametrize("params", [
+    SamplingParams(max_new_tokens=None, min_new_tokens=2**31 - 1, temperature=0.0),
+    SamplingParams(max_new_tokens=3, top_p=5e-324),
+    SamplingParams(max_new_tokens=3, min_p=5e-324),
+    SamplingParams(max_new_tokens=3, temperature=1e-6),
+    SamplingParams(max_new_tokens=3, temperature=1e4, repetition_penalty=1e-6),
+    SamplingParams(max_new_tokens=3, temperature=1e-6, repetition_penalty=1e-6, frequency_penalty=-2.0),
+    SamplingParams(max_new_tokens=3, frequency_penalty=5e-324, presence_penalty=-1e-310),
+    SamplingParams(max_new_tokens=3, seed=2**63 - 1, top_k=2**31 - 1, logit_bias={5: 5e-324}),
+], ids=str)  # fmt: skip
+def test_numbers_at_the_ends_of_their_ranges_are_sampled_with(tiny_model, params):
+    with EngineDriver(str(tiny_model), scripted=False) as driver:
+        result = driver.complete([5, 6, 7, 7, 7], sampling_params=params)
+        assert result.finish_reason.type in ("length", "stop"), result.finish_reason
+        assert driver.status().step_failures.failed == 0
+
+
+def test_begin_and_end_of_a_session_have_numbers_in_range(driver):
+    begun = driver.call(BeginWeightUpdateReqInput(deadline_s=86400.0))
+    driver.end(commit=False, session_id=begun.session_id)
+    for endless in (float("inf"), float("nan"), 1e300):
+        assert_error(driver.call(BeginWeightUpdateReqInput(deadline_s=endless)), "malformed_message")
+
+
+@pytest.mark.parametrize("top_k", [-1, 0])
+def test_top_k_of_zero_keeps_all_tokens_as_minus_one_does(driver, top_k):
+    """TRL's default is 0, SGLang's is -1; 1 would be greedy."""
+    params = SamplingParams(max_new_tokens=20, top_k=top_k, seed=7, ignore_eos=True, temperature=3.0)
+    driver.send(GenerateReqInput(rid="r", input_ids=[5, 6, 7], sampling_params=params))
+    driver.tick()
+    table = driver.engine.batcher.table
+    slot = driver.engine.live.samples("r")[0].slot
+    assert (table.sampling.top_k[slot], table.sampling.filtered[slot]) == (table.vocab_size, False)
+
+
+PARAMS = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+def batch(count: int, params: SamplingParams = PARAMS) -> list[GenerateReqInput]:
+    return [
+        GenerateReqInput(input_ids=[5, 6, 7 + number % 80], sampling_params=params) for number in range(count)
+    ]
+
+
+def generate(driver: EngineDriver, messages: list[GenerateReqInput], client: str = "main") -> None:
+    for message in messages:
+        driver.send(encode(message), client)
+    left = {message.id for message in messages}
+
+    def answered() -> bool:
+        driver.tick()
+        left.difference_update(driver.replies, (rid for rid, _ in driver.results))
+        return not left
+
+    eventually(answered)  # the socket does not hold all of them at once
+
+
+def test_a_large_batch_sent_again_is_answered_and_not_generated(tiny_model):
+    with EngineDriver(str(tiny_model)) as driver:
+        messages = batch(1500)
+        generate(driver, messages)
+        first = {message.id: tokens_of(driver.result(message.id)) for message in messages}
+        steps = driver.status().step
+        driver.results.clear()
+        generate(driver, messages)
+        assert {message.id: tokens_of(driver.result(message.id)) for message in messages} == first
+        assert driver.status().step == steps, "nothing was computed again"
+
+
+def test_an_answer_that_is_not_stored_any_more_is_no_second_generation(tiny_model):
+    with EngineDriver(str(tiny_model), result_bytes=8 << 10) as driver:
+        messages = batch(40)
+        generate(driver, messages)
+        steps, generated = driver.status().step, driver.status().generated_tokens
+        driver.results.clear()
+        for message in messages[:16]:
+            assert_error(driver.call(message), "answer_forgotten")
+        generate(driver, messages[-10:])
+        assert len(driver.results) == 10
+        driver.assert_status(step=steps, generated_tokens=generated)
+        pause = driver.pause(id="a new one")
+        assert pause.step == steps
+
+
+@pytest.mark.parametrize(("limit", "fewest", "most"), [(0, 0, 0), (4 << 10, 4, 12)])
+def test_answers_are_stored_within_the_configured_bytes(tiny_model, limit, fewest, most):
+    with EngineDriver(str(tiny_model), result_bytes=limit) as driver:
+        messages = batch(20)
+        for message in messages:
+            generate(driver, [message])
+        driver.results.clear()
+        generate(driver, messages)
+        assert fewest <= len(driver.results) <= most
+        assert len(driver.results) + len(driver.replies) == 20
+        assert {reply.code for reply in driver.replies.values()} == {"answer_forgotten"}
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_message_that_joined_a_generation_is_answered_again_as_well(tiny_model, live):
+    with EngineDriver(str(tiny_model)) as driver:
+        params = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True, n=2)
+        messages = [GenerateReqInput(rid="r", input_ids=[5, 6, 7], sampling_params=params) for _ in range(2)]
+        driver.client("second")
+        driver.send(messages[0])
+        driver.tick(3)
+        driver.send(messages[1], "second")
+        if not live:
+            driver.run_until_idle()
+        else:
+            driver.tick(1)
+        driver.send(messages[1], "second")
+        driver.run_until_idle()
+        steps = driver.status().step
+        for message in messages:
+            driver.results.clear()
+            driver.send(message, "second")
+            driver.run_until_idle()
+            assert {key: len(found) for key, found in driver.results.items()} == {("r", 0): 1, ("r", 1): 1}
+        assert driver.status().step == steps
+
+
+PROMPT = [5, 6, 7]
+LONG = 3600.0
+
+
+@pytest.fixture
+def draining(tiny_model):
+    with EngineDriver(str(tiny_model), shutdown_mode="drain", drain_timeout_s=LONG) as driver:
+        yield driver
+
+
+def test_drain_finishes_requests_and_refuses_new_ones(draining):
+    first, queued = draining.generate(PROMPT, 20), draining.generate(PROMPT, 30)
+    draining.tick()
+    asked = draining.send(ShutdownReqInput(drain=True))
+    late = draining.generate(PROMPT, 5)
+    draining.engine.scheduler.run()
+    draining.collect()
+    assert 0 < draining.replies.pop(asked).drain_s <= LONG
+    assert_error(draining.replies.pop(late), "shutting_down")
+    for rid in (first, queued):
+        assert draining.result(rid).finish_reason.type == "length"
+
+
+@pytest.mark.parametrize("order", [{"drain": False}, {"drain": True, "timeout_s": 0.0}])
+def test_a_second_message_ends_the_drain(draining, order):
+    rid = draining.generate(PROMPT, 200)
+    draining.tick()
+    first = draining.send(ShutdownReqInput())
+    draining.tick(2)
+    second = draining.send(ShutdownReqInput(**order))
+    draining.engine.scheduler.run()
+    draining.collect()
+    assert draining.replies.pop(first).drain_s > 0
+    assert draining.replies.pop(second).drain_s == 0
+    result = draining.result(rid)
+    assert result.finish_reason.message == "the engine is shutting down"
+    assert len(result.output_ids) > 0, "with what it had"
+
+
+def test_the_deadline_ends_the_remaining_requests(draining):
+    rid = draining.generate(PROMPT, 200)
+    draining.tick()
+    assert draining.pause("in_place").mode == "in_place"
+    parked = draining.send(FlushCacheReqInput(timeout_s=LONG))
+    draining.send(ShutdownReqInput(timeout_s=0.2))
+    draining.engine.scheduler.run()
+    draining.collect()
+    assert draining.result(rid).finish_reason.type == "abort"
+    assert_error(draining.replies.pop(parked), "shutting_down")
+
+
+def test_a_retry_of_live_work_and_control_are_served_while_it_drains(draining):
+    rid = draining.generate(PROMPT, 50, rid="r")
+    draining.tick()
+    draining.send(ShutdownReqInput())
+    draining.tick(2)
+    again = draining.generate(PROMPT, 50, client="other", rid="r")
+    assert draining.status().running_requests == 1
+    assert draining.call(FetchResultReqInput(rid="r")).live == 1
+    assert draining.abort("r").aborted == 1
+    draining.engine.scheduler.run()
+    draining.collect()
+    assert again == rid
+    found = [result for _, output in draining.outputs for result in output.finished if result.rid == rid]
+    assert len(found) == 2, "to each of the two that asked"
+
+
+def test_by_default_a_message_ends_everything_at_once(driver):
+    rid = driver.generate(PROMPT, 200)
+    driver.tick()
+    asked = driver.send(ShutdownReqInput())
+    driver.engine.scheduler.run()
+    driver.collect()
+    assert driver.replies.pop(asked).drain_s == 0
+    assert driver.result(rid).finish_reason.message == "the engine is shutting down"
