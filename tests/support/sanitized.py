@@ -69,5 +69,5 @@ def run_sanitized(program: str, folder: Path, *operations: str, flags: tuple[str
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout

@@ -141,23 +141,30 @@ class WeightTransfer:
                 raise Busy("a call of the weight update still runs")
             await self._leave()
 
-    async def start(self) -> None:
+    async def start(self) -> str:
+        """Open a session; return its id, which later calls may name."""
         async with self._lock:
             if self._session is not None and not self._calls:
-                return
+                return self._session
             self._require_no_update()
             await self._abort()
             request = BeginWeightUpdateReqInput()
-            reply = await asyncio.shield(self._client.start(request, BeginWeightUpdateReqOutput))
-            self._session, self._failure = reply.session_id, None
+            opened: BeginWeightUpdateReqOutput = await asyncio.shield(
+                self._client.start(request, BeginWeightUpdateReqOutput)
+            )
+            self._session, self._failure = opened.session_id, None
             self._calls.clear()
             self._wait()
+            return opened.session_id
 
-    async def update(self, body: bytes, receive: Callable[[str], Awaitable[T]]) -> T:
-        """Return the result of ``receive``, given the session; a failure aborts the session."""
+    async def update(self, body: bytes, receive: Callable[[str], Awaitable[T]], named: str | None) -> T:
+        """Return the result of ``receive``, given the session; a failure aborts the session.
+
+        NoSession if the call's session, ``named`` unless None, is another one.
+        """
 
         async def received() -> T:
-            session = self._require_session()
+            session = self._require_session(named)
             try:
                 return await receive(session)
             except CaesuraError as error:
@@ -165,11 +172,14 @@ class WeightTransfer:
                 await self._abort()
                 raise
 
-        return await self._once(b"update" + body, received)
+        return await self._once(b"update%s %s" % ((named or "").encode(), body), received)
 
-    async def finish(self, weight_version: str | None) -> WeightUpdateReqOutput:
+    async def finish(self, weight_version: str | None, named: str | None) -> WeightUpdateReqOutput:
+        """Commit the update. Raises as :meth:`update`, and WeightMismatch while tensors are missing."""
+
         async def committed() -> WeightUpdateReqOutput:
-            end = EndWeightUpdateReqInput(session_id=self._require_session(), weight_version=weight_version)
+            session = self._require_session(named)
+            end = EndWeightUpdateReqInput(session_id=session, weight_version=weight_version)
             try:
                 reply: WeightUpdateReqOutput = await self._client.start(end, WeightUpdateReqOutput)
             except CaesuraError as error:
@@ -180,7 +190,7 @@ class WeightTransfer:
             self._session = None
             return reply
 
-        return await self._once(b"finish" + (weight_version or "").encode(), committed)
+        return await self._once(f"finish{named or ''} {weight_version or ''}".encode(), committed)
 
     async def _once(self, key: bytes, work: Callable[[], Awaitable[T]]) -> T:
         call = self._calls.get(key)
@@ -195,7 +205,9 @@ class WeightTransfer:
             self._calls.pop(key, None)
         self._wait()
 
-    def _require_session(self) -> str:
+    def _require_session(self, named: str | None) -> str:
+        if named is not None and named != self._session:
+            raise NoSession(f"the weight session {named} is not open")
         if self._failure is not None:
             raise _over(self._failure)
         if self._session is None:

@@ -24,9 +24,10 @@ from ....io_struct import (
 )
 from ....io_struct.field_errors import field_error
 from ....transfer.safetensors import DTYPES
+from ...connection.options import label
 from ...exceptions import InvalidRequest, Unsupported, WeightMismatch
 from ..bodies import Strict
-from ..commands import Form, command
+from ..commands import Form, InSession, command
 from ..context import Front, FrontEnd
 from ..errors import json_response, status_of
 from ..openai.common import error_body
@@ -60,19 +61,23 @@ class StartBody(Strict, kw_only=True):
     is_checkpoint_format: bool = True
 
 
-@command("/start_weight_update", message("Weight update started"))
-async def start_weight_update(front: FrontEnd, body: StartBody) -> None:
+def _started(_: StartBody, session_id: str) -> dict[str, str]:
+    return {"message": "Weight update started", "session_id": session_id}
+
+
+@command("/start_weight_update", Form(_started, refused))
+async def start_weight_update(front: FrontEnd, body: StartBody) -> str:
     """Open a session; what comes until ``/finish_weight_update`` is committed there as a whole."""
-    await start(front, body)
+    return await start(front, body)
 
 
-async def start(front: FrontEnd, body: StartBody) -> None:
+async def start(front: FrontEnd, body: StartBody) -> str:
     if not body.is_checkpoint_format:
         raise Unsupported(
             "weights in the layout of kernels are not supported: names and shapes are the checkpoint's",
             field="is_checkpoint_format",
         )
-    await front.transfer.start()
+    return await front.transfer.start()
 
 
 class BroadcastInfo(Strict, kw_only=True):
@@ -105,7 +110,7 @@ class DiskInfo(Strict, kw_only=True):
     path: str
 
 
-class UpdateBody(Strict, kw_only=True):
+class UpdateBody(InSession, kw_only=True):
     update_info: dict[str, Any] | list[dict[str, Any]] | None = None
     """Several: one for each rank of an engine, all alike, since tensors are whole."""
     weight_dir: str | None = None
@@ -119,7 +124,7 @@ def _updated(body: UpdateBody, _: object) -> dict[str, str]:
 @command("/update_weights", Form(_updated, refused), size="specs")
 async def update_weights(front: FrontEnd, body: UpdateBody) -> None:
     if body.update_info is not None:
-        await update(front, body.update_info)
+        await update(front, body.update_info, body.session_id)
         return
     if body.weight_dir is None:
         raise Unsupported(
@@ -137,7 +142,9 @@ async def update_from_folder(front: FrontEnd, folder: str) -> None:
         raise WeightMismatch(uncommitted(reply))
 
 
-async def update(front: FrontEnd, given: dict[str, Any] | list[dict[str, Any]]) -> None:
+async def update(
+    front: FrontEnd, given: dict[str, Any] | list[dict[str, Any]], session_id: str | None = None
+) -> None:
     """Receive one part of the update that has been started."""
     infos = given if isinstance(given, list) else [given]
     if not infos or any(info != infos[0] for info in infos):
@@ -160,7 +167,7 @@ async def update(front: FrontEnd, given: dict[str, Any] | list[dict[str, Any]]) 
             return await _opened(front, _read(info, HandlesInfo), session)
         return await sent(front, _broadcast(_read(info, BroadcastInfo), init, session))
 
-    await front.transfer.update(msgspec.json.encode(info), receive)
+    await front.transfer.update(msgspec.json.encode(info), receive, session_id)
 
 
 def _read(given: dict[str, Any], kind: type[InfoT]) -> InfoT:
@@ -219,17 +226,19 @@ def chunks(specs: Sequence[TensorSpec], limit: int) -> list[int]:
     return [*counts, count] if count else counts
 
 
-class FinishBody(Strict, kw_only=True):
+class FinishBody(InSession, kw_only=True):
     weight_version: Version | None = None
 
 
 @command("/finish_weight_update", message("Weight update finished"))
 async def finish_weight_update(front: FrontEnd, body: FinishBody) -> None:
-    await finish(front, body.weight_version)
+    await finish(front, body.weight_version, body.session_id)
 
 
-async def finish(front: FrontEnd, weight_version: Version | None = None) -> None:
-    await front.transfer.finish(None if weight_version is None else str(weight_version))
+async def finish(
+    front: FrontEnd, weight_version: Version | None = None, session_id: str | None = None
+) -> None:
+    await front.transfer.finish(label(weight_version), session_id)
 
 
 class NothingBody(Strict, kw_only=True):

@@ -130,8 +130,8 @@ void all_groups(const Linear& a, const Groups& groups, Team& team) {
 template <class E>
 void all_batches(const Linear& a, const Batch& batch, Team& team) {
     const int64_t panels = round_up(a.outputs, PANEL) / PANEL, chunk = chunk_rows(a, x_bytes<E, E>(a), panels * batch.count, team.size);
-    const int64_t chunks = (a.rows + chunk - 1) / chunk;
     if (a.rows == 0) return team.each(0, [](int64_t, int64_t) {});
+    const int64_t chunks = (a.rows + chunk - 1) / chunk;
     team.each(batch.count * chunks * panels, [&](int64_t task, int64_t) {
         const int64_t number = task / (chunks * panels), row = task / panels % chunks * chunk;
         Linear one = a;

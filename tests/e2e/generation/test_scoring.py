@@ -8,7 +8,7 @@ import transformers
 from support.checkpoints import make_checkpoint
 from support.lanes import quick
 
-from caesura.client import SamplingParams, launch_scheduler
+from caesura.client import EngineError, InvalidRequest, SamplingParams, Unsupported, launch_scheduler
 
 MIB = 1 << 20
 SHAPE = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}
@@ -87,3 +87,14 @@ def test_the_reference_is_in_memory_while_it_is_used(policy, reference, alone, r
                 assert extra < 0.4 * size, "what is left: workspaces, and Python's objects"
             client.score(PROMPTS, start=1)
         assert psutil.Process(rest.pid).num_threads() < 12
+
+
+def test_wrong_arguments_are_refused(policy, reference):
+    with launch_scheduler(policy, **OPTIONS) as client:
+        with pytest.raises(Unsupported, match="no reference is loaded"):
+            client.score([1, 2, 3], start=1)
+        with pytest.raises(InvalidRequest, match="2 start for 1 sequences"):
+            client.score([[1, 2, 3]], start=[1, 2])
+    with pytest.raises(EngineError, match="nowhere") as caught:
+        launch_scheduler(policy, reference_model_path=policy / "nowhere", **OPTIONS)
+    assert caught.value.code in ("checkpoint_error", "unsupported_model")

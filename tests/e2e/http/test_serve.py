@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import signal
 import socket
 import ssl
@@ -43,6 +44,22 @@ def fails(*arguments: str, **options) -> str:
     done = engine_template.run(engine_template.CLI, "serve", *arguments, **options)
     assert done.returncode != 0
     return done.stderr
+
+
+LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): ")
+
+
+@pytest.mark.long
+def test_all_processes_begin_their_log_lines_alike(tiny_model):
+    with served("--model", str(tiny_model), "--restart") as engine:
+        first = engine.engine_pid
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: engine.get("/health").status_code == 200 and engine.engine_pid != first)
+        _, error = engine.stop()
+    dated = [line for line in error.splitlines() if re.match(r"\d{4}-", line)]
+    assert [line for line in dated if not LOG_LINE.match(line)] == []
+    writers = {found[2].split(".")[0] for line in dated if (found := LOG_LINE.match(line))}
+    assert {"scheduler", "caesura"} <= writers
 
 
 @pytest.mark.parametrize("number", quick([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))

@@ -175,6 +175,23 @@ def test_another_trainer_waits_until_an_update_has_ended(engine, models):
         each.shutdown()
 
 
+def test_calls_that_name_their_session_are_of_no_other(engine, models):
+    sender = trainer(engine, models, "disk", tensors_of(models[1]))
+    gone = engine.ok("/start_weight_update")["session_id"]
+    assert engine.ok("/start_weight_update")["session_id"] == gone
+    engine.ok("/shutdown_weight_transfer_engine")
+    engine.ok("/init_weight_transfer_engine", {"init_info": {"backend": "disk"}})
+    own = engine.ok("/start_weight_update")["session_id"]
+    update = {"update_info": {"path": str(models[1])}}
+    for named in ({"session_id": gone}, {"session_id": "x"}):
+        assert refusal(engine, "/update_weights", {**update, **named}) == (400, "no_session")
+        assert refusal(engine, "/finish_weight_update", named) == (400, "no_session")
+    engine.ok("/update_weights", update, headers={"x-caesura-session": own})
+    engine.ok("/finish_weight_update", {"session_id": own, "weight_version": "named"})
+    assert engine.get("/weight_info").json() == {"weight_version": "named"}
+    sender.shutdown()
+
+
 def test_an_update_can_be_given_up(engine, models):
     before = tokens(engine)
     sender = trainer(engine, models, "disk", tensors_of(models[1]))
@@ -333,10 +350,15 @@ def test_metrics_have_vllms_names_as_well(engine):
     tokens(engine)
     text = engine.get("/metrics").text
     found = {family.name: family.samples for family in text_string_to_metric_families(text)}
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-        assert [sample.value for sample in found[f"vllm:{name}"]] == [0.0]
-    same = {"generation_tokens": "generation_tokens", "prefix_cache_hits": "cached_tokens"}
-    for name, own in {**same, "num_preemptions": "num_retracted_requests"}.items():
+    same = {
+        "num_requests_running": "num_running_reqs",
+        "num_requests_waiting": "num_queue_reqs",
+        "kv_cache_usage_perc": "token_usage",
+        "generation_tokens": "generation_tokens",
+        "prefix_cache_hits": "cached_tokens",
+        "num_preemptions": "num_retracted_requests",
+    }
+    for name, own in same.items():
         assert found[f"vllm:{name}"][0].value == found[f"caesura:{own}"][0].value
     (config,) = found["vllm:cache_config_info"]
     assert config.labels["block_size"] == "16"

@@ -4,18 +4,7 @@ import pytest
 from support.scripted import EngineDriver
 from support.waiting import eventually
 
-from caesura.client import SamplingParams, launch_scheduler
-from caesura.io_struct import (
-    ContinueGenerationReqInput,
-    EndWeightUpdateReqInput,
-    FlushCacheReqInput,
-    GetMemoryHistoryReqInput,
-    MemoryEvent,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-    UpdateWeightFromDiskReqInput,
-)
+from caesura.io_struct import GetMemoryHistoryReqInput, MemoryEvent
 from caesura.scheduler.memory.device_module import device_module_for
 
 pytestmark = pytest.mark.skipif(
@@ -48,11 +37,9 @@ def test_the_start_is_the_first_event(driver, tiny_model):
 def test_a_cycle_is_recorded_with_the_cause_of_each_reading(driver, other_model):
     driver.generate([5, 6, 7], 50)
     driver.tick(3)
-    driver.call(PauseGenerationReqInput(mode="in_place"))
-    driver.call(
-        UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False, weight_version="seven")
-    )
-    reply = driver.call(ContinueGenerationReqInput())
+    driver.pause("in_place")
+    driver.update(other_model, flush_cache=False, weight_version="seven")
+    reply = driver.go_on()
     pause, begin, commit, end = history(driver, after=1)
     assert (pause.cause, pause.detail) == ("pause", "in_place, 1 requests hold KV")
     assert (begin.cause, begin.detail, begin.weights_epoch) == ("update_begin", "disk, version 'seven'", 0)
@@ -65,15 +52,15 @@ def test_a_cycle_is_recorded_with_the_cause_of_each_reading(driver, other_model)
     assert pause.at <= begin.at <= commit.at <= end.at
 
 
-def test_an_update_that_fails_and_one_that_empties(driver, other_model, monkeypatch):
+def test_an_update_that_fails_and_one_that_empties(driver, other_model):
     def broken() -> None:
         raise RuntimeError("no derivation today")
 
     model = driver.engine.model
-    with monkeypatch.context() as patch:
-        patch.setattr(model, "finalize_weights", broken)
-        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), torch_empty_cache=True))
+    model.finalize_weights = broken
+    driver.update(other_model)
+    del model.finalize_weights
+    driver.update(other_model, torch_empty_cache=True)
     first, failed, emptied, second, commit = history(driver, after=1)
     assert (first.cause, second.cause, commit.cause) == ("update_begin", "update_begin", "update_commit")
     assert (emptied.cause, emptied.detail) == ("failure", "UpdateWeightFromDiskReqInput")
@@ -83,20 +70,20 @@ def test_an_update_that_fails_and_one_that_empties(driver, other_model, monkeypa
 
 
 def test_a_refused_update_is_no_event(driver):
-    driver.call(UpdateWeightFromDiskReqInput(model_path="/nowhere"))
-    driver.call(EndWeightUpdateReqInput())
+    driver.update("/nowhere")
+    driver.end()
     assert [event.cause for event in history(driver)] == ["start"]
 
 
 def test_flush_release_and_resume(driver, tiny_model):
     driver.generate([5, 6, 7] * 10, 4)
     driver.run_until_idle()
-    driver.call(FlushCacheReqInput())
-    driver.call(PauseGenerationReqInput())
-    released = driver.call(ReleaseMemoryOccupationReqInput(tags=["weights", "kv_cache"]))
-    driver.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))  # already gone: nothing happens
-    driver.call(ResumeMemoryOccupationReqInput())
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(tiny_model)))
+    driver.flush()
+    driver.pause()
+    released = driver.release("weights", "kv_cache")
+    driver.release("weights")  # already gone: nothing happens
+    driver.resume()
+    driver.update(tiny_model)
     events = {event.cause: event for event in history(driver)}
     causes = [event.cause for event in history(driver)]
     assert causes == ["start", "flush", "pause", "release", "resume", "update_begin", "update_commit"]
@@ -115,7 +102,7 @@ def test_a_failed_step_an_expired_lease_and_idleness_are_events(tiny_model):
         driver.tick(3)
         driver.runner.fail_next = True
         driver.run_until_idle()
-        driver.call(PauseGenerationReqInput(owner="me", lease_s=60.0))
+        driver.pause(owner="me", lease_s=60.0)
         driver.engine.state.ownership.lease.expires = 0.0
         driver.tick(2)
         eventually(lambda: driver.tick() or history(driver)[-1].cause == "idle")
@@ -129,11 +116,11 @@ def test_a_failed_step_an_expired_lease_and_idleness_are_events(tiny_model):
 def test_the_stages_of_everything_are_in_status(driver, other_model):
     driver.generate([5, 6, 7] * 10, 6)
     driver.run_until_idle()
-    driver.call(PauseGenerationReqInput())
-    driver.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
-    driver.call(ResumeMemoryOccupationReqInput())
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), torch_empty_cache=True))
-    driver.call(ContinueGenerationReqInput())
+    driver.pause()
+    driver.release("weights")
+    driver.resume()
+    driver.update(other_model, torch_empty_cache=True)
+    driver.go_on()
     stages = {stage.name: stage for stage in driver.status().stages}
     assert set(stages) >= {
         "receive", "schedule", "prefill", "decode", "process", "pause", "continue", "update.receive",
@@ -146,19 +133,10 @@ def test_the_stages_of_everything_are_in_status(driver, other_model):
         assert 0 <= stage.median_s <= stage.longest_s <= stage.total_s
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model):
-    engine = launch_scheduler(
-        tiny_model, dtype="float32", device="cpu", num_threads=1, kv_pool_tokens=1024, log_level="WARNING"
-    )
-    with engine as client:
-        client.generate([5, 6, 7], SamplingParams(max_new_tokens=4, ignore_eos=True))
-        client.pause("in_place")
-        client.continue_generation()
-        yield client
-
-
-def test_a_real_step_counts_its_sampling(engine):
-    stages = {stage.name: stage for stage in engine.status().stages}
+def test_a_real_step_counts_its_sampling(tiny_model):
+    with EngineDriver(str(tiny_model), scripted=False) as driver:
+        driver.generate([5, 6, 7], 4)
+        driver.run_until_idle()
+        stages = {stage.name: stage for stage in driver.status().stages}
     assert stages["sample"].count == stages["prefill"].count + stages["decode"].count
     assert stages["sample"].total_s < stages["prefill"].total_s + stages["decode"].total_s

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import select
 import signal
 import subprocess
@@ -188,56 +187,44 @@ def test_the_launchers_death_is_named_and_means_now(tiny_model, endpoint):
     assert (status, launcher in error) == (0, True)
 
 
-def test_a_signal_during_the_start_ends_it(tiny_model, endpoint):
-    prelude = """
-        import os, threading
+def loading(work: str, end_s: float = 30.0, before: str = "") -> str:
+    """Return the prelude of a start that never ends, after ``work``, and whose end may take ``end_s``."""
+    return f"""
+        import os, signal, threading
         from caesura.scheduler.execution import build
+        from caesura.scheduler.runtime import process
+        process.END_S = {end_s}
+        {before}
+        class Finalized:
+            def __del__(self):
+                signal.raise_signal(signal.SIGTERM)
         def load_model(*given):
-            os.write(2, b"loading\\n")
+            {work}
             threading.Event().wait()
         build.load_model = load_model
     """
-    with started(tiny_model, "--endpoint", endpoint, prelude=prelude) as engine:
-        assert "loading\n" in engine.process.stderr, "it reads as far as that line"
-        engine.process.send_signal(signal.SIGTERM)
+
+
+TELLS = r"os.write(2, b'loading\n')"
+WAKES = "os.write(signal.set_wakeup_fd(-1), bytes([signal.SIGTERM]))"
+
+
+@pytest.mark.parametrize("work", [TELLS, WAKES], ids=["waiting", "about to wait"])
+def test_a_signal_during_the_start_ends_it(tiny_model, endpoint, work):
+    with started(tiny_model, "--endpoint", endpoint, prelude=loading(work)) as engine:
+        if work == TELLS:
+            assert "loading\n" in engine.process.stderr, "it reads as far as that line"
+            engine.process.send_signal(signal.SIGTERM)
         status, error = engine.end()
     assert status == 128 + signal.SIGTERM
     assert "the engine ends: signal SIGTERM at start (exit status 143)" in error
     assert not socket_of(endpoint).exists()
 
 
-def test_a_signal_just_before_the_start_waits_ends_it(tiny_model, endpoint):
-    prelude = """
-        import os, signal, threading
-        from caesura.scheduler.execution import build
-        def load_model(*given):
-            os.write(signal.set_wakeup_fd(-1), bytes([signal.SIGTERM]))
-            threading.Event().wait()
-        build.load_model = load_model
-    """
-    with started(tiny_model, "--endpoint", endpoint, prelude=prelude) as engine:
-        status, error = engine.end()
-    assert status == 128 + signal.SIGTERM
-    assert "the engine ends: signal SIGTERM at start (exit status 143)" in error
-
-
 @pytest.mark.long
 def test_a_signal_that_meets_a_finalizer_during_the_start_ends_it(tiny_model, endpoint):
     """An error that a handler raises there is lost, and the start would go on, here for ever."""
-    prelude = """
-        import os, signal, threading
-        from caesura.scheduler.execution import build
-        from caesura.scheduler.runtime import process
-        process.END_S = 1.0
-        class Finalized:
-            def __del__(self):
-                signal.raise_signal(signal.SIGTERM)
-        def load_model(*given):
-            Finalized()
-            threading.Event().wait()
-        build.load_model = load_model
-    """
-    with started(tiny_model, "--endpoint", endpoint, prelude=prelude) as engine:
+    with started(tiny_model, "--endpoint", endpoint, prelude=loading("Finalized()", 1.0)) as engine:
         assert engine.end()[0] == EXIT_HUNG
 
 
@@ -323,18 +310,8 @@ def test_a_launcher_that_dies_during_the_start_is_named(tiny_model, endpoint):
 
 @pytest.mark.long
 def test_a_cancelled_start_whose_cleanup_hangs_is_cut_off(tiny_model, endpoint):
-    prelude = """
-        import os, threading
-        from caesura.scheduler.execution import build
-        from caesura.scheduler.runtime import process
-        process.END_S = 1.0
-        process.private_directory.remove = lambda path: threading.Event().wait()
-        def load_model(*given):
-            os.write(2, b"loading\\n")
-            threading.Event().wait()
-        build.load_model = load_model
-    """
-    with started(tiny_model, prelude=prelude) as engine:
+    hangs = "process.private_directory.remove = lambda path: threading.Event().wait()"
+    with started(tiny_model, prelude=loading(TELLS, 1.0, hangs)) as engine:
         assert "loading\n" in iter(engine.process.stderr.readline, "")
         engine.process.send_signal(signal.SIGTERM)
         assert engine.end()[0] == EXIT_HUNG
@@ -468,6 +445,26 @@ def test_too_little_memory_to_start_is_an_end_too(tiny_model, endpoint):
     assert not socket_of(endpoint).exists()
 
 
+REFUSED = """
+    import sys
+    import psutil
+    from caesura.client import CheckpointError, launch_scheduler
+    try:
+        launch_scheduler(sys.argv[1])
+    except CheckpointError as error:
+        print(error.detail["path"], psutil.Process().children())
+"""
+
+
+@pytest.mark.long
+def test_a_refused_start_leaves_no_process_and_no_directory(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(REFUSED), str(tmp_path / "no model")]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == f"{tmp_path / 'no model'} []\n", done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.long
 def test_remains_of_a_killed_engine_are_removed(tiny_model, tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -485,19 +482,3 @@ def test_remains_of_a_killed_engine_are_removed(tiny_model, tmp_path):
         again.process.send_signal(signal.SIGTERM)
         assert again.end()[0] == 0
     assert not list(tmp_path.glob("caesura-*"))
-
-
-@pytest.mark.long
-def test_the_soft_limit_of_descriptors_is_raised(tiny_model, endpoint):
-    def low() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-
-    with started(tiny_model, "--endpoint", endpoint, preexec_fn=low) as engine:
-        clients = [SchedulerClient(engine.ready())] + [SchedulerClient(endpoint) for _ in range(40)]
-        assert all(client.status(timeout=PATIENCE).pid == engine.process.pid for client in clients)
-        soft, hard = resource.prlimit(engine.process.pid, resource.RLIMIT_NOFILE)
-        assert soft == min(hard, 1 << 20)
-        for client in clients:
-            client.close()
-        engine.process.send_signal(signal.SIGTERM)
-        assert engine.end()[0] == 0

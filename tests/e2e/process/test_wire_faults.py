@@ -25,6 +25,7 @@ from caesura.io_struct import (
     GenerateReqInput,
     GetStatusReqInput,
     GetStatusReqOutput,
+    UpdateWeightFromDiskReqInput,
     encode,
 )
 
@@ -184,6 +185,35 @@ def test_a_second_scheduler_is_refused_and_the_first_keeps_serving(client, launc
     finally:
         fresh.close()
     assert len(client.generate([5, 6], SHORT, timeout=PATIENCE).output_ids) == 40
+
+
+def test_status_and_abort_are_answered_during_an_update(tmp_path):
+    model = tmp_path / "large"
+    make_checkpoint(
+        model,
+        "qwen3",
+        seed=4,
+        vocab_size=20_000,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=4,
+    )
+    with launch(model, tmp_path / "log", kv_pool_tokens=2048, load_bucket_bytes=1 << 18) as client:
+        frozen = client.submit([5, 6, 7], SHORT, rid="frozen")
+        client.pause("in_place", timeout=PATIENCE)
+        with RawClient(client.endpoint) as raw:
+            update = UpdateWeightFromDiskReqInput(model_path=str(model), flush_cache=False)
+            raw.send(update)
+            status = eventually(
+                lambda: now if (now := client.status(timeout=PATIENCE)).update is not None else None
+            )
+            assert 0 < status.update.written_bytes <= status.update.total_bytes
+            assert status.weights == "updating"
+            assert client.abort("frozen", timeout=PATIENCE).aborted == 1
+            assert frozen.result(timeout=PATIENCE).finish_reason.type == "abort"
+            assert not raw.received(), "the update was meant to be under way"
+            assert raw.receive().committed
+        assert client.status(timeout=PATIENCE).weights == "valid"
 
 
 def test_a_client_that_does_not_read_costs_others_nothing(tiny_model):

@@ -15,8 +15,9 @@ from support.waiting import eventually
 
 from caesura.client import SchedulerClient, launch_scheduler
 from caesura.client.exceptions import EngineError
-from caesura.client.trainer import SharedBucket, SharedTensors, buckets
+from caesura.client.trainer import SharedBucket, SharedTensors, buckets, manifest
 from caesura.io_struct import (
+    BeginWeightUpdateReqInput,
     CaesuraError,
     TensorSpec,
     UpdateWeightFromDiskReqInput,
@@ -101,6 +102,24 @@ def test_a_bad_first_buffer_changes_nothing(driver, other_model):
     assert_error(sender.send(0, frames=[]), "invalid_request")
     status = driver.status()
     assert (status.weights, status.session, status.weights_epoch) == ("valid", None, 0)
+
+
+def test_a_manifest_must_fit_and_be_fulfilled(driver, other_model):
+    wrong = [TensorSpec(name="model.embed_tokens.weight", dtype="F32", shape=[3, 3])]
+    error = assert_error(driver.call(BeginWeightUpdateReqInput(manifest=wrong)), "weight_mismatch")
+    assert error.detail["mismatched"][0]["name"] == "model.embed_tokens.weight"
+    assert driver.status().session is None
+    weights = weights_of(other_model)
+    session_id = driver.begin(manifest=manifest(weights.items()))
+    error = assert_error(driver.end(session_id=session_id), "weight_mismatch")
+    assert error.message == f"the session lacks {len(weights)} tensors"
+    assert error.detail["missing"] == sorted(weights)
+    sender = Sender(driver, other_model, 20_000)
+    sender.send(0, session_id=session_id)
+    assert assert_error(driver.end(session_id=session_id), "weight_mismatch").detail["missing"]
+    for number in range(1, len(sender.parts)):
+        sender.send(number, session_id=session_id)
+    assert driver.end(session_id=session_id).committed
 
 
 @pytest.mark.parametrize("fault", ["offset", "dtype", "misaligned", "buffer", "rows", "nbytes"])
