@@ -20,16 +20,8 @@ from typing import Unpack
 
 from ..connection.options import ConnectionOptions
 from ..exceptions import EngineError, InvalidRequest
-from ..launch.supervisor import (
-    Ended,
-    Listener,
-    RestartPolicy,
-    State,
-    Supervisor,
-    has_option,
-    option_value,
-    supervised,
-)
+from ..launch.launcher import option_value
+from ..launch.supervisor import Ended, Listener, RestartPolicy, State, Supervisor
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARED_FRACTION = 0.5
@@ -38,12 +30,6 @@ PER_CORE = 4
 """Maximum number of ranks for each core, if they have no devices: more only wait for each other."""
 _OWN = ("--endpoint", "--state-file", "--tp-joined", "--tp-address")
 _THREADS = "OMP_NUM_THREADS"
-
-
-@dataclass(frozen=True, slots=True)
-class Replica:
-    name: str
-    supervisor: Supervisor
 
 
 class ReplicaProcesses:
@@ -58,23 +44,27 @@ class ReplicaProcesses:
         self.keys = keys
         self.ranks = ranks_of(arguments)
         """Number of ranks of each replica (``--tp``)."""
-        self.replicas = []
-        for index, place in enumerate(placed(arguments, replicas)):
-            name = f"replica-{index}"
-            own = [*place.arguments, "--log-name", name]
-            supervisor = supervised(own, None, policy, name=name, environment=place.environment, **keys)
-            self.replicas.append(Replica(name, supervisor))
+        self.replicas = [
+            Supervisor(
+                [*place.arguments, "--log-name", f"replica-{index}"],
+                policy=policy,
+                name=f"replica-{index}",
+                environment=place.environment,
+                **keys,
+            )
+            for index, place in enumerate(placed(arguments, replicas))
+        ]
 
     def start(self) -> None:
         """Start all of them, and return when all are ready; raise the first reason after the end of all."""
         try:
             for replica in self.replicas:
-                replica.supervisor.begin()
-            wait([replica.supervisor.started for replica in self.replicas], return_when=FIRST_EXCEPTION)
+                replica.begin()
+            wait([replica.started for replica in self.replicas], return_when=FIRST_EXCEPTION)
             for replica in self.replicas:
-                if replica.supervisor.started.done():
+                if replica.started.done():
                     try:
-                        replica.supervisor.started.result()
+                        replica.started.result()
                     except EngineError as error:
                         error.add_note(f"{replica.name} of {len(self.replicas)}")
                         raise
@@ -85,7 +75,7 @@ class ReplicaProcesses:
     def follow(self, listener: Callable[[str, State], None]) -> None:
         """Call ``listener`` with name and present state of every replica, and with every later one."""
         for replica in self.replicas:
-            replica.supervisor.subscribe(partial(listener, replica.name))
+            replica.subscribe(partial(listener, replica.name))
 
     def subscribe(self, listener: Listener) -> None:
         """Call ``listener`` when the last replica has ended for good, at once if it has already."""
@@ -105,14 +95,14 @@ class ReplicaProcesses:
     def hurry(self) -> None:
         """End the requests that engines still finish while :meth:`close` waits in another thread."""
         for replica in self.replicas:
-            replica.supervisor.hurry()
+            replica.hurry()
 
     def close(self) -> None:
         for replica in self.replicas:
-            replica.supervisor.stop()
+            replica.stop()
         with ExitStack() as stack:  # all of them, whatever one says
             for replica in self.replicas:
-                stack.callback(replica.supervisor.close)
+                stack.callback(replica.close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +116,7 @@ def placed(
 ) -> list[Place]:
     """Return the places of schedulers; InvalidRequest if cores or devices are too few."""
     for option in _OWN:
-        if has_option(arguments, option):
+        if option_value(arguments, option) is not None:
             raise InvalidRequest(
                 f"{option} is for one engine: with --replicas every engine has its own", field=option
             )
@@ -140,11 +130,10 @@ def placed(
             value=replicas,
         )
     more = []
-    if not has_option(arguments, "--num-threads"):
+    if option_value(arguments, "--num-threads") is None:
         more += ["--num-threads", str(max(1, _threads(environment) // (replicas * ranks)))]
-    if devices is None and not (
-        has_option(arguments, "--kv-pool-tokens") or has_option(arguments, "--kv-memory-fraction")
-    ):
+    sizes = ("--kv-pool-tokens", "--kv-memory-fraction")
+    if devices is None and all(option_value(arguments, size) is None for size in sizes):
         more += ["--kv-memory-fraction", f"{SHARED_FRACTION / replicas:.4g}"]
     return [
         Place(

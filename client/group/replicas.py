@@ -46,7 +46,7 @@ class ReplicaFleet(Fleet):
         super().__init__(
             [
                 EngineAddress(
-                    replica.supervisor.endpoint,
+                    replica.endpoint,
                     processes.keys.get("curve_server_key"),
                     processes.keys.get("curve_client_key_file"),
                     replica.name,

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import KW_ONLY, dataclass
-from itertools import pairwise
+from itertools import zip_longest
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from types import TracebackType
@@ -37,7 +37,7 @@ from ...io_struct.field_errors import unknown_name
 from ...process import private_directory
 from ...process.contract import EXIT_HUNG
 from ...process.options import EngineOptions
-from ..connection.blocking import SchedulerClient
+from ..connection.blocking import ControlClient, SchedulerClient
 from ..connection.endpoints import ClientKeys, KeyOrFile
 from ..connection.fork import Process, close_sign_of_life, keep_from_children, not_forking
 from ..connection.options import ConnectionOptions, seconds
@@ -78,8 +78,7 @@ class LaunchedScheduler:
             raise
         # Bound to the client, which users may keep without this object; it runs at interpreter exit too.
         self._finalizer = weakref.finalize(self.client, self._child.end)
-        self.client.expect_exit()
-        self._child.report_exit_to(weakref.WeakMethod(self.client.engine_exited))
+        self._child.report_exit_to(self.client)
         self._child.log_end()
 
     @property
@@ -112,8 +111,7 @@ class LaunchedScheduler:
     def hurry(self) -> None:
         """End a drain that :meth:`close` waits for in another thread; RuntimeError in a forked child."""
         self._child.launcher.require()
-        with contextlib.suppress(ProcessLookupError):
-            self._child.process.terminate()
+        self._child.process.terminate()
 
     def __enter__(self) -> SchedulerClient:
         return self.client
@@ -196,8 +194,10 @@ class Child:
             return str(message["endpoint"])
         raise error_for(message["code"], message["message"], message.get("detail"))
 
-    def report_exit_to(self, listener: "weakref.WeakMethod[Any]") -> None:
-        """Call ``listener(reason)`` when the process has ended, at once if it has already."""
+    def report_exit_to(self, client: ControlClient) -> None:
+        """Have ``client``, while it lives, explain a lost connection by the end of the process."""
+        client.expect_exit()
+        listener = weakref.WeakMethod(client.engine_exited)
 
         def report(_: object) -> None:
             if (told := listener()) is not None:
@@ -207,7 +207,13 @@ class Child:
 
     def log_end(self) -> None:
         """Log the end of the process, with a warning where it failed; nothing if it was asked for here."""
-        self._exited.add_done_callback(self._log_exit)
+
+        def log(ended: Future[int]) -> None:
+            if not self.expected:
+                level = logging.WARNING if ended.result() else logging.INFO
+                logger.log(level, "the scheduler process (pid %d) %s", self.process.pid, self.ending())
+
+        self._exited.add_done_callback(log)
 
     def wait(self, timeout: float) -> bool:
         return not wait([self._exited], min(timeout, threading.TIMEOUT_MAX)).not_done
@@ -242,18 +248,15 @@ class Child:
     def _watch(self) -> None:
         self._exited.set_result(self.process.wait())
 
-    def _log_exit(self, ended: Future[int]) -> None:
-        if self.expected:
-            return
-        last, status = self.last_line(), ended.result()
-        level = logging.WARNING if status else logging.INFO
-        text = "the scheduler process (pid %d) %s%s"
-        logger.log(level, text, self.process.pid, how_it_ended(status), last and f", last line: {last}")
-
     def last_line(self) -> str:
         """Return the last line that an ended process has written to stderr, or an empty string."""
         tail = self._stderr_tail().strip()
         return tail.splitlines()[-1] if tail else ""
+
+    def ending(self, longest: int | None = None) -> str:
+        """Return how an ended process ended, with the first ``longest`` characters of its last line."""
+        last = self.last_line()[:longest]
+        return how_it_ended(self.process.returncode) + (last and f", last line: {last}")
 
     def _exit_reason(self, when: str) -> str:
         last = self.last_line()
@@ -277,7 +280,7 @@ class Child:
 
 def _with_first_line(command: Sequence[str], path: str | os.PathLike[str]) -> list[str]:
     """Return a command that writes the first line of a run, with its process id, and becomes ``command``."""
-    endpoint = next((value for name, value in pairwise(command) if name == "--endpoint"), "?")
+    endpoint = option_value(command, "--endpoint") or "?"
     before = f"===== {time.strftime('%Y-%m-%d %H:%M:%S')} caesura {__version__} scheduler"
     if _tail_of(path)[-1:] not in ("", "\n"):  # half a line of a killed run
         before = "\n" + before
@@ -371,6 +374,16 @@ def launch_scheduler(given: dict[str, Any]) -> LaunchedScheduler:
 def engine_command(*arguments: str) -> list[str]:
     """Return the command of ``caesura scheduler``; ``-P``: a clone in the current folder has no kernels."""
     return [sys.executable, "-P", "-m", "caesura.scheduler", *arguments]
+
+
+def option_value(arguments: Sequence[str], option: str) -> str | None:
+    """Return the last value of ``option``, as click reads it, or None without the option."""
+    value = None
+    for each, following in zip_longest(arguments, arguments[1:]):
+        name, equals, given = each.partition("=")
+        if name == option:
+            value = given if equals else following
+    return value
 
 
 def worker_command(*arguments: str) -> list[str]:

@@ -3,14 +3,13 @@
 Invariants:
 - A scheduler that ends with status 0 was shut down and is not restarted, nor is one whose configuration is
   refused. One that cannot write its state file is started until it can, which counts as no restart.
-- Delays grow; after ``max_restarts`` within ``window_s`` seconds it gives up, with the last reason.
+- Delays grow; after ``max_restarts`` within ``restart_window_s`` it gives up, with the last reason.
 - A scheduler that has not answered a status request for ``hang_timeout_s`` is killed; so is one that was told
   to end, and neither ends nor answers, after ``stop_silence_s``.
 - The child outlives neither this process (the lifeline of ``launcher.py``) nor :meth:`Supervisor.close`.
 
-States: *starting* → *serving* → *down* → *starting* …, and *ended* for good from any of them. One thread
-starts and watches the process; the methods only signal it. Exit status: 0 when it was told to end, 1 when a
-start was refused, 2 for a wrong command line, 3 when it gave up.
+One thread starts and watches the process; the methods only signal it. Exit status: 0 when it was told to end,
+1 when a start was refused, 2 for a wrong command line, 3 when it gave up.
 """
 
 import contextlib
@@ -21,15 +20,10 @@ import signal
 import sys
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
-from itertools import zip_longest
-from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 import click
 
@@ -41,13 +35,11 @@ from ..connection.blocking import ControlClient
 from ..connection.endpoints import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from ..connection.options import ConnectionOptions
 from ..exceptions import EngineDied, EngineError, InternalError, TimedOut
-from .launcher import USAGE_STATUS, Child, check_keys, engine_command, how_it_ended
+from .launcher import USAGE_STATUS, Child, check_keys, engine_command, how_it_ended, option_value
 from .notify import notify, watchdog_interval_s
 
 logger = logging.getLogger(__name__)
 GAVE_UP_STATUS = 3
-STOP_TIMEOUT_S = 60.0
-"""Seconds between SIGTERM and SIGKILL, beside those that the scheduler may drain."""
 DEFAULT_NAME = "the scheduler"
 _NEVER_AGAIN = (ErrorCode.INVALID_REQUEST, ErrorCode.UNSUPPORTED, ErrorCode.UNSUPPORTED_MODEL)
 """Refused starts that need another configuration. Other reasons may pass, a lack of memory for example."""
@@ -61,20 +53,20 @@ _LOOK_S = 1.0
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """When a scheduler is restarted."""
+    """When a scheduler is restarted. The defaults are those of the command line."""
 
     max_restarts: int = 5
-    window_s: float = 600.0
+    restart_window_s: float = 600.0
     first_delay_s: float = 0.5
     """Seconds before the first restart of a window; the delay doubles with each further one."""
     longest_delay_s: float = 30.0
     hang_timeout_s: float = 120.0
     """Maximum seconds without an answer to a status request; 0 disables the check, also at the end."""
     startup_timeout_s: float = 600.0
-    stop_timeout_s: float = STOP_TIMEOUT_S
-    """Seconds between SIGTERM and SIGKILL at the end."""
+    stop_timeout_s: float | None = None
+    """Seconds between SIGTERM and SIGKILL at the end. None: those of :func:`stop_timeout_s`."""
     stop_silence_s: float = 5.0
     """Seconds that a scheduler told to end may take to end or to answer."""
 
@@ -111,50 +103,68 @@ State = Serving | Down | Ended
 Listener = Callable[[State], None]
 
 
-class _Failure(Exception):  # noqa: N818  (a failure of the scheduler, not of this module)
-    """A scheduler ended that should not have; ``final``: another would fail alike, with this error."""
+class _Failure(NamedTuple):
+    """The end of a scheduler that should not have ended."""
 
-    def __init__(self, reason: str, final: EngineError | None = None, *, waits: bool = False) -> None:
-        super().__init__(reason)
-        self.final = final
-        self.waits = waits
-        """The start is repeated until something outside is mended."""
+    reason: str
+    final: EngineError | None = None
+    """Error with which every other scheduler would end, too, or None."""
+    waits: bool = False
+    """True if the start is repeated until something outside is mended."""
 
 
 class Supervisor:
-    """Runs ``command``, with endpoint and descriptors appended, again and again; removes ``directory``."""
+    """Runs ``command``, with ``arguments``, endpoint and descriptors appended, again and again.
+
+    Socket and state file default to a private directory, which it makes and removes.
+    """
 
     def __init__(
         self,
-        command: Sequence[str],
-        endpoint: str,
-        *,
+        arguments: Sequence[str],
+        endpoint: str | None = None,
         policy: RestartPolicy | None = None,
-        directory: Path | None = None,
+        *,
         name: str = DEFAULT_NAME,
         environment: Mapping[str, str] | None = None,
+        command: Sequence[str] | None = None,
         **keys: Unpack[ConnectionOptions],
     ) -> None:
         check_keys(keys)
+        self._policy = policy = policy or RestartPolicy()
+        asked = policy.hang_timeout_s > 0 and keys.get("curve_server_key") is None
+        if asked and option_value(arguments, "--curve-secret-key-file") is not None:
+            raise click.UsageError(
+                "a scheduler with keys accepts only clients with keys: "
+                "--curve-server-key and --curve-client-key-file are required, or --hang-timeout 0"
+            )
+        self._command = [*(command or engine_command()), *arguments]
+        self._cleanup = contextlib.ExitStack()
+        has_state_file = option_value(arguments, "--state-file") is not None
+        if endpoint is None or not has_state_file:
+            directory = private_directory.make()
+            self._cleanup.callback(private_directory.remove, directory)
+            endpoint = endpoint or f"ipc://{directory}/{private_directory.SOCKET}"
+            if not has_state_file:
+                self._command += ["--state-file", f"{directory}/{private_directory.STATE_FILE}"]
         self.endpoint = endpoint
         """The address of all schedulers; a port 0 is replaced by the real one once a scheduler has served."""
         self.started: Future[Serving] = Future()
         """The first scheduler that serves, or the reason why none does."""
-        self._name = name
+        self.name = name
         self._logger = logging.LoggerAdapter(logger, {"replica": "" if name == DEFAULT_NAME else name})
         self._environment = environment
-        self._command = list(command)
-        self._policy = policy or RestartPolicy()
-        self._directory = directory
+        given = policy.stop_timeout_s
+        self._stop_timeout_s = stop_timeout_s(arguments) if given is None else given
         self._keys = keys
         self._lock = threading.Lock()
         self._state: State | None = None
         self._listeners: list[Listener] = []
         self._child: Child | None = None
         self._stopping = threading.Event()
-        self._restarts: deque[float] = deque()
-        """Times of the restarts in the window."""
-        self._num_restarts = self._num_waits = 0
+        self._restarts: list[float] = []
+        """Times of all restarts."""
+        self._num_waits = 0
         self._thread = threading.Thread(target=self._run, name="caesura-supervisor", daemon=True)
 
     def start(self) -> Serving:
@@ -174,10 +184,8 @@ class Supervisor:
                 listener(self._state)
 
     def signal(self, number: int) -> None:
-        child = self._child
-        if child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                child.process.send_signal(number)
+        if (child := self._child) is not None:
+            child.process.send_signal(number)
 
     def hurry(self) -> None:
         """End a drain that :meth:`close` waits for in another thread."""
@@ -190,8 +198,7 @@ class Supervisor:
         self._stopping.set()
         self.signal(signal.SIGTERM)
         self.signal(signal.SIGCONT)  # a stopped process can end in order, too
-        child = self._child
-        if child is not None:
+        if (child := self._child) is not None:
             threading.Thread(target=self._limit_end, args=(child,), name="caesura-stop", daemon=True).start()
 
     def close(self) -> None:
@@ -199,24 +206,20 @@ class Supervisor:
         self.stop()
         if self._thread.ident is not None:
             self._thread.join()
-        elif self._directory is not None:
-            private_directory.remove(self._directory)
+        self._cleanup.close()
 
     def _limit_end(self, child: Child) -> None:
-        """Kill a scheduler that was told to end, if it is silent or takes longer than ``stop_timeout_s``."""
-        policy, deadline = self._policy, time.monotonic() + self._policy.stop_timeout_s
-        silence_s = policy.stop_silence_s
+        """Kill a scheduler that was told to end, if it is silent or takes longer than its time."""
+        deadline, silence_s = time.monotonic() + self._stop_timeout_s, self._policy.stop_silence_s
         try:
-            if policy.hang_timeout_s > 0 and policy.stop_timeout_s >= silence_s:
+            if self._policy.hang_timeout_s > 0 and self._stop_timeout_s >= silence_s:
                 with self._probing_client(silence_s) as client:
                     client.status(timeout=silence_s)
         except TimedOut:
+            deadline = 0.0
             if not child.wait(0.0):
-                self._logger.warning(
-                    "%s has neither ended nor answered for %g s after SIGTERM, and is killed",
-                    self._name, silence_s,
-                )  # fmt: skip
-                child.process.kill()
+                text = "%s has neither ended nor answered for %g s after SIGTERM, and is killed"
+                self._logger.warning(text, self.name, silence_s)
         except CaesuraError:  # a refusal is an answer, and so is the end
             pass
         if not child.wait(max(0.0, deadline - time.monotonic())):
@@ -229,86 +232,76 @@ class Supervisor:
         except Exception as defect:  # noqa: BLE001  the end of a thread: its listeners must hear of it
             error = InternalError(f"the supervisor has failed: {type(defect).__name__}: {defect}")
         finally:
-            if self._directory is not None:
-                private_directory.remove(self._directory)
+            self._cleanup.close()
             self._tell(Ended(None if self._stopping.is_set() else error))
 
     def _supervise(self) -> EngineError | None:
-        policy, restarts = self._policy, self._restarts
+        """Run schedulers until one ended as told, or as any other would: return why, or None."""
+        policy = self._policy
         while not self._stopping.is_set():
-            try:
-                self._run_once()
-            except _Failure as failure:
-                if self._stopping.is_set():
-                    self._logger.warning("%s, which was to end, %s", self._name, failure)
-                    return None
-                if failure.final is not None:
-                    return failure.final
-                now = time.monotonic()
-                while restarts and now - restarts[0] > policy.window_s:
-                    restarts.popleft()
-                if failure.waits:
-                    delay = policy.delay(self._num_waits)
-                    self._num_waits += 1
-                    self._logger.warning("%s %s; next try in %.1f s", self._name, failure, delay)
-                elif len(restarts) >= policy.max_restarts:
-                    text = (
-                        f"{self._name} {failure}; it was restarted {len(restarts)} times "
-                        f"within {policy.window_s:g} s: giving up"
-                    )
-                    return EngineDied(text, restarts=self._num_restarts)
-                else:
-                    delay = policy.delay(len(restarts))
-                    restarts.append(now)
-                    self._num_restarts += 1
-                    self._logger.warning(
-                        "%s %s; restart %d of %d within %g s, in %.1f s",
-                        self._name, failure, len(restarts), policy.max_restarts, policy.window_s, delay,
-                    )  # fmt: skip
-                self._tell(Down(str(failure), delay))
-                self._stopping.wait(delay)
-            else:
+            failure = self._run_once()
+            if failure is None:
                 return None
+            if self._stopping.is_set():
+                self._logger.warning("%s, which was to end, %s", self.name, failure.reason)
+                return None
+            if failure.final is not None:
+                return failure.final
+            now = time.monotonic()
+            recent = sum(now - at <= policy.restart_window_s for at in self._restarts)
+            if failure.waits:
+                delay, plan = policy.delay(self._num_waits), "next try"
+                self._num_waits += 1
+            elif recent < policy.max_restarts:
+                delay = policy.delay(recent)
+                plan = f"restart {recent + 1} of {policy.max_restarts} within {policy.restart_window_s:g} s,"
+                self._restarts.append(now)
+            else:
+                text = (
+                    f"{self.name} {failure.reason}; it was restarted {recent} times "
+                    f"within {policy.restart_window_s:g} s: giving up"
+                )
+                return EngineDied(text, restarts=len(self._restarts))
+            self._logger.warning("%s %s; %s in %.1f s", self.name, failure.reason, plan, delay)
+            self._tell(Down(failure.reason, delay))
+            self._stopping.wait(delay)
         return None
 
-    def _run_once(self) -> None:
-        policy = self._policy
+    def _run_once(self) -> _Failure | None:
         try:
             child = Child([*self._command, "--endpoint", self.endpoint], environment=self._environment)
         except OSError as error:
-            raise _Failure(f"could not be started: {error}") from error
+            return _Failure(f"could not be started: {error}")
         self._child = child
         try:
-            if self._stopping.is_set():
-                return
-            self.endpoint = self._wait_ready(child)
-            self._num_waits = 0
-            self._tell(Serving(self.endpoint, child.process.pid, self._num_restarts))
-            if not self._answers_until_it_ends(child, policy.hang_timeout_s):
-                child.process.kill()
-                child.wait(policy.stop_timeout_s)
-                raise _Failure(f"did not answer its status for {policy.hang_timeout_s:g} s and was killed")
-            if child.process.returncode != 0:
-                raise _Failure(_exit_of(child))
-            self._logger.info("%s %s", self._name, how_it_ended(0))
+            return None if self._stopping.is_set() else self._watch(child)
         finally:
             self._child = None
             child.end()
 
-    def _wait_ready(self, child: Child) -> str:
+    def _watch(self, child: Child) -> _Failure | None:
+        policy = self._policy
         try:
-            return child.wait_ready(self._policy.startup_timeout_s)
+            self.endpoint = child.wait_ready(policy.startup_timeout_s)
         except EngineDied as error:
             wrong = error if child.process.returncode == USAGE_STATUS else None
-            raise _Failure(f"{_exit_of(child)} before it was ready", wrong) from error
-        except TimedOut as error:
+            return _Failure(f"{child.ending(_LAST_LINE)} before it was ready", wrong)
+        except TimedOut:
             child.process.kill()
-            reason = f"was not ready within {self._policy.startup_timeout_s:g} s and was killed"
-            raise _Failure(reason) from error
+            return _Failure(f"was not ready within {policy.startup_timeout_s:g} s and was killed")
         except EngineError as error:
             final = error if not self.started.done() or error.code in _NEVER_AGAIN else None
-            waits = error.code == ErrorCode.STATE_FILE_ERROR
-            raise _Failure(f"refused to start: {error}", final, waits=waits) from error
+            return _Failure(f"refused to start: {error}", final, error.code == ErrorCode.STATE_FILE_ERROR)
+        self._num_waits = 0
+        self._tell(Serving(self.endpoint, child.process.pid, len(self._restarts)))
+        if not self._answers_until_it_ends(child, policy.hang_timeout_s):
+            child.process.kill()
+            child.wait(self._stop_timeout_s)
+            return _Failure(f"did not answer its status for {policy.hang_timeout_s:g} s and was killed")
+        if child.process.returncode != 0:
+            return _Failure(child.ending(_LAST_LINE))
+        self._logger.info("%s %s", self.name, how_it_ended(0))
+        return None
 
     def _answers_until_it_ends(self, child: Child, patience: float) -> bool:
         """Return True when it has ended, or False once it has been silent for ``patience`` seconds, if not 0.
@@ -319,8 +312,7 @@ class Supervisor:
             return child.wait(math.inf)
         each = patience / _PROBES_PER_HANG
         with self._probing_client(each) as client:
-            client.expect_exit()
-            child.report_exit_to(weakref.WeakMethod(client.engine_exited))
+            child.report_exit_to(client)
             answered, missed = time.monotonic(), 0
             while not child.wait(min(each, _LONGEST_PROBE_INTERVAL_S)):
                 try:
@@ -344,68 +336,22 @@ class Supervisor:
             self._state = state
             for listener in self._listeners:
                 listener(state)
-        if isinstance(state, Serving) and not self.started.done():
+        if self.started.done():
+            return
+        if isinstance(state, Serving):
             self.started.set_result(state)
-        elif isinstance(state, Ended) and not self.started.done():
+        elif isinstance(state, Ended):
             stopped = EngineDied("the scheduler was stopped before it was ready")
             self.started.set_exception(state.error or stopped)
 
 
-def _exit_of(child: Child) -> str:
-    how = how_it_ended(child.process.returncode)
-    last = child.last_line()[:_LAST_LINE]
-    return f"{how}, last line: {last}" if last else how
-
-
-def supervised(
-    arguments: Sequence[str],
-    endpoint: str | None,
-    policy: RestartPolicy,
-    *,
-    name: str = DEFAULT_NAME,
-    environment: Mapping[str, str] | None = None,
-    **keys: Unpack[ConnectionOptions],
-) -> Supervisor:
-    """Return an unstarted supervisor; socket and state file default to a private directory."""
-    check_keys(keys)
-    asked = policy.hang_timeout_s > 0 and keys.get("curve_server_key") is None
-    if asked and has_option(arguments, "--curve-secret-key-file"):
-        raise click.UsageError(
-            "a scheduler with keys accepts only clients with keys: "
-            "--curve-server-key and --curve-client-key-file are required, or --hang-timeout 0"
-        )
-    command = engine_command(*arguments)
-    has_state_file = has_option(arguments, "--state-file")
-    directory = None if endpoint is not None and has_state_file else private_directory.make()
-    if not has_state_file:
-        command += ["--state-file", f"{directory}/{private_directory.STATE_FILE}"]
-    endpoint = endpoint or f"ipc://{directory}/{private_directory.SOCKET}"
-    return Supervisor(
-        command, endpoint, policy=policy, directory=directory, name=name, environment=environment, **keys
-    )
-
-
 def stop_timeout_s(arguments: Sequence[str]) -> float:
-    """Return the seconds from SIGTERM to SIGKILL of such a scheduler: more than it may drain."""
+    """Return the seconds from SIGTERM to SIGKILL of such a scheduler: 60, beside those that it may drain."""
     drain_s = 0.0
     if option_value(arguments, "--shutdown-mode") == "drain":
         with contextlib.suppress(ValueError):  # the scheduler refuses it
             drain_s = float(option_value(arguments, "--drain-timeout-s") or EngineOptions.drain_timeout_s)
-    return STOP_TIMEOUT_S + drain_s
-
-
-def has_option(arguments: Sequence[str], option: str) -> bool:
-    return option_value(arguments, option) is not None
-
-
-def option_value(arguments: Sequence[str], option: str) -> str | None:
-    """Return the last value of ``option``, as click reads it, or None without the option."""
-    value = None
-    for each, following in zip_longest(arguments, arguments[1:]):
-        name, equals, given = each.partition("=")
-        if name == option:
-            value = given if equals else following
-    return value
+    return 60.0 + drain_s
 
 
 def status_of(error: EngineError | None) -> int:
@@ -416,20 +362,21 @@ def status_of(error: EngineError | None) -> int:
     return USAGE_STATUS if error.detail.get("returncode") == USAGE_STATUS else 1
 
 
-_count = partial(click.option, type=click.IntRange(0), show_default=True)
-_seconds = partial(click.option, type=click.FloatRange(0), show_default=True)
+def _option(flag: str, field: str, text: str) -> Callable[[CommandT], CommandT]:
+    """Return the option for a ``field`` of the policy, whose default it takes."""
+    default = getattr(RestartPolicy, field)
+    kind = click.IntRange(0) if isinstance(default, int) else click.FloatRange(0)
+    return click.option(flag, field, type=kind, default=default, show_default=True, help=text)
 
 
 def restart_options(command: CommandT) -> CommandT:
     """Add the options of a command that restarts a scheduler."""
     hang = "Seconds without an answer after which a scheduler is killed and restarted. 0: never."
-    for option in (
-        _seconds("--hang-timeout", default=120.0, help=hang),
-        _seconds("--restart-window", default=600.0, help="Window for --max-restarts, in seconds."),
-        _count("--max-restarts", default=5, help="Maximum number of restarts within --restart-window."),
-    ):
-        command = option(command)
-    return command
+    window = "Window for --max-restarts, in seconds."
+    most = "Maximum number of restarts within --restart-window."
+    command = _option("--hang-timeout", "hang_timeout_s", hang)(command)
+    command = _option("--restart-window", "restart_window_s", window)(command)
+    return _option("--max-restarts", "max_restarts", most)(command)
 
 
 log_format_option = click.option(
@@ -457,10 +404,11 @@ log_format_option = click.option(
     help="File with this command's CURVE key pair; needed for a scheduler with keys.",
 )
 @restart_options
-@_seconds("--startup-timeout", default=600.0, help="Maximum seconds for the scheduler to become ready.")
-@_seconds(
+@_option("--startup-timeout", "startup_timeout_s", "Maximum seconds for the scheduler to become ready.")
+@_option(
     "--stop-timeout",
-    help="Seconds between SIGTERM and SIGKILL when this command ends.  "
+    "stop_timeout_s",
+    "Seconds between SIGTERM and SIGKILL when this command ends.  "
     "[default: 60, plus --drain-timeout-s with --shutdown-mode drain]",
 )
 @log_format_option
@@ -469,13 +417,10 @@ def supervise(
     context: click.Context,
     /,
     endpoint: str | None,
-    max_restarts: int,
-    restart_window: float,
-    hang_timeout: float,
-    startup_timeout: float,
-    stop_timeout: float | None,
     log_format: str,
-    **keys: Any,
+    curve_server_key: str | None,
+    curve_client_key_file: str | None,
+    **policy: Any,
 ) -> None:
     """Run a scheduler and restart it when it dies or hangs.
 
@@ -484,14 +429,13 @@ def supervise(
     nothing until the next complete one. The record of this is deleted when this command ends, unless
     --state-file is given.
     """
-    policy = RestartPolicy(
-        max_restarts=max_restarts,
-        window_s=restart_window,
-        hang_timeout_s=hang_timeout,
-        startup_timeout_s=startup_timeout,
-        stop_timeout_s=stop_timeout_s(context.args) if stop_timeout is None else stop_timeout,
+    supervisor = Supervisor(
+        [*context.args, "--log-format", log_format],
+        endpoint,
+        RestartPolicy(**policy),
+        curve_server_key=curve_server_key,
+        curve_client_key_file=curve_client_key_file,
     )
-    supervisor = supervised([*context.args, "--log-format", log_format], endpoint, policy, **keys)
     with server_log("supervise", log_format, "supervise"):
         logging.getLogger(__package__).setLevel(logging.INFO)
         error = _until_ended(supervisor)

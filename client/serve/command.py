@@ -21,8 +21,6 @@ from ..launch.supervisor import (
     log_format_option,
     restart_options,
     status_of,
-    stop_timeout_s,
-    supervised,
 )
 from .options import (
     ADMIN_KEY,
@@ -135,13 +133,12 @@ def _launch(
         )
     policy = RestartPolicy(
         max_restarts=options.max_restarts,
-        window_s=options.restart_window,
-        hang_timeout_s=options.hang_timeout,
+        restart_window_s=options.restart_window_s,
+        hang_timeout_s=options.hang_timeout_s,
         startup_timeout_s=options.startup_timeout,
-        stop_timeout_s=stop_timeout_s(arguments),
     )
     if options.replicas == 1:
-        return _started(supervised(arguments, None, policy, **keys))
+        return _started(Supervisor(arguments, policy=policy, **keys))
     from ..group.processes import ReplicaProcesses  # with the whole group, which no other command needs
 
     try:

@@ -111,8 +111,8 @@ class CommandLine:
 
     # Options that `caesura supervise` shares: restart_options and log_format_option
     max_restarts: int = 5
-    restart_window: float = 600.0
-    hang_timeout: float = 120.0
+    restart_window_s: float = 600.0
+    hang_timeout_s: float = 120.0
     log_format: str = "text"
 
 

@@ -353,6 +353,7 @@ def main() -> None:
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--ready-fd", type=int, required=True)
     parser.add_argument("--lifeline-fd", type=int, required=True)
+    parser.add_argument("--state-file", help="Ignored.")
     behaviours = ["well", "refuse", "crash", "hang", "die-on-generate", "drain", *UNANSWERED]
     parser.add_argument("--behave", choices=behaviours, default="well")
     options = parser.parse_args()

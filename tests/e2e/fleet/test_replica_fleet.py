@@ -35,7 +35,7 @@ ALL_TOKENS = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 @pytest.fixture(scope="module")
 def processes(tiny_model) -> Iterator[ReplicaProcesses]:
     options = ["--num-threads", "1", "--kv-pool-tokens", "2048", "--dtype", "float32"]
-    policy = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.01, window_s=0)
+    policy = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.01, restart_window_s=0)
     started = ReplicaProcesses(["--model", str(tiny_model), *options], 2, policy)
     started.start()
     yield started
@@ -91,7 +91,7 @@ async def states(fleet: ReplicaFleet) -> set[str]:
 
 
 def kill(processes: ReplicaProcesses, index: int) -> None:
-    processes.replicas[index].supervisor.signal(signal.SIGKILL)
+    processes.replicas[index].signal(signal.SIGKILL)
 
 
 async def kill_all(processes: ReplicaProcesses, fleet: ReplicaFleet) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-import weakref
+from pathlib import Path
 
 import psutil
 import pytest
@@ -88,12 +88,15 @@ def test_the_thread_that_sees_the_end_may_be_the_one_that_ends_the_rest(director
     finished = threading.Event()
 
     class Collected:
-        def ended(self, reason):
+        def expect_exit(self):
+            pass
+
+        def engine_exited(self, reason):
             child.end()
             finished.set()
 
     collected = Collected()
-    child.report_exit_to(weakref.WeakMethod(collected.ended))
+    child.report_exit_to(collected)
     child.process.kill()
     assert finished.wait(PATIENCE)
     assert not directory.exists()
@@ -304,16 +307,14 @@ QUICK = {"first_delay_s": 0.01, "longest_delay_s": 0.02, "hang_timeout_s": 0.0, 
 class Watched:
     """A supervisor and what it has told."""
 
-    def __init__(self, tmp_path, behave="well", **policy) -> None:
-        self.directory = tmp_path / "run"
-        self.directory.mkdir(mode=0o700)
+    def __init__(self, behave="well", **policy) -> None:
         self.states: queue.Queue = queue.Queue()
         self.supervisor = Supervisor(
-            [sys.executable, FAKE, "--behave", behave],
-            f"ipc://{self.directory}/s",
+            ["--behave", behave],
             policy=RestartPolicy(**{**QUICK, **policy}),
-            directory=self.directory,
+            command=[sys.executable, FAKE],
         )
+        self.directory = Path(self.supervisor.endpoint.removeprefix("ipc://")).parent
 
     def next(self, kind):
         state = self.states.get(timeout=PATIENCE)
@@ -327,11 +328,11 @@ class Watched:
 
 
 @pytest.fixture
-def watch(tmp_path):
+def watch():
     with contextlib.ExitStack() as cleanup:
 
         def watched(*arguments, **policy) -> Watched:
-            made = Watched(tmp_path, *arguments, **policy)
+            made = Watched(*arguments, **policy)
             cleanup.callback(made.supervisor.close)
             return made
 
@@ -384,7 +385,7 @@ def test_a_crash_loop_ends_with_the_last_reason(watch):
 
 
 def test_restarts_outside_the_window_do_not_count(watch):
-    watched = watch(max_restarts=1, window_s=0.0).begin()
+    watched = watch(max_restarts=1, restart_window_s=0.0).begin()
     for _ in range(3):
         os.kill(watched.next(Serving).pid, signal.SIGKILL)
         assert watched.next(Down).delay_s == 0.01
