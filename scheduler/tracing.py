@@ -10,7 +10,8 @@ Invariants:
 - A compiled function holds no result longer than the calls that take it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +45,6 @@ class Value:
     name: str
     shape: tuple[int | Affine, ...] = ()
     dtype: torch.dtype | None = None
-    contiguous: bool = False
-    """Contiguous for every T."""
 
 
 @dataclass(eq=False, slots=True)
@@ -102,11 +101,8 @@ class Tracer(TorchFunctionMode):
             if some or _name(func) not in _METADATA:
                 raise NotTraceableError(f"it calls {_name(func)}")
             return result
-        reshapes = (
-            len(made) == 1 and bool(args) and isinstance(args[0], Tensor) and _is_view(made[0], args[0])
-        )
-        call = Call(func, args, kwargs, [], not isinstance(result, Tensor), mutates, reshapes and not mutates)
-        self._note(call, made)
+        reshapes = not mutates and len(made) == 1 and _is_view(made[0], *args[:1])
+        self._note(Call(func, args, kwargs, [], not isinstance(result, Tensor), mutates, reshapes), made)
         return result
 
     def leaf(
@@ -139,75 +135,62 @@ class Tracer(TorchFunctionMode):
         return self._values.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf
 
     def _add(self, tensor: Tensor, name: str) -> Value:
-        value = Value(name, tuple(tensor.shape), tensor.dtype, tensor.is_contiguous())
+        value = Value(name, tuple(tensor.shape), tensor.dtype)
         self.tensors[value] = tensor
         self._values[id(tensor)] = value
         return value
 
 
 def merge(traces: Sequence[Trace], sizes: Sequence[int]) -> Trace:
-    """Return one trace for every number of tokens, of those of one function for ``sizes``.
+    """Return the first of the traces of one function for ``sizes``, made to hold for every number of tokens.
 
     NotTraceableError: calls differ in more than integers that are linear in the number of tokens.
     """
-    if len({len(each.calls) for each in traces}) > 1:
+    calls = [
+        [(each.target, each.kind, each.several, each.mutates, len(each.outs)) for each in trace.calls]
+        for trace in traces
+    ]
+    if any(each != calls[0] for each in calls):
         raise NotTraceableError("the calls that it makes depend on the number of tokens")
-    merger = _Merger(sizes)
-    inputs = [merger.value(each) for each in zip(*(each.inputs for each in traces), strict=True)]
-    calls = [merger.call(each) for each in zip(*(each.calls for each in traces), strict=True)]
-    return Trace(inputs, calls, merger.leaf([each.out for each in traces]))
+    for same in zip(*(each.calls for each in traces), strict=True):
+        one = same[0]
+        one.args, one.kwargs = _merged([(each.args, each.kwargs) for each in same], sizes)
+        one.reshapes = all(each.reshapes for each in same)
+        for values in zip(*(each.outs for each in same), strict=True):
+            values[0].shape = _merged([each.shape for each in values], sizes)
+    for values in zip(*(each.inputs for each in traces), strict=True):
+        values[0].shape = _merged([each.shape for each in values], sizes)
+    _merged([each.out for each in traces], sizes)
+    return traces[0]
 
 
-class _Merger:
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = sizes
-        self._values: dict[str, Value] = {}
+def _merged(found: Sequence[Any], sizes: Sequence[int]) -> Any:
+    if len(set(map(_form, found))) > 1:
+        raise NotTraceableError("arguments depend on the number of tokens")
+    made = iter([_merged_leaf(each, sizes) for each in zip(*map(leaves, found), strict=True)])
+    return mapped(lambda _: next(made), found[0])
 
-    def call(self, found: Sequence[Call]) -> Call:
-        one = found[0]
-        alike = {(each.kind, *(out.name for out in each.outs), each.several, each.mutates) for each in found}
-        if len(alike) > 1 or any(each.target != one.target for each in found):
-            raise NotTraceableError("the calls that it makes depend on the number of tokens")
-        args, kwargs = self._arguments([(each.args, each.kwargs) for each in found])
-        outs = [self.value(each) for each in zip(*(each.outs for each in found), strict=True)]
-        reshapes = all(each.reshapes for each in found)
-        return Call(one.target, args, kwargs, outs, one.several, one.mutates, reshapes, one.kind, one.detail)
 
-    def value(self, found: Sequence[Value]) -> Value:
-        shape, contiguous = self._arguments([each.shape for each in found]), all(v.contiguous for v in found)
-        made = self._values[found[0].name] = Value(found[0].name, shape, found[0].dtype, contiguous)
-        return made
-
-    def leaf(self, found: Sequence[Any]) -> Any:
-        one = found[0]
-        if any(type(each) is not type(one) for each in found):
-            raise NotTraceableError("an argument is of one type or another")
-        if isinstance(one, Value):
-            if any(each.name != one.name for each in found):
-                raise NotTraceableError("where tensors go depends on the number of tokens")
-            return self._values[one.name]
-        if isinstance(one, int) and not isinstance(one, bool):
-            return _linear(found, self._sizes)
-        if any(each is not one and (isinstance(one, Tensor) or each != one) for each in found):
-            raise NotTraceableError(f"an argument of {type(one).__name__} depends on the number of tokens")
-        return one
-
-    def _arguments(self, found: Sequence[Any]) -> Any:
-        forms = [mapped(lambda _: 0, each) for each in found]
-        if any(form != forms[0] for form in forms):
-            raise NotTraceableError("arguments depend on the number of tokens")
-        made = iter([self.leaf(each) for each in zip(*map(leaves, found), strict=True)])
-        return mapped(lambda _: next(made), found[0])
+def _merged_leaf(found: Sequence[Any], sizes: Sequence[int]) -> Any:
+    one = found[0]
+    if any(type(each) is not type(one) for each in found):
+        raise NotTraceableError("an argument is of one type or another")
+    if type(one) is int:
+        return _linear(found, sizes)
+    if isinstance(one, Value):
+        if any(each.name != one.name for each in found):
+            raise NotTraceableError("where tensors go depends on the number of tokens")
+    elif any(each is not one and (isinstance(one, Tensor) or each != one) for each in found):
+        raise NotTraceableError(f"an argument of {type(one).__name__} depends on the number of tokens")
+    return one
 
 
 def _linear(found: Sequence[int], sizes: Sequence[int]) -> int | Affine:
-    if len(set(found)) == 1:
-        return found[0]
     scale = (found[1] - found[0]) // (sizes[1] - sizes[0])
-    fitted = Affine(scale, found[0] - scale * sizes[0])
-    if any(scale * size + fitted.offset != each for size, each in zip(sizes, found, strict=True)):
+    offset = found[0] - scale * sizes[0]
+    if any(scale * size + offset != each for size, each in zip(sizes, found, strict=True)):
         raise NotTraceableError("an integer is not linear in the number of tokens")
-    return fitted
+    return Affine(scale, offset) if scale else offset
 
 
 def mapped(change: Callable[[Any], Any], structure: Any) -> Any:
@@ -228,6 +211,10 @@ def leaves(structure: Any) -> list[Any]:
     return found
 
 
+def _form(structure: Any) -> str:
+    return repr(mapped(lambda _: None, structure))
+
+
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
@@ -237,9 +224,10 @@ def _name(func: Any) -> str:
     return func.__self__.__name__ if name == "__get__" else name  # of a property: its descriptor knows it
 
 
-def _is_view(a: Tensor, b: Tensor) -> bool:
+def _is_view(a: Tensor, b: Any = None) -> bool:
     return a is b or (
-        a.dtype == b.dtype
+        isinstance(b, Tensor)
+        and a.dtype == b.dtype
         and a.data_ptr() == b.data_ptr()
         and a.numel() == b.numel()
         and a.is_contiguous()
@@ -247,8 +235,8 @@ def _is_view(a: Tensor, b: Tensor) -> bool:
     )
 
 
-TOKENS = "tokens"
-EFFECTS = frozenset({"attend", "experts", "layer"})
+_TOKENS = "tokens"
+_EFFECTS = frozenset({"attend", "experts", "layer"})
 """Kinds of calls that do something beside their results."""
 _IN_PLACE: dict[Any, Any] = {
     Tensor.mul: Tensor.mul_, Tensor.__mul__: Tensor.mul_, torch.mul: Tensor.mul_,
@@ -256,9 +244,6 @@ _IN_PLACE: dict[Any, Any] = {
     Tensor.tanh: Tensor.tanh_, torch.tanh: Tensor.tanh_,
 }  # fmt: skip
 _LITERALS = (bool, int, float, str, type(None), type(Ellipsis))
-
-Makers = dict[Value, tuple[int, Call]]
-"""Place of the call that makes each value, and that call."""
 
 
 def tidy(trace: Trace) -> None:
@@ -274,7 +259,7 @@ def tidy(trace: Trace) -> None:
 def drop_unused(trace: Trace) -> None:
     needed, kept = {trace.out}, []
     for call in reversed(trace.calls):
-        if call.mutates or call.kind in EFFECTS or any(out in needed for out in call.outs):
+        if call.mutates or call.kind in _EFFECTS or any(out in needed for out in call.outs):
             needed.update(call.inputs())
             kept.append(call)
     trace.calls = kept[::-1]
@@ -282,24 +267,27 @@ def drop_unused(trace: Trace) -> None:
 
 def fold_constants(trace: Trace, tensors: Mapping[Value, Tensor], weights: Iterable[Tensor]) -> None:
     """Replace values that follow from neither inputs nor ``weights`` by the tensors that tracing has made."""
-    changing = {id(each) for each in weights}
-    constants: dict[Any, Any] = {}
-    if any(call.mutates for call in trace.calls):
-        return
+    if not any(call.mutates for call in trace.calls):
+        replace(trace, {each: tensors[each] for each in following(trace, weights=weights)})
+        drop_unused(trace)
+
+
+def following(trace: Trace, inputs: Iterable[Value] = (), weights: Iterable[Tensor] = ()) -> set[Value]:
+    """Return ``inputs`` and the values that follow from them alone: not from ``weights``, T or chance."""
+    known, changing = set(inputs), {id(each) for each in weights}
     for call in trace.calls:
-        if not any(
-            id(leaf) in changing or (isinstance(leaf, Value) and leaf not in constants)
-            for leaf in leaves((call.args, call.kwargs))
+        found, values = leaves((call.args, call.kwargs)), call.inputs()
+        other = (torch.Generator,) if values else (torch.Generator, Affine)
+        if (
+            known.issuperset(values)
+            and not (call.kind or call.mutates)
+            and not any(isinstance(each, other) or id(each) in changing for each in found)
         ):
-            constants.update((out, tensors[out]) for out in call.outs)
-    replace(trace, constants)
-    drop_unused(trace)
+            known.update(call.outs)
+    return known
 
 
 def replace(trace: Trace, values: Mapping[Value, Any]) -> None:
-    if not values:
-        return
-
     def changed(leaf: Any) -> Any:
         while isinstance(leaf, Value) and leaf in values:
             leaf = values[leaf]
@@ -313,7 +301,7 @@ def replace(trace: Trace, values: Mapping[Value, Any]) -> None:
 def write_in_place(trace: Trace, value: Value) -> None:
     """Have what is computed from ``value`` by element overwrite it, as long as nothing else takes it."""
     takers = takers_of(trace)
-    while value is not trace.out and len(takers.get(value, [])) == 1:
+    while value is not trace.out and len(takers[value]) == 1:
         (call,) = takers[value]
         if call.several or call.args[0] is not value or len(call.inputs()) > 1:
             return
@@ -332,11 +320,11 @@ def _unsqueeze(call: Call) -> None:
     """Have indexing that adds one axis do no more: parsing an index takes as long as a small product."""
     if call.target is Tensor.__getitem__ and isinstance(call.args[1], tuple):
         value, index = call.args
-        axes = [place for place, each in enumerate(index) if each is None]
-        if len(axes) == 1 and all(
-            type(each) is slice and each == slice(None) for each in index if each is not None
+        others = [each for each in index if each is not None]
+        if len(others) == len(index) - 1 and all(
+            type(each) is slice and each == slice(None) for each in others
         ):
-            call.target, call.args = Tensor.unsqueeze, (value, axes[0])
+            call.target, call.args = Tensor.unsqueeze, (value, index.index(None))
 
 
 def _merge_views(trace: Trace) -> None:
@@ -359,89 +347,35 @@ def _merge_equal(trace: Trace) -> None:
     same: dict[Value, Value] = {}
 
     def key(leaf: Any) -> Any:
-        leaf = same.get(leaf, leaf) if isinstance(leaf, Value) else leaf
-        try:
-            hash(leaf)
-        except TypeError:
+        if isinstance(leaf, Tensor) or not isinstance(leaf, Hashable):
             return id(leaf)
-        return id(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+        return type(leaf), same.get(leaf, leaf) if isinstance(leaf, Value) else leaf
 
     for call in trace.calls:
         if not call.kind:
-            arguments = (call.args, tuple(call.kwargs.items()))
-            form = repr(mapped(lambda _: None, arguments))
-            known = first.setdefault((call.target, form, *map(key, leaves(arguments))), call)
+            arguments = call.args, call.kwargs
+            known = first.setdefault((call.target, _form(arguments), *map(key, leaves(arguments))), call)
             if known is not call:
                 same.update(zip(call.outs, known.outs, strict=True))
     replace(trace, same)
 
 
-def takers_of(trace: Trace) -> dict[Value, list[Call]]:
-    takers: dict[Value, list[Call]] = {}
+def takers_of(trace: Trace) -> defaultdict[Value, list[Call]]:
+    takers: defaultdict[Value, list[Call]] = defaultdict(list)
     for call in trace.calls:
         for value in dict.fromkeys(call.inputs()):
-            takers.setdefault(value, []).append(call)
+            takers[value].append(call)
     return takers
 
 
-def makers_of(trace: Trace) -> Makers:
-    return {out: (place, call) for place, call in enumerate(trace.calls) for out in call.outs}
-
-
-def slice_of(makers: Makers, outs: Iterable[Value], borders: set[Value]) -> tuple[list[Call], set[Value]]:
+def slice_of(trace: Trace, outs: Iterable[Value], borders: Container[Value]) -> tuple[list[Call], set[Value]]:
     """Return the calls that make ``outs`` from ``borders`` and inputs, and those of both they take."""
-    wanted: dict[int, Call] = {}
-    begin: set[Value] = set()
-    waiting = list(outs)
-    while waiting:
-        value = waiting.pop()
-        if value in borders or value not in makers:
-            begin.add(value)
-            continue
-        place, maker = makers[value]
-        if place not in wanted:
-            wanted[place] = maker
-            waiting += maker.inputs()
-    return [wanted[place] for place in sorted(wanted)], begin
-
-
-def by_position(trace: Trace, positions: Value) -> set[Value]:
-    """Return the values that follow from positions alone, and no other property of a step."""
-    known = {positions}
-    for call in trace.calls:
-        arguments = leaves((call.args, call.kwargs))
-        if call.kind or call.mutates or any(isinstance(each, torch.Generator) for each in arguments):
-            continue
-        inputs = call.inputs()
-        affine = any(isinstance(each, Affine) for each in arguments)
-        if all(value in known for value in inputs) and (inputs or not affine):
-            known.update(call.outs)
-    return known
-
-
-class _Source:
-    def __init__(self, constants: Mapping[int, Any]) -> None:
-        self.objects: dict[str, Any] = {}
-        self._names: dict[int, str] = {}
-        self._constants = constants
-
-    def constant(self, value: Any) -> str:
-        value = self._constants.get(id(value), value)
-        name = self._names.setdefault(id(value), f"k{len(self._names)}")
-        self.objects[name] = value
-        return name
-
-    def text(self, argument: Any) -> str:
-        return repr(mapped(self._leaf, argument))
-
-    def _leaf(self, leaf: Any) -> Any:
-        if isinstance(leaf, Value):
-            return _Expression(leaf.name)
-        if isinstance(leaf, Affine):
-            return _Expression(f"{leaf.scale} * {TOKENS} + {leaf.offset}")
-        if type(leaf) in _LITERALS and (not isinstance(leaf, float) or leaf - leaf == 0.0):
-            return leaf
-        return _Expression(self.constant(leaf))
+    needed, kept = set(outs), []
+    for call in reversed(trace.calls):
+        if any(out in needed and out not in borders for out in call.outs):
+            needed.update(call.inputs())
+            kept.append(call)
+    return kept[::-1], needed.difference(out for call in kept for out in call.outs if out not in borders)
 
 
 class _Expression(str):
@@ -452,36 +386,48 @@ class _Expression(str):
 
 
 def compiled(
-    calls: Sequence[Call],
-    inputs: Sequence[Value],
-    outs: Sequence[Value],
-    *,
-    stops: bool = False,
-    constants: Mapping[int, Any] | None = None,
+    calls: Sequence[Call], inputs: Sequence[Value], outs: Sequence[Value], *, stops: bool = False
 ) -> Callable[..., Any]:
     """Return a function of ``inputs`` and T that makes the calls and returns ``outs``, one as it is.
 
-    ``stops``: yield each layer's number before its calls. ``constants``: replacements by identity.
+    ``stops``: yield each layer's number before its calls.
     """
-    source = _Source(constants or {})
-    last = {value: number for number, call in enumerate(calls) for value in call.inputs()}
+    objects: dict[str, Any] = {}
+
+    def constant(value: Any) -> _Expression:
+        name = _Expression(f"k{id(value)}")
+        objects[name] = value
+        return name
+
+    def expression(leaf: Any) -> Any:
+        if isinstance(leaf, Value):
+            return _Expression(leaf.name)
+        if isinstance(leaf, Affine):
+            return _Expression(f"{leaf.scale} * {_TOKENS} + {leaf.offset}")
+        literal = type(leaf) in _LITERALS and (not isinstance(leaf, float) or leaf - leaf == 0.0)
+        return leaf if literal else constant(leaf)
+
+    def text(argument: Any) -> str:
+        return repr(mapped(expression, argument))
+
+    last = {each: number for number, call in enumerate(calls) for each in (*call.outs, *call.inputs())}
     lines = []
     for number, call in enumerate(calls):
         if call.kind == "layer":
             lines += [f"yield {call.detail}"] if stops else []
             continue
-        named = (f"{name}={source.text(each)}" for name, each in call.kwargs.items())
-        line = f"{source.constant(call.target)}({', '.join([*map(source.text, call.args), *named])})"
+        named = (f"{name}={text(each)}" for name, each in call.kwargs.items())
+        line = f"{constant(call.target)}({', '.join([*map(text, call.args), *named])})"
         if call.outs:
             line = f"{', '.join(out.name for out in call.outs)}{',' if call.several else ''} = {line}"
         lines.append(line)
-        gone = [each for each in dict.fromkeys(call.inputs()) if last[each] == number and each not in outs]
-        gone += [each for each in call.outs if each not in last and each not in outs]
+        known = dict.fromkeys((*call.inputs(), *call.outs))
+        gone = [each.name for each in known if last[each] == number and each not in outs]
         if gone and call is not calls[-1]:
-            lines.append(f"del {', '.join(value.name for value in gone)}")
+            lines.append(f"del {', '.join(gone)}")
     lines.append(f"return {', '.join(out.name for out in outs)}")
-    head = f"def run({', '.join([*(value.name for value in inputs), TOKENS])}):\n    "
+    head = f"def run({', '.join([*(value.name for value in inputs), _TOKENS])}):\n    "
     # Of names and literals that are made here; what a call is given by the model are constants with a name.
-    exec(compile(head + "\n    ".join(lines), "<trace>", "exec"), source.objects)  # noqa: S102
-    function: Callable[..., Any] = source.objects["run"]
+    exec(compile(head + "\n    ".join(lines), "<trace>", "exec"), objects)  # noqa: S102
+    function: Callable[..., Any] = objects["run"]
     return function

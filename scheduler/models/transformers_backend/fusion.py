@@ -14,6 +14,7 @@ Invariants:
 - Rotary tables grow by blocks of one size, so no bit of a position depends on which others share a step.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +32,10 @@ from ...tracing import (
     Call,
     Trace,
     Value,
-    by_position,
     compiled,
     drop_unused,
-    makers_of,
+    following,
+    mapped,
     replace,
     slice_of,
     takers_of,
@@ -84,22 +85,20 @@ def proven_norms(
     found: dict[nn.Module, Norm] = {}
     known: dict[Any, bool | None] = {}
     for module in decoder.modules():
-        sizes = _candidate(module, dtype)
-        if sizes is None:
+        candidate = _candidate(module, dtype)
+        if candidate is None:
             continue
-        size, eps = sizes
-        kind = type(module), size, eps, hasattr(module, "weight")
+        weight, eps = candidate
+        kind = type(module), weight.shape[0], eps
         if kind not in known:
-            known[kind] = _from_one(module, size, eps, dtype, device, kernels)
+            known[kind] = _from_one(module, weight.shape[0], eps, dtype, device, kernels)
         from_one = known[kind]
         if from_one is not None:
-            weight = getattr(module, "weight", None)
-            weight = torch.ones(size, dtype=dtype, device=device) if weight is None else weight
             found[module] = Norm(kernels.rms_norm, weight, eps, from_one)
     return found
 
 
-def _candidate(module: nn.Module, dtype: torch.dtype) -> tuple[int, float] | None:
+def _candidate(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, float] | None:
     own = dict(module.named_parameters(recurse=False))
     if any(True for _ in module.children()) or own.keys() != {"weight"} or module._buffers:
         return None
@@ -107,7 +106,7 @@ def _candidate(module: nn.Module, dtype: torch.dtype) -> tuple[int, float] | Non
     eps = next((value for name in _NAMES if isinstance(value := getattr(module, name, None), float)), None)
     if weight.dim() != 1 or weight.dtype != dtype or not weight.is_contiguous() or eps is None:
         return None
-    return weight.shape[0], eps
+    return weight, eps
 
 
 def _from_one(
@@ -118,7 +117,7 @@ def _from_one(
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    fits = {False: True, True: True}
+    fitting = [False, True]
     for scale in _SCALES:
         weight, x = random(size) + 0.5, scale * random(_ROWS, size)
         try:
@@ -127,9 +126,10 @@ def _from_one(
             return None
         if not isinstance(expected, Tensor) or expected.shape != (1, *x.shape) or expected.dtype != dtype:
             return None
-        for form in fits:
-            fits[form] &= close(kernels.rms_norm(x, weight, eps, from_one=form), expected[0])
-    return next((form for form, fit in fits.items() if fit), None)
+        fitting = [
+            form for form in fitting if close(kernels.rms_norm(x, weight, eps, from_one=form), expected[0])
+        ]
+    return fitting[0] if fitting else None
 
 
 _TOKENS = 5
@@ -153,12 +153,11 @@ class Sizes:
 @dataclass(slots=True, eq=False)
 class RopeTable:
     compute: Callable[..., Any]
-    """Function of positions [T] and T: cosines and sines, a row of ``width`` elements for each."""
+    """Function of positions [T] and T: cosines and sines, a row for each token."""
     values: tuple[Value, Value]
-    width: int
     half: int
     """Elements of a row that are taken, its first."""
-    inputs: tuple[Value, Value] = ()  # type: ignore[assignment]
+    inputs: tuple[Value, Value]
     """Inputs of the kernel's calls: cosines and sines of a step's tokens, [T, 1, half] each."""
     _table: tuple[Tensor, Tensor] | None = None
 
@@ -168,7 +167,7 @@ class RopeTable:
         while table is None or longest > table[0].shape[0]:
             start = 0 if table is None else table[0].shape[0]
             found = self.compute(torch.arange(start, start + _BLOCK), _BLOCK)
-            block = [each.reshape(_BLOCK, self.width)[:, : self.half].unsqueeze(1) for each in found]
+            block = [each.reshape(_BLOCK, -1)[:, : self.half].unsqueeze(1) for each in found]
             if table is not None:
                 block = [torch.cat(pair) for pair in zip(table, block, strict=True)]
             table = block[0].contiguous(), block[1].contiguous()
@@ -189,20 +188,28 @@ class FusedAttention:
     form: AttentionForm
 
 
+class OtherCallsError(Exception):
+    """No kernel computes the calls."""
+
+
+def require(holds: bool) -> None:
+    if not holds:
+        raise OtherCallsError
+
+
 def fuse_gates(trace: Trace, dtype: torch.dtype) -> None:
     """Have a kernel compute what gates the input of a product and follows from one other product."""
     products = {call.outs[0] for call in trace.calls if call.kind == "product"}
     borders = {out for call in trace.calls if call.kind for out in call.outs}
-    makers, gates = makers_of(trace), dict[Value, Value]()
+    gates: dict[Value, Value] = {}
     calls: list[Call] = []
     for call in trace.calls:
-        rows = call.args[0] if call.kind == "product" else None
-        if isinstance(rows, Value) and rows not in borders and rows not in gates:
-            region, begin = slice_of(makers, [rows], borders)
-            source = next(iter(begin), None)
-            bend = _bend(region, source, rows, dtype) if len(begin) == 1 and source in products else None
+        if call.kind == "product" and (rows := call.args[0]) not in borders and rows not in gates:
+            region, begin = slice_of(trace, [rows], borders)
+            (source,) = begin if len(begin) == 1 and begin <= products else (None,)
+            bend = None if source is None else _bend(region, source, rows, dtype)
             if bend is not None:
-                gate = gates[rows] = Value(f"g{len(gates)}", rows.shape, dtype, contiguous=True)
+                gate = gates[rows] = Value(f"g{len(gates)}", rows.shape, dtype)
                 calls.append(Call(gate_mul, (source,), {"bend": bend}, [gate], kind="gate", detail=bend))
         calls.append(call)
     trace.calls = calls
@@ -224,19 +231,14 @@ def _bend(region: Sequence[Call], source: Value, rows: Value, dtype: torch.dtype
 def fuse_attention(trace: Trace, sizes: Sizes, dtype: torch.dtype) -> list[RopeTable]:
     """Have the attention's kernel rotate and store products; return its tables, inputs of the trace."""
     matcher = _AttentionMatcher(trace, sizes, dtype)
-    fused: dict[Value, Value] = {}
     calls: list[Call] = []
     for call in trace.calls:
-        found = matcher.fused(call) if call.kind == "attend" else None
-        if found is None:
+        try:
+            calls += matcher.fused(call) if call.kind == "attend" else [call]
+        except OtherCallsError:
             calls.append(call)
-            continue
-        rows = found.outs[0]
-        viewed = fused[call.outs[0]] = Value(f"{rows.name}_heads", call.outs[0].shape, dtype, contiguous=True)
-        shape = (1, Affine(1, 0), sizes.heads, sizes.head_size)
-        calls += [found, Call(Tensor.view, (rows, shape), {}, [viewed], reshapes=True)]
     trace.calls = calls
-    replace(trace, fused)
+    replace(trace, matcher.replaced)
     drop_unused(trace)
     return matcher.tables
 
@@ -244,48 +246,51 @@ def fuse_attention(trace: Trace, sizes: Sizes, dtype: torch.dtype) -> list[RopeT
 class _AttentionMatcher:
     def __init__(self, trace: Trace, sizes: Sizes, dtype: torch.dtype) -> None:
         self.tables: list[RopeTable] = []
-        self._makers, self._sizes, self._dtype = makers_of(trace), sizes, dtype
+        self.replaced: dict[Value, Value] = {}
+        """Results of attention, and those of the kernel in their place."""
+        self._trace, self._sizes, self._dtype = trace, sizes, dtype
         self._positions = trace.inputs[1]
-        self._follow = by_position(trace, self._positions)
+        self._follow = following(trace, [self._positions])
         self._products = {call.outs[0] for call in trace.calls if call.kind == "product"}
         borders = {out for call in trace.calls if call.kind != "norm" and call.kind for out in call.outs}
         self._borders = borders | self._follow
         self._takers = takers_of(trace)
 
-    def fused(self, attend: Call) -> Call | None:
-        """Return the call that stores and attends from the product of queries, keys and values, or None."""
+    def fused(self, attend: Call) -> list[Call]:
+        """Return calls that store and attend from the product of queries, keys and values."""
         backend, q, k, v, layer, form, _ = attend.args
-        region, begin = slice_of(self._makers, [q, k, v], self._borders)
-        products = [value for value in begin if value in self._products]
-        angles = sorted((value for value in begin if value in self._follow), key=lambda value: value.name)
+        region, begin = slice_of(self._trace, [q, k, v], self._borders)
+        angles = sorted(begin & self._follow, key=lambda value: value.name)
+        require(len(begin) == 3 and len(angles) == 2)
+        (source,) = begin.difference(angles)
         sizes = self._sizes
-        if len(products) != 1 or len(begin) != 3 or len(angles) != 2:
-            return None
-        (source,) = products
+        require(source in self._products)
+        require(source.shape == (Affine(1, 0), sizes.all_heads * sizes.head_size))
         inside = {id(call) for call in (*region, attend)}
         made = [source, *(out for call in region for out in call.outs)]
-        if source.shape != (Affine(1, 0), sizes.all_heads * sizes.head_size) or any(
-            id(taker) not in inside for value in made for taker in self._takers.get(value, [])
-        ):
-            return None
-        norms = [self._norms(value) for value in (q, k)]
-        if any(len(each) > 1 for each in norms) or len(norms[0]) != len(norms[1]):
-            return None
-        norm = _head_norms(norms[0][0], norms[1][0], sizes.head_size) if norms[0] else None
-        if norms[0] and norm is None:
-            return None
+        require(all(id(taker) in inside for value in made for taker in self._takers[value]))
+        norm = self._head_norms(q, k)
         rope = self._rope(region, source, (q, k, v), angles, norm)
-        if rope is None:
-            return None
-        out = Value(f"a{layer}", (Affine(1, 0), sizes.heads * sizes.head_size), self._dtype, contiguous=True)
+        out = Value(f"a{layer}", (Affine(1, 0), sizes.heads * sizes.head_size), self._dtype)
         args = backend, source, sizes.all_heads, *rope.inputs, layer, norm, form
-        return Call(
-            attend_fused, args, {}, [out], kind="fused", detail=FusedAttention(layer, rope, norm, form)
-        )
+        detail = FusedAttention(layer, rope, norm, form)
+        heads = self.replaced[attend.outs[0]] = Value(f"a{layer}_heads", attend.outs[0].shape, self._dtype)
+        shape = (1, Affine(1, 0), sizes.heads, sizes.head_size)
+        return [
+            Call(attend_fused, args, {}, [out], kind="fused", detail=detail),
+            Call(Tensor.view, (out, shape), {}, [heads], reshapes=True),
+        ]
 
-    def _norms(self, value: Value) -> list[Norm]:
-        calls, _ = slice_of(self._makers, [value], self._borders)
-        return [call.detail for call in calls if call.kind == "norm"]
+    def _head_norms(self, *made: Value) -> HeadNorms | None:
+        regions = [slice_of(self._trace, [value], self._borders)[0] for value in made]
+        norms = [[call.detail for call in region if call.kind == "norm"] for region in regions]
+        if not any(norms):
+            return None
+        require(all(len(each) == 1 for each in norms))
+        (q,), (k,) = norms
+        require((q.eps, q.from_one) == (k.eps, k.from_one))
+        require(q.weight.shape == k.weight.shape == (self._sizes.head_size,))
+        return HeadNorms(q.weight, k.weight, q.eps, q.from_one)
 
     def _rope(
         self,
@@ -294,43 +299,46 @@ class _AttentionMatcher:
         made: tuple[Value, Value, Value],
         angles: Sequence[Value],
         norm: HeadNorms | None,
-    ) -> RopeTable | None:
-        sizes, dtype = self._sizes, self._dtype
-        width = _row_size(angles[0])
-        if width is None or width != _row_size(angles[1]) or any(each.dtype != dtype for each in angles):
-            return None
-        replaced, trial = {}, None
+    ) -> RopeTable:
+        sizes, dtype, number = self._sizes, self._dtype, len(self.tables)
+        width = angles[0].shape[-1] if angles[0].shape else None
+        rows = all(each.shape[-2:] == (Affine(1, 0), width) and {*each.shape[:-2]} <= {1} for each in angles)
+        if not rows or not isinstance(width, int) or any(each.dtype != dtype for each in angles):
+            raise OtherCallsError
         if norm is not None:
-            weights = [_random((sizes.head_size,), dtype) + 0.5 for _ in range(2)]
-            replaced = {id(weight): each for weight, each in zip(norm[:2], weights, strict=True)}
-            if len(replaced) < 2:
-                return None
-            trial = norm._replace(q_weight=weights[0], k_weight=weights[1])
+            trial = [_random((sizes.head_size,), dtype) + 0.5 for _ in range(2)]
+            weights = {id(norm.q_weight): trial[0], id(norm.k_weight): trial[1]}
+            require(len(weights) == 2)
+            region = [
+                dataclasses.replace(call, args=mapped(lambda each: weights.get(id(each), each), call.args))
+                for call in region
+            ]
+            norm = norm._replace(q_weight=trial[0], k_weight=trial[1])
         positions = torch.randint(0, _POSITIONS, (_TOKENS,), generator=torch.Generator().manual_seed(1))
         x = _random((_TOKENS, sizes.all_heads * sizes.head_size), dtype)
         values = self._compute(angles)(positions, _TOKENS)
-        run = compiled(region, [source, *angles], made, constants=replaced)
+        run = compiled(region, [source, *angles], made)
         expected = [each[0].transpose(0, 1) for each in run(x, *values, _TOKENS)]
         for half in (width // 2, width):
+            shape = (Affine(1, 0), 1, half)
+            inputs = Value(f"cos{number}", shape, dtype), Value(f"sin{number}", shape, dtype)
             for cos, sin in (angles, angles[::-1]):
                 if 0 < 2 * half <= sizes.head_size:
-                    tried = RopeTable(self._compute((cos, sin)), (cos, sin), width, half)
-                    found = self._by_kernel(x, tried.rows(positions, _POSITIONS), trial)
+                    tried = RopeTable(self._compute((cos, sin)), (cos, sin), half, inputs)
+                    found = self._by_kernel(x, tried.rows(positions, _POSITIONS), norm)
                     if all(close(*pair, cancels=True) for pair in zip(found, expected, strict=True)):
                         return self._shared(tried)
-        return None
+        raise OtherCallsError
 
     def _shared(self, table: RopeTable) -> RopeTable:
         for known in self.tables:
             if (known.values, known.half) == (table.values, table.half):
                 return known
-        number, shape = len(self.tables), (Affine(1, 0), 1, table.half)
-        table.inputs = Value(f"cos{number}", shape, self._dtype), Value(f"sin{number}", shape, self._dtype)
         self.tables.append(table)
         return table
 
     def _compute(self, angles: Sequence[Value]) -> Callable[..., Any]:
-        calls, _ = slice_of(self._makers, angles, {self._positions})
+        calls, _ = slice_of(self._trace, angles, {self._positions})
         return compiled(calls, [self._positions], angles)
 
     def _by_kernel(
@@ -343,19 +351,6 @@ class _AttentionMatcher:
         rope_store(qkv, sizes.heads, *angles, torch.arange(tokens), pages[0], pages[1], out=q, norm=norm)
         k, v = pages[:, 0, :, :tokens].transpose(1, 2)
         return q, k, v
-
-
-def _head_norms(q: Norm, k: Norm, size: int) -> HeadNorms | None:
-    if (q.eps, q.from_one) != (k.eps, k.from_one) or not q.weight.shape == k.weight.shape == (size,):
-        return None
-    return HeadNorms(q.weight, k.weight, q.eps, q.from_one)
-
-
-def _row_size(value: Value) -> int | None:
-    """Return the elements of a row of a value that has one row for each token, or None."""
-    if len(value.shape) < 2 or value.shape[-2] != Affine(1, 0) or any(each != 1 for each in value.shape[:-2]):
-        return None
-    return value.shape[-1] if isinstance(value.shape[-1], int) else None
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -42,7 +42,8 @@ class SharedProduct:
     def part(self, number: int, x: Tensor) -> Tensor:
         left = self._parts_left
         if self._x is not x or number not in left:
-            y = self.linear.forward(x.reshape(-1, self.linear.in_features)).view(*x.shape[:-1], -1)
+            y = self.linear.forward(x.reshape(-1, self.linear.in_features))
+            y = y.view(*x.shape[:-1], self.linear.out_features)
             self._x = x
             left.update(enumerate(torch.split_with_sizes(y, self.parts, dim=-1)))
         part = left.pop(number)

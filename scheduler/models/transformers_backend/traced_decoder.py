@@ -10,6 +10,7 @@ Invariants:
 
 import logging
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -23,18 +24,18 @@ from ...kernels import elementwise_for
 from ...kernels.attention_form import AttentionForm
 from ...kernels.decoder import DecoderKernel
 from ...kernels.decoder_layers import LayerKind, LayerShape, LayerTensors
-from ...tracing import (
-    Call,
-    NotTraceableError,
-    Trace,
-    Value,
-    compiled,
-    makers_of,
-    slice_of,
-    tidy,
-    write_in_place,
+from ...tracing import Call, NotTraceableError, Trace, Value, compiled, slice_of, tidy, write_in_place
+from .fusion import (
+    FusedAttention,
+    Norm,
+    OtherCallsError,
+    RopeTable,
+    Sizes,
+    fuse_attention,
+    fuse_gates,
+    proven_norms,
+    require,
 )
-from .fusion import FusedAttention, Norm, RopeTable, Sizes, fuse_attention, fuse_gates, proven_norms
 from .probe import Probe
 from .products import Given, Head
 from .tracing import trace_decoder, trace_head
@@ -43,10 +44,6 @@ logger = logging.getLogger(__name__)
 
 _ADDITIONS = (Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add)
 _Layer = tuple[LayerTensors, LayerKind, FusedAttention]
-
-
-class _OtherCallsError(Exception):
-    pass
 
 
 class FusedTrace:
@@ -65,11 +62,11 @@ class FusedTrace:
         norms = {None if each.norm is None else (each.norm.eps, each.norm.from_one) for each in attention}
         halves = {each.rope.half for each in attention}
         forms = {(norm.eps, norm.from_one) for norm in chain.norms}
-        _require(bool(layers) and [each.layer for each in attention] == list(range(count)))
-        _require(len(norms) == len(halves) == len(forms) == 1)
+        require(bool(layers) and [each.layer for each in attention] == list(range(count)))
+        require(len(norms) == len(halves) == len(forms) == 1)
         ((eps, from_one),), (head,) = forms, norms
-        _require(head is None or head[1] == from_one)
-        _require(len(stream.shape) > 1 and stream.contiguous and stream.dtype == last.weight.dtype)
+        require(head is None or head[1] == from_one)
+        require(len(stream.shape) > 1 and stream.dtype == last.weight.dtype)
         shape = LayerShape(
             hidden=last.weight.shape[0],
             heads=sizes.heads,
@@ -87,27 +84,19 @@ class FusedTrace:
             head_eps=None if head is None else head[0],
         )
         ids, positions, _ = trace.inputs
-        calls, _ = slice_of(makers_of(trace), [stream], {ids, positions})
+        calls, _ = slice_of(trace, [stream], ())
         self._embed = compiled(calls, [ids, positions], [stream])
         self._ropes = [each.rope for each in attention]
-        self._tables = list(dict.fromkeys(self._ropes))
-        self._hidden = stream.shape[-1]
+        self._tables = set(self._ropes)
 
     def sampled(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Return hidden states of the sampled tokens, [S, hidden], valid until the next call."""
         assert backend.paged is not None
         longest, tokens = max(batch.kv_lens_host), batch.input_ids.shape[0]
         tables = {each: each.table(longest) for each in self._tables}
-        embedded = self._embed(batch.input_ids, batch.positions, tokens).view(tokens, self._hidden)
+        embedded = self._embed(batch.input_ids, batch.positions, tokens).reshape(tokens, -1).contiguous()
         angles = [tables[each] for each in self._ropes]
         return self._kernel(embedded, angles, batch.positions, batch.sample_tokens, backend.paged)
-
-
-def fused_trace(trace: Trace, sizes: Sizes) -> FusedTrace | None:
-    try:
-        return FusedTrace(trace, sizes)
-    except (_OtherCallsError, ValueError):
-        return None
 
 
 class _Chain:
@@ -131,9 +120,9 @@ class _Chain:
         fused = self._made(rows, "fused")
         qkv, normalised = self._product(fused.args[1])
         input_norm, begin = self.norm(normalised)
-        _require(at is middle and begin is before and (behind_mlp is None) == (behind_attention is None))
-        _require(None not in (qkv.packed, o.packed, gate_up.packed, down.packed))
-        _require(gate_up.bias is None and down.bias is None)
+        require(at is middle and begin is before and (behind_mlp is None) == (behind_attention is None))
+        require(None not in (qkv.packed, o.packed, gate_up.packed, down.packed))
+        require(gate_up.bias is None and down.bias is None)
         attention: FusedAttention = fused.detail
         norm = attention.norm
         tensors = LayerTensors(
@@ -168,31 +157,26 @@ class _Chain:
 
     def _made(self, value: Value, kind: str | None = None) -> Call:
         made = self._makers[self._source(value)]
-        _require(kind is None or made.kind == kind)
+        require(kind is None or made.kind == kind)
         return made
 
     def _source(self, value: Value) -> Value:
         while (maker := self._makers.get(value)) is not None and maker.reshapes:
             value = maker.args[0]
-        _require(value in self._makers)
+        require(value in self._makers)
         return value
 
     def _addends(self, stream: Value, kind: str) -> tuple[Value, Value]:
         """Return the stream before an addition, and what a block whose product takes a ``kind`` added."""
         made = self._made(stream)
-        _require(made.target in _ADDITIONS and len(made.args) == 2 and not made.kwargs)
+        require(made.target in _ADDITIONS and len(made.args) == 2 and not made.kwargs)
         for before, update in (made.args, made.args[::-1]):
             if isinstance(before, Value) and isinstance(update, Value):
                 block = self._made(update)
                 block = self._made(block.args[0]) if block.kind == "norm" else block
                 if block.kind == "product" and self._made(block.args[0]).kind == kind:
                     return self._source(before), update
-        raise _OtherCallsError
-
-
-def _require(holds: bool) -> None:
-    if not holds:
-        raise _OtherCallsError
+        raise OtherCallsError
 
 
 class _Program:
@@ -227,13 +211,14 @@ class TracedDecoder:
         self.plain = _Program(trace, ())
         self.fused: _Program | None = None
         """Program whose attention takes products as they are, or None."""
-        self.in_one_call = None
+        self.in_one_call: FusedTrace | None = None
         if kernels:
             fused = Trace(trace.inputs, [replace(call) for call in trace.calls], trace.out)
             tables = fuse_attention(fused, sizes, dtype)
             if tables:
                 self.fused = _Program(fused, tables)
-                self.in_one_call = fused_trace(fused, sizes)
+                with suppress(OtherCallsError, ValueError):
+                    self.in_one_call = FusedTrace(fused, sizes)
 
     def sampled(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         if self.in_one_call is not None and backend.paged is not None:

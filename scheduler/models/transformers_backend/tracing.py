@@ -6,18 +6,18 @@ Invariant: what stands in for a part while it is traced is gone when the trace e
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels.attention_form import AttentionForm
+from ...layers.linear import Linear
 from ...tracing import NotTraceableError, Trace, Tracer, merge
 from .fusion import Norm
 from .interfaces import Computed, attend, attending
 from .probe import FOREIGN_FAILURES, Probe
-from .products import GatheredEmbedding, Given, Head, PartOfProduct, Product, SharedProduct
+from .products import GatheredEmbedding, Given, Head, PartOfProduct, Product
 
 _SIZES = (7, 11, 1)
 """Numbers of tokens of the traces that are merged."""
@@ -42,11 +42,7 @@ def trace_decoder(
             shape, args = (1, query.shape[2], query.shape[1], value.shape[3]), (backend, query, key, value)
             return tracer.leaf(attend, *args, layer, *_, like=query, shape=shape, kind="attend", detail=layer)
 
-        with (
-            attending(backend, forms, head_size, attention),
-            _parts_noted(tracer, decoder, probe, norms),
-            tracer,
-        ):
+        with attending(backend, forms, head_size, attention), _noted(tracer, decoder, probe, norms), tracer:
             out = decoder(input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
             last: Tensor = out.last_hidden_state[0]
             return last
@@ -62,13 +58,11 @@ def trace_head(headed: Any, given: Given, head: Head, dtype: torch.dtype, hidden
         return {name: torch.ones((size, width), dtype=dtype) for name, width in widths.items()}
 
     def run(tracer: Tracer, hidden: Tensor, out: Tensor) -> Tensor:
-        def project(x: Tensor) -> Tensor:
-            made = tracer.leaf(head.project, x[0], out, like=out, shape=out.shape, kind="head")
-            return made.unsqueeze(0)
-
+        project = partial(tracer.leaf, head.project, like=out, shape=out.shape, kind="head")
         ids = torch.zeros((1, len(hidden)), dtype=torch.int64)
         with ExitStack() as stack:
-            _put(stack, head, "forward", project)
+            _put(stack, head, "project", project)
+            _put(stack, head, "out", out)
             _put(stack, given, "hidden", None)
             with tracer:
                 given.hidden = hidden.unsqueeze(0)
@@ -91,74 +85,61 @@ def _trace(inputs: Callable[[int], dict[str, Tensor]], run: Callable[..., Tensor
     return merge(traces, _SIZES)
 
 
-class _Parts:
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
-        self._merged: dict[SharedProduct, tuple[Tensor, tuple[Tensor, ...]]] = {}
-
-    def product(self, linear: Any, x: Tensor) -> Tensor:
-        rows, size = x.reshape(-1, linear.in_features), linear.out_features
-        shape, call = (len(rows), size), linear.forward
-        made = self._tracer.leaf(call, rows, like=rows, shape=shape, kind="product", detail=linear)
-        return made.view(*x.shape[:-1], size)
-
-    def part(self, part: PartOfProduct, x: Tensor) -> Tensor:
-        shared = part.shared
-        if shared not in self._merged or self._merged[shared][0] is not x:
-            made = self.product(shared.linear, x)
-            self._merged[shared] = x, torch.split_with_sizes(made, shared.parts, dim=-1)
-        return self._merged[shared][1][part.number]
-
-    def gathered(self, table: Any, like: Tensor, size: int, ids: Tensor) -> Tensor:
-        return self._tracer.leaf(table.forward, ids, like=like, shape=(len(ids), size), kind="gather")
-
-    def norm(self, original: Callable[[Tensor], Tensor], norm: Norm, x: Tensor) -> Tensor:
-        size = norm.weight.shape[0]
-        if x.dtype != norm.weight.dtype or x.shape[-1] != size:
-            return original(x)
-        rows = x.reshape(-1, size)
-        if rows.stride(-1) != 1:
-            return original(x)
-        made = self._tracer.leaf(
-            norm.compute, rows, norm.weight, norm.eps, from_one=norm.from_one,
-            like=rows, shape=rows.shape, kind="norm", detail=norm,
-        )  # fmt: skip
-        return made.view(x.shape)
-
-    def experts(self, computed: Computed, owner: nn.Module, hidden: Tensor, *args: Any) -> Tensor:
-        shape = hidden.shape
-        return self._tracer.leaf(computed, owner, hidden, *args, like=hidden, shape=shape, kind="experts")
-
-
 @contextmanager
-def _parts_noted(
-    tracer: Tracer, decoder: nn.Module, probe: Probe, norms: dict[nn.Module, Norm]
-) -> Iterator[None]:
-    parts = _Parts(tracer)
+def _noted(tracer: Tracer, decoder: nn.Module, probe: Probe, norms: dict[nn.Module, Norm]) -> Iterator[None]:
+    linears: set[Linear] = set()
     with ExitStack() as stack:
         for each in decoder.modules():
             if isinstance(each, Product):
-                _put(stack, each, "forward", partial(parts.product, each.linear))
+                linears.add(each.linear)
             elif isinstance(each, PartOfProduct):
-                _put(stack, each, "forward", partial(parts.part, each))
+                linears.add(each.shared.linear)
             elif isinstance(each, GatheredEmbedding):
-                gathered = partial(parts.gathered, each.table, each.weight, each.embedding_dim)
-                _put(stack, each, "table", SimpleNamespace(forward=gathered))
+                gather = partial(_gather, tracer, each.table.forward, each.weight, each.embedding_dim)
+                _put(stack, each.table, "forward", gather)
             elif each in norms:
-                _put(stack, each, "forward", partial(parts.norm, each.forward, norms[each]))
+                _put(stack, each, "forward", partial(_norm, tracer, each.forward, norms[each]))
             if (computed := vars(each).get(Computed.ATTRIBUTE)) is not None:
-                _put(stack, each, Computed.ATTRIBUTE, partial(parts.experts, computed))
+                _put(stack, each, Computed.ATTRIBUTE, partial(_experts, tracer, computed))
+        for linear in linears:
+            _put(stack, linear, "forward", partial(_product, tracer, linear, linear.forward))
         for number, layer in enumerate(probe.layers):
-            mark = partial(_mark, tracer, number)
-            stack.callback(layer.register_forward_pre_hook(mark).remove)
+            stack.callback(layer.register_forward_pre_hook(partial(_mark, tracer, number)).remove)
         yield
+
+
+def _product(tracer: Tracer, linear: Linear, call: Callable[..., Tensor], x: Tensor) -> Tensor:
+    shape = (len(x), linear.out_features)
+    return tracer.leaf(call, x, like=x, shape=shape, kind="product", detail=linear)
+
+
+def _gather(tracer: Tracer, call: Callable[..., Tensor], like: Tensor, size: int, ids: Tensor) -> Tensor:
+    return tracer.leaf(call, ids, like=like, shape=(len(ids), size), kind="gather")
+
+
+def _norm(tracer: Tracer, original: Callable[[Tensor], Tensor], norm: Norm, x: Tensor) -> Tensor:
+    size = norm.weight.shape[0]
+    if x.dtype != norm.weight.dtype or x.shape[-1] != size:
+        return original(x)
+    rows = x.reshape(-1, size)
+    if rows.stride(-1) != 1:
+        return original(x)
+    made = tracer.leaf(
+        norm.compute, rows, norm.weight, norm.eps, from_one=norm.from_one,
+        like=rows, shape=rows.shape, kind="norm", detail=norm,
+    )  # fmt: skip
+    return made.view(x.shape)
+
+
+def _experts(tracer: Tracer, computed: Computed, owner: nn.Module, hidden: Tensor, *args: Any) -> Tensor:
+    return tracer.leaf(computed, owner, hidden, *args, like=hidden, shape=hidden.shape, kind="experts")
 
 
 def _mark(tracer: Tracer, number: int, *_: Any) -> None:
     tracer.mark("layer", number)
 
 
-def _put(stack: ExitStack, owner: nn.Module, name: str, value: Any) -> None:
+def _put(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     """Give ``owner`` another attribute until ``stack`` is closed."""
     own = vars(owner)
     if name in own:

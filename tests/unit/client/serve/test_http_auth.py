@@ -14,7 +14,8 @@ from caesura.client import AsyncSchedulerClient
 from caesura.client.serve.middleware import ACCESS_CLASSES
 
 CHANGES_THE_ENGINE = re.compile(
-    "pause|profile|continue|flush|release|resume|update|begin|end|init|destroy|weights_checker|post_process"
+    "pause|profile|continue|flush|release|resume|update|begin|end|init|destroy|weights_checker|weight_checker|post_process"
+    "|sleep|wake|reset|start|finish|shutdown|collective_rpc"
 )
 
 
@@ -51,7 +52,7 @@ def test_every_route_has_a_class_and_only_changes_need_an_admin():
 
 def test_the_curl_example_shows_every_route():
     script = (Path(__file__).parents[4] / "examples" / "curl.sh").read_text()
-    shown = set(re.findall(r"(?:get|post|POST) '?(/[a-z0-9_/]+)", script))
+    shown = set(re.findall(r"(?:get|post|POST) '?(/[a-z0-9_/.]+)", script))
     shown |= set(re.findall(r"\$URL(/[a-z0-9_/]+)", script))
     aliases = {"/v1/tokenize", "/v1/detokenize", "/v1/models/x", "/skyrl/v1/generate"}
     paths = {path for _, path, _ in routes_served() if path != "/" and not path.startswith("/dashboard")}
