@@ -47,6 +47,7 @@ post /detokenize '{"tokens": [40, 41]}'
 
 # OpenAI
 get /v1/models
+get /openapi.json
 post /v1/completions '{"prompt": "Hello", "max_tokens": 8}'
 post /v1/chat/completions '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}'
 
@@ -66,6 +67,26 @@ post '/pause?mode=keep&clear_cache=false' '{}'
 get /is_paused
 post /update_weights "{\"weight_dir\": \"$MODEL\"}"
 post /resume '{}'
+post /abort_requests '{"request_ids": ["nobody"]}'
+post /inference/v1/abort_requests '{"request_ids": ["nobody"]}'
+
+# By vLLM's weight transfer, from a folder: nothing serves before the finish
+get /get_world_size
+post /init_weight_transfer_engine '{"init_info": {"backend": "disk"}}'
+post /start_weight_update '{}'
+post /update_weights "{\"update_info\": {\"path\": \"$MODEL\"}}"
+post /finish_weight_update '{"weight_version": "3"}'
+post /shutdown_weight_transfer_engine '{}'
+get /weight_info
+post /weight_checker '{"action": "checksum"}'
+post /collective_rpc "{\"method\": \"update_weights_from_path\", \"args\": [\"$MODEL\"]}"
+post '/reset_prefix_cache?reset_running_requests=true' '{}'
+
+# Sleep without and with the release of memory (the latter of a server with --enable-memory-saver)
+post '/sleep?level=0' '{}'
+get /is_sleeping
+post /release_kv_cache_memory '{}'
+post '/wake_up?tags=kv_cache&tags=scheduling' '{}'
 
 # New weights as a safetensors file, in a session, while generation goes on: its pieces and its end carry its id
 begun=$(post /begin_weight_update '{}')
@@ -74,7 +95,7 @@ session=$(sed -n 's/.*"session_id":"\([^"]*\)".*/\1/p' <<< "$begun")
 echo "POST /update_weights_from_tensor"
 call -H 'Content-Type: application/octet-stream' -H "X-Caesura-Session: $session" \
     "$URL/update_weights_from_tensor?flush_cache=true" --data-binary "@$MODEL/model.safetensors"
-post /end_weight_update '{"weight_version": "3"}' -H "X-Caesura-Session: $session"
+post /end_weight_update '{"weight_version": "4"}' -H "X-Caesura-Session: $session"
 
 # Lend the memory of the KV cache to a trainer, and take it back (a server with --enable-memory-saver)
 post /release_memory_occupation '{"tags": ["kv_cache"]}'

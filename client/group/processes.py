@@ -29,7 +29,6 @@ SHARED_FRACTION = 0.5
 PER_CORE = 4
 """Maximum number of ranks for each core, if they have no devices: more only wait for each other."""
 _OWN = ("--endpoint", "--state-file", "--tp-joined", "--tp-address")
-_THREADS = "OMP_NUM_THREADS"
 
 
 class ReplicaProcesses:
@@ -48,7 +47,7 @@ class ReplicaProcesses:
             Supervisor(
                 [*place.arguments, "--log-name", f"replica-{index}"],
                 policy=policy,
-                name=f"replica-{index}",
+                replica=f"replica-{index}",
                 environment=place.environment,
                 **keys,
             )
@@ -82,13 +81,11 @@ class ReplicaProcesses:
         lock, ended = threading.Lock(), list[EngineError | None]()
 
         def hear(_: str, state: State) -> None:
-            if not isinstance(state, Ended):
-                return
-            with lock:
-                ended.append(state.error)
-                last = len(ended) == len(self.replicas)
-            if last:
-                listener(Ended(next((error for error in ended if error is not None), None)))
+            if isinstance(state, Ended):
+                with lock:
+                    ended.append(state.error)
+                    if len(ended) == len(self.replicas):
+                        listener(Ended(next(filter(None, ended), None)))
 
         self.follow(hear)
 
@@ -122,7 +119,7 @@ def placed(
             )
     ranks = ranks_of(arguments)
     devices = _assigned(option_value(arguments, "--device"), replicas, ranks, environment)
-    if devices is None and replicas * ranks > PER_CORE * _cores():
+    if not devices and replicas * ranks > PER_CORE * _cores():
         raise InvalidRequest(
             f"{replicas} replicas of {ranks} ranks are {replicas * ranks} processes, and there are "
             f"{_cores()} cores: at most {PER_CORE} for each core",
@@ -133,12 +130,12 @@ def placed(
     if option_value(arguments, "--num-threads") is None:
         more += ["--num-threads", str(max(1, _threads(environment) // (replicas * ranks)))]
     sizes = ("--kv-pool-tokens", "--kv-memory-fraction")
-    if devices is None and all(option_value(arguments, size) is None for size in sizes):
+    if not devices and all(option_value(arguments, size) is None for size in sizes):
         more += ["--kv-memory-fraction", f"{SHARED_FRACTION / replicas:.4g}"]
     return [
         Place(
             [*arguments, *more],
-            {} if devices is None else {VISIBLE: ",".join(devices[index * ranks : (index + 1) * ranks])},
+            {VISIBLE: ",".join(devices[index * ranks : (index + 1) * ranks])} if devices else {},
         )
         for index in range(replicas)
     ]
@@ -151,16 +148,12 @@ def ranks_of(arguments: Sequence[str]) -> int:
     return 1
 
 
-def _assigned(
-    device: str | None, replicas: int, ranks: int, environment: Mapping[str, str]
-) -> list[str] | None:
+def _assigned(device: str | None, replicas: int, ranks: int, environment: Mapping[str, str]) -> list[str]:
+    """Return the devices to divide; none if there are none, or ``device`` names one for all."""
     if device not in (None, "auto", "cuda"):
-        return None
-    devices = cuda_devices(environment)
-    needed = replicas * ranks
-    if not devices:
-        return None
-    if len(devices) < needed:
+        return []
+    devices, needed = cuda_devices(environment), replicas * ranks
+    if devices and len(devices) < needed:
         each = "one each" if ranks == 1 else f"{ranks} each (--tp {ranks})"
         raise InvalidRequest(
             f"{replicas} replicas need {needed} CUDA devices, {each}, and there are {len(devices)}: give "
@@ -190,8 +183,8 @@ def cuda_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _threads(environment: Mapping[str, str]) -> int:
-    with suppress(ValueError):
-        return int(environment[_THREADS]) if _THREADS in environment else _cores()
+    with suppress(KeyError, ValueError):
+        return int(environment["OMP_NUM_THREADS"])
     return _cores()
 
 

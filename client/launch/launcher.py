@@ -52,8 +52,6 @@ USAGE_STATUS = 2
 """Exit status of a scheduler whose command line is wrong: it would be wrong again."""
 SHUTDOWN_S = 5.0
 """Seconds that each stage of closing (message, SIGTERM) may take before the next."""
-_LAUNCHED = ("curve_server_key", "curve_client_key_file", "startup_timeout", "log_path")
-"""Arguments that are not the engine's."""
 
 
 class LaunchedScheduler:
@@ -275,7 +273,9 @@ class Child:
         with pipe:
             while chunk := os.read(pipe.fileno(), 65536):
                 self._tail = (self._tail + chunk)[-STDERR_TAIL_BYTES:]
-                show_log(chunk.decode(errors="replace"))
+                with contextlib.suppress(OSError, ValueError):  # ours may be closed: the child goes on
+                    sys.stderr.write(chunk.decode(errors="replace"))
+                    sys.stderr.flush()
 
 
 def _with_first_line(command: Sequence[str], path: str | os.PathLike[str]) -> list[str]:
@@ -306,12 +306,6 @@ def how_it_ended(returncode: int | None) -> str:
         name = "a real-time signal"
     perhaps = ": by somebody, or by the kernel for lack of memory" if name == "SIGKILL" else ""
     return f"was killed by signal {-returncode} ({name}{perhaps})"
-
-
-def show_log(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # our stderr is closed: the child must not block on it
-        sys.stderr.write(text)
-        sys.stderr.flush()
 
 
 @dataclass(frozen=True)
@@ -360,9 +354,9 @@ def launch_scheduler(given: dict[str, Any]) -> LaunchedScheduler:
     Raises:
         EngineError: the engine's reason for not starting; EngineDied or TimedOut if it gave none.
     """
-    launched = {name: given.pop(name) for name in _LAUNCHED if name in given}
+    launched = {name: given.pop(name) for name in LaunchOptions.__annotations__ if name in given}
     seconds("startup_timeout", launched.get("startup_timeout", 0.0))  # refused before anything is made
-    model, directory = os.fspath(given.pop("model", None)), None
+    model, directory = os.fspath(launched.pop("model")), None
     endpoint = given.pop("endpoint", None)
     if endpoint is None:
         directory = private_directory.make()

@@ -40,13 +40,11 @@ from .notify import notify, watchdog_interval_s
 
 logger = logging.getLogger(__name__)
 GAVE_UP_STATUS = 3
-DEFAULT_NAME = "the scheduler"
 _NEVER_AGAIN = (ErrorCode.INVALID_REQUEST, ErrorCode.UNSUPPORTED, ErrorCode.UNSUPPORTED_MODEL)
 """Refused starts that need another configuration. Other reasons may pass, a lack of memory for example."""
 _LAST_LINE = 300
 """Maximum characters of a scheduler's last line in the log."""
 _PROBES_PER_HANG, _LONGEST_PROBE_INTERVAL_S = 4, 5.0
-_END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _LOOK_S = 1.0
 """Maximum seconds until a signal is seen that came just before the main thread went to sleep."""
@@ -114,7 +112,7 @@ class _Failure(NamedTuple):
 
 
 class Supervisor:
-    """Runs ``command``, with ``arguments``, endpoint and descriptors appended, again and again.
+    """Runs ``caesura scheduler`` with ``arguments`` again and again.
 
     Socket and state file default to a private directory, which it makes and removes.
     """
@@ -125,9 +123,8 @@ class Supervisor:
         endpoint: str | None = None,
         policy: RestartPolicy | None = None,
         *,
-        name: str = DEFAULT_NAME,
+        replica: str = "",
         environment: Mapping[str, str] | None = None,
-        command: Sequence[str] | None = None,
         **keys: Unpack[ConnectionOptions],
     ) -> None:
         check_keys(keys)
@@ -138,7 +135,7 @@ class Supervisor:
                 "a scheduler with keys accepts only clients with keys: "
                 "--curve-server-key and --curve-client-key-file are required, or --hang-timeout 0"
             )
-        self._command = [*(command or engine_command()), *arguments]
+        self._command = engine_command(*arguments)
         self._cleanup = contextlib.ExitStack()
         has_state_file = option_value(arguments, "--state-file") is not None
         if endpoint is None or not has_state_file:
@@ -151,8 +148,8 @@ class Supervisor:
         """The address of all schedulers; a port 0 is replaced by the real one once a scheduler has served."""
         self.started: Future[Serving] = Future()
         """The first scheduler that serves, or the reason why none does."""
-        self.name = name
-        self._logger = logging.LoggerAdapter(logger, {"replica": "" if name == DEFAULT_NAME else name})
+        self.name = replica or "the scheduler"
+        self._logger = logging.LoggerAdapter(logger, {"replica": replica})
         self._environment = environment
         given = policy.stop_timeout_s
         self._stop_timeout_s = stop_timeout_s(arguments) if given is None else given
@@ -446,9 +443,10 @@ def _until_ended(supervisor: Supervisor) -> EngineError | None:
     events: queue.SimpleQueue[State | int] = queue.SimpleQueue()
     before = {
         number: signal.signal(number, lambda number, _: events.put(number))
-        for number in (*_END_SIGNALS, *_FORWARDED_SIGNALS)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *_FORWARDED_SIGNALS)
     }
-    interval, ending, has_served = watchdog_interval_s(), False, False
+    interval: float | None = None  # nothing is told before a scheduler has served
+    ending = False
     try:
         supervisor.subscribe(events.put)
         supervisor.begin()
@@ -456,7 +454,7 @@ def _until_ended(supervisor: Supervisor) -> EngineError | None:
             try:
                 event = events.get(timeout=min(_LOOK_S, interval or _LOOK_S))
             except queue.Empty:
-                if has_served and interval is not None:
+                if interval is not None:
                     notify("WATCHDOG=1")
                 continue
             if isinstance(event, Ended):
@@ -466,7 +464,7 @@ def _until_ended(supervisor: Supervisor) -> EngineError | None:
                 if event.restarts == 0:
                     click.echo(f"supervising a scheduler on {event.endpoint} (pid {event.pid})")
                     sys.stdout.flush()
-                has_served = True
+                interval = watchdog_interval_s()
             elif isinstance(event, Down):
                 notify(f"STATUS=down: the scheduler {event.reason}")
             elif event in _FORWARDED_SIGNALS:

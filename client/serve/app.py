@@ -40,6 +40,7 @@ from .context import OWNER, Front, FrontEnd
 from .errors import EXCEPTION_HANDLERS
 from .middleware import AuthMiddleware, BodyLimit, RequestId, RoutingKey, name_request
 from .openai import chat, completions, images, models
+from .openai.common import EXCEPTION_HANDLERS as OPENAI_HANDLERS
 from .options import ServeOptions
 from .pages import dashboard, metrics, openapi
 from .server import Server
@@ -69,6 +70,8 @@ ROUTES = [
     *routes_of(generate, rollout, control, updates, info, tokenize, completions, chat, images, models),
     *routes_of(tokens, vllm_control, weights, metrics, dashboard, openapi),
 ]
+for _handler in routes_of(tokens, vllm_control, weights):
+    _handler.exception_handlers = OPENAI_HANDLERS
 
 
 def create_app(front: FrontEnd, routes: Sequence[HTTPRouteHandler] = ROUTES) -> Litestar:

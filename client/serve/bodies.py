@@ -91,7 +91,7 @@ async def read_control(
         options |= {name: request.query_params.getall(name) for name in lists if name in options}
         return msgspec.convert(options | present(fields), kind, strict=False)
     except UNREADABLE as error:
-        raise ClientException(unreadable(error, raw, kind).sentence) from error
+        raise _mistake(unreadable(error, raw, kind)) from error
 
 
 def query_of(request: HTTPRequest, kind: type[StructT]) -> StructT:
@@ -99,7 +99,11 @@ def query_of(request: HTTPRequest, kind: type[StructT]) -> StructT:
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise ClientException(field_error(error, kind, given, whole="the query").sentence) from error
+        raise _mistake(field_error(error, kind, given, whole="the query")) from error
+
+
+def _mistake(wrong: FieldError) -> ClientException:
+    return ClientException(wrong.sentence, extra={"param": wrong.field or None})
 
 
 def unreadable(error: Exception, raw: bytes, kind: type[msgspec.Struct]) -> FieldError:

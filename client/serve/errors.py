@@ -1,4 +1,5 @@
-"""HTTP error responses: SGLang's bodies and status codes, OpenAI's under ``/v1``.
+"""HTTP error responses: SGLang's bodies and status codes, OpenAI's under ``/v1`` and on vLLM's
+routes.
 
 Invariants: a wrong request is 400, never 422; 401 and 403 are about keys; 503 means that the engine is away
 or takes no more, and that the request may be tried again. No response has a traceback or a key.
@@ -141,7 +142,8 @@ async def send_error(scope: Scope, send: Send, status: int, message: str) -> Non
 
 def _plain_error(scope: Scope, message: str, status: int) -> dict[str, Any]:
     path = scope["path"]
-    if path.startswith("/v1/") and path.rstrip("/") not in _NATIVE_V1:
+    own = getattr(scope.get("route_handler"), "exception_handlers", None)  # OpenAI's: no others have any
+    if own or (path.startswith("/v1/") and path.rstrip("/") not in _NATIVE_V1):
         return openai_error(message, status, code="invalid_api_key" if status == 401 else None)
     return error_object(message, status)
 

@@ -323,8 +323,11 @@ def _typed(request: HTTPRequest, error: CaesuraError) -> Response[bytes]:
 
 
 def _http(_: HTTPRequest, error: HTTPException) -> Response[bytes]:
-    missing = {"param": "model", "code": "model_not_found"} if isinstance(error, ModelNotFound) else {}
-    return json_response(openai_error(error.detail, error.status_code, **missing), error.status_code)
+    if isinstance(error, ModelNotFound):
+        known = {"param": "model", "code": "model_not_found"}
+    else:
+        known = error.extra if isinstance(error.extra, dict) else {}
+    return json_response(openai_error(error.detail, error.status_code, **known), error.status_code)
 
 
 def _left(_: HTTPRequest, __: ClientLeft) -> Response[bytes]:

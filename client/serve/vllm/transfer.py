@@ -11,8 +11,8 @@ Invariants:
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from time import monotonic
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -23,13 +23,11 @@ from ....io_struct import (
     BeginWeightUpdateReqOutput,
     CaesuraError,
     EndWeightUpdateReqInput,
-    ErrorCode,
     WeightUpdateReqOutput,
 )
 from ....io_struct.weights import DEFAULT_GROUP_NAME
 from ...connection.async_client import AsyncSchedulerClient
 from ...exceptions import (
-    Busy,
     EngineError,
     InvalidRequest,
     NoSession,
@@ -45,7 +43,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 IDLE_S = 300.0
 """Seconds between two calls of one update after which its trainer counts as gone."""
-_REPEATED_S = 60.0
+_REPEATED_S = 10.0
 """Seconds in which an equal ``init`` is a repeated one, not that of a restarted trainer."""
 _GROUPS: dict[str, Literal["gloo", "vllm_nccl"]] = {"gloo": "gloo", "nccl": "vllm_nccl"}
 """Backends with a process group, by the engine's name of it."""
@@ -96,12 +94,11 @@ class WeightTransfer:
         await self._require_possible(info)
         async with self._lock:
             self._require_no_update()
-            repeated = info == self._info and not self._calls and monotonic() - self._joined_at < _REPEATED_S
-            if repeated:
-                return
-            await self._leave()
+            same = info == self._info and self._failure is None and not self._calls
+            if not same or monotonic() - self._joined_at > _REPEATED_S:
+                await self._leave()
             if info.backend in _GROUPS:
-                await self._join(info)
+                await self._join(info)  # at once where the engine is in this group already
             self._info, self._joined_at = info, monotonic()
 
     async def _require_possible(self, info: InitInfo) -> None:
@@ -135,10 +132,8 @@ class WeightTransfer:
         )
 
     async def shutdown(self) -> None:
-        """Abort the open update, between its calls, and leave the group."""
+        """Leave the group, which ends a broadcast that never comes, and abort the open update."""
         async with self._lock:
-            if any(not call.done() for call in self._calls.values()):
-                raise Busy("a call of the weight update still runs")
             await self._leave()
 
     async def start(self) -> str:
@@ -165,32 +160,34 @@ class WeightTransfer:
 
         async def received() -> T:
             session = self._require_session(named)
-            try:
+            async with self._ending_at_failure(session):
                 return await receive(session)
-            except CaesuraError as error:
-                self._failure = error
-                await self._abort()
-                raise
 
         return await self._once(b"update%s %s" % ((named or "").encode(), body), received)
 
     async def finish(self, weight_version: str | None, named: str | None) -> WeightUpdateReqOutput:
-        """Commit the update. Raises as :meth:`update`, and WeightMismatch while tensors are missing."""
+        """Commit the update. Raises as :meth:`update`, and WeightMismatch if tensors are missing."""
 
         async def committed() -> WeightUpdateReqOutput:
             session = self._require_session(named)
             end = EndWeightUpdateReqInput(session_id=session, weight_version=weight_version)
-            try:
+            async with self._ending_at_failure(session):
                 reply: WeightUpdateReqOutput = await self._client.start(end, WeightUpdateReqOutput)
-            except CaesuraError as error:
-                if error.code != ErrorCode.WEIGHT_MISMATCH:  # tensors that are missing may still come
-                    self._failure = error
-                    await self._abort()
-                raise
             self._session = None
             return reply
 
         return await self._once(f"finish{named or ''} {weight_version or ''}".encode(), committed)
+
+    @asynccontextmanager
+    async def _ending_at_failure(self, session: str) -> AsyncGenerator[None, None]:
+        """Abort ``session`` if the block fails, but none that has been started since."""
+        try:
+            yield
+        except CaesuraError as error:
+            if session == self._session:
+                self._failure = error
+                await self._abort()
+            raise
 
     async def _once(self, key: bytes, work: Callable[[], Awaitable[T]]) -> T:
         call = self._calls.get(key)
@@ -201,15 +198,16 @@ class WeightTransfer:
         return await asyncio.shield(call)
 
     def _ended(self, key: bytes, call: "asyncio.Task[Any]") -> None:
-        if call.cancelled() or call.exception() is not None:
-            self._calls.pop(key, None)
+        failed = call.cancelled() or call.exception() is not None
+        if failed and self._calls.get(key) is call:
+            del self._calls[key]
         self._wait()
 
     def _require_session(self, named: str | None) -> str:
-        if named is not None and named != self._session:
-            raise NoSession(f"the weight session {named} is not open")
         if self._failure is not None:
             raise _over(self._failure)
+        if named is not None and named != self._session:
+            raise NoSession(f"the weight session {named} is not open")
         if self._session is None:
             raise NoSession("no weight update has been started: call POST /start_weight_update first")
         return self._session
@@ -221,10 +219,10 @@ class WeightTransfer:
             )
 
     async def _leave(self) -> None:
-        await self._abort()
         if self._info is not None and self._info.backend in _GROUPS:
             with suppress(EngineError):  # an engine that has been restarted has no group
                 await self._client.destroy_weights_update_group(DEFAULT_GROUP_NAME)
+        await self._abort()
         self._info, self._failure = None, None
         self._calls.clear()
 

@@ -1,6 +1,7 @@
 """vLLM's weight transfer over a real socket: every transport, whole updates or none, repeated calls."""
 
 import itertools
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -111,12 +112,14 @@ def test_a_trainer_that_dies_in_a_broadcast(engine, models, position):
     """Its next start sends everything again; meanwhile nothing that is half new is sampled from."""
     tensors = tensors_of(models[1])
     last = position % len(tensors)
-    sender = trainer(engine, models, "gloo", tensors, bucket_bytes=1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    sender = trainer(engine, models, "gloo", tensors, bucket_bytes=1, master_port=port)
     calls = itertools.count()
 
     def die(update_info: dict[str, Any]) -> dict[str, Any]:
         if next(calls) == last:
-            sender._group.close()
+            sender.shutdown()
         return update_info
 
     sender._client.tamper = die
@@ -125,7 +128,7 @@ def test_a_trainer_that_dies_in_a_broadcast(engine, models, position):
     assert refusal(engine, "/finish_weight_update")[0] == 400
     weights = engine.get("/server_info").json()["internal_states"][0]["weights"]
     assert weights == ("valid" if last == 0 else "poisoned")
-    again = trainer(engine, models, "gloo", tensors_of(models[0]))
+    again = trainer(engine, models, "gloo", tensors_of(models[0]), master_port=port, timeout_s=20)
     again.send_weights("whole")
     again.shutdown()
     assert engine.get("/weight_info").json() == {"weight_version": "whole"}
@@ -175,6 +178,36 @@ def test_another_trainer_waits_until_an_update_has_ended(engine, models):
         each.shutdown()
 
 
+def test_a_finish_that_lacks_tensors_ends_the_update(engine, models):
+    engine.ok("/weight_checker", {"action": "reset"})
+    sender = trainer(engine, models, "shared_memory", tensors_of(models[1])[:3])
+    with pytest.raises(httpx.HTTPStatusError, match="finish_weight_update"):
+        sender.send_weights()
+    sender.shutdown()
+    assert refusal(engine, "/finish_weight_update") == (400, "weight_mismatch")
+    whole = trainer(engine, models, "shared_memory", tensors_of(models[0]))
+    whole.send_weights("whole")
+    whole.shutdown()
+    assert len(tokens(engine)) == 12
+
+
+def test_a_shutdown_ends_a_broadcast_that_never_comes(engine, models):
+    sender = trainer(engine, models, "gloo", tensors_of(models[1]))
+    engine.ok("/start_weight_update")
+    part = {"names": ["model.norm.weight"], "dtype_names": ["float32"], "shapes": [[40]]}
+    with ThreadPoolExecutor() as threads:
+        call = threads.submit(engine.post, "/update_weights", {"update_info": part})
+        while engine.get("/server_info").json()["internal_states"][0]["update"] is None:
+            pass
+        engine.ok("/shutdown_weight_transfer_engine")
+        assert call.result().status_code == 400
+    sender.shutdown()
+    again = trainer(engine, models, "gloo", tensors_of(models[0]))
+    again.send_weights("whole")
+    again.shutdown()
+    assert engine.get("/weight_info").json() == {"weight_version": "whole"}
+
+
 def test_calls_that_name_their_session_are_of_no_other(engine, models):
     sender = trainer(engine, models, "disk", tensors_of(models[1]))
     gone = engine.ok("/start_weight_update")["session_id"]
@@ -216,6 +249,13 @@ def test_an_update_can_be_given_up(engine, models):
         ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format"),
         ("/weight_checker", {"action": "compare"}, "baseline"),
         ("/update_weights", {}, "weight_dir"),
+        ("/update_weights", {"update_infos": {}}, "update_infos"),
+        ("/init_weight_transfer_engine", {"init_info": {"master_port": []}}, "init_info.master_port"),
+        ("/pause", {"mode": "drain"}, "mode"),
+        ("/sleep", {"level": 3}, "level"),
+        ("/wake_up", {"tags": ["cuda"]}, "tags[0]"),
+        ("/abort_requests", {"request_ids": [1]}, "request_ids[0]"),
+        ("/weight_checker", {}, "action"),
     ],
 )
 def test_a_wrong_body_is_refused_by_name(engine, path, body, field):

@@ -309,11 +309,7 @@ class Watched:
 
     def __init__(self, behave="well", **policy) -> None:
         self.states: queue.Queue = queue.Queue()
-        self.supervisor = Supervisor(
-            ["--behave", behave],
-            policy=RestartPolicy(**{**QUICK, **policy}),
-            command=[sys.executable, FAKE],
-        )
+        self.supervisor = Supervisor(["--behave", behave], policy=RestartPolicy(**{**QUICK, **policy}))
         self.directory = Path(self.supervisor.endpoint.removeprefix("ipc://")).parent
 
     def next(self, kind):
@@ -328,7 +324,9 @@ class Watched:
 
 
 @pytest.fixture
-def watch():
+def watch(monkeypatch):
+    command = "caesura.client.launch.supervisor.engine_command"
+    monkeypatch.setattr(command, lambda *arguments: [sys.executable, FAKE, *arguments])
     with contextlib.ExitStack() as cleanup:
 
         def watched(*arguments, **policy) -> Watched:

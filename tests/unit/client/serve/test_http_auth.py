@@ -14,7 +14,8 @@ from caesura.client import AsyncSchedulerClient
 from caesura.client.serve.middleware import ACCESS_CLASSES
 
 CHANGES_THE_ENGINE = re.compile(
-    "pause|profile|continue|flush|release|resume|update|begin|end|init|destroy|weights_checker|post_process"
+    "pause|profile|continue|flush|release|resume|update|begin|end|init|destroy|weights_checker|weight_checker|post_process"
+    "|sleep|wake|reset|start|finish|shutdown|collective_rpc"
 )
 
 
@@ -51,7 +52,7 @@ def test_every_route_has_a_class_and_only_changes_need_an_admin():
 
 def test_the_curl_example_shows_every_route():
     script = (Path(__file__).parents[4] / "examples" / "curl.sh").read_text()
-    shown = set(re.findall(r"(?:get|post|POST) '?(/[a-z0-9_/]+)", script))
+    shown = set(re.findall(r"(?:get|post|POST) '?(/[a-z0-9_/.]+)", script))
     shown |= set(re.findall(r"\$URL(/[a-z0-9_/]+)", script))
     aliases = {"/v1/tokenize", "/v1/detokenize", "/v1/models/x", "/skyrl/v1/generate"}
     paths = {path for _, path, _ in routes_served() if path != "/" and not path.startswith("/dashboard")}
@@ -138,7 +139,7 @@ def test_rebound_host_names_are_refused_without_keys(host):
         assert (client.post("/tokenize", headers={"host": host}).status_code != 403) == allowed
 
 
-def test_refusals_under_v1_have_openais_form_except_on_native_routes():
+def test_refusals_under_v1_and_of_vllms_routes_have_openais_form():
     def kinds(path: str, **request: Any) -> tuple[int, set[str]]:
         response = client.request("POST", path, **request)
         error = response.json().get("error")
@@ -147,7 +148,7 @@ def test_refusals_under_v1_have_openais_form_except_on_native_routes():
     openai, native = {"message", "type", "param", "code"}, {"object", "message", "type", "param", "code"}
     bearer = {"authorization": "Bearer k"}
     with client_of(front_end(api_key="k", max_body_bytes=100)) as client:
-        for path in ("/v1/completions", "/v1/chat/completions"):
+        for path in ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/pause"):
             assert kinds(path) == (401, openai)
             assert kinds(path, headers=bearer, content=b" " * 101) == (413, openai)
             assert kinds(path, headers=bearer, content=iter([b" " * 101])) == (413, openai)

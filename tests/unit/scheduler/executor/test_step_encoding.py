@@ -72,7 +72,7 @@ class Values:
 def special_rows(draw, values: Values) -> SpecialRows:
     longs, floats = values.longs, values.floats
     edited, penalised, wants = (draw(st.integers(0, 3)) for _ in range(3))
-    wanted = longs(wants)
+    wanted, restricts = longs(wants), draw(st.booleans())
     return SpecialRows(
         rows=longs(edited),
         repetition=floats(penalised),
@@ -84,6 +84,8 @@ def special_rows(draw, values: Values) -> SpecialRows:
         output_at=longs(draw(st.integers(0, 5))),
         bias_ids=longs(edited, 2),
         bias=floats(edited, 2),
+        allowed_ids=longs(edited, 2) if restricts else None,
+        restricted=longs(edited) > 1 << 39 if restricts else None,
         wants=wanted,
         wants_host=wanted.numpy(),
         top=draw(st.integers(0, 5)),
