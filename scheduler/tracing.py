@@ -11,7 +11,7 @@ Invariants:
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -282,7 +282,7 @@ def replace(trace: Trace, values: Mapping[Value, Any]) -> None:
     trace.out = changed(trace.out)
     needed, kept = {trace.out}, []
     for call in reversed(trace.calls):
-        if call.mutates or call.kind in _EFFECTS or any(out in needed for out in call.outs):
+        if call.mutates or call.kind in _EFFECTS or not needed.isdisjoint(call.outs):
             needed.update(call.inputs())
             kept.append(call)
     trace.calls = kept[::-1]
@@ -357,14 +357,17 @@ def takers_of(trace: Trace) -> defaultdict[Value, list[Call]]:
     return takers
 
 
-def slice_of(trace: Trace, outs: Iterable[Value], borders: Container[Value]) -> tuple[list[Call], set[Value]]:
-    """Return the calls that make ``outs`` from ``borders`` and inputs, and those of both they take."""
+def slice_of(trace: Trace, outs: Iterable[Value], borders: set[Value]) -> tuple[list[Call], set[Value]]:
+    """Return the calls that make ``outs`` from ``borders`` and inputs, and those of both they take.
+
+    ``borders`` are all results of some calls, and inputs.
+    """
     needed, kept = set(outs), []
     for call in reversed(trace.calls):
-        if any(out in needed and out not in borders for out in call.outs):
+        if not needed.isdisjoint(call.outs) and borders.isdisjoint(call.outs):
             needed.update(call.inputs())
             kept.append(call)
-    return kept[::-1], needed.difference(out for call in kept for out in call.outs if out not in borders)
+    return kept[::-1], needed.difference(*(call.outs for call in kept))
 
 
 class _Expression(str):

@@ -58,7 +58,7 @@ class FusedTrace:
         shape = LayerShape(hidden=width, rotated=rotated, from_one=from_one, **asdict(sizes))
         self._kernel = DecoderKernel(tensors, kinds, last, shape, eps=eps, head_eps=head and head[0])
         ids, positions, _ = trace.inputs
-        calls, _ = slice_of(trace, [stream], ())
+        calls, _ = slice_of(trace, [stream], set())
         self._embed = compiled(calls, [ids, positions], [stream])
         self._tables = set(self._ropes)
 
