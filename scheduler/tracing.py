@@ -151,10 +151,9 @@ def merge(traces: Sequence[Trace], sizes: Sequence[int]) -> Trace:
         one = same[0]
         one.args, one.kwargs = _merged([(each.args, each.kwargs) for each in same], sizes)
         one.reshapes = all(each.reshapes for each in same)
-        for values in zip(*(each.outs for each in same), strict=True):
-            values[0].shape = _merged([each.shape for each in values], sizes)
-    for values in zip(*(each.inputs for each in traces), strict=True):
-        values[0].shape = _merged([each.shape for each in values], sizes)
+    values = [[*each.inputs, *(out for call in each.calls for out in call.outs)] for each in traces]
+    for found in zip(*values, strict=True):
+        found[0].shape = _merged([each.shape for each in found], sizes)
     _merged([each.out for each in traces], sizes)
     return traces[0]
 

@@ -57,8 +57,8 @@ class TracedModule:
         if shape.agrees:
             assert shape.program is not None
             return shape.program(*inputs, 0)
-        unknown = shape.agrees is None and shape.program is None
-        if unknown and shape.calls >= TRACE_AFTER and shape.fastest_s < WORTH_S:
+        untried = shape.agrees is None and shape.program is None
+        if untried and shape.calls >= TRACE_AFTER and shape.fastest_s < WORTH_S:
             return self._traced(shape, call, inputs)
         began = monotonic()
         made = call(*inputs)
@@ -70,11 +70,9 @@ class TracedModule:
 
     def _shape_of(self, inputs: tuple[Tensor, ...], fixed: Hashable) -> _Shape:
         key = (fixed, *((each.shape, each.dtype) for each in inputs))
-        shape = self.shapes.get(key)
-        if shape is None:
-            shape = self.shapes[key] = _Shape()
-            if len(self.shapes) > MAX_SHAPES:
-                self.shapes.popitem(last=False)
+        shape = self.shapes.setdefault(key, _Shape())
+        if len(self.shapes) > MAX_SHAPES:
+            self.shapes.popitem(last=False)
         self.shapes.move_to_end(key)
         return shape
 

@@ -15,7 +15,7 @@ Invariants:
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,34 +70,29 @@ def _precision(dtype: torch.dtype) -> float:
 def proven_norms(decoder: nn.Module, dtype: torch.dtype, kernels: Elementwise) -> dict[nn.Module, Norm]:
     found: dict[nn.Module, Norm] = {}
     known: dict[Any, bool | None] = {}
-    for module in decoder.modules():
-        candidate = _candidate(module, dtype)
-        if candidate is None:
-            continue
-        weight, eps = candidate
-        kind = type(module), weight.shape[0], eps
+    for module, weight, eps in _candidates(decoder, dtype):
+        kind = type(module), weight.shape, eps
         if kind not in known:
-            known[kind] = _from_one(module, weight.shape[0], eps, dtype, kernels)
+            known[kind] = _from_one(module, weight, eps, kernels)
         from_one = known[kind]
         if from_one is not None:
             found[module] = Norm(kernels.rms_norm, weight, eps, from_one)
     return found
 
 
-def _candidate(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, float] | None:
-    own = dict(module.named_parameters(recurse=False))
-    if any(True for _ in module.children()) or own.keys() != {"weight"} or module._buffers:
-        return None
-    weight = own["weight"]
-    eps = next((value for name in _NAMES if isinstance(value := getattr(module, name, None), float)), None)
-    if weight.dim() != 1 or weight.dtype != dtype or not weight.is_contiguous() or eps is None:
-        return None
-    return weight, eps
+def _candidates(decoder: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, Tensor, float]]:
+    for module in decoder.modules():
+        own = dict(module.named_parameters(recurse=False))
+        if own.keys() != {"weight"} or module._buffers or [*module.children()]:
+            continue
+        weight, found = own["weight"], (getattr(module, name, None) for name in _NAMES)
+        eps = next((each for each in found if isinstance(each, float)), None)
+        if weight.dim() == 1 and weight.dtype == dtype and weight.is_contiguous() and eps is not None:
+            yield module, weight, eps
 
 
-def _from_one(
-    module: nn.Module, size: int, eps: float, dtype: torch.dtype, kernels: Elementwise
-) -> bool | None:
+def _from_one(module: nn.Module, like: Tensor, eps: float, kernels: Elementwise) -> bool | None:
+    (size,), dtype = like.shape, like.dtype
     generator = torch.Generator().manual_seed(size)
     fitting = [False, True]
     for scale in _SCALES:
@@ -241,7 +236,7 @@ class _AttentionMatcher:
         made = [source, *(out for call in region for out in call.outs)]
         require(all(id(taker) in inside for value in made for taker in self._takers[value]))
         norm = self._head_norms(q, k)
-        rope = self._rope(region, source, (q, k, v), angles, norm)
+        rope = self._rope(region, source, [q, k, v], angles, norm)
         out = Value(f"a{layer}", (Affine(1, 0), sizes.heads * sizes.head_size), self._dtype)
         args = backend, source, sizes.all_heads, *rope.inputs, layer, norm, form
         heads = self.replaced[attend.outs[0]] = Value(f"a{layer}_heads", attend.outs[0].shape, self._dtype)
@@ -263,12 +258,7 @@ class _AttentionMatcher:
         return HeadNorms(q.weight, k.weight, q.eps, q.from_one)
 
     def _rope(
-        self,
-        region: Sequence[Call],
-        source: Value,
-        made: tuple[Value, Value, Value],
-        angles: Sequence[Value],
-        norm: HeadNorms | None,
+        self, calls: list[Call], source: Value, made: list[Value], angles: list[Value], norm: HeadNorms | None
     ) -> RopeTable:
         sizes, dtype, number = self._sizes, self._dtype, len(self.tables)
         width = angles[0].shape[-1] if angles[0].shape else None
@@ -279,15 +269,15 @@ class _AttentionMatcher:
             trial = [_random((sizes.head_size,), dtype) + 0.5 for _ in range(2)]
             weights = {id(norm.q_weight): trial[0], id(norm.k_weight): trial[1]}
             require(len(weights) == 2)
-            region = [
+            calls = [
                 dataclasses.replace(call, args=mapped(lambda each: weights.get(id(each), each), call.args))
-                for call in region
+                for call in calls
             ]
             norm = norm._replace(q_weight=trial[0], k_weight=trial[1])
         positions = torch.randint(0, _POSITIONS, (_TOKENS,), generator=torch.Generator().manual_seed(1))
         x = _random((_TOKENS, sizes.all_heads * sizes.head_size), dtype)
         values = self._compute(angles)(positions, _TOKENS)
-        run = compiled(region, [source, *angles], made)
+        run = compiled(calls, [source, *angles], made)
         expected = [each[0].transpose(0, 1) for each in run(x, *values, _TOKENS)]
         for half in (width // 2, width):
             shape = (Affine(1, 0), 1, half)

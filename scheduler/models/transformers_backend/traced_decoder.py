@@ -10,7 +10,7 @@ Invariants:
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
@@ -54,14 +54,8 @@ class FusedTrace:
         ((eps, from_one),), (head,) = forms, heads
         require(head is None or head[1] == from_one)
         require(len(stream.shape) > 1 and stream.dtype == last.dtype)
-        shape = LayerShape(
-            hidden=last.shape[0],
-            heads=sizes.heads,
-            kv_heads=sizes.kv_heads,
-            head_size=sizes.head_size,
-            rotated=2 * halves.pop(),
-            from_one=from_one,
-        )
+        width, rotated = last.shape[0], 2 * halves.pop()
+        shape = LayerShape(hidden=width, rotated=rotated, from_one=from_one, **asdict(sizes))
         self._kernel = DecoderKernel(tensors, kinds, last, shape, eps=eps, head_eps=head and head[0])
         ids, positions, _ = trace.inputs
         calls, _ = slice_of(trace, [stream], ())
@@ -100,7 +94,6 @@ class _Chain:
         qkv, normalised = self._product(fused.args[1])
         input_norm, begin = self.norm(normalised)
         require(at is middle and begin is before and (behind_mlp is None) == (behind_attention is None))
-        require(None not in (qkv.packed, o.packed, gate_up.packed, down.packed))
         require(gate_up.bias is None and down.bias is None)
         *_, number, head_norms, form = fused.args
         q_norm, k_norm, *head = head_norms or (None, None)
@@ -232,8 +225,7 @@ def traced_head(
     """Return a function from hidden states, memory and S to logits, or None if the head is not traceable."""
     if device.type != "cpu" or head is None:
         return None
-    trace = trace_head(headed, given, head, dtype, hidden_size)
-    if trace is None:
+    if (trace := trace_head(headed, given, head, dtype, hidden_size)) is None:
         return None
     tidy(trace)
     for call in trace.calls:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.attention_form import AttentionForm
-from ...layers.linear import Linear
 from ...tracing import NotTraceableError, Trace, Tracer, merge
 from .fusion import Norm
 from .interfaces import Computed, attend, attending
@@ -94,33 +93,30 @@ def _trace(
 
 @contextmanager
 def _noted(tracer: Tracer, decoder: nn.Module, probe: Probe, norms: dict[nn.Module, Norm]) -> Iterator[None]:
-    linears: set[Linear] = set()
+    rows: dict[Any, tuple[Tensor, int, str]] = {}
     with ExitStack() as stack:
         for each in decoder.modules():
             if isinstance(each, Product | PartOfProduct):
-                linears.add(each.linear if isinstance(each, Product) else each.shared.linear)
+                linear = each.linear if isinstance(each, Product) else each.shared.linear
+                rows[linear] = each.weight, linear.out_features, "product"
             elif isinstance(each, GatheredEmbedding):
-                gather = partial(_gather, tracer, each.table.forward, each.weight, each.embedding_dim)
-                _put(stack, each.table, "forward", gather)
+                rows[each.table] = each.weight, each.embedding_dim, "gather"
             elif each in norms:
                 _put(stack, each, "forward", partial(_norm, tracer, each.forward, norms[each]))
             if (computed := vars(each).get(Computed.ATTRIBUTE)) is not None:
                 _put(stack, each, Computed.ATTRIBUTE, partial(_experts, tracer, computed))
-        for linear in linears:
-            _put(stack, linear, "forward", partial(_product, tracer, linear, linear.forward))
+        for owner, form in rows.items():
+            _put(stack, owner, "forward", partial(_rows, tracer, owner, owner.forward, *form))
         for number, layer in enumerate(probe.layers):
             hook = layer.register_forward_pre_hook(lambda *_, number=number: tracer.mark("layer", number))
             stack.callback(hook.remove)
         yield
 
 
-def _product(tracer: Tracer, linear: Linear, call: Callable[..., Tensor], x: Tensor) -> Tensor:
-    shape = (len(x), linear.out_features)
-    return tracer.leaf(call, x, like=x, shape=shape, kind="product", detail=linear)
-
-
-def _gather(tracer: Tracer, call: Callable[..., Tensor], like: Tensor, size: int, ids: Tensor) -> Tensor:
-    return tracer.leaf(call, ids, like=like, shape=(len(ids), size), kind="gather")
+def _rows(
+    tracer: Tracer, owner: Any, call: Callable[..., Tensor], like: Tensor, size: int, kind: str, x: Tensor
+) -> Tensor:
+    return tracer.leaf(call, x, like=like, shape=(len(x), size), kind=kind, detail=owner)
 
 
 def _norm(tracer: Tracer, original: Callable[[Tensor], Tensor], norm: Norm, x: Tensor) -> Tensor:
