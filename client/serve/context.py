@@ -7,16 +7,16 @@ engine is asked.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import copy_context
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
 from litestar.di import NamedDependency
 
-from ...io_struct import GetStatusReqOutput
+from ...io_struct import CaesuraError, GetStatusReqOutput
 from ..connection.async_client import AsyncSchedulerClient
 from ..exceptions import Busy, EnginePaused, NotIdle, QueueFull, TimedOut
 from ..text.tokenizer_manager import TokenizerManager
@@ -159,6 +159,17 @@ class Admission:
     def open(self) -> None:
         """Admit generations again: during a pause the engine queues them. End a drain in progress."""
         self._pausing, self._refuses = None, False
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Admit generations as :meth:`open` does, but not if the block, which continues the engine, fails."""
+        refused = self._refuses
+        self.open()
+        try:
+            yield
+        except CaesuraError:
+            self._refuses |= refused
+            raise
 
     async def check(self) -> None:
         """Raise EnginePaused if a pause refuses new generations."""

@@ -15,13 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import click
 
 from ...process.contract import is_loopback
 from ..connection.endpoints import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
-from .vllm.transfer import Backend
 
 API_KEY, ADMIN_KEY = "CAESURA_API_KEY", "CAESURA_ADMIN_KEY"
 OPEN_TO_ALL = (
@@ -29,6 +28,8 @@ OPEN_TO_ALL = (
     "any address and have files under --weights-root read"
 )
 """Actions open to anyone who can reach a server without keys."""
+Backend = Literal["nccl", "ipc", "gloo", "shared_memory", "disk"]
+"""How weights arrive by vLLM's routes; the last three are Caesura's own."""
 _BACKENDS = click.Choice(get_args(Backend))
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 PATH = click.Path()

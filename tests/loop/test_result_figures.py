@@ -191,7 +191,8 @@ def test_non_finite_logits_name_the_remedy(driver, edited):
     assert (reason.type, reason.code) == ("error", "internal")
     assert reason.message == (
         "the logits are not finite after repetition_penalty = 1.25, frequency_penalty = 0.5, "
-        "presence_penalty = -0.5, 1 biases and min_new_tokens = 0: check these, and the weights"
+        "presence_penalty = -0.5, 1 biases, 0 allowed tokens and min_new_tokens = 0: check these, and the "
+        "weights"
         if edited
         else "the model's logits are not finite: check the weights"
     )

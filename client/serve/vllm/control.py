@@ -81,9 +81,12 @@ async def is_paused(front: Front) -> Response[bytes]:
 @post("/resume", status_code=200, opt={"access": "admin"})
 async def resume(front: Front) -> Response[bytes]:
     """Go on, after the device allocator's unused blocks have been returned."""
-    front.admission.open()
-    work = front.client.continue_generation()
-    return await answered(front, "continue_generation", _status("resumed"), None, work)
+
+    async def resumed() -> None:
+        with front.admission.opening():
+            await front.client.continue_generation()
+
+    return await answered(front, "continue_generation", _status("resumed"), None, resumed())
 
 
 class AbortBody(Strict, kw_only=True):
@@ -172,8 +175,8 @@ async def _wake(front: FrontEnd, tags: list[WakeTag] | None) -> bool:
     status = await front.health.status()
     if status.released_tags or status.weights != "valid":
         return False
-    front.admission.open()
-    await front.client.continue_generation()
+    with front.admission.opening():
+        await front.client.continue_generation()
     return True
 
 

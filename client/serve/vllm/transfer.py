@@ -37,8 +37,8 @@ from ...exceptions import (
     error_for,
 )
 from ..bodies import Strict
+from ..options import Backend
 
-Backend = Literal["nccl", "ipc", "gloo", "shared_memory", "disk"]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 IDLE_S = 300.0

@@ -13,6 +13,8 @@ from support.waiting import PATIENCE_S, eventually
 
 from caesura.io_struct import (
     ContinueGenerationReqInput,
+    ErrorCode,
+    ErrorReply,
     GenerateReqInput,
     GetStatusReqInput,
     Message,
@@ -29,6 +31,7 @@ class Engine:
     def __init__(self) -> None:
         self.live: list[GenerateReqInput] = []
         self.mode: str | None = None
+        self.asleep = False
 
     def __call__(self, request: Request) -> Iterable[Message]:
         match request:
@@ -41,6 +44,8 @@ class Engine:
                 return [msgspec.structs.replace(status_reply(request), **state, **load)]
             case PauseGenerationReqInput():
                 self.mode = request.mode
+            case ContinueGenerationReqInput() if self.asleep:
+                return [ErrorReply(id=request.id, code=ErrorCode.MEMORY_RELEASED, message="asleep")]
             case ContinueGenerationReqInput():
                 self.mode = None
         return answer(request)
@@ -163,6 +168,16 @@ def test_requests_are_taken_again_however_the_pause_ended(http, fake, engine, th
     engine.mode = None  # by a client of the socket, or a lease
     assert generating(http, fake, threads)
     engine.end_all(fake)
+
+
+def test_a_resume_that_fails_admits_nothing(http, engine):
+    http.post("/pause").raise_for_status()
+    engine.asleep = True
+    assert http.post("/resume").json()["error"]["code"] == "memory_released"
+    assert refused(http)
+    engine.asleep = False
+    http.post("/resume").raise_for_status()
+    assert not is_paused(http)
 
 
 def test_keep_queues_new_requests(http, fake, engine, threads):
