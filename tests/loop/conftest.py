@@ -1,4 +1,4 @@
-"""What several files of these tests share: engines, and pipelines that are written once and read by all."""
+"""Fixtures of several files: engines, and pipelines that are written once and read by all."""
 
 from collections.abc import Iterator
 from pathlib import Path

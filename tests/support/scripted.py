@@ -416,7 +416,7 @@ class EngineDriver:
         self.images: dict[tuple[str, int], list[GenerateImagesReqOutput]] = {}
         self.outputs: list[tuple[str, BatchTokenOutput]] = []
         self.prompts: dict[str, list[int]] = {}
-        """Those of every generation that was sent, by its id."""
+        """Prompt of every generation that was sent, by its id."""
         self.client("main")
 
     def _make_runner(self, config, loaded, pool, routing):

@@ -85,7 +85,7 @@ class BroadcastInfo(Strict, kw_only=True):
     dtype_names: list[str]
     shapes: list[list[int]]
     packed: bool | None = None
-    """Of clients before vLLM 0.28; null: that of the init."""
+    """Sent by clients before vLLM 0.28; null: that of the init."""
 
 
 class SharedMemoryInfo(Strict, kw_only=True):

@@ -109,7 +109,7 @@ def test_a_failure_at_any_tensor_leaves_nothing_half_new_serving(engine, models)
 
 @pytest.mark.parametrize("position", [0, 1, 7, -1], ids=["first", "second", "eighth", "last"])
 def test_a_trainer_that_dies_in_a_broadcast(engine, models, position):
-    """Its next start sends everything again; meanwhile nothing that is half new is sampled from."""
+    """The next trainer sends everything again; meanwhile nothing that is half new is sampled from."""
     tensors = tensors_of(models[1])
     last = position % len(tensors)
     with socket.create_server(("127.0.0.1", 0)) as free:

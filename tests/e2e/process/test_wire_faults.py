@@ -77,7 +77,7 @@ GARBAGE = {
     "many frames": [b"x"] * 200,
     "a header of 65 MB": [b"\x00" * (65 << 20)],
 }
-"""What else is no message is in tests/unit/io_struct/test_codec.py."""
+"""Other bytes that are no message: tests/unit/io_struct/test_codec.py."""
 
 
 @pytest.mark.parametrize("kind", GARBAGE)

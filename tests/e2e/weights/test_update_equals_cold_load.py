@@ -237,7 +237,7 @@ def test_changed_tensors_are_counted(folder, tmp_path, count, element, bucket):
 
 
 def test_a_torn_checkpoint_poisons_until_a_complete_update(folder, cold, tmp_path, monkeypatch):
-    """Nothing runs on them meanwhile, and a frozen request survives it."""
+    """A frozen request survives an update that fails, and nothing runs on half of it."""
     torn = Path(shutil.copytree(folder("qwen3", 2), tmp_path / "torn"))
     one_piece_per_slice(monkeypatch, writes=True)
     with engine(folder(), load_bucket_bytes=1000) as driver:

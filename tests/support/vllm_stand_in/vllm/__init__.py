@@ -1,4 +1,4 @@
-"""As much of vLLM as TRL's clients import, with gloo in the place of NCCL: they need no engine of vLLM."""
+"""Stand-in for the part of vLLM that TRL's clients import, with gloo in the place of NCCL."""
 
 __version__ = "0.31.0"
 LLM = RequestOutput = SamplingParams = object

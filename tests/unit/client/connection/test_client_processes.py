@@ -1,4 +1,4 @@
-"""What the clients of a process share, and children that it forks."""
+"""Clients of one process share a context; children that it forks do not."""
 
 import contextlib
 import os

@@ -14,8 +14,8 @@ from caesura.client import AsyncSchedulerClient
 from caesura.client.serve.middleware import ACCESS_CLASSES
 
 CHANGES_THE_ENGINE = re.compile(
-    "pause|profile|continue|flush|release|resume|update|begin|end|init|destroy|weights_checker|weight_checker|post_process"
-    "|sleep|wake|reset|start|finish|shutdown|collective_rpc"
+    "pause|profile|continue|flush|release|resume|update|begin|end|init|destroy|weights_checker|post_process"
+    "|weight_checker|sleep|wake|reset|start|finish|shutdown|collective_rpc"
 )
 
 

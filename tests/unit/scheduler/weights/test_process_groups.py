@@ -129,7 +129,7 @@ def test_an_engine_that_does_not_come_fails_the_join_by_its_deadline(store: TCPS
 
 
 def test_a_group_has_its_own_timeout_ends_no_process_and_is_aborted_when_it_is_left(store: TCPStore) -> None:
-    """Its failures raise in the thread that waits, and no watchdog of torch's ends the process."""
+    """Failures raise in the thread that waits, and no watchdog of torch's ends the process."""
     left = group(store, broadcast_timeout_s=77.0)
     eventually(left.joined)
     (made,) = Nccl.made
@@ -206,7 +206,7 @@ def test_small_broadcasts_are_waited_for_together(store: TCPStore) -> None:
 
 
 class NcclUniqueId(ctypes.Structure):
-    """As vLLM's, which its pickle names."""
+    """Structure as vLLM's, which its pickle names."""
 
     _fields_ = (("internal", ctypes.c_byte * 128),)
 
