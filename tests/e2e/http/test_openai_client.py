@@ -1,7 +1,9 @@
 """Models, errors, completions, chats and streams as OpenAI's own client sees them, over a real engine."""
 
+import base64
 import codecs
 import json
+import struct
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -70,7 +72,10 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         ({"prompt": [[1, "a"]]}, "prompt"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"extra_body": {"response_format": {"type": "json_object"}}}, "response_format"),
+        ({"extra_body": {"rid": ["a", "b"]}}, "rid"),
         ({"stream": True, "echo": True, "logprobs": 1}, "echo"),
+        ({"messages": messages("x"), "functions": [{"name": "f"}]}, "functions"),
+        ({"messages": messages("x"), "modalities": ["audio"]}, "modalities"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "messages"),
         ({"messages": IMAGE}, "messages"),
@@ -414,3 +419,45 @@ def test_chat_logprobs_are_exact_bytes(served):
         assert entry.token == bytes(entry.bytes).decode("utf-8", "replace")
         assert len(entry.top_logprobs) == 3
         assert all(a.logprob >= b.logprob for a, b in pairwise(entry.top_logprobs))
+
+
+def test_logit_bias_and_penalties_reach_the_engine(served):
+    def ids(bias: int, **fields: float) -> list[int]:
+        extra = {name: fields.pop(name) for name in ("repetition_penalty",) if name in fields}
+        answer = served.client.completions.create(
+            prompt="once", max_tokens=5, logit_bias={"77": bias}, **fields, **with_ids(**extra)
+        )
+        return answer.choices[0].token_ids
+
+    assert ids(100) == [77] * 5
+    for name, value in (("frequency_penalty", 2.0), ("presence_penalty", 2.0), ("repetition_penalty", 2.0)):
+        assert ids(6, **{name: value}) != ids(6)
+
+
+def test_minimum_of_tokens(served):
+    create = served.client.completions.create
+    first = create(prompt="once", max_tokens=1, **with_ids()).choices[0].token_ids[0]
+    for name in ("min_tokens", "min_new_tokens"):
+        answer = create(prompt="once", max_tokens=4, **with_ids(stop_token_ids=[first], **{name: 3}))
+        assert len(answer.choices[0].token_ids) >= 3
+        assert first not in answer.choices[0].token_ids[:3]
+
+
+def test_routed_experts(served):
+    answer = served.client.completions.create(
+        prompt=[5, 6, 7], max_tokens=4, **with_ids(return_routed_experts=True, routed_experts_start_len=1)
+    )
+    data = base64.b64decode(answer.sglext["routed_experts"])
+    experts = struct.unpack(f"<{len(data) // 4}i", data)
+    assert len(experts) == (3 + 4 - 1 - 1) * 2 * 3
+    assert set(experts) <= set(range(5))
+
+
+def test_meta_info(served):
+    answer = served.client.completions.create(
+        prompt="once", max_tokens=4, n=2, **with_ids(return_meta_info=True, rid="named")
+    )
+    assert answer.id == "named"
+    for choice in answer.choices:
+        assert choice.meta_info["completion_tokens"] == 4
+        assert choice.meta_info["finish_reason"] == {"type": "length", "length": 4}

@@ -16,9 +16,16 @@ from support.scripted import EngineDriver, assert_error, expected_tokens, tokens
 from support.waiting import PATIENCE_S as PATIENCE
 from support.waiting import eventually
 
-from caesura.client import EndpointInUse, SamplingParams, SchedulerClient, launch_scheduler
+from caesura.client import (
+    EndpointInUse,
+    SamplingParams,
+    SchedulerClient,
+    VersionMismatch,
+    launch_scheduler,
+)
 from caesura.client.launch.launcher import LaunchedScheduler
 from caesura.io_struct import (
+    WIRE_VERSION,
     AbortReqOutput,
     BatchTokenOutput,
     ErrorReply,
@@ -290,3 +297,16 @@ def test_a_reconnecting_client_gets_its_result(tiny_model):
             driver.run_until_idle()
             assert len(tokens_of(second.result("g"))) == 9
         assert driver.status().generated_tokens == 9
+
+
+def test_a_client_of_another_major_version_is_told_both(client, launched, monkeypatch):
+    assert client.incarnation == client.status(timeout=PATIENCE).incarnation
+    monkeypatch.setattr("caesura.client.connection.link.WIRE_VERSION", (WIRE_VERSION[0] + 1, 0))
+    ours = ".".join(map(str, WIRE_VERSION))
+    with SchedulerClient(launched.endpoint) as other:
+        for call in (other.status, other.pause):
+            with pytest.raises(
+                VersionMismatch, match=rf"speaks wire 2\.0, the engine at .* speaks wire {ours} "
+            ):
+                call(timeout=PATIENCE)
+    assert client.status(timeout=PATIENCE).generation == "running"
