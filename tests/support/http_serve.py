@@ -102,7 +102,7 @@ def served(*arguments: str, **options: Any) -> Iterator[ServedEngine]:
     try:
         yield engine
     finally:
-        if engine.process.poll() is None:
+        if engine.process.stderr is not None and not engine.process.stderr.closed:  # else it was stopped
             engine.stop()
 
 
