@@ -29,7 +29,7 @@ from caesura.scheduler.kernels.attention_form import HeadNorms
 from caesura.scheduler.kernels.elementwise import gate_mul, rms_norm, rope_store
 from caesura.scheduler.layers.norm import normalize
 from caesura.scheduler.layers.rotary import rotate
-from caesura.scheduler.runtime.config import PAGE_SIZE
+from caesura.scheduler.runtime.engine_config import PAGE_SIZE
 
 LINEAR_SHAPES = {
     "qkv": (4096, 1024),

@@ -27,8 +27,8 @@ from rich.table import Table
 
 from caesura.io_struct import GenerateReqInput, SamplingParams, encode
 from caesura.scheduler.execution.forward import ForwardBatch, HostOutput
-from caesura.scheduler.runtime.config import EngineConfig
 from caesura.scheduler.runtime.engine import Engine
+from caesura.scheduler.runtime.engine_config import EngineConfig
 from caesura.scheduler.scheduling.batcher import Batcher
 
 SHAPE = Shape(

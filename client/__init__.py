@@ -13,8 +13,8 @@ from . import exceptions
 from .connection.async_client import AsyncGenerationHandle, AsyncSchedulerClient
 from .connection.async_control_client import AsyncControlClient
 from .connection.blocking import ControlClient, GenerationHandle, SchedulerClient
-from .connection.images import ImageOutput, ImageTensor
-from .connection.options import WeightUpdate
+from .connection.client_options import WeightUpdate
+from .connection.image_generation import ImageOutput, ImageTensor
 from .connection.results import GenerateOutput, TokenDelta, TokenLogprobs
 from .exceptions import *
 from .importance import importance_weights, oldest_epoch

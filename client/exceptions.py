@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from ..io_struct import CaesuraError, ErrorCode, ErrorReply, WeightUpdateReqOutput
 
 if TYPE_CHECKING:
-    from .connection.images import ImageOutput
+    from .connection.image_generation import ImageOutput
     from .connection.results import GenerateOutput
 
 

@@ -89,16 +89,16 @@ LIMITS = (
         "under way, queued or waiting; more are `queue_full`",
     ),
     (
-        "scheduler.messaging.answers", "STORED_ANSWERS", "message ids",
+        "scheduler.messaging.stored_answers", "STORED_ANSWERS", "message ids",
         "of commands whose answers are stored for retries at least, if each takes no more than a kilobyte",
     ),
     (
-        "scheduler.runtime.config", "RESULT_BYTES", "bytes",
+        "scheduler.runtime.engine_config", "RESULT_BYTES", "bytes",
         ("of results stored for retries and for clients that could not be reached, "
          "unless `--result-bytes` says another number; the oldest go first. Images: 64 MiB"),
     ),
     (
-        "scheduler.messaging.answers", "REMEMBERED_IDS", "message ids",
+        "scheduler.messaging.stored_answers", "REMEMBERED_IDS", "message ids",
         "answered before those, whose retries are `answer_forgotten`",
     ),
 )  # fmt: skip

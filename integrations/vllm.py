@@ -29,9 +29,9 @@ import msgspec
 
 from ..client.exceptions import GroupError
 from ..client.trainer.buckets import Bucket, buckets
-from ..client.trainer.group import WeightUpdateGroup, whole
 from ..client.trainer.rendezvous import GRACE_S, await_ranks, beside, make_store
 from ..client.trainer.shared import SharedBucket, common_cuda_device
+from ..client.trainer.update_group import WeightUpdateGroup, whole
 from ..io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ..transfer.process_group import Membership, keys_of, make_backend
 

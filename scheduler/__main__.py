@@ -24,8 +24,8 @@ os.environ.update(settings())
 from ..io_struct import CaesuraError
 from ..io_struct.field_errors import advice, other_name
 from ..process import log
-from ..process.options import EngineOptions
-from .runtime.config import EngineConfig
+from ..process.engine_options import EngineOptions
+from .runtime.engine_config import EngineConfig
 from .runtime.process import refusal, run, tell
 
 _RENAMED = {"model_path": "model"}

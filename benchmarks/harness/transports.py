@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from caesura.client import ControlClient
-from caesura.client.connection.options import UpdateOptions
+from caesura.client.connection.client_options import UpdateOptions
 from caesura.client.trainer import SharedTensors, WeightUpdateGroup
 from caesura.io_struct import WeightUpdateReqOutput
 

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from ...io_struct import AbortReq, AbortReqOutput, GenerateImagesReqInput, GenerateReqInput, Message, Request
 from ..exceptions import EngineDied, EngineError
+from .client_options import ChannelOptions
 from .connection import Connection, Generation, ImageGeneration, Sink
 from .endpoints import check_endpoint
 from .fork import Process
 from .link import Frames, Link
-from .options import ChannelOptions
 from .prompts import timed_out
 from .results import TokenDelta
 

@@ -24,10 +24,10 @@ from ...io_struct import (
 from ..exceptions import EngineError, TimedOut
 from .async_channel import Deltas, Result, next_delta, wait_for_all
 from .async_control_client import AsyncControlClient
+from .client_options import CallOptions, GenerateOptions, seconds
 from .connection import Generation, ImageGeneration
 from .fork import Process
-from .images import ImageOptions, plan_images
-from .options import CallOptions, GenerateOptions, seconds
+from .image_generation import ImageOptions, plan_images
 from .prompts import Ids, Plan, Prompts, RequestT, Sampling, Scores, one_request, plan
 from .results import GenerateOutput, TokenDelta, decode_output
 

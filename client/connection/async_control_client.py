@@ -27,8 +27,7 @@ from ..exceptions import (
     is_answer,
 )
 from .async_channel import Channel, LoopChannel, Result, run, wait_for
-from .fork import Process
-from .options import (
+from .client_options import (
     CallOptions,
     ChannelOptions,
     ConnectionOptions,
@@ -45,7 +44,8 @@ from .options import (
     this_process,
     update_fields,
 )
-from .status import explained, figures, time_to_ask
+from .fork import Process
+from .status_figures import explained, figures, time_to_ask
 
 if TYPE_CHECKING:
     from ..trainer import NamedTensors, SharedBuckets, WeightUpdateGroup

@@ -14,8 +14,15 @@ from ..exceptions import TimedOut
 from . import channel
 from .async_channel import Channel
 from .async_client import AsyncGenerationHandle, AsyncSchedulerClient
+from .client_options import (
+    ChannelOptions,
+    ConnectionOptions,
+    GenerateOptions,
+    SessionOptions,
+    WeightUpdate,
+    seconds,
+)
 from .connection import Generation
-from .options import ChannelOptions, ConnectionOptions, GenerateOptions, SessionOptions, WeightUpdate, seconds
 from .prompts import Ids, Sampling, one_request
 from .results import TokenDelta
 

@@ -22,10 +22,10 @@ import zmq
 
 from ...io_struct import GenerateImagesReqInput, GenerateReqInput, Message, Request
 from ..exceptions import EngineDied, EngineError
+from .client_options import ChannelOptions
 from .connection import Connection, Generation, ImageGeneration
 from .fork import Process
 from .link import Frames, Link
-from .options import ChannelOptions
 from .prompts import timed_out
 from .results import TokenDelta
 

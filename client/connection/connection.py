@@ -34,7 +34,7 @@ from ...io_struct import (
 )
 from ...io_struct.base import MAX_HEADER_BYTES
 from ..exceptions import DuplicateRid, EngineError, IdConflict, InternalError, InvalidRequest, error_for
-from .images import ImageOutput, decode_images
+from .image_generation import ImageOutput, decode_images
 from .results import (
     GenerateOutput,
     TokenDelta,

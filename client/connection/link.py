@@ -34,8 +34,8 @@ from ...io_struct import (
     salvage_reply,
 )
 from ..exceptions import EngineDied, EngineError, VersionMismatch, raise_for
+from .client_options import ChannelOptions
 from .endpoints import HANDSHAKE_FAILURES, check_endpoint, configure, connect_to, nobody_at, why_refused
-from .options import ChannelOptions
 
 EXIT_GRACE_S = 1.0
 """Seconds that a closed connection and the exit of its process wait for each other."""

@@ -15,7 +15,7 @@ import msgspec
 from ...io_struct import GenerateReqInput, SamplingParams, ScoreReqInput, ScoreReqOutput
 from ...io_struct.field_errors import advice, field_error, nearest, one_of, other_name, shown
 from ..exceptions import InternalError, InvalidRequest, TimedOut
-from .options import GenerateOptions, id_of, must_be
+from .client_options import GenerateOptions, id_of, must_be
 from .results import read_floats
 
 _SAMPLING: dict[type, str] = {SamplingParams: "a SamplingParams", Mapping: "a dict"}

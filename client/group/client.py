@@ -21,7 +21,7 @@ from ...io_struct.control import LeaseAction
 from ...io_struct.weights import DEFAULT_GROUP_NAME
 from ..connection.async_channel import Result, wait_for
 from ..connection.async_client import AsyncSchedulerClient
-from ..connection.options import seconds, tags_of
+from ..connection.client_options import seconds, tags_of
 from ..exceptions import EngineError
 from .dispatcher import GenerationClient
 

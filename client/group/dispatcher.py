@@ -19,9 +19,9 @@ import msgspec
 from ... import io_struct as wire
 from ..connection.async_channel import Channel, Deltas, Result
 from ..connection.async_client import AsyncSchedulerClient
+from ..connection.client_options import ConnectionOptions
 from ..connection.connection import Generation, ImageGeneration, Sink
 from ..connection.fork import Process
-from ..connection.options import ConnectionOptions
 from ..exceptions import (
     DuplicateRid,
     EngineDied,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 from ...io_struct import GetStatusReqOutput, PauseMode, WeightUpdateReqOutput, new_id
 from ..connection.async_client import AsyncGenerationHandle
-from ..connection.options import GenerateOptions, label
+from ..connection.client_options import GenerateOptions, label
 from ..connection.prompts import Ids, Prompts, Sampling
 from ..exceptions import EngineDied, EngineError, InvalidRequest
 from .dispatcher import DEFAULT_PATIENCE_S, Dispatcher, GenerationClient

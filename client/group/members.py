@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ..connection.async_client import AsyncSchedulerClient
-from ..connection.options import ConnectionOptions
+from ..connection.client_options import ConnectionOptions
 
 if TYPE_CHECKING:
     from ...io_struct import GetStatusReqOutput

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-from ..connection.options import ConnectionOptions
+from ..connection.client_options import ConnectionOptions
 from ..exceptions import EngineError, InvalidRequest
 from ..launch.launcher import option_value
 from ..launch.supervisor import Ended, Listener, RestartPolicy, State, Supervisor

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...io_struct import TensorSpec, new_id
 from ..connection.blocking import ControlClient
-from ..connection.options import folder_of
+from ..connection.client_options import folder_of
 from ..exceptions import (
     EngineDied,
     EngineError,

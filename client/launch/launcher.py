@@ -36,11 +36,11 @@ from ...io_struct import CaesuraError
 from ...io_struct.field_errors import unknown_name
 from ...process import private_directory
 from ...process.contract import EXIT_HUNG
-from ...process.options import EngineOptions
+from ...process.engine_options import EngineOptions
 from ..connection.blocking import ControlClient, SchedulerClient
+from ..connection.client_options import ConnectionOptions, seconds
 from ..connection.endpoints import ClientKeys, KeyOrFile
 from ..connection.fork import Process, close_sign_of_life, keep_from_children, not_forking
-from ..connection.options import ConnectionOptions, seconds
 from ..exceptions import EngineDied, TimedOut, error_for
 
 logger = logging.getLogger(__name__)

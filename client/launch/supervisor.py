@@ -29,11 +29,11 @@ import click
 
 from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
+from ...process.engine_options import EngineOptions
 from ...process.log import server_log
-from ...process.options import EngineOptions
 from ..connection.blocking import ControlClient
+from ..connection.client_options import ConnectionOptions
 from ..connection.endpoints import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
-from ..connection.options import ConnectionOptions
 from ..exceptions import EngineDied, EngineError, InternalError, TimedOut
 from .launcher import USAGE_STATUS, Child, check_keys, engine_command, how_it_ended, option_value
 from .notify import notify, watchdog_interval_s

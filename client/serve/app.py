@@ -37,16 +37,17 @@ from ..launch.supervisor import State as EngineState
 from ..text.tokenizer import TextTokenizer, TokenizerMissing
 from ..text.tokenizer_manager import TokenizerManager
 from .context import OWNER, Front, FrontEnd
-from .errors import EXCEPTION_HANDLERS
+from .error_responses import EXCEPTION_HANDLERS
 from .middleware import AuthMiddleware, BodyLimit, RequestId, RoutingKey, name_request
 from .openai import chat, completions, images, models
 from .openai.common import EXCEPTION_HANDLERS as OPENAI_HANDLERS
 from .options import ServeOptions
 from .pages import dashboard, metrics, openapi
 from .server import Server
-from .sglang import control, generate, info, rollout, tokenize, updates
+from .sglang import control, generate, info, rollout, tokenize, weights
 from .vllm import control as vllm_control
-from .vllm import tokens, weights
+from .vllm import tokens
+from .vllm import weights as vllm_weights
 
 __all__ = ["ROUTES", "Front", "FrontEnd", "ServeOptions", "create_app", "routes_of"]
 
@@ -67,10 +68,10 @@ def routes_of(*modules: ModuleType) -> list[HTTPRouteHandler]:
 
 
 ROUTES = [
-    *routes_of(generate, rollout, control, updates, info, tokenize, completions, chat, images, models),
-    *routes_of(tokens, vllm_control, weights, metrics, dashboard, openapi),
+    *routes_of(generate, rollout, control, weights, info, tokenize, completions, chat, images, models),
+    *routes_of(tokens, vllm_control, vllm_weights, metrics, dashboard, openapi),
 ]
-for _handler in routes_of(tokens, vllm_control, weights):
+for _handler in routes_of(tokens, vllm_control, vllm_weights):
     _handler.exception_handlers = OPENAI_HANDLERS
 
 

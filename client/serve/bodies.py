@@ -21,7 +21,7 @@ from ...io_struct.field_errors import FieldError, advice, field_error, fields_of
 from ...io_struct.generate import TokenId
 from ..exceptions import InvalidRequest, PromptTooLong
 from ..text.tokenizer_manager import check_size
-from .errors import printable
+from .error_responses import printable
 
 logger = logging.getLogger(__name__)
 

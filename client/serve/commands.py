@@ -13,7 +13,7 @@ from ...io_struct.base import MAX_ID_LENGTH
 from ..exceptions import RETRYABLE, InvalidRequest
 from .bodies import HTTPRequest, Strict, read_control
 from .context import Front, FrontEnd
-from .errors import error_fields, json_response, native_error, status_of
+from .error_responses import error_fields, json_response, native_error, status_of
 
 SESSION_HEADER = "X-Caesura-Session"
 T = TypeVar("T")

@@ -28,7 +28,7 @@ from ...process.contract import is_loopback
 from ..exceptions import Unsupported
 from ..group.router import current_routing_key, routed_by
 from .context import FrontEnd
-from .errors import BodyTooLarge, send_error
+from .error_responses import BodyTooLarge, send_error
 from .options import ServeOptions
 from .server import RESERVED
 

@@ -26,7 +26,7 @@ import uvicorn
 from litestar import Litestar
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from .errors import RETRY_AFTER_S
+from .error_responses import RETRY_AFTER_S
 
 SHUTDOWN_S = 10
 HANDSHAKE_S = 10.0

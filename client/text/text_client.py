@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from ..connection.async_client import AsyncSchedulerClient
+from ..connection.client_options import ConnectionOptions, OutputOptions, seconds
 from ..connection.fork import Process
-from ..connection.options import ConnectionOptions, OutputOptions, seconds
 from ..connection.prompts import Sampling, per_prompt_sampling, require_known_options, sampling, sequences
 from ..exceptions import EngineDied, TimedOut
 from .tokenizer import TextTokenizer

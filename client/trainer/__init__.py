@@ -2,11 +2,11 @@
 
 from .buckets import Bucket, NamedTensors, as_frames, buckets, manifest
 from .chain import WeightUpdateChain, clone_weights
-from .group import WeightUpdateGroup
 from .names import checkpoint_tensors
 from .shared import SharedBucket, SharedBuckets, SharedTensors
 from .token_weights import importance_weights
 from .two_phase import update_from_shared
+from .update_group import WeightUpdateGroup
 
 __all__ = [
     "Bucket",

@@ -14,7 +14,7 @@ from ...io_struct import TensorSpec
 from ...io_struct.base import MAX_FRAMES
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES
 from ...transfer.safetensors import DTYPES
-from ..connection.options import must_be
+from ..connection.client_options import must_be
 from ..exceptions import InvalidRequest
 
 _ALIGNMENT = 64

@@ -24,10 +24,9 @@ from ...io_struct import (
 )
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ...transfer.process_group import Backend, mark_present
-from ..connection.options import UpdateOptions
+from ..connection.client_options import UpdateOptions
 from ..exceptions import InvalidRequest
 from .buckets import NamedTensors, bucket_size, manifest, pairs
-from .group import WeightUpdateGroup, whole
 from .rendezvous import (
     GRACE_S,
     await_ranks,
@@ -39,6 +38,7 @@ from .rendezvous import (
     ranks_of,
 )
 from .two_phase import TwoPhaseUpdate, require_clients, sessionless_fields
+from .update_group import WeightUpdateGroup, whole
 
 if TYPE_CHECKING:
     from ..connection.blocking import ControlClient

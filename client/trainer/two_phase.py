@@ -29,7 +29,7 @@ from ...io_struct import (
     WeightUpdateReqOutput,
 )
 from ..connection.channel import wait_for
-from ..connection.options import UpdateOptions, update_fields
+from ..connection.client_options import UpdateOptions, update_fields
 from ..exceptions import EngineError, InvalidRequest, PartialUpdate
 from .shared import SharedTensors
 

@@ -22,11 +22,11 @@ from ..execution.scratch_steps import scratch_prefill
 from ..kernels import TORCH, best, self_test
 from ..kernels.attention_form import AttentionForm
 from ..layers.rotary import rotate
-from ..runtime.config import PAGE_SIZE, EngineConfig
+from ..runtime.engine_config import PAGE_SIZE, EngineConfig
 from . import flashinfer, flashinfer_mla, paged_triton
-from .mla import LatentBackend
 from .paged_cpu import PagedCpuBackend
 from .sdpa import SdpaBackend
+from .sdpa_mla import LatentBackend
 from .shape import Shape
 
 logger = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from torch import Tensor
 from ..cache.pool import MHAPool
 from ..execution.forward import AttentionBackend, CapturableBackend, ForwardBatch, StepLimits
 from ..kernels.attention_form import PLAIN, AttentionForm, FormKind
-from ..runtime.config import PAGE_SIZE
 from ..runtime.dtypes import torch_name
+from ..runtime.engine_config import PAGE_SIZE
 from .fused_store import fused_store
 from .page_lists import Lists, PageLists
 from .shape import Shape

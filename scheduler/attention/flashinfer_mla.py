@@ -6,7 +6,7 @@ Invariants:
 - Decode rows and prefill rows are planned and run apart, decode without a mask. Captured decode steps are
   planned outside of their graphs, into buffers that never move.
 - Prefill is FlashInfer's only if every tile of it ends between two queries (:func:`serves_prefill`): its
-  planner refuses some others. Otherwise torch computes steps with prefill rows (``mla.py``).
+  planner refuses some others. Otherwise torch computes steps with prefill rows (``sdpa_mla.py``).
 - Host memory that a plan is copied from is written as in ``flashinfer.py``.
 
 Written against FlashInfer 0.7.2; not run on a GPU. Plans and layouts are tested on the CPU by a stand-in.
@@ -23,10 +23,10 @@ from ..cache.pool import MLAPool
 from ..execution.forward import AttentionBackend, CapturableBackend, ForwardBatch, StepLimits
 from ..kernels.attention_form import PLAIN, AttentionForm
 from ..memory.device_module import nvidia_generation
-from ..runtime.config import PAGE_SIZE
+from ..runtime.engine_config import PAGE_SIZE
 from .flashinfer import HostMemory, multiprocessors, why_not_for
-from .mla import LatentBackend
 from .page_lists import PageLists
+from .sdpa_mla import LatentBackend
 from .shape import Shape
 
 KERNELS = ("fa3", "fa2")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..execution.forward import ForwardBatch, StepLimits
-from ..runtime.config import PAGE_SIZE
+from ..runtime.engine_config import PAGE_SIZE
 
 _INTS_PER_LINE = 16
 

@@ -19,7 +19,7 @@ from ..kernels.attention import PagedAttention, PagedStep, plan_tasks
 from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
 from ..kernels.elementwise import rope_store
 from ..memory.workspace import Workspace
-from ..runtime.config import PAGE_SIZE
+from ..runtime.engine_config import PAGE_SIZE
 from .shape import Shape
 
 if TYPE_CHECKING:

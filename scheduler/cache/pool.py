@@ -25,8 +25,8 @@ from torch import Tensor
 
 from ..memory import residency
 from ..memory.device_module import DeviceModule, streams_of
-from ..runtime.config import PAGE_SIZE
 from ..runtime.dtypes import torch_name
+from ..runtime.engine_config import PAGE_SIZE
 
 STAGED_PAGES = 256
 

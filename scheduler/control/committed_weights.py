@@ -24,7 +24,7 @@ import msgspec
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..runtime.background import Worker
-from ..runtime.config import EngineConfig
+from ..runtime.engine_config import EngineConfig
 from ..scheduling.request import WeightStamp
 from ..weights.transports.disk import open_checkpoint
 from .weight_sessions import Session

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
 from ...io_struct import Reply
-from ..runtime.config import PAGE_SIZE
+from ..runtime.engine_config import PAGE_SIZE
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine

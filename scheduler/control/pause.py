@@ -19,7 +19,7 @@ from ...io_struct import (
     PauseGenerationReqOutput,
 )
 from ..memory.device_memory import EmptyCacheReport
-from ..runtime.config import PAGE_SIZE
+from ..runtime.engine_config import PAGE_SIZE
 from .engine_state import Sender
 from .operations import Operation, Wait, barrier, held_kind, is_idle, pending
 

@@ -25,8 +25,8 @@ from ..models.config import load_model_config
 from ..models.decoder import state_shape
 from ..models.registry import build_model
 from ..parallel.group import SINGLE, TensorParallel
-from ..runtime.config import PAGE_SIZE, EngineConfig
 from ..runtime.dtypes import by_torch_name
+from ..runtime.engine_config import PAGE_SIZE, EngineConfig
 from ..scheduling.waiting_queue import AdmissionLimits, pages_for
 from ..weights.loaded_model import LoadedModel
 from ..weights.loader import WeightLoader

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
-from ..runtime.config import PAGE_SIZE
+from ..runtime.engine_config import PAGE_SIZE
 
 if TYPE_CHECKING:
     from ..kernels.attention import PagedStep

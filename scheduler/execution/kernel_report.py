@@ -18,7 +18,7 @@ from ..kernels.linear import packable, scalable
 from ..kernels.native import why_not
 from ..layers.fp8_products import dense_for, experts_for
 from ..models.decoder import state_shape
-from ..runtime.config import EngineConfig
+from ..runtime.engine_config import EngineConfig
 from ..weights.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from ..cache.pool import RoutingPool
 from ..layers.logits_processor import autotune_dummy_run_mode
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import DeviceModule, graphs_of, streams_of
-from ..models.base import CausalLM
+from ..models.causal_lm import CausalLM
 from ..observability.stage_profiler import StageProfiler
 from .forward import AttentionBackend, CapturableBackend, ForwardBatch, ForwardOutput, HostOutput, StepLimits
 from .graphs import DecodeGraphs

@@ -21,7 +21,7 @@ Definitions, in the order of the operations:
 The cumulative sum has two levels, blocks of 256 and the entries of one block: a scan of the vocabulary in
 order neither vectorises nor parallelises within a row.
 
-``kernels/sampling.py`` computes this on the CPU, ``kernels/triton_sampler.py`` on CUDA, and torch below where
+``kernels/sampler.py`` computes this on the CPU, ``kernels/triton_sampler.py`` on CUDA, and torch below where
 there is neither.
 """
 
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import TORCH, TRITON, best
-from ..kernels.sampling import RowSampler
+from ..kernels.sampler import RowSampler
 from .forward import FurtherLogprobs, SamplingBatch
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.config import PAGE_SIZE
+from ..runtime.engine_config import PAGE_SIZE
 from .forward import ForwardBatch, SamplingBatch, columns_of
 
 _TOP_K, _TOP_P = 20, 0.9

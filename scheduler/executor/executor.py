@@ -21,11 +21,11 @@ from ...io_struct import CaesuraError, RankMemory, RankStatus
 from ..execution.forward import Runner
 from ..execution.model_runner import ModelRunner
 from ..parallel.group import SINGLE, TensorParallel
-from ..runtime.config import EngineConfig
+from ..runtime.engine_config import EngineConfig
 from ..runtime.guard import EngineEndsError
 from ..weights.loader import END, WeightLoader
 from ..weights.source import WeightPiece, WeightSource
-from . import rendezvous
+from . import worker_rendezvous
 from .parallel_runner import ParallelRunner
 from .rpc import Answer, Memory, Start, encode, raise_failures
 from .worker_updates import described
@@ -160,10 +160,10 @@ class Executor:
             return self.call("start")
         config = self._config
         self._connection.await_all()
-        address, join = rendezvous.found(config)
+        address, join = worker_rendezvous.found(config)
         start = Start(
             config=config,
-            devices=[rendezvous.device_of(config, rank) for rank in range(config.tp)],
+            devices=[worker_rendezvous.device_of(config, rank) for rank in range(config.tp)],
             folder=folder,
             group=address,
             local_ranks=self.sharing,

@@ -24,7 +24,7 @@ from ...io_struct import CaesuraError, ErrorCode
 from ..execution.forward import ForwardBatch
 from ..kernels.collectives import RankLostError
 from ..memory.device_memory import is_out_of_memory
-from ..runtime.config import EngineConfig
+from ..runtime.engine_config import EngineConfig
 
 
 class Call(msgspec.Struct, array_like=True):
@@ -76,7 +76,7 @@ class Start(msgspec.Struct, kw_only=True):
     """Device of each rank, rank 0 included."""
     folder: str | None
     group: str
-    """Address at which the ranks meet (``rendezvous.py``)."""
+    """Address at which the ranks meet (``worker_rendezvous.py``)."""
     local_ranks: int
     """Ranks on the host of rank 0, which are the first ones; others have a host each."""
 

@@ -31,7 +31,7 @@ from ..memory.residency import ComponentResidencyManager
 from ..weights.reading import Held, checksums, garbage
 from ..weights.transports.distributed import LEAVE_S, WeightsUpdateGroups
 from ..weights.upload import write_stream_of
-from . import rendezvous
+from . import worker_rendezvous
 from .rpc import Memory, Start, decode_batch
 from .worker_updates import Operation, WorkerUpdates
 
@@ -44,7 +44,7 @@ class Worker:
         config = replace(start.config, device=start.devices[rank] if device is None else device)
         torch.set_num_threads(config.num_threads or 1)
         use_device(config.device)
-        self.parallel = rendezvous.join(start.group, config, rank)
+        self.parallel = worker_rendezvous.join(start.group, config, rank)
         self._config, self._rank = config, rank
         self._module = device_module_for(config.device)
         backed_up: tuple[MemoryTag, ...] = ("weights",) if config.weights_cpu_backup else ()

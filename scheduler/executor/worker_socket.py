@@ -23,7 +23,7 @@ from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
 from ...process.contract import is_loopback
 from ...process.curve import Handshakes, KeyPair, read_key_pair, read_public_keys
-from ..runtime.config import EngineConfig
+from ..runtime.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

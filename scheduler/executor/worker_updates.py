@@ -22,7 +22,7 @@ from ..memory.storage import bytes_of
 from ..memory.workspace import Workspace
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
-from ..runtime.config import EngineConfig
+from ..runtime.engine_config import EngineConfig
 from ..weights.loaded_model import LoadedModel
 from ..weights.loader import END, write_some
 from ..weights.reading import require_finite

@@ -22,7 +22,7 @@ import zmq
 from ... import __version__
 from ...io_struct import CaesuraError, ErrorCode
 from ..runtime.background import Wakeup
-from ..runtime.config import EngineConfig
+from ..runtime.engine_config import EngineConfig
 from ..runtime.guard import EngineEndsError
 from .rpc import Answer, Join, decode_said, encode
 from .worker_socket import WorkerSocket

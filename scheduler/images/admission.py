@@ -18,9 +18,9 @@ from ...io_struct import GenerateImagesReqInput, TensorSpec
 from ..runtime.dtypes import DTYPES
 from ..scheduling.waiting_queue import LiveRequests, require_room
 from ..weights.source import BufferSource
-from .family import MAX_IDS, Family, invalid
+from .image_request import Conditioning, Embeds, ImageRequest, Prompt
 from .memory_limit import Footprint, MemoryLimit
-from .request import Conditioning, Embeds, ImageRequest, Prompt
+from .pipeline_family import MAX_IDS, Family, invalid
 from .scheduler_step import problem_of
 
 MAX_RESULT_BYTES = 128 << 20

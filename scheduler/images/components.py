@@ -36,11 +36,11 @@ from ..memory.offload import (
 )
 from ..memory.residency import ComponentResidencyManager
 from ..observability.stage_profiler import StageProfiler
-from ..runtime.config import EngineConfig
 from ..runtime.dtypes import DTYPES
+from ..runtime.engine_config import EngineConfig
 from ..runtime.files import PIPELINE_INDEX, checkpoint_error, read_small
 from ..weights.transports.disk import Checkpoint, open_checkpoint
-from .request import Kind
+from .image_request import Kind
 
 _MAX_INDEX_BYTES = 1 << 20
 _NOT_FORWARD = (

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .family import PackedFamily, padded_ids, vae_scale
-from .request import Embeds
+from .image_request import Embeds
+from .pipeline_family import PackedFamily, padded_ids, vae_scale
 
 
 class Flux(PackedFamily):

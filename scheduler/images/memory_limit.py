@@ -21,8 +21,8 @@ from typing import Any
 
 from ...io_struct import CaesuraError, ErrorCode, GenerateImagesReqInput
 from ..memory.device_module import DeviceModule, free_and_total
-from .family import Family
-from .request import Conditioning, ImageBatch, ImageRequest, Kind
+from .image_request import Conditioning, ImageBatch, ImageRequest, Kind
+from .pipeline_family import Family
 
 SENT_SHARE = 0.5
 """Part of the limit on the device for embeddings that requests, waiting or running, have sent."""

@@ -20,9 +20,9 @@ from ..layers.parameters import WeightSlot
 from ..memory.host_copy import exhaust
 from ..memory.residency import ComponentResidencyManager
 from ..memory.workspace import Workspace
-from ..models.base import Weights
-from ..runtime.config import EngineConfig
+from ..models.causal_lm import Weights
 from ..runtime.dtypes import by_torch_name
+from ..runtime.engine_config import EngineConfig
 from ..runtime.files import is_pipeline
 from ..weights.loaded_model import LoadedWeights
 from ..weights.loader import WeightLoader
@@ -37,8 +37,8 @@ from .components import (
     read_index,
     strategy_of,
 )
-from .family import Family
 from .flux import Flux
+from .pipeline_family import Family
 from .qwen_image import QwenImage
 from .sd3 import StableDiffusion3
 

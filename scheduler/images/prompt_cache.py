@@ -11,7 +11,7 @@ from array import array
 from collections import OrderedDict
 
 from ...io_struct import PromptCacheStatus
-from .request import Conditioning, Embeds
+from .image_request import Conditioning, Embeds
 
 ENTRY_BYTES = 512
 """Estimated memory of an entry beside its tensors."""

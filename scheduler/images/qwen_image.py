@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .family import PackedFamily, unsupported
-from .request import Embeds
+from .image_request import Embeds
+from .pipeline_family import PackedFamily, unsupported
 
 _TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "

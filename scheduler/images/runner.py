@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ..memory.device_module import DeviceModule, streams_of
 from .components import ComponentStages
-from .family import Family, to_pixels
+from .image_request import Conditioning, Embeds, ImageBatch, ImageRequest, Prompt
 from .memory_limit import Footprint
-from .request import Conditioning, Embeds, ImageBatch, ImageRequest, Prompt
+from .pipeline_family import Family, to_pixels
 from .scheduler_step import INITIAL, Coefficients, advance, coefficients, log_prob, noise_of
 from .traced_module import TracedModule, traced_decode, traced_velocity
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .family import Family, invalid, padded_ids, vae_scale
-from .request import Embeds
+from .image_request import Embeds
+from .pipeline_family import Family, invalid, padded_ids, vae_scale
 
 _TIMESTEPS = 1000
 """The transformer's timestep at sigma 1."""

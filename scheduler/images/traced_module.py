@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from ..kernels.self_test import failure
 from ..tracing import Tracer, compiled, fold_constants, tidy
-from .family import Family
-from .request import Embeds
+from .image_request import Embeds
+from .pipeline_family import Family
 
 logger = logging.getLogger(__name__)
 

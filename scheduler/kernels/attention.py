@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..memory.workspace import Workspace
-from ..runtime.config import PAGE_SIZE
+from ..runtime.engine_config import PAGE_SIZE
 from . import native
 from .attention_form import PLAIN, AttentionForm
 from .native import FLOAT, INT, POINTER, SIZE

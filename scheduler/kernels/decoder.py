@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..memory.workspace import ALIGNMENT, Workspace
-from ..runtime.config import PAGE_SIZE
+from ..runtime.engine_config import PAGE_SIZE
 from . import native
 from .attention import PagedStep
 from .collectives import Collective

@@ -9,7 +9,7 @@ Invariants:
 import torch
 from torch import Tensor
 
-from ..runtime.config import PAGE_SIZE
+from ..runtime.engine_config import PAGE_SIZE
 from . import native
 from .attention_form import Bend, HeadNorms
 from .native import FLOAT, INT, POINTER, SIZE

@@ -22,7 +22,7 @@ from ...io_struct import (
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
 )
-from ..control.commands import operation
+from ..control.command_table import operation
 from ..control.operations import SLICE_S, Operation, Wait
 from ..runtime.guard import defect
 

@@ -21,9 +21,9 @@ import zmq
 from ...io_struct import CaesuraError, ErrorCode, Keepalive, Message, encode
 from ...io_struct.base import MAX_FRAME_BYTES, MAX_FRAMES, MAX_MESSAGE_BYTES
 from ...io_struct.codec import readable_id
-from .answers import Frames, frames_of
 from .endpoint import Access, Endpoint, ServerKeys
 from .send_queues import Backlogs
+from .stored_answers import Frames, frames_of
 
 logger = logging.getLogger(__name__)
 

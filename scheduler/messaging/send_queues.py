@@ -27,7 +27,7 @@ from ...io_struct import (
     encode_reply,
 )
 from ..scheduling.sampling import joined_masks
-from .answers import Frames, frames_of
+from .stored_answers import Frames, frames_of
 
 MAX_PENDING_DELTA_TOKENS = 1 << 16
 """Most tokens of deltas per client; further ones are dropped, which leaves a gap in ``starts``."""

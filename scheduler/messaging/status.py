@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ... import __version__
 from ...io_struct import DeviceMemory, EngineTotals, GetStatusReqOutput, KVUsage, StageStatus
 from ..memory.device_memory import DeviceMemoryReading, get_available_memory
-from ..runtime.config import PAGE_SIZE
+from ..runtime.engine_config import PAGE_SIZE
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine

@@ -137,7 +137,7 @@ def _parse_by_transformers(config: dict[str, Any], generation: dict[str, Any], s
 
 
 def _of_transformers() -> ModuleType:
-    return import_module(".transformers_backend.config", package=__package__)
+    return import_module(".transformers_backend.transformers_config", package=__package__)
 
 
 def _elsewhere(folder: Path) -> str:

@@ -29,7 +29,7 @@ from ..layers.moe import GatedShared, MoeBlock, RoutedExperts, Router, Shared
 from ..layers.norm import RMSNorm
 from ..layers.parameters import Layer, Placement
 from ..layers.rotary import RotaryEmbedding
-from .base import CausalLM, result_of
+from .causal_lm import CausalLM, result_of
 from .config import ModelConfig
 from .config_moe import MoeConfig
 from .fused_decoder import FusedDecoder

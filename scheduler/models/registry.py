@@ -22,7 +22,7 @@ from ..parallel.group import SINGLE, TensorParallel
 from .family import Family
 
 if TYPE_CHECKING:
-    from .base import CausalLM
+    from .causal_lm import CausalLM
     from .config import ModelConfig
 
 

@@ -14,7 +14,7 @@ from ..cache.manager import LedgerError
 from ..control.committed_weights import WeightsFile
 from ..control.engine_state import EngineState
 from ..control.parameter_server import ParameterServerUpdates
-from ..control.process_groups import WeightSending
+from ..control.update_groups import WeightSending
 from ..control.weight_sessions import Sessions
 from ..control.weight_updates import WeightUpdates
 from ..execution.build import MakeRunner, build_runner
@@ -22,12 +22,12 @@ from ..executor.executor import Executor
 from ..memory.device_memory import DeviceCache
 from ..memory.device_module import device_module_for
 from ..memory.residency import ComponentResidencyManager
-from ..messaging.answers import Answers, Replies
 from ..messaging.command_queue import CommandQueue
-from ..messaging.dispatcher import Dispatcher
 from ..messaging.endpoint import ServerKeys
+from ..messaging.message_dispatcher import Dispatcher
 from ..messaging.outbox import Outbox
 from ..messaging.router_socket import Router
+from ..messaging.stored_answers import Answers, Replies
 from ..models.config import load_model_config
 from ..models.registry import require_ranks
 from ..observability.memory_history import MemoryGauges, MemoryHistory, OwnBytes
@@ -40,7 +40,7 @@ from ..scheduling.waiting_queue import LiveRequests, WaitingQueue
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.upload import write_stream_of
 from .background import Wakeup
-from .config import EngineConfig
+from .engine_config import EngineConfig
 from .files import is_pipeline
 from .guard import Guard
 from .housekeeping import Housekeeping

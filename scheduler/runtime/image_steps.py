@@ -7,17 +7,17 @@ from ...io_struct import CaesuraError, ErrorCode, GenerateImagesReqInput
 from ..cache.manager import CacheManager
 from ..execution.kernel_report import Serving
 from ..images.admission import ImageAdmission
-from ..images.batcher import ImageBatcher
 from ..images.components import ComponentStages
+from ..images.image_batcher import ImageBatcher
+from ..images.image_outputs import ImageOutputs
 from ..images.memory_limit import Footprint, MemoryLimit
-from ..images.outputs import ImageOutputs
 from ..images.pipeline import load_pipeline, open_component
 from ..images.prompt_cache import PromptCache
 from ..images.runner import ImageRunner
 from ..kernels import TORCH
 from ..memory.device_module import device_module_for
 from ..memory.host import HOST
-from .config import PAGE_SIZE
+from .engine_config import PAGE_SIZE
 from .steps import Steps
 
 if TYPE_CHECKING:

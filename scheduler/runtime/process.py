@@ -25,8 +25,8 @@ from ...io_struct import CaesuraError, ErrorCode
 from ...process import log, private_directory
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import use_device
-from .config import EngineConfig
 from .engine import Engine
+from .engine_config import EngineConfig
 from .guard import EngineEndsError
 from .shutdown import Shutdown, StartInterruptedError, StopSignals, name_fatal_signals
 from .watchdog import Watchdog, exit_within

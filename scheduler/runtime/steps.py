@@ -23,11 +23,11 @@ from ..scheduling.request import RequestTable
 from ..scoring.scoring import Scoring
 from ..weights.loaded_model import LoadedWeights
 from ..weights.transports.disk import OpenFolder, open_fitting
-from .config import PAGE_SIZE
+from .engine_config import PAGE_SIZE
 
 if TYPE_CHECKING:
     from ..execution.forward import Runner
-    from ..images.batcher import ImageBatcher
+    from ..images.image_batcher import ImageBatcher
     from ..images.prompt_cache import PromptCache
     from ..images.runner import ImageRunner
     from .engine import Engine

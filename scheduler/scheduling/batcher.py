@@ -24,7 +24,7 @@ import torch
 from ..cache.manager import CacheManager
 from ..cache.pool import RoutingPool
 from ..execution.forward import ForwardBatch
-from ..runtime.config import PAGE_SIZE
+from ..runtime.engine_config import PAGE_SIZE
 from .chunking import ChunkSizer
 from .request import Phase, Request, RequestTable
 from .sampling import InputSpan, input_spans, input_tokens, sampling_batch

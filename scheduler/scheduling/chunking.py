@@ -9,7 +9,7 @@ fails.
 A budget is a whole number of pages, but under a memory limit. Measured times never decide which requests run.
 """
 
-from ..runtime.config import PAGE_SIZE
+from ..runtime.engine_config import PAGE_SIZE
 
 _WEIGHT = 0.25
 _FIRST_TOKENS = 128

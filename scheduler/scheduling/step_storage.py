@@ -19,7 +19,7 @@ from torch import Tensor
 from ..cache.layer_ledgers import RequestState, StateRows
 from ..cache.manager import CacheManager, RequestKV
 from ..execution.forward import ForwardBatch, StateSegment, StateStep
-from ..runtime.config import PAGE_SIZE
+from ..runtime.engine_config import PAGE_SIZE
 from .request import RequestTable
 
 

@@ -25,11 +25,11 @@ from ...io_struct import (
     ErrorCode,
     GenerateReqInput,
 )
-from ..runtime.config import PAGE_SIZE
+from ..runtime.engine_config import PAGE_SIZE
 from .request import Phase, Request, make_requests
 
 if TYPE_CHECKING:
-    from ..images.request import ImageRequest
+    from ..images.image_request import ImageRequest
 
 MAX_FURTHER_BYTES = 32 << 20
 FINISHED_ENTRIES = 64

@@ -43,8 +43,8 @@ from ..memory.device_module import device_module_for, streams_of
 from ..memory.host_copy import exhaust
 from ..memory.offload import ComponentOffloadStrategy, LayerwiseOffloadStrategy, ResidentStrategy, Strategy
 from ..memory.workspace import Workspace
-from ..models.base import CausalLM
-from ..runtime.config import PAGE_SIZE
+from ..models.causal_lm import CausalLM
+from ..runtime.engine_config import PAGE_SIZE
 from ..scheduling.chunking import ChunkSizer
 from ..scheduling.waiting_queue import pages_for
 

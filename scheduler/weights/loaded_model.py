@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from ..layers.sharding import head_windows
-from ..models.base import CausalLM, Weights
+from ..models.causal_lm import CausalLM, Weights
 from ..models.config import ModelConfig
 from ..parallel.group import SINGLE, TensorParallel
 from .loader import WeightLoader

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...io_struct import TensorSpec
 from ..layers.parameters import HalfSlot, TensorSlot
-from ..models.base import Weights
+from ..models.causal_lm import Weights
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.dtypes import DTYPES, NAMES
 from .coverage import Coverage, num_rows

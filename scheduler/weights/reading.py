@@ -20,7 +20,7 @@ from torch import Tensor
 from ...io_struct import CaesuraError, ErrorCode, TensorSpec
 from ..layers.parameters import WeightSlot
 from ..memory.storage import bytes_of
-from ..models.base import Weights
+from ..models.causal_lm import Weights
 from .coverage import num_rows
 from .loader import WRITE_S
 from .upload import OnStream

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from caesura.client import AsyncSchedulerClient, SchedulerClient, launch_scheduler
-from caesura.client.connection.options import GenerateOptions
+from caesura.client.connection.client_options import GenerateOptions
 from caesura.io_struct import GenerateReqInput
-from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine_config import EngineConfig
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("io_struct", "process", "transfer", "client", "scheduler", "integrations")

@@ -8,9 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import report_sizes
 import yaml
-from report_sizes import Sizes, report
 
 import caesura
 
@@ -100,47 +98,3 @@ def test_an_image_is_built_from_every_package():
     folders = {name.split(".")[1] for name in packages if "." in name}
     passed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"}
     assert folders - passed == set()
-
-
-SOURCE = '''"""A module."""
-
-from typing import Protocol
-
-
-class Reads(Protocol):
-    """Of a reader."""
-
-    def read(self) -> str: ...
-
-
-class Reader:
-    def __init__(self, path, *, size=1):
-        self._path = path
-        self.size = size
-
-    def read(self):
-        """Return the text."""
-        other = Reader("a")
-        return other._path + "%s"
-''' % ("x" * 120)
-
-
-def test_sizes_of_a_file_are_counted_by_kind(tmp_path, monkeypatch):
-    monkeypatch.setattr(report_sizes, "ROOT", tmp_path)
-    path = tmp_path / "module.py"
-    path.write_text(SOURCE)
-    sizes = Sizes()
-    sizes.read(path)
-    assert (sizes.files, sizes.docstring, sizes.wordy, sizes.blank) == ([20], 3, 1, 7)
-    assert (sizes.wide, sizes.widest) == (1, (151, "module.py:20"))
-    # A signature and a docstring do not make a function long.
-    assert sorted(sizes.functions)[-2:] == [(2, "module.py:13 __init__"), (2, "module.py:17 read")]
-    assert sizes.constructors == [(2, "module.py:12 Reader")]
-    assert (sizes.protocols, sizes.private) == (1, 1)
-
-
-@pytest.mark.slow
-def test_the_report_has_a_row_for_each_tree():
-    rows = "\n".join(report())
-    for tree in ("product", *report_sizes.TREES):
-        assert f"| {tree} |" in rows

@@ -17,7 +17,7 @@ from caesura.client.serve.openai.common import common_fields, rids_for, sampling
 from caesura.client.serve.openai.completions import CompletionRequest, decode_completion, prompts_of
 from caesura.client.serve.sglang import control as control_routes
 from caesura.client.serve.sglang import generate as generate_routes
-from caesura.client.serve.sglang import tokenize, updates
+from caesura.client.serve.sglang import tokenize, weights
 from caesura.client.serve.sglang.generate import decode_body, plan_job
 from caesura.client.serve.sglang.tensor_payload import DeviceTensors, Part, read_pickled, read_safetensors
 from caesura.io_struct import CaesuraError, encode
@@ -25,7 +25,7 @@ from caesura.io_struct import CaesuraError, encode
 MAX_BATCH = 64
 CONTROL = [
     getattr(module, name)
-    for module in (control_routes, tokenize, updates)
+    for module in (control_routes, tokenize, weights)
     for name in sorted(dir(module))
     if name.endswith("Body")
 ]

@@ -7,7 +7,7 @@ import torch
 
 from caesura.scheduler.attention.backends import Choice, choose, failure_of
 from caesura.scheduler.attention.shape import Shape
-from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine_config import EngineConfig
 
 DEVICE = torch.device("cuda", 0)
 HEADS = Shape(

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.flashinfer_mla import FlashInferLatentBackend, kernels_of
-from caesura.scheduler.attention.mla import LatentBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
+from caesura.scheduler.attention.sdpa_mla import LatentBackend
 from caesura.scheduler.cache.pool import MHAPool, MLAPool
 from caesura.scheduler.execution.forward import ForwardBatch, StepLimits
 

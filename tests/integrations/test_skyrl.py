@@ -15,7 +15,7 @@ from support.checkpoints import make_checkpoint
 from support.http_serve import ServedEngine, served
 from support.tokenizers import make_byte_level
 
-from caesura.client.trainer.group import WeightUpdateGroup
+from caesura.client.trainer.update_group import WeightUpdateGroup
 from caesura.io_struct.weights import DEFAULT_GROUP_NAME
 from caesura.transfer.process_group import Membership, keys_of, make_backend, serve_store
 

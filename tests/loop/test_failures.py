@@ -32,7 +32,7 @@ from support.scripted import EngineDriver, tokens_of
 
 from caesura.io_struct import GenerateReqInput, SamplingParams
 from caesura.scheduler.execution.forward import ForwardBatch
-from caesura.scheduler.runtime.config import PAGE_SIZE
+from caesura.scheduler.runtime.engine_config import PAGE_SIZE
 from caesura.scheduler.scheduling import sampling
 
 

@@ -25,8 +25,8 @@ from caesura.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 from caesura.scheduler.cache.manager import LedgerError
-from caesura.scheduler.control.commands import COMMANDS
-from caesura.scheduler.messaging import dispatcher
+from caesura.scheduler.control.command_table import COMMANDS
+from caesura.scheduler.messaging import message_dispatcher as dispatcher
 from caesura.scheduler.messaging.command_queue import MAX_PENDING_COMMANDS
 from caesura.scheduler.runtime import housekeeping
 

@@ -15,7 +15,7 @@ from caesura.scheduler.execution.build import load_model
 from caesura.scheduler.kernels.native import why_not
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.parallel.group import TensorParallel
-from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine_config import EngineConfig
 
 VOCAB, TOLERANCE = 97, 1e-4
 OPTIONS = {"chunked_prefill_size": 48, "max_running_requests": 4, "kv_pool_tokens": 2048}

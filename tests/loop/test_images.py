@@ -24,9 +24,9 @@ pytest.importorskip("diffusers")
 from support.image_requests import STEPS, TEXT, image, refusal, request, run, send_tensors, spec, specs_of
 from support.pipelines import load_pipeline, tensors_of
 
-from caesura.scheduler.images import batcher
+from caesura.scheduler.images import image_batcher
 from caesura.scheduler.images.admission import MAX_EMBED_TOKENS
-from caesura.scheduler.images.batcher import RAISE_AFTER
+from caesura.scheduler.images.image_batcher import RAISE_AFTER
 
 NOISY = ["sde", "cps", "dance"]
 
@@ -663,7 +663,7 @@ def test_small_steps_take_one_thread_of_an_engines_several(driver, monkeypatch):
 
 @pytest.mark.parametrize(("most", "steps"), [(1 << 20, 1), (2 * (8 + 8 + TEXT), 2), (1, 3)])
 def test_long_prompts_are_encoded_few_at_a_time(driver, monkeypatch, most, steps):
-    monkeypatch.setattr(batcher, "ENCODED_TOKENS", most)
+    monkeypatch.setattr(image_batcher, "ENCODED_TOKENS", most)
     rids = [driver.send(request(prompt=prompt)) for prompt in ("a red", "a blue", "a green")]
     driver.run_until_idle()
     stages = {stage.name: stage.count for stage in driver.status().stages}

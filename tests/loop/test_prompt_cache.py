@@ -10,7 +10,7 @@ pytest.importorskip("diffusers")
 from support.pipelines import tensors_of
 
 from caesura.scheduler.images.prompt_cache import ENTRY_BYTES
-from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine_config import EngineConfig
 
 LENGTH = 6
 ONE = ENTRY_BYTES + 4 * ((8 + LENGTH) * 40 + 24)

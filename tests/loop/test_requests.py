@@ -15,7 +15,7 @@ from caesura.io_struct import (
     ShutdownReqInput,
     encode,
 )
-from caesura.scheduler.runtime.config import PAGE_SIZE
+from caesura.scheduler.runtime.engine_config import PAGE_SIZE
 
 PREFIX = [3 + i * 7 % 90 for i in range(4 * PAGE_SIZE)]
 """A prompt that takes two steps of 32 tokens."""

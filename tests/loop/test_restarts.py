@@ -22,8 +22,8 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from caesura.scheduler.runtime.config import EngineConfig
 from caesura.scheduler.runtime.engine import Engine
+from caesura.scheduler.runtime.engine_config import EngineConfig
 
 PROMPT = [5, 6, 7]
 

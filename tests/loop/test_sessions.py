@@ -484,7 +484,7 @@ def finish_unread(driver: EngineDriver, rid: str) -> None:
 
 
 def test_results_of_a_client_that_is_gone_are_kept_for_a_while(driver, monkeypatch):
-    clock = clock_of(monkeypatch, ["messaging.answers"])
+    clock = clock_of(monkeypatch, ["messaging.stored_answers"])
     finish_unread(driver, "r1")
     (kept,) = driver.call(FetchResultReqInput(rid="r1")).results
     assert len(tokens_of(kept)) == 6

@@ -9,9 +9,9 @@ from support.scripted import EngineDriver
 from transformers import AutoModelForCausalLM
 
 from caesura.io_struct import CaesuraError
-from caesura.process.options import DtypeName
-from caesura.scheduler.runtime.config import EngineConfig
+from caesura.process.engine_options import DtypeName
 from caesura.scheduler.runtime.dtypes import SHORT_NAMES
+from caesura.scheduler.runtime.engine_config import EngineConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 PROMPT = [5, 6, 7, 8]

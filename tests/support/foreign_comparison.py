@@ -17,7 +17,7 @@ from support.forward_batches import PagedModel, Sequence, load_model
 from torch import Tensor
 
 from caesura.scheduler.kernels import TORCH, best
-from caesura.scheduler.models.base import CausalLM
+from caesura.scheduler.models.causal_lm import CausalLM
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
 

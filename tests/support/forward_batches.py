@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from caesura.scheduler.attention.mla import LatentBackend
 from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
+from caesura.scheduler.attention.sdpa_mla import LatentBackend
 from caesura.scheduler.attention.shape import Shape
 from caesura.scheduler.cache.pool import MHAPool, MLAPool
 from caesura.scheduler.execution.forward import AttentionBackend, ForwardBatch, SamplingBatch
 from caesura.scheduler.kernels.attention_form import PLAIN, FormKind
 from caesura.scheduler.layers.sharding import head_windows
-from caesura.scheduler.models.base import CausalLM
+from caesura.scheduler.models.causal_lm import CausalLM
 from caesura.scheduler.models.config import ModelBackend, load_model_config
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.parallel.group import SINGLE, TensorParallel

@@ -13,7 +13,7 @@ from torch import Tensor
 from caesura.scheduler.execution.build import build_components, build_runner
 from caesura.scheduler.memory.residency import ComponentResidencyManager
 from caesura.scheduler.parallel.group import RankLostError, TensorParallel
-from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine_config import EngineConfig
 
 
 def logits_of(

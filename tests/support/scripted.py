@@ -58,8 +58,8 @@ from caesura.scheduler.cache.pool import RoutingPool
 from caesura.scheduler.execution.forward import ForwardBatch, HostOutput
 from caesura.scheduler.execution.sampler import SamplerOutput
 from caesura.scheduler.runtime.background import Task
-from caesura.scheduler.runtime.config import PAGE_SIZE, EngineConfig
 from caesura.scheduler.runtime.engine import Engine
+from caesura.scheduler.runtime.engine_config import PAGE_SIZE, EngineConfig
 from caesura.scheduler.runtime.loop import Step
 
 from .waiting import PATIENCE_S as _PATIENCE_S

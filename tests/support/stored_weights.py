@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
-from caesura.scheduler.models.base import CausalLM
+from caesura.scheduler.models.causal_lm import CausalLM
 from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.source import WeightPiece

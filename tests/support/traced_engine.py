@@ -23,7 +23,7 @@ from caesura.scheduler.execution.model_runner import ModelRunner
 from caesura.scheduler.layers import experts, fp8_products
 from caesura.scheduler.models.config import parse_model_config
 from caesura.scheduler.models.registry import build_model
-from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine_config import EngineConfig
 from caesura.scheduler.weights.loaded_model import LoadedModel
 from caesura.scheduler.weights.loader import WeightLoader
 

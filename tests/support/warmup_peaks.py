@@ -31,7 +31,7 @@ from caesura.scheduler.layers.logits_processor import autotune_dummy_run_mode
 from caesura.scheduler.memory.device_memory import empty_device_cache, is_out_of_memory
 from caesura.scheduler.memory.device_module import device_module_for
 from caesura.scheduler.memory.residency import ComponentResidencyManager
-from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine_config import EngineConfig
 
 Run = Literal["dummy", "logits", "autotune"]
 RUNS: dict[Run, str] = {

@@ -25,7 +25,7 @@ from ...text.tokenizer import TextTokenizer
 from ...text.tokenizer_manager import characters, check_size
 from ..bodies import INLINE, UNREADABLE, HTTPRequest, nullable_fields, present, unreadable
 from ..context import FrontEnd
-from ..errors import json_response, openai_error, status_of
+from ..error_responses import json_response, openai_error, status_of
 from ..generations import ClientLeft, client_left
 
 Count = Annotated[int, msgspec.Meta(ge=0)]

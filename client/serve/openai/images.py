@@ -17,7 +17,7 @@ from litestar import Response
 from ....io_struct import CaesuraError, SdeParams, new_id
 from ....io_struct.base import Identifier
 from ....io_struct.images import MAX_IMAGE_SIDE, MAX_PROMPT_CHARACTERS, MAX_STEPS
-from ...connection.images import ImageOutput
+from ...connection.image_generation import ImageOutput
 from ...exceptions import InvalidRequest
 from ..bodies import HTTPRequest, present
 from ..commands import timed

@@ -8,7 +8,7 @@ from litestar import Response, get
 from litestar.params import FromPath
 
 from ..context import Front, FrontEnd
-from ..errors import json_response
+from ..error_responses import json_response
 from .common import EXCEPTION_HANDLERS, check_model
 
 

@@ -16,7 +16,7 @@ from time import time
 import msgspec
 
 from ....io_struct import GetMemoryHistoryReqOutput, GetStatusReqOutput
-from ...connection.images import ImageOutput, ImageTensor
+from ...connection.image_generation import ImageOutput, ImageTensor
 from ...memory_view.record import MemoryRecord
 
 FOLDER = Path(__file__).parent / "dashboard_page"

@@ -26,7 +26,7 @@ from ....io_struct import GenerationState, GetStatusReqOutput, MemoryTag, PauseM
 from ....io_struct.distribution import EPOCHS, SECONDS, Histogram, one_two_five
 from ..bodies import HTTPRequest
 from ..context import Front
-from ..errors import printable
+from ..error_responses import printable
 from ..server import Connections
 from .document import Percentiles
 from .engine_watch import EngineWatch, Look, percentiles

@@ -15,7 +15,7 @@ from litestar.handlers import HTTPRouteHandler
 
 from .... import __version__
 from ..bodies import HTTPRequest
-from ..errors import json_bytes
+from ..error_responses import json_bytes
 
 _REFERENCE = "#/components/schemas/{name}"
 

@@ -16,7 +16,7 @@ from ...exceptions import Unsupported
 from ..bodies import HTTPRequest, Strict, query_of
 from ..commands import Form, acknowledgement, answered, command, success
 from ..context import Front, FrontEnd
-from ..errors import status_of
+from ..error_responses import status_of
 
 MAX_FLUSH_WAIT_S = 3600
 EITHER = (HttpMethod.GET, HttpMethod.POST)

@@ -53,7 +53,7 @@ from ..bodies import (
 )
 from ..commands import timed
 from ..context import SLICE, Front, FrontEnd, in_slices
-from ..errors import engine_error, json_bytes, native_error, status_of
+from ..error_responses import engine_error, json_bytes, native_error, status_of
 from ..generations import (
     ClientLeft,
     asking_label,

@@ -17,8 +17,8 @@ from litestar.exceptions import ClientException
 from ....io_struct import CaesuraError, GetStatusReqOutput
 from ..bodies import HTTPRequest, Strict, query_of
 from ..context import Front, FrontEnd
-from ..errors import engine_error, error_object, json_response
-from ..vllm import config
+from ..error_responses import engine_error, error_object, json_response
+from ..vllm import info as vllm
 
 _SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
 _PUBLIC = (
@@ -129,7 +129,7 @@ async def server_info(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Return SGLang's form, or vLLM's if the query has vLLM's ``config_format``."""
     status = await front.health.status()
     if query_of(request, _ServerInfoQuery).config_format is not None:
-        return json_response(config.server_info(front, status))
+        return json_response(vllm.server_info(front, status))
     parts = [status]
     if front.fleet is not None:
         parts = [part.engine for part in await front.fleet.parts() if part.engine is not None]

@@ -17,7 +17,7 @@ from litestar import Response
 from ....io_struct import CaesuraError, GenerateImagesReqInput, SdeParams, new_id
 from ....io_struct.images import MAX_IMAGE_SIDE, MAX_PROMPT_CHARACTERS, MAX_STEPS, SdeType, StepIndex
 from ....transfer.safetensors import DTYPES, file_of_one
-from ...connection.images import ImageOutput, ImageTensor
+from ...connection.image_generation import ImageOutput, ImageTensor
 from ...exceptions import InvalidRequest, Unsupported
 from ..bodies import HTTPRequest, Strict, present, read_control
 from ..commands import timed

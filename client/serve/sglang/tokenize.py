@@ -7,7 +7,7 @@ from litestar.exceptions import ClientException
 
 from ..bodies import HTTPRequest, Strict, read_control
 from ..context import Front, FrontEnd
-from ..errors import json_response
+from ..error_responses import json_response
 from ..middleware import generating
 
 

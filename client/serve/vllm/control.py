@@ -20,7 +20,7 @@ from ...exceptions import InvalidRequest, NotIdle, Unsupported
 from ..bodies import HTTPRequest, Strict, query_of, read_control
 from ..commands import Form, answered, command
 from ..context import Front, FrontEnd
-from ..errors import json_response
+from ..error_responses import json_response
 from ..generations import ClientLeft, client_left, unless_left
 from . import weights
 from .weights import refused

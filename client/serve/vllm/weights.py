@@ -24,15 +24,15 @@ from ....io_struct import (
 )
 from ....io_struct.field_errors import field_error
 from ....transfer.safetensors import DTYPES
-from ...connection.options import label
+from ...connection.client_options import label
 from ...exceptions import InvalidRequest, Unsupported, WeightMismatch
 from ..bodies import Strict
 from ..commands import Form, InSession, command
 from ..context import Front, FrontEnd
-from ..errors import json_response, status_of
+from ..error_responses import json_response, status_of
 from ..openai.common import error_body
 from ..sglang.tensor_payload import dtype_of, read_ipc_handles
-from ..sglang.updates import DiskBody, Version, from_disk, sent, sent_part, uncommitted
+from ..sglang.weights import DiskBody, Version, from_disk, sent, sent_part, uncommitted
 from .transfer import InitInfo
 
 InfoT = TypeVar("InfoT", bound=Strict)

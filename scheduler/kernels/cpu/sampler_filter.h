@@ -26,7 +26,7 @@ struct Bucket {
     int64_t count;
 };
 
-// What a thread works in, each after the other, 8 bytes an element; sampling.py knows their sum.
+// What a thread works in, each after the other, 8 bytes an element; sampler.py knows their sum.
 struct Workspace {
     double* blocks;     // [ceil(vocabulary / 256)] maxima, or cumulative sums
     Bucket* buckets;    // [MAX_BUCKETS]

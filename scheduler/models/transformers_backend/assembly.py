@@ -35,10 +35,10 @@ from ...layers.linear import Linear
 from ...layers.moe import RoutedExperts
 from ...layers.parameters import Layer, Parameter, Placement, PlainSlot, WeightSlot
 from ..config import ModelConfig
-from .config import FAILURES, read_config
 from .interfaces import IMPLEMENTATION, Computed, NamedExperts, checkpoint_names
 from .probe import Probe, refused
 from .products import Head, PartOfProduct, Product, SharedProduct, gather_by
+from .transformers_config import FAILURES, read_config
 
 
 def build(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:

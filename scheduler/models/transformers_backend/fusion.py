@@ -26,7 +26,7 @@ from torch.func import functional_call
 from ...kernels import Elementwise
 from ...kernels.attention_form import Bend, HeadNorms
 from ...kernels.elementwise import gate_mul, rope_store
-from ...runtime.config import PAGE_SIZE
+from ...runtime.engine_config import PAGE_SIZE
 from ...tracing import Affine, Call, Trace, Value, compiled, following, mapped, replace, slice_of, takers_of
 from .interfaces import attend_fused
 from .probe import FOREIGN_FAILURES

@@ -22,7 +22,7 @@ from ...execution.forward import AttentionBackend, ForwardBatch
 from ...kernels.attention_form import AttentionForm
 from ...layers.logits_processor import LogitsProcessor
 from ...layers.parameters import Layer, Placement
-from ..base import CausalLM
+from ..causal_lm import CausalLM
 from ..config import ModelConfig
 from ..multimodal import is_vision_tensor
 from .assembly import Assembled, build, compute_buffers

@@ -24,8 +24,8 @@ from ...attention.shape import Shape
 from ...cache.pool import MHAPool
 from ...execution.forward import AttentionBackend, ForwardBatch, SamplingBatch
 from ...kernels import TORCH, best
-from ...runtime.config import PAGE_SIZE
-from ..base import result_of
+from ...runtime.engine_config import PAGE_SIZE
+from ..causal_lm import result_of
 from .probe import refused
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from ...kernels.attention_form import AttentionForm
 from ...kernels.decoder import DecoderKernel
 from ...kernels.decoder_layers import LayerKind, LayerShape, LayerTensors
 from ...tracing import Call, Trace, Value, compiled, slice_of, tidy, write_in_place
+from .decoder_tracing import trace_decoder, trace_head
 from .fusion import Norm, OtherCallsError, RopeTable, Sizes, fuse_attention, fuse_gates, proven_norms, require
 from .probe import Probe
 from .products import Given, Head
-from .tracing import trace_decoder, trace_head
 
 _ADDITIONS = (Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add)
 _Layer = tuple[LayerTensors, LayerKind, int, RopeTable, tuple[float, bool] | None]

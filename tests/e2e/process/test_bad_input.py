@@ -44,8 +44,8 @@ from caesura.io_struct import (
     UpdateWeightsFromCheckpointEngineReqInput,
     WeightUpdateReqOutput,
 )
-from caesura.scheduler.runtime.config import EngineConfig
 from caesura.scheduler.runtime.engine import Engine
+from caesura.scheduler.runtime.engine_config import EngineConfig
 
 CONTEXT, POOL, VOCAB = 256, 128, 97
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)

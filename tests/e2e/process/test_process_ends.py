@@ -18,7 +18,7 @@ from support.waiting import PATIENCE_S as PATIENCE
 from support.waiting import eventually
 
 from caesura.client import EngineError, SamplingParams, SchedulerClient, ShuttingDown, launch_scheduler
-from caesura.client.connection.options import this_process
+from caesura.client.connection.client_options import this_process
 from caesura.io_struct import ShutdownReqInput
 from caesura.process.contract import EXIT_HUNG
 
@@ -385,7 +385,7 @@ def test_a_loop_that_fails_tells_everybody_and_why(tiny_model, endpoint):
 def test_a_thread_that_fails_ends_the_engine(tiny_model, endpoint):
     prelude = """
         import threading
-        from caesura.scheduler.messaging.dispatcher import Dispatcher
+        from caesura.scheduler.messaging.message_dispatcher import Dispatcher
         def reap(self):
             if self._engine.live:
                 def fail(): raise MemoryError("no more")

@@ -17,7 +17,7 @@ from caesura.scheduler.attention.shape import Shape
 from caesura.scheduler.execution.build import load_model
 from caesura.scheduler.execution.kernel_report import what_serves
 from caesura.scheduler.kernels import TORCH
-from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine_config import EngineConfig
 
 CPU = torch.device("cpu")
 HEADS = Shape(device=CPU, dtype=torch.float32, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)

@@ -9,7 +9,7 @@ import torch
 from caesura.io_struct import CaesuraError
 from caesura.process import private_directory
 from caesura.scheduler.memory.device_module import use_device
-from caesura.scheduler.runtime.config import EngineConfig, Sizes
+from caesura.scheduler.runtime.engine_config import EngineConfig, Sizes
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from caesura.scheduler.execution.build import load_model
 from caesura.scheduler.execution.kernel_report import Serving, what_serves
 from caesura.scheduler.kernels import OPERATIONS, TORCH, native
 from caesura.scheduler.runtime import libraries
-from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine_config import EngineConfig
 
 needs_kernels = pytest.mark.skipif(native.why_not() is not None, reason=f"no kernels: {native.why_not()}")
 ISA = native.isa()

@@ -13,7 +13,7 @@ from support import engine_template
 from caesura.io_struct import CaesuraError, ErrorCode
 from caesura.scheduler import __main__ as command_line
 from caesura.scheduler.execution import build
-from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine_config import EngineConfig
 from caesura.scheduler.runtime.process import _start, refusal
 from caesura.scheduler.runtime.shutdown import Shutdown
 
@@ -43,7 +43,7 @@ def test_a_launcher_that_ends_a_refused_start_interrupts_nothing(tmp_path):
     program = (
         "import os, signal, sys\n"
         "from caesura.scheduler.runtime import process\n"
-        "from caesura.scheduler.runtime.config import EngineConfig\n"
+        "from caesura.scheduler.runtime.engine_config import EngineConfig\n"
         "process.tell = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
         "sys.exit(process.run(EngineConfig(model_path=sys.argv[1]), None, None))\n"
     )

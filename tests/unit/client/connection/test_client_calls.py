@@ -42,7 +42,7 @@ from caesura.client import (
     TimedOut,
 )
 from caesura.client.connection import async_channel
-from caesura.client.connection.status import PREFIX, figures
+from caesura.client.connection.status_figures import PREFIX, figures
 from caesura.io_struct import (
     AbortReq,
     AbortReqOutput,

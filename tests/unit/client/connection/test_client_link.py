@@ -30,8 +30,8 @@ from caesura.client import (
     ShuttingDown,
     VersionMismatch,
 )
+from caesura.client.connection.client_options import ChannelOptions
 from caesura.client.connection.link import LATE_S, Link, monitored
-from caesura.client.connection.options import ChannelOptions
 from caesura.io_struct import (
     WIRE_VERSION,
     ErrorCode,
@@ -54,7 +54,7 @@ FOR_EVER = 3600.0
 @pytest.fixture
 def patient(monkeypatch):
     """A call that waited for a scheduler would do so for an hour."""
-    monkeypatch.setattr("caesura.client.connection.options.DEFAULT_CONNECT_TIMEOUT_S", FOR_EVER)
+    monkeypatch.setattr("caesura.client.connection.client_options.DEFAULT_CONNECT_TIMEOUT_S", FOR_EVER)
 
 
 async def ask(endpoint):

@@ -8,7 +8,7 @@ import torch
 from support.fake_scheduler import FakeScheduler, floats
 
 from caesura.client import ImageTensor, InternalError, InvalidRequest, SamplingParams, SchedulerClient
-from caesura.client.connection.images import decode_images, plan_images
+from caesura.client.connection.image_generation import decode_images, plan_images
 from caesura.client.connection.prompts import Scores
 from caesura.io_struct import (
     FinishReason,

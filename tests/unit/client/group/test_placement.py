@@ -12,7 +12,7 @@ from caesura.client import InvalidRequest
 from caesura.client.group.processes import VISIBLE, _cores, cuda_devices, placed, ranks_of
 from caesura.client.keygen import keygen
 from caesura.client.launch.supervisor import supervise
-from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine_config import EngineConfig
 
 CPU = {"OMP_NUM_THREADS": "8", VISIBLE: ""}
 FOUR = {"OMP_NUM_THREADS": "8", VISIBLE: "4,5,GPU-x,7"}

@@ -28,7 +28,7 @@ from caesura.client import AsyncSchedulerClient
 from caesura.client.exceptions import InvalidRequest, PromptTooLong, QueueFull
 from caesura.client.serve.bodies import MAX_PROMPT_TOKENS, decode_large
 from caesura.client.serve.context import MAX_WAITING, THREADS, Workers
-from caesura.client.serve.errors import printable
+from caesura.client.serve.error_responses import printable
 from caesura.client.serve.openai.completions import CompletionRequest
 from caesura.client.serve.sglang.generate import GenerateBody
 from caesura.client.text import chat_template

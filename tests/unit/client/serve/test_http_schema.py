@@ -14,12 +14,13 @@ from support.http_server import routes_served
 
 from caesura.client.exceptions import InvalidRequest
 from caesura.client.serve.options import ServeOptions
-from caesura.client.serve.sglang import control, rollout, tokenize, updates
+from caesura.client.serve.sglang import control, rollout, tokenize, weights
 from caesura.client.serve.sglang import generate as schema
 from caesura.client.serve.sglang.generate import routed_experts
-from caesura.client.serve.sglang.updates import allowed_path
+from caesura.client.serve.sglang.weights import allowed_path
 from caesura.client.serve.vllm import control as vllm_control
-from caesura.client.serve.vllm import tokens, transfer, weights
+from caesura.client.serve.vllm import tokens, transfer
+from caesura.client.serve.vllm import weights as vllm_weights
 from caesura.client.text.tokenizer_manager import GenerationRequest
 from caesura.io_struct import RoutedExperts, SamplingParams
 
@@ -32,18 +33,18 @@ DOCUMENTED = {
     "`/pause_generation`": control.PauseBody,
     "`/continue_generation`": control.ContinueBody,
     "`/release_memory_occupation`, `/resume_memory_occupation`": control.TagsBody,
-    "`/update_weight_version`": updates.VersionBody,
-    "`/weights_checker`": updates.CheckerBody,
-    "`/post_process_weights`": updates.PostProcessBody,
-    "all updates": updates.UpdateBody,
-    "`/update_weights_from_disk`": updates.DiskBody,
-    "`/init_weights_update_group`": updates.InitGroupBody,
-    "`/destroy_weights_update_group`": updates.DestroyGroupBody,
-    "`/update_weights_from_distributed`": updates.DistributedBody,
-    "`/update_weights_from_tensor` (JSON)": updates.TensorBody,
-    "`/update_weights_from_ipc`": updates.ParameterServerBody,
-    "`/begin_weight_update`": updates.BeginBody,
-    "`/end_weight_update`": updates.EndBody,
+    "`/update_weight_version`": weights.VersionBody,
+    "`/weights_checker`": weights.CheckerBody,
+    "`/post_process_weights`": weights.PostProcessBody,
+    "all updates": weights.UpdateBody,
+    "`/update_weights_from_disk`": weights.DiskBody,
+    "`/init_weights_update_group`": weights.InitGroupBody,
+    "`/destroy_weights_update_group`": weights.DestroyGroupBody,
+    "`/update_weights_from_distributed`": weights.DistributedBody,
+    "`/update_weights_from_tensor` (JSON)": weights.TensorBody,
+    "`/update_weights_from_ipc`": weights.ParameterServerBody,
+    "`/begin_weight_update`": weights.BeginBody,
+    "`/end_weight_update`": weights.EndBody,
     "`/start_profile`": control.StartProfileBody,
     "`/rollout/generate`": rollout.RolloutBody,
     "`/stop_profile`": control.StopProfileBody,
@@ -57,11 +58,11 @@ DOCUMENTED = {
     "`/reset_prefix_cache`": vllm_control.ResetOptions,
     "`/weight_checker`": vllm_control.CheckerBody,
     "`/collective_rpc`": vllm_control.CallBody,
-    "`/init_weight_transfer_engine`": weights.InitBody,
+    "`/init_weight_transfer_engine`": vllm_weights.InitBody,
     "`init_info`": transfer.InitInfo,
-    "`/start_weight_update`": weights.StartBody,
-    "`/update_weights`": weights.UpdateBody,
-    "`/finish_weight_update`": weights.FinishBody,
+    "`/start_weight_update`": vllm_weights.StartBody,
+    "`/update_weights`": vllm_weights.UpdateBody,
+    "`/finish_weight_update`": vllm_weights.FinishBody,
 }
 
 
@@ -94,8 +95,8 @@ def tables() -> dict[str, dict[str, Row]]:
 def own_fields(name: str) -> list[msgspec.inspect.Field]:
     info = msgspec.inspect.type_info(DOCUMENTED[name])
     assert isinstance(info, msgspec.inspect.StructType)
-    general = updates.UpdateBody.__struct_fields__
-    if name == "all updates" or not issubclass(DOCUMENTED[name], updates.UpdateBody):
+    general = weights.UpdateBody.__struct_fields__
+    if name == "all updates" or not issubclass(DOCUMENTED[name], weights.UpdateBody):
         general = ()
     return [field for field in info.fields if field.name not in general]
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from caesura.client.connection.images import ImageOutput, ImageTensor
+from caesura.client.connection.image_generation import ImageOutput, ImageTensor
 from caesura.client.exceptions import InvalidRequest
 from caesura.client.serve.context import FrontEnd, ServeOptions
 from caesura.client.serve.pages.document import LONGEST, LastImage, png_of

@@ -17,14 +17,14 @@ from caesura.io_struct import CaesuraError
 from caesura.scheduler.attention import flashinfer, flashinfer_mla
 from caesura.scheduler.attention.flashinfer import FlashInferBackend, why_not
 from caesura.scheduler.attention.flashinfer_mla import FlashInferLatentBackend, serves_prefill
-from caesura.scheduler.attention.mla import LatentBackend
 from caesura.scheduler.attention.page_lists import PageLists, page_lists
 from caesura.scheduler.attention.sdpa import SdpaBackend
+from caesura.scheduler.attention.sdpa_mla import LatentBackend
 from caesura.scheduler.attention.shape import Shape
 from caesura.scheduler.cache.pool import MHAPool, MLAPool
 from caesura.scheduler.execution.forward import StepLimits
 from caesura.scheduler.kernels.attention_form import PLAIN, AttentionForm, FormKind
-from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine_config import EngineConfig
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 LATENT, ROPE = 8, 4

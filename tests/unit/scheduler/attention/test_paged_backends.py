@@ -18,10 +18,10 @@ from support.properties import examples
 from support.workspaces import memory_of
 from torch import Tensor
 
-from caesura.scheduler.attention import mla, sdpa
-from caesura.scheduler.attention.mla import LatentBackend
+from caesura.scheduler.attention import sdpa, sdpa_mla
 from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
+from caesura.scheduler.attention.sdpa_mla import LatentBackend
 from caesura.scheduler.cache.pool import MHAPool, MLAPool
 from caesura.scheduler.kernels.attention_form import PLAIN, AttentionForm, HeadNorms
 from caesura.scheduler.layers.norm import normalize
@@ -119,7 +119,7 @@ def check(scene: Scene):
 @contextmanager
 def workspace_of(limit: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (mla, sdpa):
+        for module in (sdpa, sdpa_mla):
             patch.setitem(module.WORKSPACE_BYTES, "cpu", limit)
         yield
 

@@ -25,7 +25,7 @@ from caesura.scheduler.layers.logits_processor import LogitsProcessor, autotune_
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.memory.residency import ComponentResidencyManager
 from caesura.scheduler.memory.workspace import Workspace
-from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine_config import EngineConfig
 
 CPU = torch.device("cpu")
 ROWS = 7

@@ -33,7 +33,7 @@ from caesura.scheduler.executor.rpc import (
 )
 from caesura.scheduler.executor.worker_socket import WorkerSocket
 from caesura.scheduler.executor.workers import Workers, identity_of
-from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine_config import EngineConfig
 
 
 def assert_same(one: object, other: object) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caesura.scheduler.images.outputs import in_a_mapping
+from caesura.scheduler.images.image_outputs import in_a_mapping
 
 
 @given(st.lists(st.binary(max_size=300), max_size=6))

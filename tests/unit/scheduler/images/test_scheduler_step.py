@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from caesura.io_struct import SdeParams
+from caesura.scheduler.images.image_request import ImageBatch
 from caesura.scheduler.images.memory_limit import MemoryLimit
-from caesura.scheduler.images.request import ImageBatch
 from caesura.scheduler.images.runner import ALONE, step_threads
 from caesura.scheduler.images.scheduler_step import (
     INITIAL,

@@ -16,8 +16,8 @@ from support.kernels import assert_near, instruction_sets, normal, threads
 from support.properties import examples
 from torch import Tensor
 
-from caesura.scheduler.attention.mla import LatentBackend
 from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
+from caesura.scheduler.attention.sdpa_mla import LatentBackend
 from caesura.scheduler.cache.pool import MLAPool
 from caesura.scheduler.kernels import native
 from caesura.scheduler.kernels.attention import PAGE_SIZE, PagedAttention, plan_tasks

@@ -13,7 +13,7 @@ from support.properties import examples
 from caesura.scheduler.execution.forward import SamplingBatch
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
 from caesura.scheduler.kernels import native
-from caesura.scheduler.kernels.sampling import RowSampler
+from caesura.scheduler.kernels.sampler import RowSampler
 
 LARGEST_UNIFORM = float(np.nextafter(1.0, 0.0))
 DTYPES = native.FLOATS

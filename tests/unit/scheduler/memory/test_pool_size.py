@@ -15,7 +15,7 @@ from caesura.scheduler.cache.layer_ledgers import storage_pages
 from caesura.scheduler.execution import build
 from caesura.scheduler.execution.build import build_pool, kv_bytes_per_token, load_model, step_bytes
 from caesura.scheduler.memory.workspace import ALIGNMENT, Workspace
-from caesura.scheduler.runtime.config import PAGE_SIZE, EngineConfig
+from caesura.scheduler.runtime.engine_config import PAGE_SIZE, EngineConfig
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from caesura.io_struct import (
     FinishReason,
     GenerateReqOutput,
 )
-from caesura.scheduler.messaging.answers import (
+from caesura.scheduler.messaging.stored_answers import (
     COMMAND_ANSWER_BYTES,
     REMEMBERED_IDS,
     STORED_ANSWERS,
@@ -28,7 +28,7 @@ SMALL = 100
 
 @pytest.fixture
 def clock(monkeypatch):
-    return clock_of(monkeypatch, ["messaging.answers"])
+    return clock_of(monkeypatch, ["messaging.stored_answers"])
 
 
 def filled(message_id: str, nbytes: int = SMALL) -> ErrorReply:

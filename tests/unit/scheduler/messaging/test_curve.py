@@ -24,8 +24,8 @@ from caesura.io_struct import (
     ShutdownReqOutput,
     decode_request,
 )
-from caesura.scheduler.messaging.dispatcher import answer_hello
 from caesura.scheduler.messaging.endpoint import ServerKeys
+from caesura.scheduler.messaging.message_dispatcher import answer_hello
 from caesura.scheduler.messaging.router_socket import Router
 
 pytestmark = pytest.mark.slow  # its engines take seconds to start

@@ -15,16 +15,16 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from caesura.io_struct import CaesuraError, ErrorCode
-from caesura.scheduler.attention.mla import LatentBackend
 from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
+from caesura.scheduler.attention.sdpa_mla import LatentBackend
 from caesura.scheduler.cache.pool import MLAPool
 from caesura.scheduler.execution.build import build_components, build_runner, kv_bytes_per_token
 from caesura.scheduler.kernels import native
 from caesura.scheduler.memory.residency import MEMORY_TAGS, ComponentResidencyManager
-from caesura.scheduler.models.base import CausalLM
+from caesura.scheduler.models.causal_lm import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
-from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine_config import EngineConfig
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.source import WeightPiece
 

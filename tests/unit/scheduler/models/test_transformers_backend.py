@@ -28,12 +28,12 @@ from caesura.scheduler.execution.kernel_report import why_torch
 from caesura.scheduler.kernels import TORCH, best, elementwise_for, native
 from caesura.scheduler.layers.linear import Linear
 from caesura.scheduler.layers.parameters import Placement
-from caesura.scheduler.models.base import CausalLM
+from caesura.scheduler.models.causal_lm import CausalLM
 from caesura.scheduler.models.config import config_difference, load_model_config
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.models.transformers_backend.fusion import proven_norms
 from caesura.scheduler.models.transformers_backend.products import SharedProduct
-from caesura.scheduler.runtime.config import EngineConfig
+from caesura.scheduler.runtime.engine_config import EngineConfig
 
 TOLERANCE = 1e-4
 ORDINARY = (

@@ -20,7 +20,7 @@ from caesura.scheduler.layers.linear import Linear
 from caesura.scheduler.layers.parameters import Fp8Blocks, Layer, Placement, WeightSlot
 from caesura.scheduler.layers.sharding import Window, even
 from caesura.scheduler.memory.workspace import Workspace
-from caesura.scheduler.models.base import CausalLM
+from caesura.scheduler.models.causal_lm import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.parallel.group import TensorParallel

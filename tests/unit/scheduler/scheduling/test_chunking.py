@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caesura.scheduler.runtime.config import PAGE_SIZE
+from caesura.scheduler.runtime.engine_config import PAGE_SIZE
 from caesura.scheduler.scheduling.chunking import ChunkSizer
 
 LARGEST = 2048

@@ -11,14 +11,14 @@ from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 from support.forward_batches import load_model
 
-from caesura.client.trainer.group import whole
+from caesura.client.trainer.update_group import whole
 from caesura.io_struct import (
     CaesuraError,
     SendWeightsReqInput,
     TensorSpec,
     UpdateWeightsFromDistributedReqInput,
 )
-from caesura.scheduler.models.base import CausalLM
+from caesura.scheduler.models.causal_lm import CausalLM
 from caesura.scheduler.runtime.dtypes import NAMES
 from caesura.scheduler.weights import reading
 from caesura.scheduler.weights.reading import NonFinite, count_non_finite, find_non_finite, read_into

@@ -13,7 +13,7 @@ from support.properties import examples
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, TensorSpec
-from caesura.scheduler.models.base import CausalLM
+from caesura.scheduler.models.causal_lm import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.parallel.group import TensorParallel

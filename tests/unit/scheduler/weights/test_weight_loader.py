@@ -17,7 +17,7 @@ from torch import Tensor
 
 from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
 from caesura.scheduler.layers.parameters import Parameter
-from caesura.scheduler.models.base import CausalLM
+from caesura.scheduler.models.causal_lm import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.parallel.group import TensorParallel

@@ -1,5 +1,5 @@
 """The table of commands: message type to the function that carries it out, which gets the engine, the message
-and its sender. ``messaging/dispatcher.py`` answers the other message types directly.
+and its sender. ``messaging/message_dispatcher.py`` answers the other message types directly.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,8 @@ from .engine_state import Sender
 from .memory_occupation import release_memory, resume_memory
 from .operations import Operation
 from .pause import continue_generation, flush, pause
-from .process_groups import destroy_group, init_group
 from .profiling import start_profile, stop_profile
+from .update_groups import destroy_group, init_group
 from .weights_checker import check_weights
 
 if TYPE_CHECKING:

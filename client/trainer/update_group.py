@@ -40,7 +40,7 @@ from ...transfer.process_group import (
     mark_present,
 )
 from ..connection.channel import at_once, finished, wait_for
-from ..connection.options import UpdateOptions, must_be, update_fields
+from ..connection.client_options import UpdateOptions, must_be, update_fields
 from ..exceptions import EngineError, GroupError, InvalidRequest, Unsupported, is_answer
 from .buckets import NamedTensors, bucket_size, manifest, pairs
 from .rendezvous import (

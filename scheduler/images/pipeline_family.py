@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..runtime.files import checkpoint_error
-from .request import Embeds
+from .image_request import Embeds
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring, _SHORT.maxlist = 100, 20

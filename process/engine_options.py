@@ -1,7 +1,7 @@
 """Options of an engine, of which its command line and its launcher are made.
 
 Invariant: an option is stated here alone, with its type, its default and its help;
-``scheduler/runtime/config.py`` says which values are possible.
+``scheduler/runtime/engine_config.py`` says which values are possible.
 """
 
 import os

@@ -3,8 +3,8 @@
 Invariants:
 - Every readable request gets exactly one answer: its reply, or an ``ErrorReply``. An unreadable frame gets an
   ``ErrorReply`` with its message id if that can be found. Neither stops the loop (I11).
-- One message id has one effect (``answers.py``). A generation's retry under a new message id, with the same
-  rid and body, attaches to the live generation, or gets its kept results.
+- One message id has one effect (``stored_answers.py``). A generation's retry under a new message id, with the
+  same rid and body, attaches to the live generation, or gets its kept results.
 - A generation is aborted when no client waits for it any more; its results so far are kept.
 - Status, abort and lease renewal never wait for commands (``command_queue.py``).
 """
@@ -310,4 +310,4 @@ _AT_ONCE: "dict[type, Callable[[Engine, Any], Message]]" = {
     RenewPauseLeaseReqInput: _renew_lease,
     ShutdownReqInput: _shut_down,
 }
-"""Messages that are answered at once; the other control requests are commands (``control/commands.py``)."""
+"""Messages answered at once; other control requests are commands (``control/command_table.py``)."""

@@ -32,12 +32,12 @@ from ....io_struct import (
 from ....io_struct.control import PositiveDuration
 from ....io_struct.field_errors import shown
 from ....io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_GROUP_NAME
-from ...connection.options import label, update_fields
+from ...connection.client_options import label, update_fields
 from ...exceptions import InvalidRequest, NoSession, Unsupported
 from ..bodies import HTTPRequest, Label, Strict, query_of, read_control
 from ..commands import Form, InSession, answered, command, failure, in_session, success
 from ..context import Front, FrontEnd
-from ..errors import json_response, printable
+from ..error_responses import json_response, printable
 from ..middleware import is_binary
 from ..options import ServeOptions
 from .control import EITHER

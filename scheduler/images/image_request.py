@@ -94,7 +94,7 @@ class ImageRequest:
     kept_bytes: int = 0
     """Bytes on the host of all that the request keeps: latents, and the image."""
 
-    # Written by batcher.py and outputs.py.
+    # Written by image_batcher.py and image_outputs.py.
     phase: Phase = Phase.WAITING
     step: int = 0
     latent: Tensor | None = None

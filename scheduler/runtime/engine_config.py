@@ -15,7 +15,7 @@ import torch
 
 from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
-from ...process.options import EngineOptions
+from ...process.engine_options import EngineOptions
 from .files import is_pipeline
 
 PAGE_SIZE = 16

@@ -22,8 +22,8 @@ from torch import Tensor
 from ...io_struct import FinishReason, GenerateImagesReqOutput, ResultTensor
 from ..runtime.dtypes import NAMES
 from ..scheduling.outputs import Outputs
-from .batcher import ImageBatcher
-from .request import Conditioning, ImageBatch, ImageRequest, Prompt
+from .image_batcher import ImageBatcher
+from .image_request import Conditioning, ImageBatch, ImageRequest, Prompt
 from .runner import Denoised, Encoded, HostResult
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from time import monotonic
 from ...io_struct import ImageLoad
 from ..scheduling.request import Phase
 from ..scheduling.waiting_queue import WaitingQueue
+from .image_request import Conditioning, ImageBatch, ImageRequest
 from .memory_limit import MemoryLimit
 from .prompt_cache import PromptCache
-from .request import Conditioning, ImageBatch, ImageRequest
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from ...io_struct import (
 from ...io_struct.field_errors import shown
 from ...transfer.safetensors import DTYPES
 from ..exceptions import InternalError, InvalidRequest
-from .options import id_of, must_be, require_known
+from .client_options import id_of, must_be, require_known
 from .prompts import Plan, struct_of
 from .results import read_floats
 

@@ -15,8 +15,8 @@ from ...io_struct import CaesuraError, ErrorCode
 from ..models.config import load_model_config
 from ..parallel import host_group, torch_group
 from ..parallel.group import TensorParallel
-from ..runtime.config import EngineConfig
 from ..runtime.dtypes import by_torch_name
+from ..runtime.engine_config import EngineConfig
 
 _SHARED, _LOOPBACK = "shared:", "127.0.0.1"
 

@@ -38,7 +38,7 @@ from ..observability.throughput import SampleTotals
 from ..runtime.guard import defect
 
 if TYPE_CHECKING:
-    from ..images.request import ImageRequest
+    from ..images.image_request import ImageRequest
     from ..runtime.engine import Engine
     from ..scheduling.request import Request
 
