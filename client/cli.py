@@ -27,7 +27,7 @@ from .connection.endpoints import CLIENT_KEY_VARIABLE, FORMS, SERVER_KEY_VARIABL
 from .exceptions import TimedOut
 from .keygen import keygen
 from .launch.launcher import engine_command, worker_command
-from .launch.supervisor import supervise
+from .launch.supervise import supervise
 from .serve.command import serve
 
 MIB = 1 << 20

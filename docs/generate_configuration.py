@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 from generated_parts import update
 
-from caesura.client.launch.supervisor import supervise
+from caesura.client.launch.supervise import supervise
 from caesura.client.serve.command import serve
 from caesura.scheduler.__main__ import command
 

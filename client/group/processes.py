@@ -21,7 +21,8 @@ from typing import Unpack
 from ..connection.client_options import ConnectionOptions
 from ..exceptions import EngineError, InvalidRequest
 from ..launch.launcher import option_value
-from ..launch.supervisor import Ended, Listener, RestartPolicy, State, Supervisor
+from ..launch.restart_policy import RestartPolicy
+from ..launch.supervisor import Ended, Listener, State, Supervisor
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARED_FRACTION = 0.5

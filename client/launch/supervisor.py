@@ -1,4 +1,4 @@
-"""``caesura supervise``: restart a scheduler that died or hangs, at the same endpoint.
+"""Restart a scheduler that died or hangs, at the same endpoint.
 
 Invariants:
 - A scheduler that ends with status 0 was shut down and is not restarted, nor is one whose configuration is
@@ -8,69 +8,36 @@ Invariants:
   to end, and neither ends nor answers, after ``stop_silence_s``.
 - The child outlives neither this process (the lifeline of ``launcher.py``) nor :meth:`Supervisor.close`.
 
-One thread starts and watches the process; the methods only signal it. Exit status: 0 when it was told to end,
-1 when a start was refused, 2 for a wrong command line, 3 when it gave up.
+One thread starts and watches the process; the methods only signal it.
 """
 
 import contextlib
 import logging
 import math
-import queue
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, Unpack
+from typing import NamedTuple, Unpack
 
 import click
 
 from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
-from ...process.engine_options import EngineOptions
-from ...process.log import server_log
 from ..connection.blocking import ControlClient
 from ..connection.client_options import ConnectionOptions
-from ..connection.endpoints import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from ..exceptions import EngineDied, EngineError, InternalError, TimedOut
 from .launcher import USAGE_STATUS, Child, check_keys, engine_command, how_it_ended, option_value
-from .notify import notify, watchdog_interval_s
+from .restart_policy import RestartPolicy, stop_timeout_s
 
 logger = logging.getLogger(__name__)
-GAVE_UP_STATUS = 3
 _NEVER_AGAIN = (ErrorCode.INVALID_REQUEST, ErrorCode.UNSUPPORTED, ErrorCode.UNSUPPORTED_MODEL)
 """Refused starts that need another configuration. Other reasons may pass, a lack of memory for example."""
 _LAST_LINE = 300
 """Maximum characters of a scheduler's last line in the log."""
 _PROBES_PER_HANG, _LONGEST_PROBE_INTERVAL_S = 4, 5.0
-_FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-_LOOK_S = 1.0
-"""Maximum seconds until a signal is seen that came just before the main thread went to sleep."""
-CommandT = TypeVar("CommandT", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True, kw_only=True)
-class RestartPolicy:
-    """When a scheduler is restarted. The defaults are those of the command line."""
-
-    max_restarts: int = 5
-    restart_window_s: float = 600.0
-    first_delay_s: float = 0.5
-    """Seconds before the first restart of a window; the delay doubles with each further one."""
-    longest_delay_s: float = 30.0
-    hang_timeout_s: float = 120.0
-    """Maximum seconds without an answer to a status request; 0 disables the check, also at the end."""
-    startup_timeout_s: float = 600.0
-    stop_timeout_s: float | None = None
-    """Seconds between SIGTERM and SIGKILL at the end. None: those of :func:`stop_timeout_s`."""
-    stop_silence_s: float = 5.0
-    """Seconds that a scheduler told to end may take to end or to answer."""
-
-    def delay(self, restarts: int) -> float:
-        """Return the seconds before the next restart, after ``restarts`` in the window."""
-        return float(min(self.longest_delay_s, self.first_delay_s * 2 ** min(restarts, 30)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,45 +190,42 @@ class Supervisor:
             child.process.kill()
 
     def _run(self) -> None:
+        """Run schedulers until one ends as told, or as every other one would."""
         error: EngineError | None = None
         try:
-            error = self._supervise()
+            while error is None and not self._stopping.is_set():
+                if (failure := self._run_once()) is None:
+                    break
+                if self._stopping.is_set():
+                    self._logger.warning("%s, which was to end, %s", self.name, failure.reason)
+                else:
+                    error = failure.final or self._wait_to_restart(failure)
         except Exception as defect:  # noqa: BLE001  the end of a thread: its listeners must hear of it
             error = InternalError(f"the supervisor has failed: {type(defect).__name__}: {defect}")
         finally:
             self._cleanup.close()
             self._tell(Ended(None if self._stopping.is_set() else error))
 
-    def _supervise(self) -> EngineError | None:
-        """Run schedulers until one ended as told, or as any other would: return why, or None."""
-        policy = self._policy
-        while not self._stopping.is_set():
-            failure = self._run_once()
-            if failure is None:
-                return None
-            if self._stopping.is_set():
-                self._logger.warning("%s, which was to end, %s", self.name, failure.reason)
-                return None
-            if failure.final is not None:
-                return failure.final
-            now = time.monotonic()
-            recent = sum(now - at <= policy.restart_window_s for at in self._restarts)
-            if failure.waits:
-                delay, plan = policy.delay(self._num_waits), "next try"
-                self._num_waits += 1
-            elif recent < policy.max_restarts:
-                delay = policy.delay(recent)
-                plan = f"restart {recent + 1} of {policy.max_restarts} within {policy.restart_window_s:g} s,"
-                self._restarts.append(now)
-            else:
-                text = (
-                    f"{self.name} {failure.reason}; it was restarted {recent} times "
-                    f"within {policy.restart_window_s:g} s: giving up"
-                )
-                return EngineDied(text, restarts=len(self._restarts))
-            self._logger.warning("%s %s; %s in %.1f s", self.name, failure.reason, plan, delay)
-            self._tell(Down(failure.reason, delay))
-            self._stopping.wait(delay)
+    def _wait_to_restart(self, failure: _Failure) -> EngineError | None:
+        """Wait for the time of the next start; return an error instead after too many."""
+        policy, now = self._policy, time.monotonic()
+        recent = sum(now - at <= policy.restart_window_s for at in self._restarts)
+        if failure.waits:
+            delay, plan = policy.delay(self._num_waits), "next try"
+            self._num_waits += 1
+        elif recent < policy.max_restarts:
+            delay = policy.delay(recent)
+            plan = f"restart {recent + 1} of {policy.max_restarts} within {policy.restart_window_s:g} s,"
+            self._restarts.append(now)
+        else:
+            text = (
+                f"{self.name} {failure.reason}; it was restarted {recent} times "
+                f"within {policy.restart_window_s:g} s: giving up"
+            )
+            return EngineDied(text, restarts=len(self._restarts))
+        self._logger.warning("%s %s; %s in %.1f s", self.name, failure.reason, plan, delay)
+        self._tell(Down(failure.reason, delay))
+        self._stopping.wait(delay)
         return None
 
     def _run_once(self) -> _Failure | None:
@@ -340,145 +304,3 @@ class Supervisor:
         elif isinstance(state, Ended):
             stopped = EngineDied("the scheduler was stopped before it was ready")
             self.started.set_exception(state.error or stopped)
-
-
-def stop_timeout_s(arguments: Sequence[str]) -> float:
-    """Return the seconds from SIGTERM to SIGKILL of such a scheduler: 60, beside those that it may drain."""
-    drain_s = 0.0
-    if option_value(arguments, "--shutdown-mode") == "drain":
-        with contextlib.suppress(ValueError):  # the scheduler refuses it
-            drain_s = float(option_value(arguments, "--drain-timeout-s") or EngineOptions.drain_timeout_s)
-    return 60.0 + drain_s
-
-
-def status_of(error: EngineError | None) -> int:
-    if error is None:
-        return 0
-    if isinstance(error, EngineDied) and "restarts" in error.detail:
-        return GAVE_UP_STATUS
-    return USAGE_STATUS if error.detail.get("returncode") == USAGE_STATUS else 1
-
-
-def _option(flag: str, field: str, text: str) -> Callable[[CommandT], CommandT]:
-    """Return the option for a ``field`` of the policy, whose default it takes."""
-    default = getattr(RestartPolicy, field)
-    kind = click.IntRange(0) if isinstance(default, int) else click.FloatRange(0)
-    return click.option(flag, field, type=kind, default=default, show_default=True, help=text)
-
-
-def restart_options(command: CommandT) -> CommandT:
-    """Add the options of a command that restarts a scheduler."""
-    hang = "Seconds without an answer after which a scheduler is killed and restarted. 0: never."
-    window = "Window for --max-restarts, in seconds."
-    most = "Maximum number of restarts within --restart-window."
-    command = _option("--hang-timeout", "hang_timeout_s", hang)(command)
-    command = _option("--restart-window", "restart_window_s", window)(command)
-    return _option("--max-restarts", "max_restarts", most)(command)
-
-
-log_format_option = click.option(
-    "--log-format",
-    type=click.Choice(["text", "json"]),
-    default="text",
-    show_default=True,
-    help="Format of log lines, also the scheduler's. json: one object per line with time, level and replica.",
-)
-
-
-@click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-@click.option(
-    "--endpoint",
-    help="Address for the scheduler to listen on.  [default: an ipc:// socket in a private directory]",
-)
-@click.option(
-    "--curve-server-key",
-    envvar=SERVER_KEY_VARIABLE,
-    help="CURVE public key of the scheduler, or a file with it, for health checks of a scheduler with keys.",
-)
-@click.option(
-    "--curve-client-key-file",
-    envvar=CLIENT_KEY_VARIABLE,
-    help="File with this command's CURVE key pair; needed for a scheduler with keys.",
-)
-@restart_options
-@_option("--startup-timeout", "startup_timeout_s", "Maximum seconds for the scheduler to become ready.")
-@_option(
-    "--stop-timeout",
-    "stop_timeout_s",
-    "Seconds between SIGTERM and SIGKILL when this command ends.  "
-    "[default: 60, plus --drain-timeout-s with --shutdown-mode drain]",
-)
-@log_format_option
-@click.pass_context
-def supervise(
-    context: click.Context,
-    /,
-    endpoint: str | None,
-    log_format: str,
-    curve_server_key: str | None,
-    curve_client_key_file: str | None,
-    **policy: Any,
-) -> None:
-    """Run a scheduler and restart it when it dies or hangs.
-
-    All other options are passed on to the scheduler: see `caesura scheduler --help`. A restarted scheduler
-    loads the weights that were committed last if they came from disk; after any other update it serves
-    nothing until the next complete one. The record of this is deleted when this command ends, unless
-    --state-file is given.
-    """
-    supervisor = Supervisor(
-        [*context.args, "--log-format", log_format],
-        endpoint,
-        RestartPolicy(**policy),
-        curve_server_key=curve_server_key,
-        curve_client_key_file=curve_client_key_file,
-    )
-    with server_log("supervise", log_format, "supervise"):
-        logging.getLogger(__package__).setLevel(logging.INFO)
-        error = _until_ended(supervisor)
-    context.exit(status_of(error))
-
-
-def _until_ended(supervisor: Supervisor) -> EngineError | None:
-    events: queue.SimpleQueue[State | int] = queue.SimpleQueue()
-    before = {
-        number: signal.signal(number, lambda number, _: events.put(number))
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *_FORWARDED_SIGNALS)
-    }
-    interval: float | None = None  # nothing is told before a scheduler has served
-    ending = False
-    try:
-        supervisor.subscribe(events.put)
-        supervisor.begin()
-        while True:
-            try:
-                event = events.get(timeout=min(_LOOK_S, interval or _LOOK_S))
-            except queue.Empty:
-                if interval is not None:
-                    notify("WATCHDOG=1")
-                continue
-            if isinstance(event, Ended):
-                break
-            if isinstance(event, Serving):
-                notify("READY=1", f"STATUS=serving on {event.endpoint}, {event.restarts} restarts")
-                if event.restarts == 0:
-                    click.echo(f"supervising a scheduler on {event.endpoint} (pid {event.pid})")
-                    sys.stdout.flush()
-                interval = watchdog_interval_s()
-            elif isinstance(event, Down):
-                notify(f"STATUS=down: the scheduler {event.reason}")
-            elif event in _FORWARDED_SIGNALS:
-                supervisor.signal(event)
-            elif ending:
-                supervisor.hurry()
-            else:
-                ending = True
-                notify("STOPPING=1")
-                supervisor.stop()
-    finally:
-        supervisor.close()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if event.error is not None:
-        click.echo(f"error: {event.error}", err=True)
-    return event.error

@@ -32,7 +32,8 @@ from ..group.processes import ReplicaProcesses
 from ..group.replicas import ReplicaFleet
 from ..launch.launcher import LaunchedScheduler
 from ..launch.notify import notify
-from ..launch.supervisor import Down, Serving, Supervisor, status_of
+from ..launch.supervise import status_of
+from ..launch.supervisor import Down, Serving, Supervisor
 from ..launch.supervisor import State as EngineState
 from ..text.tokenizer import TextTokenizer, TokenizerMissing
 from ..text.tokenizer_manager import TokenizerManager

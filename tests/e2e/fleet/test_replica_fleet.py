@@ -24,7 +24,7 @@ from caesura.client.group.members import EngineAddress
 from caesura.client.group.processes import ReplicaProcesses
 from caesura.client.group.recovery import Copies
 from caesura.client.group.replicas import ReplicaFleet
-from caesura.client.launch.supervisor import RestartPolicy
+from caesura.client.launch.restart_policy import RestartPolicy
 from caesura.io_struct import WeightUpdateReqOutput
 from caesura.io_struct.control import LeaseAction
 

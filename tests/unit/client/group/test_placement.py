@@ -11,7 +11,7 @@ import yaml
 from caesura.client import InvalidRequest
 from caesura.client.group.processes import VISIBLE, _cores, cuda_devices, placed, ranks_of
 from caesura.client.keygen import keygen
-from caesura.client.launch.supervisor import supervise
+from caesura.client.launch.supervise import supervise
 from caesura.scheduler.runtime.engine_config import EngineConfig
 
 CPU = {"OMP_NUM_THREADS": "8", VISIBLE: ""}

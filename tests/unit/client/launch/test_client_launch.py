@@ -36,16 +36,9 @@ from caesura.client import (
 )
 from caesura.client.launch.launcher import Child, LaunchedScheduler, _command_line, how_it_ended
 from caesura.client.launch.notify import notify, watchdog_interval_s
-from caesura.client.launch.supervisor import (
-    GAVE_UP_STATUS,
-    Down,
-    Ended,
-    RestartPolicy,
-    Serving,
-    Supervisor,
-    status_of,
-    stop_timeout_s,
-)
+from caesura.client.launch.restart_policy import RestartPolicy, stop_timeout_s
+from caesura.client.launch.supervise import GAVE_UP_STATUS, status_of
+from caesura.client.launch.supervisor import Down, Ended, Serving, Supervisor
 
 FAKE = support.fake_scheduler.__file__
 

@@ -1,0 +1,142 @@
+"""``caesura supervise``: the command around a :class:`Supervisor`, and what other commands share with it.
+
+Exit status: 0 when it was told to end, 1 when a start was refused, 2 for a wrong command line, 3 when it gave
+up. Signals and states of the supervisor meet in one queue, which the main thread reads.
+"""
+
+import logging
+import queue
+import signal
+import sys
+from typing import Any
+
+import click
+
+from ...process.log import server_log
+from ..connection.endpoints import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
+from ..exceptions import EngineDied, EngineError
+from .launcher import USAGE_STATUS
+from .notify import notify, watchdog_interval_s
+from .restart_policy import RestartPolicy, policy_option, restart_options
+from .supervisor import Down, Ended, Serving, State, Supervisor
+
+GAVE_UP_STATUS = 3
+_FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+_LOOK_S = 1.0
+"""Maximum seconds until a signal is seen that came just before the main thread went to sleep."""
+
+
+def status_of(error: EngineError | None) -> int:
+    if error is None:
+        return 0
+    if isinstance(error, EngineDied) and "restarts" in error.detail:
+        return GAVE_UP_STATUS
+    return USAGE_STATUS if error.detail.get("returncode") == USAGE_STATUS else 1
+
+
+log_format_option = click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Format of log lines, also the scheduler's. json: one object per line with time, level and replica.",
+)
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@click.option(
+    "--endpoint",
+    help="Address for the scheduler to listen on.  [default: an ipc:// socket in a private directory]",
+)
+@click.option(
+    "--curve-server-key",
+    envvar=SERVER_KEY_VARIABLE,
+    help="CURVE public key of the scheduler, or a file with it, for health checks of a scheduler with keys.",
+)
+@click.option(
+    "--curve-client-key-file",
+    envvar=CLIENT_KEY_VARIABLE,
+    help="File with this command's CURVE key pair; needed for a scheduler with keys.",
+)
+@restart_options
+@policy_option("--startup-timeout", "startup_timeout_s", "Maximum seconds for the scheduler to become ready.")
+@policy_option(
+    "--stop-timeout",
+    "stop_timeout_s",
+    "Seconds between SIGTERM and SIGKILL when this command ends.  "
+    "[default: 60, plus --drain-timeout-s with --shutdown-mode drain]",
+)
+@log_format_option
+@click.pass_context
+def supervise(
+    context: click.Context,
+    /,
+    endpoint: str | None,
+    log_format: str,
+    curve_server_key: str | None,
+    curve_client_key_file: str | None,
+    **policy: Any,
+) -> None:
+    """Run a scheduler and restart it when it dies or hangs.
+
+    All other options are passed on to the scheduler: see `caesura scheduler --help`. A restarted scheduler
+    loads the weights that were committed last if they came from disk; after any other update it serves
+    nothing until the next complete one. The record of this is deleted when this command ends, unless
+    --state-file is given.
+    """
+    supervisor = Supervisor(
+        [*context.args, "--log-format", log_format],
+        endpoint,
+        RestartPolicy(**policy),
+        curve_server_key=curve_server_key,
+        curve_client_key_file=curve_client_key_file,
+    )
+    with server_log("supervise", log_format, "supervise"):
+        logging.getLogger(__package__).setLevel(logging.INFO)
+        error = _until_ended(supervisor)
+    context.exit(status_of(error))
+
+
+def _until_ended(supervisor: Supervisor) -> EngineError | None:
+    events: queue.SimpleQueue[State | int] = queue.SimpleQueue()
+    before = {
+        number: signal.signal(number, lambda number, _: events.put(number))
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *_FORWARDED_SIGNALS)
+    }
+    interval: float | None = None  # nothing is told before a scheduler has served
+    ending = False
+    try:
+        supervisor.subscribe(events.put)
+        supervisor.begin()
+        while True:
+            try:
+                event = events.get(timeout=min(_LOOK_S, interval or _LOOK_S))
+            except queue.Empty:
+                if interval is not None:
+                    notify("WATCHDOG=1")
+                continue
+            if isinstance(event, Ended):
+                break
+            if isinstance(event, Serving):
+                notify("READY=1", f"STATUS=serving on {event.endpoint}, {event.restarts} restarts")
+                if event.restarts == 0:
+                    click.echo(f"supervising a scheduler on {event.endpoint} (pid {event.pid})")
+                    sys.stdout.flush()
+                interval = watchdog_interval_s()
+            elif isinstance(event, Down):
+                notify(f"STATUS=down: the scheduler {event.reason}")
+            elif event in _FORWARDED_SIGNALS:
+                supervisor.signal(event)
+            elif ending:
+                supervisor.hurry()
+            else:
+                ending = True
+                notify("STOPPING=1")
+                supervisor.stop()
+    finally:
+        supervisor.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if event.error is not None:
+        click.echo(f"error: {event.error}", err=True)
+    return event.error
