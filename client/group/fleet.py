@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
@@ -26,13 +26,15 @@ from ..exceptions import EngineDied, EngineError, InvalidRequest
 from .dispatcher import DEFAULT_PATIENCE_S, Dispatcher, GenerationClient
 from .leases import LeaseRenewal
 from .members import EngineAddress, Member, State
-from .recovery import ASK_S, Adopt, Source, agree, catch_up, copy_here, take_over
+from .recovery import ASK_S, Adopt, agree, catch_up, copy_here, take_over
 from .router import routed_by
 from .session import (
+    PAUSE_S,
     SPARE_S,
     Answers,
     FleetUpdateFailed,
     Session,
+    Source,
     Transport,
     Verify,
     WeightSender,
@@ -47,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 1.0
 KEEPALIVE_TIMEOUT_S = 30.0
-PAUSE_S = 60.0
-"""Seconds that a member may take to pause, and to continue."""
 LEASE_S = 60.0
 
 
@@ -170,7 +170,7 @@ class Fleet:
         self._lease_s, self._adopt = lease_s, adopt
         self._leases = LeaseRenewal(self.owner, lease_s)
         self._look_interval_s = look_interval_s
-        self._looking: asyncio.Task[None] | None = None
+        self._work: set[asyncio.Task[Any]] = set()
         self._sender = WeightSender(self.owner)
 
     @property
@@ -195,15 +195,26 @@ class Fleet:
             await self.close()
             raise
         if self._look_interval_s > 0:
-            self._looking = asyncio.ensure_future(self._look_after())
+            self.begin_work(self._look_after())
         return self
+
+    def begin_work(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """Do ``work`` in the background, as long as the fleet is open."""
+        task = asyncio.ensure_future(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return task
+
+    async def end_work(self) -> None:
+        """Cancel what is done in the background, and wait for its end."""
+        if work := list(self._work):
+            for task in work:
+                task.cancel()
+            await asyncio.wait(work)
 
     async def close(self) -> None:
         """Close the connections; engines go on. Idempotent."""
-        looking, self._looking = self._looking, None
-        if looking is not None:
-            looking.cancel()
-            await asyncio.wait([looking])
+        await self.end_work()
         await self.client.close()
         for member in self.members:
             await member.client.close()
@@ -329,7 +340,7 @@ class Fleet:
         version, session = label(weight_version), Session(verify=self.verify)
 
         async def carry_out() -> FleetUpdate:
-            was_paused, mode = self.paused_mode is not None, self.paused_mode or pause_mode
+            session.paused_here, mode = self.paused_mode is None, self.paused_mode or pause_mode
             flush = mode != "in_place"  # requests that are frozen in place keep their cache
             try:
                 present = [member for member in self.members if member.state != "gone"]
@@ -342,16 +353,12 @@ class Fleet:
             except (FleetUpdateFailed, asyncio.CancelledError) as error:
                 if not session.committing:
                     await session.abort()
-                await self.after_failure()
-                if not was_paused:
-                    await self.continue_members(PAUSE_S, torch_empty_cache=torch_empty_cache)
+                await self.over(session, torch_empty_cache=torch_empty_cache)
                 if isinstance(error, FleetUpdateFailed):
                     error.still_serve(self.dispatcher.serving)
                 raise
             self.committed(done, Source(given if transport == "disk" else None, updated=True))
-            if not was_paused:
-                await self.continue_members(PAUSE_S, torch_empty_cache=torch_empty_cache)
-            self.dispatcher.place_waiting()
+            await self.over(session, torch_empty_cache=torch_empty_cache)
             return FleetUpdate(
                 epoch=self.weights_epoch,
                 weight_version=self.weight_version,
@@ -378,6 +385,19 @@ class Fleet:
             member.admit(reply.weights_epoch, self.dispatcher.epoch)
             self.weight_version = reply.weight_version
         self.dispatcher.drop(done.out, "it did not take part in an update to the end")
+        for member in set(self.dispatcher.serving) - set(done.replies):
+            self.dispatcher.fence(member, "it did not take part in an update")
+        self.dispatcher.refusal = None
+
+    async def over(self, session: Session, *, torch_empty_cache: bool) -> None:
+        """Fence members without valid weights after ``session``, and continue those that it has paused.
+
+        The caller holds :attr:`lock`.
+        """
+        await self.fence_invalid()
+        if session.paused_here:
+            await self.continue_members(PAUSE_S, torch_empty_cache=torch_empty_cache)
+        self.dispatcher.place_waiting()
 
     async def status(self, *, timeout: float = ASK_S) -> FleetStatus:
         """Return the state of the fleet, and every member's own status."""
@@ -478,8 +498,8 @@ class Fleet:
         self._leases.hold(())
         self.dispatcher.drop(answers.out | answers.failed, "it does not continue")
 
-    async def after_failure(self) -> None:
-        """Fence members without valid weights after an aborted update. The caller holds :attr:`lock`."""
+    async def fence_invalid(self) -> None:
+        """Fence members without valid weights. The caller holds :attr:`lock`."""
         answers = await everywhere(self.dispatcher.serving, self.ask, ASK_S)
         self.dispatcher.drop(answers.out | answers.failed, "it does not answer")
         for member, status in answers.replies.items():

@@ -9,12 +9,13 @@ Invariants:
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ... import io_struct as wire
-from ...io_struct.weights import DEFAULT_GROUP_NAME
 from ..exceptions import EngineError, GroupError, InvalidRequest, SessionOpen
 from .members import Member
 from .session import Answers, everywhere
@@ -31,71 +32,49 @@ class ProcessGroups:
         self._joined: dict[str, dict[str, str | None] | None] = {}
         """Processes in each group; None if it was ended here and its trainer does not know."""
 
-    async def join(
-        self,
-        master_address: str,
-        master_port: int,
-        *,
-        rank_offset: int,
-        world_size: int,
-        group_name: str = DEFAULT_GROUP_NAME,
-        **options: Any,
-    ) -> Answers:
+    async def join(self, request: wire.InitWeightsUpdateGroupReqInput) -> Answers:
         """Have all replicas join; GroupError if one is not there, or has ended meanwhile."""
-        fleet = self._fleet
+        fleet, name = self._fleet, request.group_name
         absent = {member.name: member.reason for member in fleet.members if member.state == "gone"}
         if absent:
-            raise GroupError(
-                f"a group has all {fleet.size} replicas, and not all are there: {_told(absent)}",
-                members=absent,
-            )
-        needed = rank_offset + fleet.size * fleet.tp
-        if needed > world_size:
+            raise _group_error(f"a group has all {fleet.size} replicas, and not all are there: %s", absent)
+        needed = request.rank_offset + fleet.size * fleet.tp
+        if needed > request.world_size:
             raise InvalidRequest(
-                f"world_size = {world_size} must count every rank: {fleet.size} replicas of {fleet.tp} "
-                f"from rank_offset = {rank_offset} on need at least {needed}",
+                f"world_size = {request.world_size} must count every rank: {fleet.size} replicas of "
+                f"{fleet.tp} from rank_offset = {request.rank_offset} on need at least {needed}",
                 field="world_size",
-                value=world_size,
+                value=request.world_size,
             )
 
-        def join(member: Member) -> Any:
-            return member.client.init_weights_update_group(
-                master_address,
-                master_port,
-                rank_offset=rank_offset + fleet.position(member) * fleet.tp,
-                world_size=world_size,
-                group_name=group_name,
-                **options,
-            )
+        async def join(member: Member) -> Any:
+            rank = request.rank_offset + fleet.position(member) * fleet.tp
+            own = msgspec.structs.replace(request, rank_offset=rank)
+            return await member.client.start(own, wire.InitWeightsUpdateGroupReqOutput)
 
-        async with self._ends_with_anyone(group_name):
-            answers = await everywhere(fleet.members, join, None)
+        async with self._ends_with_anyone(name):
+            answers = await everywhere(fleet.members, join)
         fleet.dispatcher.drop(answers.out, "it does not answer")
         if not answers.failed and not answers.out:
-            self._joined[group_name] = {each.name: each.client.incarnation for each in fleet.members}
+            self._joined[name] = {each.name: each.client.incarnation for each in fleet.members}
             return answers
-        await self._end(group_name)
+        await self._end(name)
         if answers.out:
             lost = {member.name: error.message for member, error in answers.out.items()}
-            raise GroupError(
-                f"{', '.join(lost)} ended before all had joined the group {group_name!r} ({_told(lost)}): "
+            raise _group_error(
+                f"{', '.join(lost)} ended before all had joined the group {name!r} (%s): "
                 "have all replicas join again",
-                members=lost,
+                lost,
             )
         return answers
 
-    async def leave(self, group_name: str, **options: Any) -> Answers:
+    async def leave(self, request: wire.DestroyWeightsUpdateGroupReqInput) -> Answers:
         """Have all replicas leave; it is no error if only some are in the group, or if it was ended here."""
-        known, ended_here = group_name in self._joined, self._joined.pop(group_name, ()) is None
-        answers = await everywhere(
-            self._fleet.asked,
-            lambda member: member.client.destroy_weights_update_group(group_name, **options),
-            None,
-        )
+        name, expects = request.group_name, wire.DestroyWeightsUpdateGroupReqOutput
+        known, ended_here = name in self._joined, self._joined.pop(name, ()) is None
+        answers = await self._fleet.send(self._fleet.asked, request, expects)
         if ended_here:
-            left = {
-                member: wire.DestroyWeightsUpdateGroupReqOutput(id=wire.new_id()) for member in answers.failed
-            }
+            left = {member: expects(id=request.id) for member in answers.failed}
             return Answers(left | answers.replies, out=answers.out)
         if known and answers.replies:
             answers.failed.clear()
@@ -152,17 +131,14 @@ class ProcessGroups:
             if member.state == "gone" or member.client.incarnation != joined[member.name]
         }
         if lost:
-            raise GroupError(
-                f"{', '.join(lost)} left the group {name!r} ({_told(lost)}): destroy it, and have all "
-                "replicas join again",
-                members=lost,
-            )
+            left = f"{', '.join(lost)} left the group {name!r} (%s)"
+            raise _group_error(f"{left}: destroy it, and have all replicas join again", lost)
 
     async def _end(self, name: str) -> None:
-        await everywhere(
-            self._fleet.present, lambda member: member.client.destroy_weights_update_group(name), None
-        )
+        await everywhere(self._fleet.present, lambda member: member.client.destroy_weights_update_group(name))
 
 
-def _told(reasons: dict[str, str]) -> str:
-    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+def _group_error(text: str, reasons: Mapping[str, str]) -> GroupError:
+    """Return an error of ``text``, whose ``%s`` are the reasons of each member."""
+    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    return GroupError(text.replace("%s", told), members=dict(reasons))

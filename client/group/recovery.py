@@ -10,18 +10,18 @@ Invariants:
 import asyncio
 import json
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from ...io_struct import CaesuraError, GetStatusReqOutput
 from ..connection.blocking import ControlClient
 from ..exceptions import EngineError, InternalError, InvalidRequest, MemoryReleased, NoSession, WeightsInvalid
 from ..launch.launcher import how_it_ended
 from .members import EngineAddress, Member
-from .session import ABORT_S, everywhere, own_address
+from .session import ABORT_S, Source, everywhere, own_address
 
 if TYPE_CHECKING:
     from .fleet import Fleet
@@ -32,12 +32,6 @@ ASK_S = 10.0
 """Seconds of a status request."""
 Adopt = bool | Literal["any"]
 """True takes over engines that were left behind; ``any`` does even if none has complete weights."""
-
-
-class Source(NamedTuple):
-    folder: str | None = None
-    updated: bool = False
-    """True if the group has been updated since it was opened; else the engines started with the folder."""
 
 
 async def agree(fleet: "Fleet", members: Sequence[Member]) -> None:
@@ -182,60 +176,36 @@ def copy_here(donor: EngineAddress, target: EngineAddress, owner: str | None) ->
         clone_weights(source, targets, master_address=address, timeout=RELOAD_S)
 
 
-class Copies:
-    """Copies of weights by processes of their own: the server has no torch, and answers meanwhile."""
+async def copy_beside(donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
+    """Copy weights as :func:`copy_here` does, in a process of its own, or raise InternalError.
 
-    def __init__(self) -> None:
-        self._running: set[Process] = set()
-        self._ended = asyncio.Event()
-
-    async def copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
-        """Copy weights as :func:`copy_here` does; raise InternalError if that fails."""
-        told = json.dumps({"donor": asdict(donor), "target": asdict(target), "owner": owner}, default=str)
-        work = f"import sys; from {__name__} import main; sys.exit(main())"
-        if self._ended.is_set():
-            raise InternalError(f"the weights of {donor.name} are copied no more: the server ends")
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-c", work),
-                stdin=PIPE,
-                stdout=DEVNULL,
-                stderr=PIPE,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise InternalError(
-                f"the weights of {donor.name} could not be copied: no process for it: {error}"
-            ) from error
-        self._running.add(process)
-        if self._ended.is_set():  # while it was being started
-            _kill(process)
-        try:
-            _, said = await asyncio.wait_for(process.communicate(told.encode()), RELOAD_S)
-        except TimeoutError:
-            raise InternalError(
-                f"the weights of {donor.name} were not copied within {RELOAD_S:g} s"
-            ) from None
-        finally:
-            self._running.discard(process)
-            if process.returncode is None:
-                _kill(process)
-                await process.wait()
-        if process.returncode != 0:
-            lines = said.decode(errors="replace").strip().splitlines()
-            last = lines[-1] if lines else how_it_ended(process.returncode)
-            raise InternalError(f"the weights of {donor.name} could not be copied: {last}")
-
-    def end(self) -> None:
-        """Fail the copies under way, and all that begin later. Idempotent."""
-        self._ended.set()
-        for process in self._running:
-            _kill(process)
-
-
-def _kill(process: Process) -> None:
-    with suppress(ProcessLookupError):
-        process.kill()
+    The server needs no torch then, and answers meanwhile. A cancelled copy ends at once.
+    """
+    told = json.dumps({"donor": asdict(donor), "target": asdict(target), "owner": owner}, default=str)
+    work = f"import sys; from {__name__} import main; sys.exit(main())"
+    copied = f"the weights of {donor.name} could not be copied"
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-c", work),
+            stdin=PIPE,
+            stdout=DEVNULL,
+            stderr=PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise InternalError(f"{copied}: no process for it: {error}") from error
+    try:
+        _, said = await asyncio.wait_for(process.communicate(told.encode()), RELOAD_S)
+    except TimeoutError:
+        raise InternalError(f"the weights of {donor.name} were not copied within {RELOAD_S:g} s") from None
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        lines = said.decode(errors="replace").strip().splitlines()
+        raise InternalError(f"{copied}: {lines[-1] if lines else how_it_ended(process.returncode)}")
 
 
 def main() -> int:

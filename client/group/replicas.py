@@ -17,20 +17,21 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, Self
 
-from ...io_struct import GetStatusReqOutput, MemoryTag, PauseMode, new_id
+from ...io_struct import GetStatusReqOutput, MemoryTag, Message, PauseMode, Request, new_id
 from ...io_struct.control import LeaseAction
+from ..connection.async_channel import wait_for
 from ..exceptions import EngineDied, EngineError, EngineRestarting, WeightsInvalid
 from ..launch.supervisor import Down, Ended, Serving
 from ..launch.supervisor import State as ProcessState
 from .client import GroupClient
 from .combining import Counters, combined_answer, combined_status
-from .fleet import PAUSE_S, Fleet, MemberStatus
+from .fleet import Fleet, MemberStatus
 from .leases import PauseLease
 from .members import EngineAddress, Member, foreign_commit
 from .process_groups import ProcessGroups
 from .processes import ReplicaProcesses
-from .recovery import ASK_S, RELOAD_S, Copies
-from .session import Answers, everywhere
+from .recovery import ASK_S, RELOAD_S, copy_beside
+from .session import PAUSE_S, Answers, everywhere
 from .updates import Updates
 
 logger = logging.getLogger(__name__)
@@ -67,12 +68,10 @@ class ReplicaFleet(Fleet):
         self.released: set[MemoryTag] = set()
         self.lease: PauseLease | None = None
         self._processes = processes
-        self._copies = Copies()
         self._incarnation = new_id()[:16]
         self._began = self._paused_at = monotonic()
         self._pauses = 0
         self._counters = Counters()
-        self._returning: set[asyncio.Task[Any]] = set()
 
     @property
     def restarts(self) -> int:
@@ -103,7 +102,7 @@ class ReplicaFleet(Fleet):
 
     @property
     def may_heal(self) -> bool:
-        return super().may_heal and not (self.released or self.awaits_update or self.updates.is_open)
+        return super().may_heal and not (self.released or self.awaits_update or self.updates.session)
 
     @property
     def needs_care(self) -> bool:
@@ -122,29 +121,32 @@ class ReplicaFleet(Fleet):
 
     async def close(self) -> None:
         """Close the connections; the processes are their owner's to end. Idempotent."""
-        for task in list(self._returning):
-            task.cancel()
-        self.updates.close()
-        self._copies.end()
+        self.updates.forget()
         await super().close()
 
-    def end(self) -> None:
-        """Stop continuing requests elsewhere: the engines are about to be told to end."""
-        self.heals = False
-        self._copies.end()
+    async def end(self) -> None:
+        """Stop continuing requests elsewhere and bringing replicas back: the engines are about to end."""
         self.dispatcher.end()
+        await self.end_work()
 
-    async def send(self, members: Sequence[Member], method: str, *args: Any, **options: Any) -> Answers:
-        """Call a method of the clients of ``members``; those that do not answer are out of routing."""
-        answers = await everywhere(members, lambda member: getattr(member.client, method)(*args, **options))
+    async def send(
+        self,
+        members: Sequence[Member],
+        request: Request,
+        expects: type[Message],
+        buffers: Sequence[memoryview] = (),
+    ) -> Answers:
+        """Send a message to ``members``; those that do not answer are out of routing."""
+
+        async def ask(member: Member) -> Any:
+            return await wait_for(member.client.start(request, expects, buffers), request.id, None)
+
+        answers = await everywhere(members, ask)
         self.dispatcher.drop(answers.out, "it does not answer")
         return answers
 
     def combine(self, answers: Answers) -> Any:
         return combined_answer(answers, self.position, self.tp)
-
-    async def call(self, members: Sequence[Member], method: str, *args: Any, **options: Any) -> Any:
-        return self.combine(await self.send(members, method, *args, **options))
 
     def position(self, member: Member) -> int:
         return self.members.index(member)
@@ -174,7 +176,8 @@ class ReplicaFleet(Fleet):
         self.paused_mode = mode
         if lease_s is not None:
             self.lease = PauseLease(lease_s, action)
-        self.updates.leave_paused()
+        if self.updates.session is not None:  # the replicas stay paused after it
+            self.updates.session.paused_here = False
 
     def continued(self) -> None:
         self.paused_mode = self.lease = None
@@ -282,7 +285,7 @@ class ReplicaFleet(Fleet):
         return await super()._caught_up(member)
 
     async def copy(self, donor: EngineAddress, target: EngineAddress) -> None:
-        await self._copies.copy(donor, target, self.owner)
+        await copy_beside(donor, target, self.owner)
 
     def _on_state(self, name: str, state: ProcessState) -> None:
         member = self.dispatcher.members.get(name)
@@ -297,9 +300,7 @@ class ReplicaFleet(Fleet):
             if member.state == "gone":
                 member.reason = reason
         elif isinstance(state, Serving) and not member.serves and not self.dispatcher.ending:
-            task = asyncio.ensure_future(self._come_back(member))
-            self._returning.add(task)
-            task.add_done_callback(self._returning.discard)
+            self.begin_work(self._come_back(member))
 
     async def _come_back(self, member: Member) -> None:
         """Let updates reach a restarted replica, and bring it back, now or later."""

@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Literal
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ...io_struct import TensorSpec, new_id
 from ..connection.blocking import ControlClient
@@ -42,6 +43,8 @@ Transport = Literal["disk", "tensor", "ipc", "distributed"]
 LOOPBACK = "127.0.0.1"
 Verify = Literal["counts", "checksums"]
 """``counts`` compares the number of written tensors, ``checksums`` the bytes of every parameter."""
+PAUSE_S = 60.0
+"""Seconds that a member may take to pause, and to continue."""
 LEAST_COMMIT_S, ABORT_S = 30.0, 30.0
 """Seconds that members may take to commit, however late it is, and to abort."""
 SPARE_S = 60.0
@@ -128,14 +131,43 @@ async def everywhere(
     return answers
 
 
+class Source(NamedTuple):
+    """Origin of a group's weights."""
+
+    folder: str | None = None
+    updated: bool = False
+    """True if the group has been updated since it was opened; else the engines started with the folder."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
 class Session:
-    def __init__(self, *, verify: Verify, session_id: str | None = None) -> None:
-        self.id = session_id or new_id()
-        self.committing = False
-        """True once members are told to commit: it then runs to the end, whoever stops waiting."""
-        self.members: list[Member] = []
-        self.out: dict[Member, EngineError] = {}
-        self._verify: Verify = verify
+    """An update of a group, from its ``begin`` until all have committed or aborted."""
+
+    verify: Verify
+    id: str = field(default_factory=new_id)
+    kind: Literal["explicit", "implicit", "single"] = "single"
+    owner: str | None = None
+    route: tuple[Any, ...] = ()
+    """Transport, group and label, in which the calls of an implicit session must agree."""
+    paused_here: bool = False
+    """True if the update has paused the members."""
+    committing: bool = False
+    """True once members are told to commit: it then runs to the end, whoever stops waiting."""
+    members: list[Member] = field(default_factory=list)
+    out: dict[Member, EngineError] = field(default_factory=dict)
+    incarnations: dict[Member, str | None] = field(default_factory=dict)
+    """Processes of the members at its begin: a later one does not know the session."""
+    began: float = field(default_factory=monotonic)
+    count: int = 0
+    """Number of members at its begin."""
+    calls: int = 0
+    """Number of loading calls, which have written :attr:`tensors`."""
+    tensors: int = 0
+    source: Source | None = None
+    missing: set[str] | None = None
+    """Tensors of an implicit session that no call has named, or None if unknown. A hint: the commit
+    decides, since engines may store other names, and pieces count as whole tensors."""
+    timer: asyncio.TimerHandle | None = None
 
     async def begin(
         self,
@@ -155,9 +187,10 @@ class Session:
                 message_id=self.id, deadline_s=deadline_s, manifest=manifest
             )
 
-        self.members = list(paused.replies)
+        self.members, self.count = list(paused.replies), len(paused.replies)
         self.settle(paused)
         self.settle(await everywhere(self.members, begin, timeout))
+        self.incarnations = {each: each.client.incarnation for each in self.members}
 
     async def commit(self, label: str | None, timeout: float) -> Answers:
         """Verify, then commit everywhere; FleetUpdateFailed if one differs, or all refuse."""
@@ -180,7 +213,7 @@ class Session:
         """Compare what the members have loaded; one that differs from the first serving member has failed."""
 
         async def look(member: Member) -> Any:
-            if self._verify == "checksums":
+            if self.verify == "checksums":
                 return (await member.client.check_weights("checksum")).total
             session = (await member.client.status()).session
             return None if session is None else session.written_tensors
@@ -190,7 +223,7 @@ class Session:
         expected = found[max(found, key=lambda member: member.serves)] if found else None
         for member in [each for each in found if found[each] != expected or found[each] is None]:
             answers.failed[member] = InternalError(
-                f"it has loaded other weights than the others: {self._verify} {found.pop(member)}, "
+                f"it has loaded other weights than the others: {self.verify} {found.pop(member)}, "
                 f"not {expected}"
             )
         return answers

@@ -10,25 +10,23 @@ Invariants:
   Another refusal aborts the session on all; replicas that had written are fenced.
 - A pause that an update has made ends with it; a pause that was there before stays.
 
-All methods but ``carry_out``, ``status`` and ``close`` need the group's lock.
+All methods but ``carry_out`` and ``status`` need the group's lock.
 """
 
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ... import io_struct as wire
 from .. import exceptions as errors
-from ..connection.async_channel import wait_for
 from .combining import one_error, uniform
-from .fleet import PAUSE_S
 from .members import Member
-from .recovery import ASK_S, Source
-from .session import Answers, FleetUpdateFailed, Session, Verify, everywhere
+from .recovery import ASK_S
+from .session import PAUSE_S, Answers, FleetUpdateFailed, Session, Source, everywhere
 
 if TYPE_CHECKING:
     from .replicas import ReplicaFleet
@@ -44,47 +42,14 @@ _LEAVE_OPEN = {wire.ErrorCode.WEIGHT_MISMATCH, wire.ErrorCode.NOT_IDLE}
 """Refusals of a commit that leave the session open."""
 
 
-class _Open(Session):
-    def __init__(
-        self,
-        verify: Verify,
-        kind: Literal["explicit", "implicit", "single"],
-        owner: str | None,
-        *,
-        session_id: str | None = None,
-        route: tuple[Any, ...] = (),
-        paused_here: bool = False,
-    ) -> None:
-        super().__init__(verify=verify, session_id=session_id)
-        self.kind, self.owner = kind, owner
-        self.route = route
-        """Transport, group and label, in which the calls of an implicit session must agree."""
-        self.paused_here = paused_here
-        """True if the update has paused the replicas."""
-        self.began = monotonic()
-        self.incarnations: dict[Member, str | None] = {}
-        """Processes of the replicas at its begin: a later one does not know the session."""
-        self.count = self.calls = self.tensors = 0
-        """Replicas at its begin, loading calls, and tensors that these have written."""
-        self.source: Source | None = None
-        self.missing: set[str] | None = None
-        """Tensors of an implicit session that no call has named, or None if unknown. A hint: the commit
-        decides, since engines may store other names, and pieces count as whole tensors."""
-        self.timer: asyncio.TimerHandle | None = None
-
-
 class Updates:
     def __init__(self, fleet: "ReplicaFleet") -> None:
         self._fleet = fleet
-        self._open: _Open | None = None
-        self._looking: asyncio.Task[None] | None = None
-
-    @property
-    def is_open(self) -> bool:
-        return self._open is not None
+        self.session: Session | None = None
+        """The open session."""
 
     def status(self) -> wire.SessionStatus | None:
-        opened = self._open
+        opened = self.session
         if opened is None:
             return None
         due = None if opened.timer is None else opened.timer.when() - LATE_S
@@ -96,17 +61,6 @@ class Updates:
             deadline_s=None if due is None else due - asyncio.get_running_loop().time(),
             written_tensors=opened.tensors,
         )
-
-    def close(self) -> None:
-        """Forget the session; the engines abort it when their client is gone."""
-        self._forget()
-        if self._looking is not None:
-            self._looking.cancel()
-
-    def leave_paused(self) -> None:
-        """Leave the replicas paused after the open update: another owner has paused them."""
-        if self._open is not None:
-            self._open.paused_here = False
 
     async def carry_out(self, request: wire.Request, buffers: Sequence[memoryview]) -> Any:
         """Begin or end a session, or load weights and commit if the call is the last one."""
@@ -126,26 +80,33 @@ class Updates:
             if self._joined(request) is not None:
                 await self.abandon()
 
+    def forget(self) -> None:
+        """Forget the open session; engines abort it when their client is gone."""
+        if self.session is not None and self.session.timer is not None:
+            self.session.timer.cancel()
+        self.session = None
+
     async def abandon(self) -> None:
-        if self._open is not None:
-            await self._open.abort()
-            await self._over(self._open)
+        """Abort the open session, if there is one."""
+        if self.session is not None:
+            await self.session.abort()
+            await self._over(self.session)
 
     async def settle(self) -> None:
         """Commit an implicit session, before a continue or a flush. Raises as :meth:`carry_out`."""
-        if self._open is not None and self._open.kind == "implicit":
+        if self.session is not None and self.session.kind == "implicit":
             await self._still_open()
-            if self._open is not None:
-                await self._commit(self._open, None, "")
+            if self.session is not None:
+                await self._commit(self.session, None, "")
 
     async def _begin(self, request: wire.BeginWeightUpdateReqInput) -> wire.BeginWeightUpdateReqOutput:
         await self._still_open()
-        if self._open is not None:
-            raise self._is_open(self._open)
+        if self.session is not None:
+            raise _is_open(self.session)
         fleet = self._fleet
         answers = await everywhere(fleet.asked, fleet.ask, SETTLE_S)
         fleet.notice_continued(answers)
-        opened = _Open(fleet.verify, "explicit", request.owner, session_id=request.id)
+        opened = Session(verify=fleet.verify, kind="explicit", owner=request.owner, id=request.id)
         await self._start(opened, answers, request)
         return wire.BeginWeightUpdateReqOutput(
             id=request.id, session_id=opened.id, weights_epoch=fleet.weights_epoch
@@ -158,7 +119,7 @@ class Updates:
         if opened is None:
             opened = await self._opened(request)
         elif not opened.paused_here and self._fleet.paused_mode is None:
-            await self._pause(opened, "retract" if request.flush_cache else "in_place")
+            await self._pause(opened, _pause_mode(request))
         if isinstance(request, wire.UpdateWeightsFromDistributedReqInput):
             await self._require_all(opened)
         replies = await self._loaded(opened, request, buffers)
@@ -178,14 +139,13 @@ class Updates:
     async def _end(self, request: wire.EndWeightUpdateReqInput) -> wire.WeightUpdateReqOutput:
         if request.force and request.commit:
             raise errors.InvalidRequest("force aborts: it needs commit=false", field="force", value=True)
-        opened, forced = self._open, request.force
+        opened, forced = self.session, request.force
         if opened is None and forced:
-            return await self._aborted_elsewhere(request.id)
+            return await self._aborted_elsewhere(request)
         if opened is None or (not forced and request.session_id not in (None, opened.id)):
-            name = "" if request.session_id is None else f" {request.session_id}"
-            raise errors.NoSession(f"the weight session{name} is not open")
+            raise _not_open(request.session_id)
         if request.session_id is None and opened.kind == "explicit" and not forced:
-            raise self._is_open(opened)
+            raise _is_open(opened)
         if request.commit:
             return await self._commit(opened, request.weight_version, request.id)
         await self.abandon()
@@ -205,27 +165,19 @@ class Updates:
             stages=wire.StageTimes(),
         )
 
-    def _joined(self, request: wire.WeightUpdateOptions) -> _Open | None:
+    def _joined(self, request: wire.WeightUpdateOptions) -> Session | None:
         """Return the open session if the call belongs to it, or None if none is open."""
-        opened, name = self._open, request.session_id
+        opened, name = self.session, request.session_id
         if name is not None and (opened is None or name != opened.id):
-            raise errors.NoSession(f"the weight session {name} is not open")
+            raise _not_open(name)
         if opened is None or name is not None:
             return opened
         if opened.kind == "explicit" or opened.route != _route(request):
-            raise self._is_open(opened)
+            raise _is_open(opened)
         return opened
 
-    def _is_open(self, opened: _Open) -> errors.SessionOpen:
-        age = monotonic() - opened.began
-        return errors.SessionOpen(
-            f"a weight session ({opened.kind}) has been open for {age:.1f} s: name it, or end it first",
-            kind=opened.kind,
-            age_s=age,
-            session_id=opened.id,
-        )
-
-    async def _opened(self, request: wire.WeightUpdateOptions) -> _Open:
+    async def _opened(self, request: wire.WeightUpdateOptions) -> Session:
+        """Open a session for ``request``, on replicas that are paused for it unless they are already."""
         fleet = self._fleet
         if not fleet.present:
             raise errors.EngineRestarting("no replica is there now")
@@ -233,15 +185,19 @@ class Updates:
         fleet.notice_continued(known)
         valid = any(status.weights == "valid" for member, status in known.replies.items() if member.serves)
         single = isinstance(request, _WHOLE) or (fleet.paused_mode is None and valid)
-        opened = _Open(
-            fleet.verify,
-            "single" if single else "implicit",
-            request.owner,
+        opened = Session(
+            verify=fleet.verify,
+            kind="single" if single else "implicit",
+            owner=request.owner,
             route=_route(request),
             paused_here=fleet.paused_mode is None,
         )
-        mode: wire.PauseMode = "retract" if request.flush_cache else "in_place"
-        there = await self._held(known, fleet.paused_mode or mode)
+        # a pause keeps its lease: those that are paused are not paused again
+        running = [member for member, status in known.replies.items() if status.generation != "paused"]
+        paused = await fleet.pause_members(fleet.paused_mode or _pause_mode(request), running, PAUSE_S)
+        fleet.dispatcher.drop(known.out, "it does not answer")
+        held = {member: reply for member, reply in known.replies.items() if member not in running}
+        there = Answers(held | paused.replies, known.failed | paused.failed, known.out | paused.out)
         await self._start(opened, there, wire.BeginWeightUpdateReqInput(id=opened.id))
         if not single:
             for member in opened.members:  # the first may have ended since
@@ -253,25 +209,16 @@ class Updates:
                     break
         return opened
 
-    async def _held(self, known: Answers, mode: wire.PauseMode) -> Answers:
-        """Pause the replicas of ``known``, statuses, that are not paused yet: a pause keeps its lease."""
-        running = [member for member, status in known.replies.items() if status.generation != "paused"]
-        paused = await self._fleet.pause_members(mode, running, PAUSE_S)
-        self._fleet.dispatcher.drop(known.out, "it does not answer")
-        held = {member: reply for member, reply in known.replies.items() if member not in running}
-        return Answers(held | paused.replies, known.failed | paused.failed, known.out | paused.out)
-
-    async def _start(self, opened: _Open, there: Answers, request: wire.BeginWeightUpdateReqInput) -> None:
+    async def _start(self, opened: Session, there: Answers, request: wire.BeginWeightUpdateReqInput) -> None:
         if there.failed:
             raise one_error(there.failed, among=len(there.failed) + len(there.replies))
-        self._open, opened.count = opened, len(there.replies)
+        self.session = opened
         try:
             await opened.begin(
                 there, timeout=SETTLE_S, deadline_s=request.deadline_s, manifest=request.manifest
             )
         except FleetUpdateFailed as error:
             raise await self._failed(opened, error) from error
-        opened.incarnations = {each: each.client.incarnation for each in opened.members}
         answers = await everywhere(opened.members, self._fleet.ask, SETTLE_S)
         sessions = [status.session for status in answers.replies.values() if status.session is not None]
         due = [each.deadline_s for each in sessions if each.deadline_s is not None]
@@ -279,18 +226,15 @@ class Updates:
             left = min(*due, _LONGEST_S) + LATE_S
             opened.timer = asyncio.get_running_loop().call_later(left, self._look)
 
-    async def _pause(self, opened: _Open, mode: wire.PauseMode) -> None:
+    async def _pause(self, opened: Session, mode: wire.PauseMode) -> None:
         await self._fleet.pause_members(mode, opened.members, PAUSE_S)
         opened.paused_here = True
 
     async def _loaded(
-        self, opened: _Open, request: wire.WeightUpdateOptions, buffers: Sequence[memoryview]
+        self, opened: Session, request: wire.WeightUpdateOptions, buffers: Sequence[memoryview]
     ) -> dict[Member, Any]:
-        async def load(member: Member) -> Any:
-            own = msgspec.structs.replace(request, session_id=opened.id)
-            return await wait_for(member.client.start(own, wire.WeightUpdateReqOutput, buffers), own.id, None)
-
-        answers = await everywhere(opened.members, load)
+        own = msgspec.structs.replace(request, session_id=opened.id)
+        answers = await self._fleet.send(opened.members, own, wire.WeightUpdateReqOutput, buffers)
         refused = answers.failed
         if refused and not answers.replies and not answers.out and uniform(refused):
             if opened.calls == 0 and opened.kind != "explicit":
@@ -303,7 +247,7 @@ class Updates:
             raise await self._failed(opened, error) from error
         return answers.replies
 
-    async def _require_all(self, opened: _Open) -> None:
+    async def _require_all(self, opened: Session) -> None:
         began = opened.incarnations
         there = {each for each in opened.members if each.client.incarnation == began.get(each)}
         absent = [member.name for member in self._fleet.members if member not in there]
@@ -316,7 +260,9 @@ class Updates:
                 members=absent,
             )
 
-    async def _commit(self, opened: _Open, label: str | None, message_id: str) -> wire.WeightUpdateReqOutput:
+    async def _commit(
+        self, opened: Session, label: str | None, message_id: str
+    ) -> wire.WeightUpdateReqOutput:
         fleet = self._fleet
         if fleet.paused_mode is None and not opened.paused_here:
             await self._pause(opened, "in_place")
@@ -325,14 +271,10 @@ class Updates:
         except FleetUpdateFailed as error:
             raise await self._refused_commit(opened, error) from error
         fleet.committed(done, opened.source or Source(fleet.source.folder, updated=True))
-        fleet.awaits_update = False
-        for member in fleet.dispatcher.serving:
-            if member not in done.replies:
-                fleet.dispatcher.fence(member, "it did not take part in an update")
         await self._over(opened)
         return self._combined(done.replies, message_id)
 
-    async def _refused_commit(self, opened: _Open, error: FleetUpdateFailed) -> errors.EngineError:
+    async def _refused_commit(self, opened: Session, error: FleetUpdateFailed) -> errors.EngineError:
         """Return the error of a commit; if all refuse because tensors are missing, the session stays open."""
         codes = {reason.code for reason in error.reasons.values()}
         if len(codes) == 1 and codes <= _LEAVE_OPEN and len(error.reasons) == len(opened.members):
@@ -342,27 +284,22 @@ class Updates:
             return next(iter(error.reasons.values()))
         return await self._failed(opened, error)
 
-    async def _failed(self, opened: _Open, error: FleetUpdateFailed) -> errors.EngineError:
+    async def _failed(self, opened: Session, error: FleetUpdateFailed) -> errors.EngineError:
         await opened.abort()
         await self._over(opened)
         error.still_serve(self._fleet.dispatcher.serving)
         by_all = len(error.reasons) == opened.count and uniform(error.reasons)
         return next(iter(error.reasons.values())) if by_all else error
 
-    async def _over(self, opened: _Open) -> None:
-        """Fence replicas without valid weights, and continue the others if the session has paused them."""
-        fleet = self._fleet
-        if self._open is opened:
-            self._forget()
-        await fleet.after_failure()
-        if opened.paused_here:
-            # The engines have emptied their caches at the commit, if the update asked for that.
-            await fleet.continue_members(PAUSE_S, torch_empty_cache=False)
-        fleet.dispatcher.place_waiting()
+    async def _over(self, opened: Session) -> None:
+        """Forget the session; the engines have emptied their caches at the commit, if that was asked for."""
+        if self.session is opened:
+            self.forget()
+        await self._fleet.over(opened, torch_empty_cache=False)
 
     async def _still_open(self) -> None:
         """Notice that the engines have ended the session, at its deadline or by an abort of somebody else."""
-        opened = self._open
+        opened = self.session
         if opened is None:
             return
         answers = await everywhere(opened.members, self._fleet.ask, SETTLE_S)
@@ -375,23 +312,14 @@ class Updates:
             async with self._fleet.lock:
                 await self._still_open()
 
-        self._looking = asyncio.ensure_future(look())
+        self._fleet.begin_work(look())
 
-    def _forget(self) -> None:
-        if self._open is not None and self._open.timer is not None:
-            self._open.timer.cancel()
-        self._open = None
-
-    async def _aborted_elsewhere(self, message_id: str) -> wire.WeightUpdateReqOutput:
-        answers = await everywhere(
-            self._fleet.present,
-            lambda member: member.client.end_weight_update(commit=False, force=True, message_id=message_id),
-            None,
-        )
+    async def _aborted_elsewhere(self, request: wire.EndWeightUpdateReqInput) -> wire.WeightUpdateReqOutput:
+        answers = await self._fleet.send(self._fleet.present, request, wire.WeightUpdateReqOutput)
         if answers.replies:
             answers.failed.clear()
         reply: wire.WeightUpdateReqOutput = self._fleet.combine(answers)
-        await self._fleet.after_failure()
+        await self._fleet.fence_invalid()
         return reply
 
     def _combined(self, replies: dict[Member, Any], message_id: str) -> wire.WeightUpdateReqOutput:
@@ -402,3 +330,21 @@ class Updates:
 
 def _route(request: wire.WeightUpdateOptions) -> tuple[Any, ...]:
     return type(request), getattr(request, "group_name", None), request.weight_version
+
+
+def _pause_mode(request: wire.WeightUpdateOptions) -> wire.PauseMode:
+    return "retract" if request.flush_cache else "in_place"
+
+
+def _not_open(name: str | None) -> errors.NoSession:
+    return errors.NoSession(f"the weight session{'' if name is None else f' {name}'} is not open")
+
+
+def _is_open(opened: Session) -> errors.SessionOpen:
+    age = monotonic() - opened.began
+    return errors.SessionOpen(
+        f"a weight session ({opened.kind}) has been open for {age:.1f} s: name it, or end it first",
+        kind=opened.kind,
+        age_s=age,
+        session_id=opened.id,
+    )

@@ -277,7 +277,7 @@ class Watch:
         notify("STOPPING=1")
         self._server.stop_accepting()
         if self._front.fleet is not None:
-            self._front.fleet.end()
+            await self._front.fleet.end()
         if self._launched is not None:
             self._forget_process()
             await asyncio.to_thread(self._launched.close)
