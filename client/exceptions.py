@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "AdapterExists",
     "AnswerForgotten",
     "Busy",
     "CheckpointError",
@@ -35,6 +36,7 @@ __all__ = [
     "InvalidRequest",
     "MalformedMessage",
     "MemoryReleased",
+    "NoAdapterSlot",
     "NoSession",
     "NotIdle",
     "NotOwner",
@@ -45,6 +47,7 @@ __all__ = [
     "ShuttingDown",
     "StateFileError",
     "TimedOut",
+    "UnknownAdapter",
     "Unsupported",
     "UnsupportedModel",
     "VersionMismatch",
@@ -111,6 +114,18 @@ class ExceedsKVPool(EngineError, code=ErrorCode.EXCEEDS_KV_POOL):
 
 class DuplicateRid(EngineError, code=ErrorCode.DUPLICATE_RID):
     """A live generation already has this rid."""
+
+
+class UnknownAdapter(EngineError, code=ErrorCode.UNKNOWN_ADAPTER):
+    """No adapter of this name is loaded."""
+
+
+class AdapterExists(EngineError, code=ErrorCode.ADAPTER_EXISTS):
+    """An adapter of this name is loaded already."""
+
+
+class NoAdapterSlot(EngineError, code=ErrorCode.NO_ADAPTER_SLOT, passes=True):
+    """Every slot has a pinned adapter, or one that requests use."""
 
 
 class IdConflict(EngineError, code=ErrorCode.ID_CONFLICT):

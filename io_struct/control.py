@@ -436,6 +436,19 @@ class GetStatusReqInput(ControlRequest, kw_only=True):
     """Get the state of the engine. Answered by the control loop in every state, also during updates."""
 
 
+class AdapterStatus(ReplyRecord, kw_only=True, frozen=True):
+    """One version of an adapter in a slot."""
+
+    name: str
+    adapter_epoch: int
+    rank: int
+    pinned: bool
+    running: int
+    """Live samples that have it."""
+    replaced: bool = False
+    """True: only these samples have it; it is unloaded, or another version has its name."""
+
+
 class GetStatusReqOutput(Reply, kw_only=True):
     """A consistent snapshot, taken between two steps."""
 
@@ -509,6 +522,8 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """Device that the model runs on: ``cpu``, ``cuda``, …, with an index where one was configured."""
     weights_cpu_backup: bool = False
     """A release of the weights keeps a copy on the host, and a resume restores it."""
+    adapters: list[AdapterStatus] = []
+    """Adapters in slots, replaced versions that samples still have included."""
     kernels: dict[str, str] = {}
     """Operation to what serves it: ``torch``, an instruction set of the CPU kernels (``avx2``, ``avx512``,
     ``avx512bf16``, ``amx``), or a GPU library. Operations that the model does not have are absent."""

@@ -156,6 +156,8 @@ class GenerateReqInput(Request, kw_only=True):
     """True: send the new tokens after each step. The terminal result always contains everything."""
     cache_salt: Label = ""
     """Requests share prefix cache entries only with requests of the same salt."""
+    adapter: Identifier | None = None
+    """Name of a loaded adapter (:class:`LoadAdapterReqInput`). None means the model itself."""
     min_weights_epoch: int | None = None
     """Refuse with ``epoch_behind`` if the engine's weights epoch is lower. None means no minimum."""
     first_sample: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)] = 0
@@ -200,6 +202,10 @@ class WeightVersionSpan(ReplyRecord, kw_only=True, frozen=True):
     """Start of the engine that sampled them (``HelloReqOutput.incarnation``)."""
     stale_kv: bool = False
     """True: some KV was computed with older weights (after an update during an ``in_place`` pause)."""
+    adapter: str | None = None
+    """Name of the adapter. None means the model itself."""
+    adapter_epoch: int = 0
+    """Version of the adapter; 0 without one."""
 
 
 class RoutedExperts(ReplyRecord, kw_only=True, frozen=True):
@@ -335,6 +341,8 @@ class DeltaWeights(ReplyRecord, kw_only=True, frozen=True):
     incarnation: str = ""
     """Start of the engine that sampled with them."""
     stale_kv: bool = False
+    adapter: str | None = None
+    adapter_epoch: int = 0
 
 
 class DeltaDetails(ReplyRecord, kw_only=True, frozen=True):

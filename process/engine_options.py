@@ -145,6 +145,14 @@ class EngineOptions:
     """Bitwise batch-invariant results: tokens and logprobs of a request do not depend on other requests or on
     pauses. The engine refuses to start where this is not possible.
     """
+    enable_lora: bool = False
+    """Serve LoRA adapters (load_adapter). Memory for max_loras of them and one that is being loaded, of rank
+    max_lora_rank each, is taken at start.
+    """
+    max_loras: int = 4
+    """Maximum number of loaded adapters; the one not used for longest makes room for another."""
+    max_lora_rank: int = 32
+    """Largest rank of an adapter."""
     reference_model_path: AnyPath | None = None
     """Hugging Face folder of the reference model for score requests. By default there is none."""
     reference_residency: Residency = "resident"

@@ -270,6 +270,26 @@ class AsyncControlClient:
         )
         return await self._call(request, wire.WeightUpdateReqOutput, timeout)
 
+    async def load_adapter(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        replace: bool = True,
+        pinned: bool = False,
+        **call: Unpack[CallOptions],
+    ) -> wire.LoadAdapterReqOutput:
+        """Load a PEFT folder as adapter ``name``, or replace it, while generation goes on.
+
+        A load that fails changes nothing. Samples that run end with the version that they began with.
+        """
+        request = wire.LoadAdapterReqInput(name=name, path=os.fspath(path), replace=replace, pinned=pinned)
+        return await self._ask(request, wire.LoadAdapterReqOutput, call)
+
+    async def unload_adapter(self, name: str, **call: Unpack[CallOptions]) -> wire.UnloadAdapterReqOutput:
+        """Unload an adapter at once; samples that have it end with it."""
+        return await self._ask(wire.UnloadAdapterReqInput(name=name), wire.UnloadAdapterReqOutput, call)
+
     async def init_weights_update_group(
         self,
         master_address: str,

@@ -135,6 +135,8 @@ class ControlClient:
     )
     init_weights_update_group = blocking(AsyncSchedulerClient.init_weights_update_group)
     destroy_weights_update_group = blocking(AsyncSchedulerClient.destroy_weights_update_group)
+    load_adapter = blocking(AsyncSchedulerClient.load_adapter)
+    unload_adapter = blocking(AsyncSchedulerClient.unload_adapter)
     weights_manifest = blocking(AsyncSchedulerClient.weights_manifest)
     send_weights = blocking(AsyncSchedulerClient.send_weights)
     release_memory = blocking(AsyncSchedulerClient.release_memory)

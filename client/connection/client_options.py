@@ -74,6 +74,7 @@ class OutputOptions(TypedDict, total=False):
     return_routed_experts: bool
     routed_experts_start_len: int
     cache_salt: str
+    adapter: str | None
     min_weights_epoch: int | None
 
 

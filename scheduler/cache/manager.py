@@ -25,7 +25,7 @@ import numpy as np
 from .allocator import LedgerError as LedgerError
 from .allocator import PageAllocator, Usage
 from .layer_ledgers import RequestState, StateRows, WindowPages
-from .radix import NO_PAGES, Node, RadixTree
+from .radix import NO_PAGES, Node, RadixTree, Salt
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class RequestKV:
     node: Node | None
     epoch: int
     stale: bool
-    salt: str
+    salt: Salt
     first_in_range: int = 0
     end_of_range: int = 0
     """Pages of the row that have storage in layers with a window, if there are any."""
@@ -67,7 +67,7 @@ class CacheManager:
         self._open: dict[RequestKV, None] = {}  # a set that remembers the order
         self._num_owned = 0  # sum of num_pages - num_shared over the open requests
 
-    def open(self, tokens: np.ndarray, salt: str, pages_row: np.ndarray) -> RequestKV:
+    def open(self, tokens: np.ndarray, salt: Salt, pages_row: np.ndarray) -> RequestKV:
         """Start a request, sharing a cached prefix of at most ``(n - 1) // page_size`` pages.
 
         :attr:`can_open` must be true. ``pages_row`` is kept and written in place until :meth:`close`.
@@ -97,7 +97,7 @@ class CacheManager:
     def can_open(self) -> bool:
         return self.states is None or self.states.available > 0
 
-    def _match(self, salt: str, tokens: np.ndarray) -> tuple[np.ndarray, Node | None, int]:
+    def _match(self, salt: Salt, tokens: np.ndarray) -> tuple[np.ndarray, Node | None, int]:
         pages, node = self._tree.match(self.epoch, salt, tokens)
         cached = shareable = len(pages)
         for rooms in (self.windows, self.states):

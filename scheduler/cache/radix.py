@@ -20,6 +20,8 @@ import numpy as np
 
 from .allocator import LedgerError
 
+Salt = str | tuple[int, str]
+"""Cache salt of a request; with an adapter, its epoch beside it."""
 _NO_TOKENS = np.empty(0, dtype=np.int32)
 NO_PAGES = np.empty(0, dtype=np.int32)
 
@@ -30,7 +32,7 @@ class Node:
 
     parent: "Node | None"
     epoch: int
-    salt: str
+    salt: Salt
     tokens: np.ndarray
     """int32 [pages * page_size]"""
     pages: np.ndarray
@@ -60,7 +62,7 @@ class RadixTree:
         self.first_epoch = 0
         self.num_evictable_pages = 0
         self.num_locked_pages = 0
-        self._roots: dict[tuple[int, str], Node] = {}
+        self._roots: dict[tuple[int, Salt], Node] = {}
         self._clock = 0
         self._serial = 0
         # One entry (last access when pushed, serial, node) for every unlocked leaf, and left-overs: an entry
@@ -68,7 +70,7 @@ class RadixTree:
         # dropped.
         self._heap: list[tuple[int, int, Node]] = []
 
-    def match(self, epoch: int, salt: str, tokens: np.ndarray) -> tuple[np.ndarray, Node | None]:
+    def match(self, epoch: int, salt: Salt, tokens: np.ndarray) -> tuple[np.ndarray, Node | None]:
         """Return the longest stored prefix of ``tokens``: pages (int32) and node, which may be split."""
         root = self._roots.get((epoch, salt)) if epoch >= self.first_epoch else None
         if root is None:
@@ -77,7 +79,7 @@ class RadixTree:
         return (np.concatenate(runs), node) if runs else (NO_PAGES, None)
 
     def insert(
-        self, epoch: int, salt: str, tokens: np.ndarray, pages: np.ndarray, after: Node | None = None
+        self, epoch: int, salt: Salt, tokens: np.ndarray, pages: np.ndarray, after: Node | None = None
     ) -> Inserted:
         """Store ``pages`` (int32 [n], n ≥ 1) for ``tokens`` (``n * page_size``), unlocked; may split nodes.
 
@@ -148,7 +150,7 @@ class RadixTree:
         return upper
 
     def _new_node(
-        self, parent: Node | None, epoch: int, salt: str, tokens: np.ndarray, pages: np.ndarray
+        self, parent: Node | None, epoch: int, salt: Salt, tokens: np.ndarray, pages: np.ndarray
     ) -> Node:
         self._serial += 1
         return Node(parent, epoch, salt, tokens, pages, self._serial)

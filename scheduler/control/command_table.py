@@ -12,12 +12,14 @@ from ...io_struct import (
     EndWeightUpdateReqInput,
     FlushCacheReqInput,
     InitWeightsUpdateGroupReqInput,
+    LoadAdapterReqInput,
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     SendWeightsReqInput,
     StartProfileReqInput,
     StopProfileReqInput,
+    UnloadAdapterReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromCheckpointEngineReqInput,
     UpdateWeightsFromDistributedReqInput,
@@ -25,6 +27,7 @@ from ...io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
 )
+from .adapters import load_adapter, unload_adapter
 from .engine_state import Sender
 from .memory_occupation import release_memory, resume_memory
 from .operations import Operation
@@ -45,6 +48,8 @@ COMMANDS: "dict[type[ControlRequest], Callable[[Engine, Any, Sender], Operation]
     ReleaseMemoryOccupationReqInput: release_memory,
     ResumeMemoryOccupationReqInput: resume_memory,
     WeightsCheckerReqInput: check_weights,
+    LoadAdapterReqInput: load_adapter,
+    UnloadAdapterReqInput: unload_adapter,
     StartProfileReqInput: start_profile,
     StopProfileReqInput: stop_profile,
     BeginWeightUpdateReqInput: lambda engine, request, sender: engine.updates.begin(request, sender),

@@ -18,6 +18,7 @@ from ..attention.shape import Shape
 from ..cache.layer_ledgers import StateRows, WindowPages, storage_pages
 from ..cache.pool import MHAPool, MLAPool, RoutingPool, StatePool, StateShape
 from ..kernels import serving
+from ..layers.lora import AdapterSlots
 from ..memory.device_memory import MinReduce, get_available_memory
 from ..memory.device_module import device_module_for
 from ..memory.residency import ComponentResidencyManager, nobody
@@ -72,7 +73,8 @@ def load_model(
         )
     dtype = model_config.dtype if config.dtype == "auto" else by_torch_name(config.dtype)
     device = torch.device(config.device)
-    model = build_model(model_config, dtype, device, parallel)
+    adapters = AdapterSlots(config.max_loras + 1, config.max_lora_rank) if config.enable_lora else None
+    model = build_model(model_config, dtype, device, parallel, adapters)
     loader = WeightLoader(model)
     checkpoint = open_checkpoint(folder or config.model_path)
     load_from_disk(loader, checkpoint, config.load_bucket_bytes, write_stream_of(device))
@@ -89,6 +91,7 @@ def load_model(
         device=device,
         digest=checkpoint.local_digest,
         parallel=parallel,
+        adapters=adapters,
     )
 
 
@@ -333,6 +336,7 @@ def build_runner(
         device=loaded.device,
         device_module=device_module_for(loaded.device),
         routing=routing,
+        adapters=loaded.adapters,
         use_graphs=config.cuda_graphs,
     )
     if config.autotune:

@@ -196,6 +196,10 @@ class StateStep:
         return StateStep(rows=rows, sources=sources, segments=self.segments, kept=kept)
 
 
+AdapterRows = Sequence[tuple[int, Tensor | None]]
+"""Adapter slots of a step, each with the indices (int64) of its query tokens, None if they are all."""
+
+
 @dataclass(slots=True, kw_only=True)
 class ForwardBatch:
     """One step's input: R rows, T query tokens, S sampled tokens. ``*_host`` copies spare backends a sync."""
@@ -233,6 +237,7 @@ class ForwardBatch:
     window_table_host: np.ndarray | None = None
     states: StateStep | None = None
     """None if no layer keeps a state, or the step is nobody's."""
+    adapters: AdapterRows = ()
 
     def slots_in(self, form: AttentionForm) -> Tensor:
         return self.kv_slots if form.window is None or self.window_slots is None else self.window_slots

@@ -107,7 +107,8 @@ class DecodeGraphs:
 
     def serves(self, batch: ForwardBatch) -> bool:
         """Return True if :meth:`replay` can compute this step."""
-        return self.are_captured and batch.num_decode == batch.num_rows == len(batch.sample_tokens)
+        decodes = batch.num_decode == batch.num_rows == len(batch.sample_tokens)
+        return self.are_captured and decodes and not batch.adapters
 
     def replay(self, batch: ForwardBatch) -> tuple[ForwardBatch, Tensor]:
         """Launch a decode-only step; return it, padded, and [S, hidden], valid until the next step."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..cache.pool import RoutingPool
 from ..layers.logits_processor import autotune_dummy_run_mode
+from ..layers.lora import AdapterSlots
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import DeviceModule, graphs_of, streams_of
 from ..models.causal_lm import CausalLM
@@ -61,12 +62,14 @@ class ModelRunner:
         device: torch.device,
         device_module: DeviceModule,
         routing: RoutingPool | None = None,
+        adapters: AdapterSlots | None = None,
         use_graphs: bool = True,
     ) -> None:
         """Run on a stream of ``device_module`` if it has any; ``routing`` stores the experts chosen."""
         self.model = model
         self.stages = StageProfiler()
         self._routing = routing
+        self._adapters = adapters
         self.backend = backend
         self.sampler = sampler
         self._special = SpecialSampler(sampler, model.config.vocab_size, device)
@@ -184,6 +187,8 @@ class ModelRunner:
         wanted = batch
         if batch.inputs is not None:  # never captured: prompts are prefilled
             wanted = replace(batch, sample_tokens=torch.cat([batch.sample_tokens, batch.inputs.tokens]))
+        if self._adapters is not None:
+            self._adapters.rows = batch.adapters
         hidden = self.model.forward(wanted, backend)
         if self._routing is not None and self.model.routing is not None:
             self._routing.store(batch.kv_slots, self.model.routing.rows(batch.kv_slots.shape[0]))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from .fp8_block import Fp8Matrix
+from .lora import LinearAdapters
 from .matrix import Matrix, packs
 from .parameters import Fp8Blocks, Parameter, Placement, WeightSlot
 from .sharding import Window, as_window, require_borders, sharded, stacked
@@ -60,10 +61,16 @@ class Linear:
             Parameter(f"{name}.bias", (self.out_features,), place.dtype, place.device) if bias else None
         )
         self._adds_bias = self._columns.is_whole or place.parallel.rank == 0
+        self._adapters: LinearAdapters | None = None
+        if place.adapters is not None:
+            self._adapters = place.adapters.of(name, self._parts, self._columns, place)
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Map [T, in] to [T, out] of this rank's features; divided inputs give partial sums."""
-        return self._weight.product(x, self.bias, out)
+        out = self._weight.product(x, self.bias, out)
+        if self._adapters is not None:
+            self._adapters.add(x, out)
+        return out
 
     @property
     def packed(self) -> Tensor | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from ..memory import residency
 from ..memory.offload import OffloadableComponent
 from ..memory.workspace import ALIGNMENT, Workspace
 from ..parallel.group import SINGLE, TensorParallel
+
+if TYPE_CHECKING:
+    from .lora import AdapterSlots
 
 _PROBE_ELEMENTS = 1024
 _COMPARE_ELEMENTS = 1 << 20  # bounds the transient of a cast comparison to a few megabytes
@@ -65,6 +68,8 @@ class Placement:
     fp8: Fp8Blocks | None = None
     workspace: Workspace = field(default_factory=Workspace, compare=False, repr=False)
     parallel: TensorParallel = SINGLE
+    adapters: "AdapterSlots | None" = field(default=None, compare=False, repr=False)
+    """Slots for adapters of the products, or None if the model serves none."""
 
 
 class TensorSlot(ABC):

@@ -207,8 +207,11 @@ def _generate(engine: "Engine", client: bytes, message: Generate, buffers: list[
     if engine.state.generation != "running" and engine.config.requests_while_paused == "refuse":
         raise CaesuraError(ErrorCode.PAUSED, "the engine is paused and configured to refuse requests")
     engine.state.require_epoch(message.min_weights_epoch)
+    adapter = engine.adapters.named(message.adapter) if isinstance(message, GenerateReqInput) else None
     requests = engine.admit(message, buffers, client, len(engine.waiting))
     engine.answers.begin_generation(message.id, rid, body, samples=len(requests))
+    if adapter is not None:
+        engine.adapters.give(adapter, requests)
     engine.live.add(requests)
     for request in requests:
         engine.waiting.append(request)

@@ -52,7 +52,12 @@ class TokenDetails:
         stamp, stale, _ = request.spans[-1]
         return TokenDetails(
             DeltaWeights(
-                version=stamp.version, epoch=stamp.epoch, incarnation=stamp.incarnation, stale_kv=stale
+                version=stamp.version,
+                epoch=stamp.epoch,
+                incarnation=stamp.incarnation,
+                stale_kv=stale,
+                adapter=stamp.adapter,
+                adapter_epoch=stamp.adapter_epoch,
             ),
             raw if request.return_raw else np.nan,
             sampled if request.return_sampled else np.nan,

@@ -71,6 +71,7 @@ def status(engine: "Engine", message_id: str) -> GetStatusReqOutput:
         dtype=str(engine.loaded.dtype).removeprefix("torch."),
         device=engine.config.device,
         weights_cpu_backup=engine.config.weights_cpu_backup,
+        adapters=engine.adapters.status(),
         kernels=steps.serving.by,
         kernels_reason=steps.serving.reason,
         context_len=steps.context_len,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode
+from ..layers.lora import AdapterSlots
 from ..layers.parameters import Placement
 from ..parallel.group import SINGLE, TensorParallel
 from .family import Family
@@ -55,10 +56,14 @@ def require_ranks(config: "ModelConfig", ranks: int) -> None:
 
 
 def build_model(
-    config: "ModelConfig", dtype: torch.dtype, device: torch.device, parallel: TensorParallel = SINGLE
+    config: "ModelConfig",
+    dtype: torch.dtype,
+    device: torch.device,
+    parallel: TensorParallel = SINGLE,
+    adapters: AdapterSlots | None = None,
 ) -> "CausalLM":
     """Allocate a model, or this rank's shard, without values; UNSUPPORTED_MODEL: ranks do not divide it."""
-    place = Placement(dtype, device, config.fp8, parallel=parallel)
+    place = Placement(dtype, device, config.fp8, parallel=parallel, adapters=adapters)
     if config.transformers_config is not None:
         require_ranks(config, parallel.size)
         foreign = import_module(".transformers_backend.model", package=__package__)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...io_struct import CaesuraError, ErrorCode, MemoryTag
 from ..cache.manager import LedgerError
+from ..control.adapters import Adapters
 from ..control.committed_weights import WeightsFile
 from ..control.engine_state import EngineState
 from ..control.parameter_server import ParameterServerUpdates
@@ -144,6 +145,7 @@ class Engine:
         self.trace = StepTrace(self.stages, config.profile_dir, config.device, wake)
         self._cleanup.callback(self.trace.close)
         self.answers = Answers(config.result_ttl_s, config.result_bytes or 0)
+        self.adapters = Adapters(self)
         self.commands = CommandQueue(self)
         self.dispatcher = Dispatcher(self)
 

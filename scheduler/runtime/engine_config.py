@@ -67,6 +67,8 @@ class EngineConfig(EngineOptions):
             raise _invalid("tp_joined", self.tp_joined, f"must be at least 0 and below tp = {self.tp}")
         if self.tp_joined and self.tp_address is None:
             raise _invalid("tp_address", None, "must say where the workers of other hosts join")
+        if self.enable_lora and self.tp > 1:
+            raise _invalid("enable_lora", True, f"is not served with several ranks (tp = {self.tp})")
         if (fraction := self.kv_memory_fraction) is not None and not 0.0 < fraction < 1.0:
             raise _invalid("kv_memory_fraction", fraction, "must be between 0 and 1")
         interfaces = sorted(name for _, name in socket.if_nameindex())
@@ -134,7 +136,7 @@ def _usual_sizes(device: str) -> Sizes:
 _LEAST = {
     **dict.fromkeys(("tp", "num_threads", "context_len", "kv_pool_tokens", "reference_pool_tokens"), 1),
     **dict.fromkeys(("max_running_requests", "max_waiting_requests", "chunked_prefill_size"), 1),
-    **dict.fromkeys(("load_bucket_bytes",), 1),
+    **dict.fromkeys(("load_bucket_bytes", "max_loras", "max_lora_rank"), 1),
     **dict.fromkeys(("autotune_lm_head_rows", "prompt_cache_bytes", "result_bytes", "result_ttl_s"), 0),
     **dict.fromkeys(("idle_empty_s", "log_stats_interval_s", "session_deadline_s", "session_orphan_s"), 0),
     **dict.fromkeys(("target_step_s", "drain_timeout_s", "watchdog_timeout_s"), 0),

@@ -23,10 +23,10 @@ import torch
 
 from ..cache.manager import CacheManager
 from ..cache.pool import RoutingPool
-from ..execution.forward import ForwardBatch
+from ..execution.forward import AdapterRows, ForwardBatch
 from ..runtime.engine_config import PAGE_SIZE
 from .chunking import ChunkSizer
-from .request import Phase, Request, RequestTable
+from .request import NO_SLOT, Phase, Request, RequestTable
 from .sampling import InputSpan, input_spans, input_tokens, sampling_batch
 from .step_storage import LinearStateSteps, WindowedSteps
 from .waiting_queue import WaitingQueue, pages_for
@@ -439,6 +439,7 @@ class Batcher:
             sample_slots=torch.from_numpy(sample_slots),
             sampling=sampling_batch(table, sample_slots, ends[samples]),
             inputs=input_tokens(spans, slots, token_starts - starts),
+            adapters=_adapters(table.adapter[token_slots]),
         )
         batch = ScheduledBatch(
             forward=forward,
@@ -460,3 +461,13 @@ class Batcher:
         if forward.sampling.special is not None:
             table.sampling.counted[sample_slots] = ends[samples] + 1
         return batch
+
+
+def _adapters(of_tokens: np.ndarray) -> AdapterRows:
+    """Return the tokens of each adapter slot, given the slot of each token, or NO_SLOT."""
+    used = np.unique(of_tokens)
+    if len(used) == 1:
+        return () if used[0] == NO_SLOT else ((int(used[0]), None),)
+    return [
+        (int(slot), torch.from_numpy(np.flatnonzero(of_tokens == slot))) for slot in used if slot != NO_SLOT
+    ]

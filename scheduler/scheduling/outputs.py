@@ -198,9 +198,11 @@ class OutputProcessor(Outputs[Request]):
             slot = slots[row]
             request = table.by_slot[slot]
             assert request is not None
-            stale = bool(table.stale_kv[slot])
-            if not request.spans or request.spans[-1][:2] != (self._stamp, stale):
-                request.spans.append((self._stamp, stale, int(at[row] - table.prompt_len[slot])))
+            stale, stamp = bool(table.stale_kv[slot]), self._stamp
+            if request.adapter is not None:
+                stamp = request.adapter.stamped(stamp)
+            if not request.spans or request.spans[-1][:2] != (stamp, stale):
+                request.spans.append((stamp, stale, int(at[row] - table.prompt_len[slot])))
         table.stamp[slots] = current
 
     def _end_finished(self, slots: np.ndarray, tokens: np.ndarray) -> None:
@@ -238,6 +240,8 @@ class OutputProcessor(Outputs[Request]):
         return self._built(sample, OutputArrays.empty(), reason)
 
     def _release(self, sample: Request, *, waited: bool, keep_prefix: bool) -> None:
+        if sample.adapter is not None:
+            sample.adapter.running -= 1
         if not waited:
             self._table.live[sample.slot] = False
             self._batcher.retire(sample, keep_prefix=keep_prefix)

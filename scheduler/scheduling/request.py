@@ -11,13 +11,14 @@
 """
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...io_struct import GenerateReqInput, SamplingParams, WeightVersionSpan
+from ..cache.radix import Salt
 from .sampling import LogprobRecord, SamplingColumns, SamplingMaskRecord
 
 if TYPE_CHECKING:
@@ -44,6 +45,25 @@ class WeightStamp:
     epoch: int
     version: str
     incarnation: str = ""
+    adapter: str | None = None
+    adapter_epoch: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """One version of an adapter in a slot, which nothing else takes while samples are ``running`` with it."""
+
+    name: str
+    epoch: int
+    slot: int
+    rank: int
+    pinned: bool
+    running: int = 0
+    """Live samples that have it."""
+    last_used: int = 0
+
+    def stamped(self, stamp: WeightStamp) -> WeightStamp:
+        return replace(stamp, adapter=self.name, adapter_epoch=self.epoch)
 
 
 @dataclass(slots=True)
@@ -76,7 +96,7 @@ class Request:
     seed: int
     limit: int
     stop_ids: tuple[int, ...]
-    salt: str
+    salt: Salt
     stream: bool
     return_logprob: bool
     return_raw: bool
@@ -90,6 +110,8 @@ class Request:
     continued: int = 0
     """The last tokens of ``prompt`` that penalties count as output."""
     details: bool = False
+    adapter: Adapter | None = None
+    """Written by ``control/adapters.py``, with ``salt`` and ``prompt_key``."""
 
     # Written by batcher.py and waiting_queue.py.
     phase: Phase = Phase.WAITING
@@ -126,6 +148,8 @@ class Request:
                 version=stamp.version,
                 epoch=stamp.epoch,
                 incarnation=stamp.incarnation,
+                adapter=stamp.adapter,
+                adapter_epoch=stamp.adapter_epoch,
                 start=start,
                 end=end,
                 stale_kv=stale,
@@ -193,6 +217,8 @@ class RequestTable:
         self.stop_ids = np.full((slots, _STOP_WIDTH), NO_TOKEN, np.int32)
         self.stream = np.zeros(slots, np.bool_)
         self.stale_kv = np.zeros(slots, np.bool_)
+        self.adapter = np.full(slots, NO_SLOT, np.int64)
+        """Slot of the adapter, or NO_SLOT."""
         self.sampling = SamplingColumns(slots, vocab_size)
 
         # Changed by steps.
@@ -240,6 +266,7 @@ class RequestTable:
         self.limit[slot] = request.limit
         self.stream[slot] = request.stream
         self.stale_kv[slot] = False
+        self.adapter[slot] = NO_SLOT if request.adapter is None else request.adapter.slot
         self.inflight[slot] = 0
         self.live[slot] = True
         self.stamp[slot] = -1  # outputs.py then compares with the last span before it opens a new one

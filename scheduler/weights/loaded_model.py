@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..layers.lora import AdapterSlots
 from ..layers.sharding import head_windows
 from ..models.causal_lm import CausalLM, Weights
 from ..models.config import ModelConfig
@@ -34,6 +35,7 @@ class LoadedModel(LoadedWeights):
     config: ModelConfig
     model: CausalLM
     parallel: TensorParallel = SINGLE
+    adapters: AdapterSlots | None = None
 
     @property
     def num_heads(self) -> int:

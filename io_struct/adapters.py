@@ -1,0 +1,55 @@
+"""LoRA adapters: loading, replacing and unloading them by name."""
+
+from typing import Annotated
+
+import msgspec
+
+from .base import Identifier, Reply
+from .control import ControlRequest
+
+AdapterName = Identifier
+
+
+class LoadAdapterReqInput(ControlRequest, kw_only=True):
+    """Load an adapter while generation goes on, or replace the one of this name, at a step boundary.
+
+    It is checked before its first byte is read; a failed load changes nothing.
+    """
+
+    name: AdapterName
+    """Name that generate requests choose it by."""
+    path: Annotated[str, msgspec.Meta(max_length=4096)]
+    """Folder with adapter_config.json and adapter_model.safetensors, as PEFT saves them."""
+    replace: bool = True
+    """False: refuse (``adapter_exists``) if an adapter of this name is loaded."""
+    pinned: bool = False
+    """True: it is never unloaded to make room for another."""
+
+
+class LoadAdapterReqOutput(Reply, kw_only=True):
+    """The adapter serves all requests that arrive from now on."""
+
+    adapter_epoch: int
+    """Number of this version: the engine's count of loaded adapters."""
+    tensors: int
+    changed_tensors: int
+    """Tensors that differ from those of the version that was replaced; all, if there was none."""
+    norm: float
+    """Frobenius norm of the change of the weights, over all modules; 0 for an adapter without effect."""
+    rank: int
+    """Largest rank of its modules."""
+    evicted: list[str] = []
+    """Names of the adapters that were unloaded to make room."""
+
+
+class UnloadAdapterReqInput(ControlRequest, kw_only=True):
+    """Unload an adapter. Requests that have it end with it; new ones are refused at once."""
+
+    name: AdapterName
+
+
+class UnloadAdapterReqOutput(Reply, kw_only=True):
+    """No new request can have the adapter."""
+
+    running: int
+    """Samples that still end with it."""

@@ -1,0 +1,184 @@
+"""LoRA adapters by name: loaded beside running requests, swapped between two steps.
+
+Invariants:
+- A load changes nothing until its last byte is in a free slot; then the name means the new version, for later
+  requests. A load that fails leaves no trace, and never poisons the weights.
+- A version keeps its slot while samples have it, whatever becomes of its name. Nothing waits for them.
+- KV belongs to a version: its epoch is part of the salt of its requests, so no prefix crosses a swap.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...io_struct import (
+    AdapterStatus,
+    CaesuraError,
+    ErrorCode,
+    LoadAdapterReqInput,
+    LoadAdapterReqOutput,
+    UnloadAdapterReqInput,
+    UnloadAdapterReqOutput,
+)
+from ..scheduling.request import Adapter, Request
+from ..weights.adapters import AdapterPlan, change_norm, plan_adapter, read_config
+from ..weights.loaded_model import LoadedModel
+from ..weights.transports.disk import open_checkpoint
+from .engine_state import Sender
+from .operations import Operation, Wait
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Engine
+
+
+class Adapters:
+    def __init__(self, engine: "Engine") -> None:
+        self.slots = engine.loaded.adapters if isinstance(engine.loaded, LoadedModel) else None
+        self.loaded: dict[str, Adapter] = {}
+        self._tensors: dict[str, dict[str, Tensor]] = {}
+        """Values of each loaded adapter on the host, by name."""
+        self._versions: list[Adapter] = []
+        """Every version in a slot: the loaded ones, and replaced ones that samples have."""
+        self._reserved: set[int] = set()
+        """Slots that a load is writing."""
+        self._epoch = self._clock = 0
+
+    def named(self, name: str | None) -> Adapter | None:
+        """Return the adapter of a request; raises ``unknown_adapter``, or ``unsupported`` without slots."""
+        if name is None:
+            return None
+        self.require_slots()
+        if name not in self.loaded:
+            loaded = sorted(self.loaded)
+            reason = f"no adapter {name!r} is loaded: {', '.join(loaded) or 'none is'}"
+            raise CaesuraError(ErrorCode.UNKNOWN_ADAPTER, reason, adapter=name, loaded=loaded)
+        return self.loaded[name]
+
+    def give(self, adapter: Adapter, requests: Iterable[Request]) -> None:
+        self._clock += 1
+        adapter.last_used = self._clock
+        for request in requests:
+            assert isinstance(request.salt, str), "a request gets its adapter once"
+            request.adapter, request.salt = adapter, (adapter.epoch, request.salt)
+            request.prompt_key = hash((request.salt, request.prompt.tobytes()))
+            adapter.running += 1
+
+    def require_slots(self) -> None:
+        if self.slots is None:
+            reason = "this engine serves no adapters: start it with enable_lora"
+            raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="enable_lora")
+
+    def take_slot(self, name: str) -> tuple[int, list[str]]:
+        """Reserve a slot, unloading adapters that nobody uses; raises ``no_adapter_slot``."""
+        assert self.slots is not None
+        evicted: list[str] = []
+        while True:
+            current = set(self.loaded.values())
+            self._versions = [each for each in self._versions if each in current or each.running]
+            taken = {each.slot for each in self._versions} | self._reserved
+            free = [slot for slot in range(self.slots.count) if slot not in taken]
+            if free and len(self.loaded.keys() | {name}) < self.slots.count:
+                self._reserved.add(free[0])
+                return free[0], evicted
+            idle = [each for each in current if not (each.running or each.pinned or each.name == name)]
+            if not idle:
+                pinned = sum(each.pinned for each in current)
+                in_use = sum(each.running > 0 for each in self._versions)
+                limit = self.slots.count - 1
+                reason = f"there are {limit} adapter slots: {pinned} are pinned, requests use {in_use}"
+                raise CaesuraError(
+                    ErrorCode.NO_ADAPTER_SLOT, reason, slots=limit, pinned=pinned, in_use=in_use
+                )
+            evicted.append(self.forget(min(idle, key=lambda each: each.last_used).name).name)
+
+    def give_back(self, slot: int) -> None:
+        self._reserved.discard(slot)
+
+    def publish(
+        self, request: LoadAdapterReqInput, slot: int, rank: int, tensors: dict[str, Tensor]
+    ) -> tuple[Adapter, int]:
+        """Let the name mean what is in ``slot``; return it and the number of tensors that differ."""
+        before = self._tensors.get(request.name, {})
+        changed = sum(
+            name not in before or not torch.equal(before[name], tensor) for name, tensor in tensors.items()
+        )
+        changed += len(before.keys() - tensors.keys())
+        self._epoch += 1
+        self._clock += 1
+        version = Adapter(request.name, self._epoch, slot, rank, request.pinned, last_used=self._clock)
+        self.loaded[request.name], self._tensors[request.name] = version, tensors
+        self._versions.append(version)
+        self._reserved.discard(slot)
+        return version, changed
+
+    def forget(self, name: str) -> Adapter:
+        del self._tensors[name]
+        return self.loaded.pop(name)
+
+    def status(self) -> list[AdapterStatus]:
+        current = set(self.loaded.values())
+        return [
+            AdapterStatus(
+                name=each.name,
+                adapter_epoch=each.epoch,
+                rank=each.rank,
+                pinned=each.pinned,
+                running=each.running,
+                replaced=each not in current,
+            )
+            for each in self._versions
+            if each in current or each.running
+        ]
+
+
+def load_adapter(engine: "Engine", request: LoadAdapterReqInput, sender: Sender) -> Operation:
+    """Check, read and stage an adapter while serving, then let its name mean it."""
+    adapters = engine.adapters
+    adapters.require_slots()
+    slots, model = adapters.slots, engine.loaded
+    assert slots is not None and isinstance(model, LoadedModel)
+    if request.name in adapters.loaded and not request.replace:
+        reason = f"adapter {request.name!r} is loaded: replace it, or unload it first"
+        raise CaesuraError(ErrorCode.ADAPTER_EXISTS, reason, adapter=request.name)
+    source = open_checkpoint(request.path)
+    config = read_config(request.path)
+    plan: AdapterPlan = plan_adapter(
+        config, source.specs, slots.shapes(), model.model.own_name, slots.max_rank
+    )
+    tensors: dict[str, Tensor] = {}
+    for piece in source.pieces(engine.config.load_bucket_bytes):
+        assert piece is not None, "files never say that nothing has come"
+        whole = tensors.setdefault(piece.name, torch.empty(piece.shape, dtype=piece.dtype))
+        whole[piece.start_row : piece.start_row + len(piece.rows)] = piece.rows
+        yield Wait.SLICE
+    factors = plan.values(tensors)
+    norm = change_norm(factors.values())
+    yield Wait.SLICE
+    slot, evicted = adapters.take_slot(request.name)
+    try:
+        with engine.runner.on_stream():
+            for _ in slots.write(slot, factors):
+                yield Wait.SLICE
+    except BaseException:
+        adapters.give_back(slot)
+        raise
+    version, changed = adapters.publish(request, slot, plan.rank, tensors)
+    return LoadAdapterReqOutput(
+        id=request.id,
+        adapter_epoch=version.epoch,
+        tensors=len(tensors),
+        changed_tensors=changed,
+        norm=norm,
+        rank=version.rank,
+        evicted=evicted,
+    )
+
+
+def unload_adapter(engine: "Engine", request: UnloadAdapterReqInput, sender: Sender) -> Operation:
+    adapters = engine.adapters
+    adapters.named(request.name)
+    version = adapters.forget(request.name)
+    yield from ()  # an operation is a generator
+    return UnloadAdapterReqOutput(id=request.id, running=version.running)

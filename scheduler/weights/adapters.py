@@ -1,0 +1,184 @@
+"""Adapters as PEFT saves them: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+Invariants: an adapter is checked against the model before a value is read; whatever would change the forward
+otherwise than by ``scale * B @ A`` beside a product with weights is refused by its name in the config.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ...io_struct import CaesuraError, ErrorCode
+from ..layers.lora import Factors
+from ..layers.parameters import CASTABLE
+from ..runtime.dtypes import DTYPES
+from ..runtime.files import checkpoint_error, read_small
+from .source import NamedSpec
+
+CONFIG = "adapter_config.json"
+MAX_CONFIG_BYTES = 1 << 20
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
+_PATTERN = re.compile(r"\^?[\w.-]+\$?")
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out", "use_qalora"), (False, None)),
+    **dict.fromkeys(("modules_to_save", "trainable_token_indices", "target_parameters"), (None, [], {})),
+    **dict.fromkeys(("layer_replication", "alora_invocation_tokens"), (None, [])),
+}
+"""Values of fields of which every other one changes the forward in a way that is not computed here."""
+
+Rank = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+ValueT = TypeVar("ValueT", int, float)
+
+
+class AdapterConfig(msgspec.Struct):
+    """The fields of ``adapter_config.json`` that scale the factors."""
+
+    r: Rank = 8
+    lora_alpha: float = 8
+    use_rslora: bool = False
+    rank_pattern: dict[str, Rank] | None = None
+    alpha_pattern: dict[str, float] | None = None
+
+    def rank(self, module: str) -> int:
+        return _of_pattern(self.rank_pattern, module, self.r)
+
+    def scale(self, module: str) -> float:
+        rank = self.rank(module)
+        return _of_pattern(self.alpha_pattern, module, self.lora_alpha) / (
+            math.sqrt(rank) if self.use_rslora else rank
+        )
+
+
+def _of_pattern(pattern: Mapping[str, ValueT] | None, module: str, default: ValueT) -> ValueT:
+    """Return the value of the first name that ``module`` is or ends with; with ``^`` it has to be it."""
+    for key, value in (pattern or {}).items():
+        name = key.removeprefix("^").removesuffix("$")
+        if module == name or (key == name and module.endswith(f".{name}")):
+            return value
+    return default
+
+
+def parse_config(data: bytes, origin: str) -> AdapterConfig:
+    """Return the config; raises ``checkpoint_error``, or ``unsupported`` by the field that is not served."""
+    try:
+        given = msgspec.json.decode(data, type=dict[str, object])
+        config = msgspec.convert(given, AdapterConfig)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise checkpoint_error(origin, f"is not an adapter's config: {error}") from error
+    for name, neutral in _NEUTRAL.items():
+        value = given.get(name, neutral[0])
+        if value not in neutral:
+            reason = (
+                f"{name} = {value!r} in {CONFIG} is not served: only LoRA beside products with weights is"
+            )
+            raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field=name, value=str(value)[:200])
+    for field in ("rank_pattern", "alpha_pattern"):
+        for key in getattr(config, field) or ():
+            if not _PATTERN.fullmatch(key):  # a regular expression of strangers may take for ever
+                reason = f"{field} has {key!r}: only names of modules, or of their ends, are matched"
+                raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field=field, value=key[:200])
+    return config
+
+
+def read_config(folder: str | Path) -> AdapterConfig:
+    path = Path(folder) / CONFIG
+    return parse_config(read_small(path, MAX_CONFIG_BYTES), str(path))
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlan:
+    """A checked adapter: where each of its tensors belongs."""
+
+    config: AdapterConfig
+    factors: dict[str, tuple[str, str]]
+    """Names of the tensors A and B of each module."""
+    rank: int
+    """The largest."""
+
+    def values(self, tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
+        return {
+            module: Factors(tensors[a], tensors[b], self.config.scale(module))
+            for module, (a, b) in self.factors.items()
+        }
+
+
+def plan_adapter(
+    config: AdapterConfig,
+    specs: Iterable[NamedSpec],
+    shapes: Mapping[str, tuple[int, int]],
+    own_name: Callable[[str], str],
+    max_rank: int,
+) -> AdapterPlan:
+    """Check an adapter against the model; raises ``weight_mismatch`` with all that does not fit.
+
+    ``shapes``: (outputs, inputs) of each module; ``own_name`` maps a checkpoint's tensor name to the model's.
+    """
+    found: dict[str, dict[str, NamedSpec]] = {}
+    problems: list[str] = []
+    for spec in specs:
+        match = _FACTOR.fullmatch(spec.name.removeprefix(_PREFIX))
+        if match is None:
+            problems.append(f"{spec.name} is no factor of a module")
+            continue
+        module = own_name(f"{match[1]}.weight").removesuffix(".weight")
+        found.setdefault(module, {})[match[2]] = spec
+    largest = 0
+    for module, halves in found.items():
+        problems += _problems(module, halves, shapes, config.rank(module))
+        largest = max(largest, config.rank(module))
+    if not found:
+        problems.append("it has no factors")
+    if problems:
+        more = f" (and {len(problems) - 8} more)" if len(problems) > 8 else ""
+        raise CaesuraError(
+            ErrorCode.WEIGHT_MISMATCH,
+            f"the adapter does not fit the model: {'; '.join(problems[:8])}{more}",
+            problems=problems[:64],
+        )
+    if largest > max_rank:
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST,
+            f"the adapter's rank of {largest} is beyond max_lora_rank = {max_rank}",
+            field="r",
+            value=largest,
+            limit=max_rank,
+        )
+    factors = {module: (halves["A"].name, halves["B"].name) for module, halves in found.items()}
+    return AdapterPlan(config, factors, largest)
+
+
+def _problems(
+    module: str, halves: Mapping[str, NamedSpec], shapes: Mapping[str, tuple[int, int]], rank: int
+) -> list[str]:
+    if module not in shapes:
+        return [f"{module} is no module that an adapter can change"]
+    outputs, inputs = shapes[module]
+    problems = []
+    for half, due in (("A", [rank, inputs]), ("B", [outputs, rank])):
+        spec = halves.get(half)
+        if spec is None:
+            problems.append(f"{module} has no lora_{half}")
+        elif list(spec.shape) != due:
+            problems.append(f"{spec.name} is {list(spec.shape)}, not {due}")
+        elif DTYPES.get(spec.dtype) not in CASTABLE:
+            problems.append(f"{spec.name} has dtype {spec.dtype}")
+    return problems
+
+
+def change_norm(factors: Iterable[Factors]) -> float:
+    """Return the Frobenius norm of ``scale * B @ A`` over all modules, from rank x rank products."""
+    total = 0.0
+    for each in factors:
+        a, b = each.a.to(torch.float64), each.b.to(torch.float64)
+        total += each.scale**2 * float(((b.T @ b) * (a @ a.T)).sum())
+    return math.sqrt(max(total, 0.0))
