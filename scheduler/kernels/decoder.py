@@ -10,7 +10,9 @@ Invariants:
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,27 +21,51 @@ from ..runtime.engine_config import PAGE_SIZE
 from . import native
 from .attention import PagedStep
 from .collectives import Collective
-from .decoder_layers import LayerKind, LayerShape, LayerTensors
+from .decoder_layers import AdapterForm, LayerAdapters, LayerKind, LayerShape, LayerTensors
 from .native import INT, LAYER_POINTERS, POINTER, SIZE, DecoderStep, LayerForm
 
 _DECODER = native.by_dtype("caesura_decoder", POINTER, POINTER, SIZE, POINTER, POINTER, INT)
-_counters = native.function("caesura_decoder_counters", POINTER, SIZE, INT, SIZE, INT, result=SIZE)
+_counters = native.function("caesura_decoder_counters", POINTER, SIZE, INT, INT, SIZE, INT, result=SIZE)
 
 _INT64, _FLOAT32 = 8, 4
-_OF_STEP = 5
-"""Pointers at the end of a layer's list: the experts' record, keys, values, cosines, sines."""
+_OF_STEP = 16
+"""Pointers at the end of a layer's list: adapters, the experts' record, keys, values, cosines, sines."""
+_NO_ADAPTERS = [None] * 11
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of positions, each [P, 1, rotated / 2], contiguous."""
 
 
+class AdapterGroups(NamedTuple):
+    """A step's rows with adapters, sorted by slot; int64."""
+
+    tokens: np.ndarray
+    """[rows]: the token of each."""
+    slots: np.ndarray
+    """[groups]"""
+    starts: np.ndarray
+    """[groups + 1]: first row of each group, and the end of the last."""
+    changed: Sequence[Sequence[bool]]
+    """For each layer, True for each of its four products that one of the slots changes."""
+
+
 class _Regions:
     """Places of a step's intermediate results in one piece of memory; attention and block share one."""
 
-    def __init__(self, shape: LayerShape, kinds: Sequence[LayerKind], item: int) -> None:
+    def __init__(
+        self, shape: LayerShape, kinds: Sequence[LayerKind], item: int, adapters: AdapterForm | None
+    ) -> None:
         latent, heads, hidden = shape.latent, shape.heads, shape.hidden * item
         self.groups_row = 0
         self._common = {"update": (hidden, 0), "x": (hidden, 0)}
+        if adapters is not None:
+            inner = shape.heads * shape.head_size
+            sizes = [kind.intermediate for kind in kinds]
+            self._common |= {
+                "adapter_x": (max(shape.hidden, inner, *sizes) * item, 0),
+                "adapter_shrunk": (3 * adapters.rank * item, 0),
+                "adapter_change": (max(shape.hidden, shape.qkv, *(2 * size for size in sizes)) * item, 0),
+            }
         attended = heads * (shape.head_size if latent is None else latent.latent)
         attention = {"qkv": shape.qkv, "attended": attended}
         if latent is not None:
@@ -96,9 +122,11 @@ class DecoderKernel:
         eps: float,
         head_eps: float | None,
         ranks: Collective | None = None,
+        adapters: tuple[AdapterForm, Sequence[LayerAdapters]] | None = None,
     ) -> None:
         """Sum results over ``ranks`` (None: whole). ``head_eps``: for norms of heads or latents."""
         self._shape = shape
+        form, self._adapters = adapters or (None, [])
         self._dtype = layers[0].input_norm.dtype
         for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
             shape.check(number, layer, kind, self._dtype, head_norms=head_eps is not None)
@@ -116,7 +144,10 @@ class DecoderKernel:
         self._compute = _DECODER[self._dtype]
         self._forms: ctypes.Array[LayerForm] | None = None
         self._table = (POINTER * (len(layers) * LAYER_POINTERS))()
-        self._regions = _Regions(shape, kinds, self._dtype.itemsize)
+        for each, kind in zip(self._adapters, kinds, strict=False):
+            assert form is not None
+            shape.check_adapters(each, kind, form, self._dtype)
+        self._regions = _Regions(shape, kinds, self._dtype.itemsize, form)
         self._windowed = any(kind.attention.window is not None for kind in kinds)
         latent = shape.latent
         self._step = DecoderStep(
@@ -131,6 +162,7 @@ class DecoderKernel:
             eps=eps,
             head_eps=head_eps or 0.0,
             ranks=None if ranks is None else ranks.address,
+            adapter_rank=0 if form is None else form.rank,
         )
         if latent is not None:
             self._step.latent, self._step.q_rank, self._step.nope = latent.latent, latent.q_rank, latent.nope
@@ -146,6 +178,7 @@ class DecoderKernel:
         sampled: Tensor,
         step: PagedStep,
         record: Callable[[int], Tensor] | None = None,
+        adapters: AdapterGroups | None = None,
     ) -> Tensor:
         """Compute a step of T tokens, S of them sampled: [S, hidden] behind the norm, valid until the next.
 
@@ -161,16 +194,22 @@ class DecoderKernel:
         memory = self._workspace.take("activations", (nbytes,), torch.uint8)
         arguments, out = self._step, offsets["x"]
         self._fill_step(residual, angles[0][0], positions, sampled, step, threads)
+        arguments.adapter_rows = 0
+        if adapters is not None:
+            arguments.adapter_rows, arguments.adapter_count = len(adapters.tokens), len(adapters.slots)
+            arguments.adapter_tokens = adapters.tokens.ctypes.data
+            arguments.adapter_slots = adapters.slots.ctypes.data
+            arguments.adapter_starts = adapters.starts.ctypes.data
         begin = memory.data_ptr()
         if self._placed != (begin, rows):
             for name, offset in offsets.items():
                 setattr(arguments, name, begin + offset)
             self._placed = begin, rows
         arguments.out = begin + out
-        self._fill_table(step, angles, record)
+        self._fill_table(step, angles, record, adapters)
         rounds = 0 if ranks is None else ranks.rounds(residual.nbytes)
         layers, latent = len(self._kinds), self._shape.latent is not None
-        counted = _counters(self._forms, layers, latent, rounds, threads)
+        counted = _counters(self._forms, layers, latent, adapters is not None, rounds, threads)
         counters = self._workspace.take("counters", (counted,), torch.uint8).data_ptr()
         self._compute(self._table, self._forms, layers, ctypes.byref(arguments), counters, threads)
         if ranks is not None:
@@ -201,7 +240,11 @@ class DecoderKernel:
         to.scale, to.parts = attention.scale, attention.parts
 
     def _fill_table(
-        self, step: PagedStep, angles: Sequence[Angles], record: Callable[[int], Tensor] | None
+        self,
+        step: PagedStep,
+        angles: Sequence[Angles],
+        record: Callable[[int], Tensor] | None,
+        adapters: AdapterGroups | None,
     ) -> None:
         records = [
             None if record is None or kind.experts is None else record(number)
@@ -217,7 +260,16 @@ class DecoderKernel:
             keys, values = step.kv(number)
             cos, sin = angles[number]
             end = (number + 1) * LAYER_POINTERS
+            changes = _NO_ADAPTERS
+            if adapters is not None:
+                of_layer = zip(self._adapters[number], adapters.changed[number], strict=True)
+                changes = [
+                    tensor.data_ptr() if changed else None
+                    for tensors, changed in of_layer
+                    for tensor in tensors
+                ]
             addresses[end - _OF_STEP : end] = (
+                *changes,
                 None if noted is None else noted.data_ptr(),
                 *(keys.data_ptr(), values.data_ptr(), cos.data_ptr(), sin.data_ptr()),
             )

@@ -3,12 +3,14 @@
 Invariant: whatever passes the checks is read within its bounds; an absent tensor is None.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import native
 from .attention_form import PLAIN, Bend, FormKind
 from .elementwise import BENDS
 from .linear import Scales, holds
@@ -59,6 +61,22 @@ class LayerTensors(NamedTuple):
     experts_gate_up_scales: Tensor | None = None
     experts_down_scales: Tensor | None = None
     shared_gate_scales: Tensor | None = None
+
+
+class LayerAdapters(NamedTuple):
+    """Packed factors of one layer's adapters, those of all slots in each tensor (``layers/lora.py``)."""
+
+    qkv: Sequence[Tensor]
+    """A of all three, then B of queries, keys and values."""
+    o: Sequence[Tensor]
+    gate_up: Sequence[Tensor]
+    down: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterForm:
+    slots: int
+    rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +217,24 @@ class LayerShape:
                 "experts_down_bias": (experts.count, hidden),
             }
         return vectors
+
+    def check_adapters(
+        self, adapters: LayerAdapters, kind: LayerKind, form: AdapterForm, dtype: torch.dtype
+    ) -> None:
+        """Raise ValueError for whatever the kernel would misread."""
+        heads, kv = self.heads * self.head_size, self.kv_heads * self.head_size
+        sizes = {
+            "qkv": (self.hidden, [heads, kv, kv]),
+            "o": (heads, [self.hidden]),
+            "gate_up": (self.hidden, [kind.intermediate] * 2),
+            "down": (kind.intermediate, [self.hidden]),
+        }
+        for name, (inputs, outputs) in sizes.items():
+            a, *b = getattr(adapters, name)
+            shapes = [(len(outputs) * form.rank, inputs), *((size, form.rank) for size in outputs)]
+            for tensor, shape in zip((a, *b), shapes, strict=True):
+                if not holds(tensor, None, form.slots, *shape, dtype):
+                    raise native.misfit(f"no adapters of {name} of {self}", tensor)
 
     def check(
         self, number: int, layer: LayerTensors, kind: LayerKind, dtype: torch.dtype, *, head_norms: bool

@@ -33,7 +33,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 NO_AVX2 = "this processor has no AVX2 with FMA and F16C"
 """The one reason of :func:`why_not` that is not the installation's."""
 
-_ABI = 14
+_ABI = 15
 """Version of the C interface, equal to native.cpp's; both rise when an argument of a kernel changes."""
 
 POINTER = ctypes.c_void_p
@@ -77,10 +77,13 @@ class DecoderStep(ctypes.Structure):
         *(("scratch", POINTER), ("thread_floats", SIZE)),
         *_all(FLOAT, "eps head_eps scale reserved"),
         ("ranks", POINTER),
+        *_all(SIZE, "adapter_rank adapter_rows adapter_count"),
+        *_all(POINTER, "adapter_tokens adapter_slots adapter_starts"),
+        *_all(POINTER, "adapter_x adapter_shrunk adapter_change"),
     ]
 
 
-LAYER_POINTERS = 36
+LAYER_POINTERS = 47
 """Pointers of ``LayerTensors`` of ``cpu/operations.h``, in the order of ``decoder_layers.py``."""
 
 

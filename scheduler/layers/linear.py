@@ -10,16 +10,18 @@ Invariants:
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from .fp8_block import Fp8Matrix
-from .lora import LinearAdapters
 from .matrix import Matrix, packs
 from .parameters import Fp8Blocks, Parameter, Placement, WeightSlot
 from .sharding import Window, as_window, require_borders, sharded, stacked
+
+if TYPE_CHECKING:
+    from .lora import LinearAdapters
 
 PackedTensors = dict[str, Any]
 """Tensors, or None, by the names of :class:`~..kernels.decoder_layers.LayerTensors`."""
@@ -61,15 +63,15 @@ class Linear:
             Parameter(f"{name}.bias", (self.out_features,), place.dtype, place.device) if bias else None
         )
         self._adds_bias = self._columns.is_whole or place.parallel.rank == 0
-        self._adapters: LinearAdapters | None = None
+        self.adapters: LinearAdapters | None = None
         if place.adapters is not None:
-            self._adapters = place.adapters.of(name, self._parts, self._columns, place)
+            self.adapters = place.adapters.of(name, self._parts, self._columns, place)
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Map [T, in] to [T, out] of this rank's features; divided inputs give partial sums."""
         out = self._weight.product(x, self.bias, out)
-        if self._adapters is not None:
-            self._adapters.add(x, out)
+        if self.adapters is not None:
+            self.adapters.add(x, out)
         return out
 
     @property

@@ -1,9 +1,9 @@
 """Low-rank adapters beside the products with weights (LoRA: Hu et al., 2021, arXiv:2106.09685).
 
 Invariants:
-- ``y += (x @ A.T) * scale @ B.T`` for the rows of each adapter; rows without one have the base's bits. Where
+- ``y += x @ A.T @ B.T`` for the rows of each adapter, B scaled; rows without one have the base's bits. Where
   products are packed, a row's bits do not depend on the rows beside it.
-- Memory of every slot is allocated once, for the largest rank; a product has the rank of its adapter.
+- Memory of every slot is allocated once, for the largest rank; a smaller one is padded with zeros.
 - A slot is written while no step reads it; whoever publishes it decides from when on one does.
 - With several ranks, each has the rows of B or the columns of A that belong to its part of the weight.
 """
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import TORCH, best
 from ..kernels import linear as kernel
 from ..memory.residency import nobody
-from .parameters import Parameter, Placement
+from .matrix import Stored, packs
+from .parameters import Placement
 from .sharding import Window
 
 if TYPE_CHECKING:
@@ -38,44 +38,28 @@ class Factors:
     """Factor of the product: alpha / rank, or alpha / sqrt(rank)."""
 
 
-class _Factor:
-    """Memory for one matrix of at most ``outputs`` x ``inputs`` in each of ``slots``."""
+class _SlotMatrix(Stored):
+    """One matrix [outputs, inputs] of each slot, and its products."""
 
     def __init__(self, name: str, outputs: int, inputs: int, slots: int, place: Placement) -> None:
-        self._packs = best("linear", place.device, place.dtype) != TORCH
-        shape = kernel.storage_shape(outputs, inputs, place.dtype) if self._packs else (outputs, inputs)
-        size = -(-shape[0] * shape[1] * place.dtype.itemsize // 64) * 64 // place.dtype.itemsize
-        self._data = Parameter(name, (slots, size), place.dtype, place.device).data
-        self._products: list[kernel.Product | Tensor | None] = [None] * slots
+        super().__init__(name, outputs, inputs, place, packed=packs(inputs, place), count=slots)
+        self._products: list[kernel.Product] = []
+        if self.packed is not None:
+            height = len(self.packed) // slots
+            parts = self.packed.split(height)
+            self._products = [kernel.Product(part, outputs, inputs, None, place.dtype) for part in parts]
 
-    @property
-    def nbytes(self) -> int:
-        return self._data.nbytes
-
-    def write(self, slot: int, rows: Tensor) -> None:
-        outputs, inputs = rows.shape
-        data = self._data[slot]
-        rows = rows.to(device=data.device, dtype=data.dtype).contiguous()
-        if not self._packs:
-            self._products[slot] = plain = data[: rows.numel()].view(outputs, inputs)
-            plain.copy_(rows)
-            return
-        height, width = kernel.storage_shape(outputs, inputs, data.dtype)
-        storage = data[: height * width].view(height, width)
-        storage.zero_()
-        kernel.pack_rows(storage, rows, 0)
-        self._products[slot] = kernel.Product(storage, outputs, inputs)
+    def write(self, slot: int, start: int, rows: Tensor) -> None:
+        self.slot("", start, len(rows), slot).write(rows, 0)
 
     def product(self, slot: int, x: Tensor) -> Tensor:
-        found = self._products[slot]
-        if isinstance(found, kernel.Product):
-            return found(x)
-        assert found is not None, "a slot that was never written"
-        return functional.linear(x, found)
+        if self._products:
+            return self._products[slot](x)
+        return functional.linear(x, self.parameter.data[slot])
 
 
 class LinearAdapters:
-    """The adapters of one fused product: of each slot, factors for those of its modules that it changes."""
+    """The adapters of one product, whose modules share an input: a factor A of all of them, a B of each."""
 
     def __init__(
         self,
@@ -86,60 +70,66 @@ class LinearAdapters:
         place: Placement,
     ) -> None:
         self._slots, self._columns, self._parts = slots, columns, parts
-        rank = slots.max_rank
-        self._shrink = _Factor(f"{name}.lora_A", rank * len(parts), columns.length, slots.count, place)
-        self._expand = {
-            part: _Factor(f"{name}.lora_B.{part}", _length(rows), rank, slots.count, place)
+        count, self._rank = slots.count, slots.max_rank
+        self._shrink = _SlotMatrix(f"{name}.lora_A", len(parts) * self._rank, columns.length, count, place)
+        self._expand = [
+            _SlotMatrix(f"{name}.lora_B.{part}", _length(rows), self._rank, count, place)
             for part, rows in parts.items()
-        }
-        self._in_slot: list[list[tuple[str, int, float]]] = [[] for _ in range(slots.count)]
-        """Of each slot the modules that it changes, with rank and scale, in the order of their rows in A."""
+        ]
+        self._changes = [False] * count
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, int]]]:
         """Yield each module with the (outputs, inputs) of its whole weight."""
         for part, rows in self._parts.items():
             yield part, (rows[0].total, self._columns.total)
 
+    def changed_by(self, slots: Sequence[int]) -> bool:
+        return any(self._changes[slot] for slot in slots)
+
+    @property
+    def packed(self) -> list[Tensor] | None:
+        """Packed A and each packed B, of all slots; None if one is stored otherwise."""
+        found = [each.packed for each in (self._shrink, *self._expand)]
+        return None if any(each is None for each in found) else [each for each in found if each is not None]
+
     @property
     def nbytes(self) -> int:
-        return self._shrink.nbytes + sum(factor.nbytes for factor in self._expand.values())
+        return sum(each.parameter.data.nbytes for each in (self._shrink, *self._expand))
 
     def write(self, slot: int, factors: Mapping[str, Factors]) -> None:
-        given = {part: factors[part] for part in self._parts if part in factors}
-        self._in_slot[slot] = [(part, len(each.a), each.scale) for part, each in given.items()]
-        if not given:
+        before, rank = self._changes[slot], self._rank
+        self._changes[slot] = any(part in factors for part in self._parts)
+        if not (before or self._changes[slot]):
             return
-        own = slice(self._columns.start, self._columns.stop)
-        self._shrink.write(slot, torch.cat([each.a[:, own] for each in given.values()]))
-        for part, each in given.items():
-            windows = self._parts[part]
-            self._expand[part].write(slot, torch.cat([each.b[rows.start : rows.stop] for rows in windows]))
+        a = torch.zeros(len(self._parts) * rank, self._columns.length)
+        for number, ((part, windows), expand) in enumerate(
+            zip(self._parts.items(), self._expand, strict=True)
+        ):
+            b = torch.zeros(_length(windows), rank)
+            if part in factors:
+                given = factors[part]
+                own = given.a[:, self._columns.start : self._columns.stop]
+                a[number * rank : number * rank + len(own)] = own
+                rows = torch.cat([given.b[window.start : window.stop] for window in windows])
+                b[:, : rows.shape[1]] = rows.float() * given.scale
+            expand.write(slot, 0, b)
+        self._shrink.write(slot, 0, a)
 
     def add(self, x: Tensor, out: Tensor) -> None:
         """Add the adapters' part of the product of ``x`` [T, inputs] to ``out`` [T, outputs]."""
         for slot, tokens in self._slots.rows:
-            if not self._in_slot[slot]:
+            if not self._changes[slot]:
                 continue
-            of_slot = x if tokens is None else x.index_select(0, tokens)
-            shrunk, at = self._shrink.product(slot, of_slot), 0
-            for part, rank, scale in self._in_slot[slot]:
-                factor = shrunk[:, at : at + rank].mul_(scale)
-                at += rank
-                change = self._expand[part].product(slot, factor)
-                start, length = self._start(part), change.shape[1]
-                columns = out[:, start : start + length]
-                if tokens is None:
-                    columns.add_(change)
-                else:
-                    columns.index_add_(0, tokens, change)
-
-    def _start(self, part: str) -> int:
-        start = 0
-        for name, rows in self._parts.items():
-            if name == part:
-                return start
-            start += _length(rows)
-        raise AssertionError(part)
+            shrunk = self._shrink.product(slot, x if tokens is None else x.index_select(0, tokens))
+            factors = shrunk.split(self._rank, dim=1)
+            change = torch.cat(
+                [expand.product(slot, factor) for expand, factor in zip(self._expand, factors, strict=True)],
+                dim=1,
+            )
+            if tokens is None:
+                out.add_(change)
+            else:
+                out.index_add_(0, tokens, change)
 
 
 def _length(rows: Sequence[Window]) -> int:
@@ -150,7 +140,8 @@ class AdapterSlots:
     """The adapter slots of one model, which its products find through their placement."""
 
     def __init__(self, count: int, max_rank: int) -> None:
-        self.count, self.max_rank = count, max_rank
+        """``max_rank`` is rounded up to a whole number of lines."""
+        self.count, self.max_rank = count, -(-max_rank // _RANKS) * _RANKS
         self.rows: AdapterRows = ()
         """Adapters of the step that is computed; set by the runner."""
         self.products: list[LinearAdapters] = []
@@ -175,3 +166,7 @@ class AdapterSlots:
         for product in self.products:
             product.write(slot, factors)
             yield
+
+
+_RANKS = 16
+"""Ranks of which every dtype's rows are whole words of products (``kernels/linear.py``)."""

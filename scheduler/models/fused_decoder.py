@@ -6,15 +6,25 @@ Invariant: a layer's computation is defined in ``layers/``; this module only col
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 from torch import Tensor
 
-from ..execution.forward import ForwardBatch
+from ..execution.forward import AdapterRows, ForwardBatch
 from ..kernels import TORCH, best
 from ..kernels.attention import PagedStep
-from ..kernels.decoder import Angles, DecoderKernel
-from ..kernels.decoder_layers import ExpertsForm, LatentSizes, LayerKind, LayerShape, LayerTensors
+from ..kernels.decoder import AdapterGroups, Angles, DecoderKernel
+from ..kernels.decoder_layers import (
+    AdapterForm,
+    ExpertsForm,
+    LatentSizes,
+    LayerAdapters,
+    LayerKind,
+    LayerShape,
+    LayerTensors,
+)
 from ..layers.attention import Attention
 from ..layers.linear import PackedTensors
+from ..layers.lora import LinearAdapters
 from ..layers.mla import LATENT_EPS, LatentAttention
 from ..layers.mlp import GatedMLP
 from ..layers.moe import GatedShared, MoeBlock, RoutedExperts
@@ -33,9 +43,20 @@ class _OtherLayerError(Exception):
 
 
 class FusedDecoder:
-    def __init__(self, kernel: DecoderKernel, experts: Sequence[bool]) -> None:
-        """``experts``: True for each layer with experts."""
+    def __init__(
+        self,
+        kernel: DecoderKernel,
+        experts: Sequence[bool],
+        adapters: Sequence[Sequence[LinearAdapters]] | None,
+    ) -> None:
+        """``experts``: True for each layer with experts; ``adapters``: of each layer's four products."""
         self.kernel, self._experts = kernel, any(experts)
+        self._adapters = adapters
+
+    @property
+    def adapts(self) -> bool:
+        """True if it computes adapters, too."""
+        return self._adapters is not None
 
     @classmethod
     def of(
@@ -51,6 +72,11 @@ class FusedDecoder:
             return None
         if len({_eps_of(layer) for layer in layers}) > 1:
             return None
+        adapters = None if place.adapters is None else _adapters_of(layers)
+        adapted = None
+        if place.adapters is not None and adapters is not None:
+            form = AdapterForm(slots=place.adapters.count, rank=place.adapters.max_rank)
+            adapted = form, [_packed(each) for each in adapters]
         kernel = DecoderKernel(
             [tensors for tensors, _ in packed],
             [kind for _, kind in packed],
@@ -59,8 +85,9 @@ class FusedDecoder:
             eps=config.rms_norm_eps,
             head_eps=_eps_of(layers[0]),
             ranks=ranks.compiled,
+            adapters=adapted,
         )
-        return cls(kernel, [kind.experts is not None for _, kind in packed])
+        return cls(kernel, [kind.experts is not None for _, kind in packed], adapters)
 
     def __call__(
         self,
@@ -75,7 +102,40 @@ class FusedDecoder:
         if routing is not None and self._experts:
             rows = routing.of_layers(embedded.shape[0])
             record = rows.__getitem__
-        return self.kernel(embedded, angles, batch.positions, batch.sample_tokens, step, record)
+        adapters = None
+        if batch.adapters and self._adapters is not None:
+            adapters = _groups(batch.adapters, embedded.shape[0], self._adapters)
+        return self.kernel(embedded, angles, batch.positions, batch.sample_tokens, step, record, adapters)
+
+
+def _groups(rows: AdapterRows, tokens: int, layers: Sequence[Sequence[LinearAdapters]]) -> AdapterGroups:
+    slots = [slot for slot, _ in rows]
+    each = [np.arange(tokens) if index is None else index.numpy() for _, index in rows]
+    return AdapterGroups(
+        tokens=np.concatenate(each),
+        slots=np.asarray(slots, np.int64),
+        starts=np.cumsum([0, *map(len, each)]),
+        changed=[[product.changed_by(slots) for product in layer] for layer in layers],
+    )
+
+
+def _adapters_of(layers: Sequence["DecoderLayer"]) -> list[list[LinearAdapters]] | None:
+    """Return the adapters of each layer's products, or None if the kernel cannot compute them."""
+    found = []
+    for layer in layers:
+        attention, block = layer.attention, layer.mlp
+        if not isinstance(attention, Attention) or not isinstance(block, GatedMLP):
+            return None
+        products = [each.adapters for each in (attention.qkv, attention.o, block.gate_up, block.down)]
+        packed = [each for each in products if each is not None and each.packed is not None]
+        if len(packed) < len(products):
+            return None
+        found.append(packed)
+    return found
+
+
+def _packed(products: Sequence[LinearAdapters]) -> LayerAdapters:
+    return LayerAdapters(*(each.packed or () for each in products))
 
 
 def _shape_of(config: ModelConfig, layer: "DecoderLayer", place: Placement) -> LayerShape:

@@ -19,9 +19,12 @@ int64_t stages_of(const LayerForm& form, bool latent) {
     return NORMS + ATTENTION + (latent ? LATENT : 0) + (form.intermediate ? BLOCK : 0) + (form.experts ? GATE + EXPERTS : 0);
 }
 
+// Of the adapters of four products with seven factors B.
+constexpr int64_t ADAPTER_STAGES = 4 * 3 + 7;
+
 // `rounds` of each sum over the ranks.
-int64_t counters_of(const LayerForm* forms, int64_t layers, bool latent, int64_t rounds, int threads) {
-    int64_t stages = LAST_STAGES + layers * SUMS * ROUND_STAGES * rounds;
+int64_t counters_of(const LayerForm* forms, int64_t layers, bool latent, bool adapts, int64_t rounds, int threads) {
+    int64_t stages = LAST_STAGES + layers * (SUMS * ROUND_STAGES * rounds + (adapts ? ADAPTER_STAGES : 0));
     for (int64_t i = 0; i < layers; i++) stages += stages_of(forms[i], latent);
     return stages * Team::counters(threads);
 }
@@ -66,6 +69,28 @@ struct Parts {
         linear(product_of(x, inputs, inputs, weight, bias, y, outputs, T), team, E());
     }
 
+    // Adds to y what the adapters change of the product of x: B of each part, `outputs` wide, one beside the other.
+    struct Part {
+        const void* b;
+        int64_t outputs;
+    };
+    template <size_t N>
+    void adapt(const void* x, int64_t inputs, const void* a, const Part (&parts)[N], void* y, int64_t y_row) const {
+        if (!a) return;
+        const int64_t rank = s.adapter_rank, width = (int64_t)N * rank, n = s.adapter_rows;
+        const Groups groups = {s.adapter_slots, s.adapter_starts, &s.adapter_count};
+        gather_pairs({x, s.adapter_tokens, s.adapter_x, n, inputs * (int64_t)sizeof(E)}, team);
+        grouped_linear(product_of(s.adapter_x, inputs, inputs, {a}, nullptr, s.adapter_shrunk, width, n), groups, team, E());
+        int64_t begin = 0;
+        for (size_t i = 0; i < N; begin += parts[i++].outputs) {
+            Linear expand = product_of((const E*)s.adapter_shrunk + i * rank, width, rank, {parts[i].b}, nullptr,
+                                       (E*)s.adapter_change + begin, parts[i].outputs, n);
+            expand.y_stride = y_row;
+            grouped_linear(expand, groups, team, E());
+        }
+        add_rows({s.adapter_change, s.adapter_tokens, y, n, y_row}, team, E());
+    }
+
     void norm(const void* x, void* residual, const void* weight, void* out) const {
         rms_norm({x, H, residual, H, weight, out, H, T, H, s.eps, s.from_one != 0}, team, E());
     }
@@ -74,11 +99,13 @@ struct Parts {
     void attend() const {
         const int64_t D = s.head_size, q = s.heads * D, qkv = q + 2 * s.kv_heads * D;
         product(s.x, H, {w.qkv, w.qkv_scales}, w.qkv_bias, s.qkv, qkv);
+        adapt(s.x, H, w.qkv_a, {{w.q_b, q}, {w.k_b, s.kv_heads * D}, {w.v_b, s.kv_heads * D}}, s.qkv, qkv);
         rope_store({s.qkv, qkv, s.heads, s.kv_heads, D, s.rotated, w.q_norm, w.k_norm, s.head_eps, s.from_one != 0, w.cos, w.sin,
                     s.angles_row, s.positions, slots, w.keys, w.values, s.qkv, qkv, T}, team, E());
         attention({s.qkv, qkv, D, w.keys, w.values, s.kv_heads, s.heads / s.kv_heads, D, D, 1, D, pages, pages_row, s.tasks,
                    s.num_tasks, {form.window, scale, form.softcap, w.sinks}, s.attended, q, s.scratch, s.thread_floats}, team, E());
         product(s.attended, q, {w.o, w.o_scales}, w.o_bias, s.x, H);
+        adapt(s.attended, q, w.o_a, {{w.o_b, H}}, s.x, H);
     }
 
     // The same over latents, its up-projections absorbed: layers/mla.py. A head has `head_size` elements of query, the last
@@ -113,8 +140,10 @@ struct Parts {
     void feed_forward() const {
         const int64_t I = form.intermediate;
         product(s.x, H, {w.gate_up, w.gate_up_scales}, nullptr, s.gate_up, 2 * I);
+        adapt(s.x, H, w.gate_up_a, {{w.gate_b, I}, {w.up_b, I}}, s.gate_up, 2 * I);
         gate_mul({s.gate_up, 2 * I, s.gated, I, T, I, (int)form.bend}, team, E());
         product(s.gated, I, {w.down, w.down_scales}, nullptr, s.update, H);
+        adapt(s.gated, I, w.down_a, {{w.down_b, H}}, s.update, H);
     }
 
     // s.x to s.update, which it adds to where every token goes through something beside the experts.
@@ -164,7 +193,7 @@ void layer(const LayerTensors& w, const LayerForm& form, const Step& s, int64_t 
 template <class E>
 void decoder(const LayerTensors* layers, const LayerForm* forms, int64_t count, const Step& step, Counter* counters, int threads) {
     const int64_t rounds = rounds_of(step.ranks, step.tokens * step.hidden * sizeof(E));
-    std::memset(counters, 0, counters_of(forms, count, step.latent != 0, rounds, threads) * sizeof(Counter));
+    std::memset(counters, 0, counters_of(forms, count, step.latent != 0, step.adapter_rows > 0, rounds, threads) * sizeof(Counter));
     const uint32_t before = step.ranks ? step.ranks->round : 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -180,8 +209,8 @@ void decoder(const LayerTensors* layers, const LayerForm* forms, int64_t count, 
 }  // namespace
 
 // Bytes of counters that a call needs, from a multiple of 64 on; `rounds` are those of one sum over the ranks.
-CAESURA_API int64_t caesura_decoder_counters(const void* forms, int64_t layers, int latent, int64_t rounds, int threads) {
-    return counters_of((const LayerForm*)forms, layers, latent != 0, rounds, threads) * sizeof(Counter);
+CAESURA_API int64_t caesura_decoder_counters(const void* forms, int64_t layers, int latent, int adapts, int64_t rounds, int threads) {
+    return counters_of((const LayerForm*)forms, layers, latent != 0, adapts != 0, rounds, threads) * sizeof(Counter);
 }
 
 #define CAESURA_DECODER(NAME, E)                                                                                        \

@@ -41,6 +41,9 @@ constexpr int64_t PARALLEL = 1 << 15;
     void caesura::sigmoid_mul(const Sigmoid& a, Team& team, E) {                                                       \
         team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(sigmoid_row<E>(a, row)); });                    \
     }                                                                                                                  \
+    void caesura::add_rows(const AddRows& a, Team& team, E) {                                                          \
+        team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(added_row<E>(a, row)); });                      \
+    }                                                                                                                  \
     CAESURA_API void caesura_rotate_latents_##NAME(                                                                    \
         const void* q, int64_t q_token, const void* kv, int64_t kv_token, int64_t heads, int64_t nope, int64_t rope,   \
         int64_t latent, const void* norm, float eps, int interleaved, const void* cos, const void* sin,                \
@@ -231,6 +234,15 @@ static void latents_token(const Latents& a, int64_t token) {
     E* cell = (E*)a.cells + (a.slots ? a.slots[token] : token) * width;
     norm_row<E>({kv, 0, nullptr, 0, a.norm, cell, 0, 1, a.latent, a.eps, false}, 0);
     rotate_part(a, kv + a.latent, cos, sin, cell + a.latent);
+}
+
+template <class E>
+static void added_row(const AddRows& a, int64_t row) {
+    const E* x = (const E*)a.x + row * a.size;
+    E* y = (E*)a.y + a.tokens[row] * a.size;
+    int64_t c = 0;
+    for (; c + LANES <= a.size; c += LANES) put<true>(y + c, add(get<true>(y + c, LANES), get<true>(x + c, LANES)), LANES);
+    if (c < a.size) put<false>(y + c, add(get<false>(y + c, a.size - c), get<false>(x + c, a.size - c)), a.size - c);
 }
 
 template <class E>

@@ -189,6 +189,14 @@ struct Sigmoid {
     int64_t rows, size;
 };
 
+// y[tokens[row]] += x[row], each token once; rows of `size` elements.
+struct AddRows {
+    const void* x;
+    const int64_t* tokens;
+    void* y;
+    int64_t rows, size;
+};
+
 constexpr int MAX_RANKS = 64;
 
 // Why a collective does not end.
@@ -224,6 +232,7 @@ int64_t rounds_of(const Collective*, int64_t bytes);
     void route(const Route&, Team&, E);         \
     void combine(const Combine&, Team&, E);     \
     void sigmoid_mul(const Sigmoid&, Team&, E); \
+    void add_rows(const AddRows&, Team&, E);    \
     void rms_norm(const Norm&, Team&, E);       \
     void last_norm(const LastNorm&, Team&, E);  \
     void gate_mul(const Gate&, Team&, E);       \
@@ -246,6 +255,8 @@ struct LayerTensors {
     // Of fp8 weights; nullptr: the weight is of the model's type.
     const float *qkv_scales, *o_scales, *gate_up_scales, *down_scales, *q_up_scales, *experts_gate_up_scales, *experts_down_scales,
         *shared_gate_scales;
+    // Adapters of the products (layers/lora.py), all slots' one after another; nullptr: none of the step changes the product.
+    const void *qkv_a, *q_b, *k_b, *v_b, *o_a, *o_b, *gate_up_a, *gate_b, *up_b, *down_a, *down_b;
     void *record, *keys, *values;
     const void *cos, *sin;
 };
@@ -284,6 +295,10 @@ struct DecoderStep {
     int64_t thread_floats;
     float eps, head_eps, scale, reserved;  // scale: of the scores of layers that have none of their own
     Collective* ranks;  // nullptr: this process alone
+    // The rows that have adapters, sorted by slot as pairs are by expert; change has rows as wide as the widest product.
+    int64_t adapter_rank, adapter_rows, adapter_count;
+    const int64_t *adapter_tokens, *adapter_slots, *adapter_starts;
+    void *adapter_x, *adapter_shrunk, *adapter_change;
 };
 
 }  // namespace caesura
