@@ -23,8 +23,8 @@ from ...io_struct import (
     UnloadAdapterReqOutput,
 )
 from ..scheduling.request import Adapter, Request
-from ..weights.adapters import AdapterPlan, change_norm, plan_adapter, read_config
 from ..weights.loaded_model import LoadedModel
+from ..weights.peft import AdapterPlan, change_norm, plan_adapter, read_config
 from ..weights.transports.disk import open_checkpoint
 from .engine_state import Sender
 from .operations import Operation, Wait

@@ -70,7 +70,7 @@ class LinearAdapters:
         place: Placement,
     ) -> None:
         self._slots, self._columns, self._parts = slots, columns, parts
-        count, self._rank = slots.count, slots.max_rank
+        count, self._rank = slots.count, slots.width
         self._shrink = _SlotMatrix(f"{name}.lora_A", len(parts) * self._rank, columns.length, count, place)
         self._expand = [
             _SlotMatrix(f"{name}.lora_B.{part}", _length(rows), self._rank, count, place)
@@ -140,8 +140,9 @@ class AdapterSlots:
     """The adapter slots of one model, which its products find through their placement."""
 
     def __init__(self, count: int, max_rank: int) -> None:
-        """``max_rank`` is rounded up to a whole number of lines."""
-        self.count, self.max_rank = count, -(-max_rank // _RANKS) * _RANKS
+        self.count, self.max_rank = count, max_rank
+        self.width = -(-max_rank // _RANKS) * _RANKS
+        """Ranks that a slot has memory for."""
         self.rows: AdapterRows = ()
         """Adapters of the step that is computed; set by the runner."""
         self.products: list[LinearAdapters] = []

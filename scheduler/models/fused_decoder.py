@@ -75,7 +75,7 @@ class FusedDecoder:
         adapters = None if place.adapters is None else _adapters_of(layers)
         adapted = None
         if place.adapters is not None and adapters is not None:
-            form = AdapterForm(slots=place.adapters.count, rank=place.adapters.max_rank)
+            form = AdapterForm(slots=place.adapters.count, rank=place.adapters.width)
             adapted = form, [_packed(each) for each in adapters]
         kernel = DecoderKernel(
             [tensors for tensors, _ in packed],

@@ -1,0 +1,208 @@
+"""LoRA adapters through a process and the client, compared with PEFT over transformers."""
+
+import shutil
+
+import numpy as np
+import pytest
+from support.checkpoints import make_checkpoint
+from support.lora import ALL_LINEAR, ATTENTION, edit_adapter, logprobs_by_peft, make_adapter
+
+from caesura.client import EngineError, SamplingParams, UnknownAdapter, Unsupported, launch_scheduler
+
+OPTIONS = {
+    "dtype": "float32", "device": "cpu", "num_threads": 1, "kv_pool_tokens": 4096, "check_ledger": True,
+    "log_level": "WARNING", "enable_lora": True, "max_lora_rank": 8, "max_loras": 3,
+}  # fmt: skip
+PROMPTS = [[3 + (31 * row + 7 * i) % 90 for i in range(20 + 5 * row)] for row in range(6)]
+GREEDY = SamplingParams(max_new_tokens=10, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
+FAMILIES = {
+    "llama": ALL_LINEAR,
+    "qwen3": ["q_proj", "v_proj"],
+    "gemma3": ["k_proj", "o_proj", "down_proj"],
+    "qwen3-moe": ATTENTION,
+    "deepseek-v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+    "qwen3.5": ["in_proj_qkv", "out_proj", "q_proj", "up_proj"],
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    path = tmp_path_factory.mktemp("adapters") / "base"
+    make_checkpoint(path, "qwen3", num_hidden_layers=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(base):
+    with launch_scheduler(base, **OPTIONS) as client:
+        yield client
+
+
+@pytest.fixture
+def client(engine):
+    yield engine
+    for each in engine.status().adapters:
+        if not each.replaced:
+            engine.unload_adapter(each.name)
+
+
+def mixed(client, adapters):
+    handles = [
+        client.submit(prompt, GREEDY, adapter=name, return_logprob=True)
+        for prompt, name in zip(PROMPTS, adapters, strict=True)
+    ]
+    return [handle.result() for handle in handles]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_batches_compute_what_peft_does(family, tmp_path):
+    base = tmp_path / "base"
+    make_checkpoint(base, family)
+    paths = {
+        "a": make_adapter(base, tmp_path / "a", FAMILIES[family], rank=4),
+        "b": make_adapter(base, tmp_path / "b", FAMILIES[family][:1], rank=7, seed=1, use_rslora=True),
+        None: None,
+    }
+    names = ["a", None, "b", "a", None, "b"]
+    with launch_scheduler(base, **OPTIONS) as client:
+        for name in "ab":
+            client.load_adapter(name, paths[name])
+        found = mixed(client, names)
+        for prompt, name, output in zip(PROMPTS, names, found, strict=True):
+            ids = [*prompt, *output.output_ids]
+            expected = logprobs_by_peft(base, paths[name], ids, len(prompt))
+            np.testing.assert_allclose(output.output_logprobs, expected, atol=1e-4, rtol=0)
+            alone = client.generate(prompt, GREEDY, adapter=name, return_logprob=True)
+            assert (alone.output_ids, alone.output_logprobs) == (output.output_ids, output.output_logprobs)
+
+
+def test_requests_without_adapter_have_the_base_bits(base, client, tmp_path):
+    client.load_adapter("a", make_adapter(base, tmp_path / "a", ALL_LINEAR))
+    found = mixed(client, [None, "a", None, "a", None, "a"])
+    with launch_scheduler(base, **{**OPTIONS, "enable_lora": False}) as plain:
+        assert plain.generate(PROMPTS[0], GREEDY, return_logprob=True).output_logprobs == (
+            found[0].output_logprobs
+        )
+        with pytest.raises(Unsupported, match="start it with enable_lora"):
+            plain.generate(PROMPTS[0], GREEDY, adapter="a")
+        with pytest.raises(Unsupported, match="start it with enable_lora"):
+            plain.load_adapter("a", tmp_path / "a")
+
+
+def test_a_swap_changes_new_requests_and_shares_no_prefix(base, client, tmp_path):
+    first, second = (make_adapter(base, tmp_path / str(i), ALL_LINEAR, seed=i) for i in range(2))
+    before = client.load_adapter("a", first)
+    running = client.submit(PROMPTS[3], LONG, adapter="a", return_logprob=True)
+    cached = [client.generate(PROMPTS[3], GREEDY, adapter="a").cached_tokens for _ in range(2)]
+    after = client.load_adapter("a", second)
+    new = client.generate(PROMPTS[3], GREEDY, adapter="a", return_logprob=True)
+    assert cached[1] > 0 == new.cached_tokens
+    assert (before.changed_tensors, after.changed_tensors) == (after.tensors, after.tensors)
+    assert client.load_adapter("a", second).changed_tensors == 0
+    for output, path, epoch in ((running.result(), first, before), (new, second, after)):
+        expected = logprobs_by_peft(base, path, [*PROMPTS[3], *output.output_ids], len(PROMPTS[3]))
+        np.testing.assert_allclose(output.output_logprobs, expected, atol=1e-4, rtol=0)
+        (span,) = output.weight_versions
+        assert (span.adapter, span.adapter_epoch) == ("a", epoch.adapter_epoch)
+
+
+FAULTS = {
+    "unsupported": [
+        {"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}, {"peft_type": "IA3"},
+        {"rank_pattern": {"(a+)+$": 4}}, {"fan_in_fan_out": True},
+    ],
+    "weight_mismatch": [
+        {"r": 5}, {"drop": "lora_B"}, {"drop": "lora"}, {"rename": ("q_proj", "x_proj")},
+        {"rename": ("lora_A", "lora_magnitude")},
+    ],
+    "checkpoint_error": [{"r": "four"}, {"r": 0}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "change"), [(code, change) for code, changes in FAULTS.items() for change in changes]
+)
+def test_a_refused_adapter_changes_nothing(base, client, tmp_path, code, change):
+    good = make_adapter(base, tmp_path / "good", ATTENTION)
+    client.load_adapter("a", good)
+    known = mixed(client, ["a"] * 6), client.status().adapters
+    bad = tmp_path / "bad"
+    shutil.copytree(good, bad)
+    edit_adapter(bad, **change)
+    for name in ("a", "new"):
+        with pytest.raises(EngineError) as refused:
+            client.load_adapter(name, bad)
+        assert refused.value.code == code, refused.value
+    found = mixed(client, ["a"] * 6)
+    assert [each.output_logprobs for each in found] == [each.output_logprobs for each in known[0]]
+    assert client.status().adapters == known[1]
+    assert client.status().weights == "valid"
+
+
+@pytest.mark.parametrize(("rank", "code"), [(9, "invalid_request"), (8, None)])
+def test_the_rank_is_limited(base, client, tmp_path, rank, code):
+    path = make_adapter(base, tmp_path / "a", ["q_proj"], rank=rank)
+    if code is None:
+        assert client.load_adapter("a", path).rank == rank
+        return
+    with pytest.raises(EngineError, match=r"rank of 9 is beyond max_lora_rank = 8") as refused:
+        client.load_adapter("a", path)
+    assert refused.value.code == code
+
+
+def test_missing_or_torn_files_are_refused(base, client, tmp_path):
+    path = make_adapter(base, tmp_path / "a", ["q_proj"])
+    file = path / "adapter_model.safetensors"
+    whole = file.read_bytes()
+    for data in (whole[:-1], whole[:40], b""):
+        file.write_bytes(data)
+        with pytest.raises(EngineError) as refused:
+            client.load_adapter("a", path)
+        assert refused.value.code == "checkpoint_error"
+    with pytest.raises(EngineError, match="no such folder"):
+        client.load_adapter("a", tmp_path / "nowhere")
+    with pytest.raises(UnknownAdapter, match="no adapter 'a' is loaded"):
+        client.generate(PROMPTS[0], GREEDY, adapter="a")
+
+
+def test_the_least_used_adapter_makes_room(base, client, tmp_path):
+    path = make_adapter(base, tmp_path / "a", ["q_proj"])
+    client.load_adapter("pinned", path, pinned=True)
+    client.load_adapter("old", path)
+    client.load_adapter("used", path)
+    client.generate(PROMPTS[0], GREEDY, adapter="old")
+    assert client.load_adapter("new", path).evicted == ["used"]
+    assert {each.name for each in client.status().adapters} == {"pinned", "old", "new"}
+    client.load_adapter("old", path, pinned=True)
+    client.load_adapter("new", path, pinned=True)
+    with pytest.raises(EngineError, match="there are 3 adapter slots: 3 are pinned, requests use 0"):
+        client.load_adapter("fourth", path)
+    with pytest.raises(EngineError, match="is loaded: replace it, or unload it first"):
+        client.load_adapter("old", path, replace=False)
+
+
+def test_requests_end_with_an_adapter_that_is_unloaded(base, client, tmp_path):
+    path = make_adapter(base, tmp_path / "a", ALL_LINEAR)
+    client.load_adapter("a", path)
+    running = client.submit(PROMPTS[0], LONG, adapter="a", return_logprob=True)
+    assert client.unload_adapter("a").running in (0, 1)
+    with pytest.raises(UnknownAdapter):
+        client.generate(PROMPTS[0], GREEDY, adapter="a")
+    output = running.result()
+    expected = logprobs_by_peft(base, path, [*PROMPTS[0], *output.output_ids], len(PROMPTS[0]))
+    np.testing.assert_allclose(output.output_logprobs, expected, atol=1e-4, rtol=0)
+    assert client.status().adapters == []
+
+
+def test_adapters_outlive_updates_and_released_memory(base, client, tmp_path):
+    client.load_adapter("a", make_adapter(base, tmp_path / "a", ALL_LINEAR))
+    known = client.generate(PROMPTS[0], GREEDY, adapter="a", return_logprob=True)
+    client.pause()
+    client.release_memory()
+    client.resume_memory()
+    client.update_weights_from_disk(base)
+    client.continue_generation()
+    again = client.generate(PROMPTS[0], GREEDY, adapter="a", return_logprob=True)
+    assert again.output_logprobs == known.output_logprobs
+    assert again.weight_versions[0].epoch == known.weight_versions[0].epoch + 1
