@@ -1,6 +1,6 @@
 """LoRA adapters: loading, replacing and unloading them by name."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -8,6 +8,7 @@ from .base import Identifier, Reply
 from .control import ControlRequest
 
 AdapterName = Identifier
+OnRunning = Literal["finish_old", "retract", "keep"]
 
 
 class LoadAdapterReqInput(ControlRequest, kw_only=True):
@@ -24,6 +25,10 @@ class LoadAdapterReqInput(ControlRequest, kw_only=True):
     """False: refuse (``adapter_exists``) if an adapter of this name is loaded."""
     pinned: bool = False
     """True: it is never unloaded to make room for another."""
+    on_running: OnRunning = "finish_old"
+    """What becomes of samples of the version that is replaced. ``finish_old``: they end with it. ``retract``: their
+    KV is computed again, and they go on with the new one. ``keep``: they go on with the new one over the
+    KV that they have (``stale_kv``)."""
 
 
 class LoadAdapterReqOutput(Reply, kw_only=True):
@@ -40,6 +45,8 @@ class LoadAdapterReqOutput(Reply, kw_only=True):
     """Largest rank of its modules."""
     evicted: list[str] = []
     """Names of the adapters that were unloaded to make room."""
+    switched: int = 0
+    """Samples that went on with the new version."""
 
 
 class UnloadAdapterReqInput(ControlRequest, kw_only=True):

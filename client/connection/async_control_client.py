@@ -277,13 +277,18 @@ class AsyncControlClient:
         *,
         replace: bool = True,
         pinned: bool = False,
+        on_running: wire.OnRunning = "finish_old",
         **call: Unpack[CallOptions],
     ) -> wire.LoadAdapterReqOutput:
         """Load a PEFT folder as adapter ``name``, or replace it, while generation goes on.
 
-        A load that fails changes nothing. Samples that run end with the version that they began with.
+        A load that fails changes nothing. ``on_running`` says how samples of the version before go on: with
+        that one (``finish_old``), or with the new one, over KV that is computed again (``retract``) or kept
+        (``keep``).
         """
-        request = wire.LoadAdapterReqInput(name=name, path=os.fspath(path), replace=replace, pinned=pinned)
+        request = wire.LoadAdapterReqInput(
+            name=name, path=os.fspath(path), replace=replace, pinned=pinned, on_running=on_running
+        )
         return await self._ask(request, wire.LoadAdapterReqOutput, call)
 
     async def unload_adapter(self, name: str, **call: Unpack[CallOptions]) -> wire.UnloadAdapterReqOutput:

@@ -199,6 +199,11 @@ class CacheManager:
         self._free(own)
         self._free(unlocked)
 
+    def mark_stale(self, kv: RequestKV) -> None:
+        """Keep the KV of one request from others: other weights go on with it."""
+        self._require_open(kv)
+        kv.stale = True
+
     def commit_epoch(self, epoch: int) -> int:
         """Free older cached pages that nobody locks; return how many. Requests with pages become stale."""
         if epoch <= self.epoch:

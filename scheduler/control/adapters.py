@@ -7,7 +7,7 @@ Invariants:
 - KV belongs to a version: its epoch is part of the salt of its requests, so no prefix crosses a swap.
 """
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,7 @@ from ..weights.loaded_model import LoadedModel
 from ..weights.peft import AdapterPlan, change_norm, plan_adapter, read_config
 from ..weights.transports.disk import open_checkpoint
 from .engine_state import Sender
-from .operations import Operation, Wait
+from .operations import Operation, Wait, barrier, waiting
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine
@@ -60,8 +60,10 @@ class Adapters:
         self._clock += 1
         adapter.last_used = self._clock
         for request in requests:
-            assert isinstance(request.salt, str), "a request gets its adapter once"
-            request.adapter, request.salt = adapter, (adapter.epoch, request.salt)
+            salt = request.salt if isinstance(request.salt, str) else request.salt[1]
+            if request.adapter is not None:
+                request.adapter.running -= 1
+            request.adapter, request.salt = adapter, (adapter.epoch, salt)
             request.prompt_key = hash((request.salt, request.prompt.tobytes()))
             adapter.running += 1
 
@@ -110,7 +112,6 @@ class Adapters:
         version = Adapter(request.name, self._epoch, slot, rank, request.pinned, last_used=self._clock)
         self.loaded[request.name], self._tensors[request.name] = version, tensors
         self._versions.append(version)
-        self._reserved.discard(slot)
         return version, changed
 
     def forget(self, name: str) -> Adapter:
@@ -154,17 +155,18 @@ def load_adapter(engine: "Engine", request: LoadAdapterReqInput, sender: Sender)
         whole[piece.start_row : piece.start_row + len(piece.rows)] = piece.rows
         yield Wait.SLICE
     factors = plan.values(tensors)
-    norm = change_norm(factors.values())
-    yield Wait.SLICE
+    norm = yield from waiting(change_norm(factors.values()), Wait.SLICE)
     slot, evicted = adapters.take_slot(request.name)
+    before = adapters.loaded.get(request.name)
     try:
-        with engine.runner.on_stream():
-            for _ in slots.write(slot, factors):
-                yield Wait.SLICE
-    except BaseException:
+        for _ in slots.write(slot, factors):
+            yield Wait.SLICE
+        version, changed = adapters.publish(request, slot, plan.rank, tensors)
+    finally:
         adapters.give_back(slot)
-        raise
-    version, changed = adapters.publish(request, slot, plan.rank, tensors)
+    switched = 0
+    if before is not None and request.on_running != "finish_old":
+        switched = yield from _switch(engine, before, version, keep=request.on_running == "keep")
     return LoadAdapterReqOutput(
         id=request.id,
         adapter_epoch=version.epoch,
@@ -173,7 +175,24 @@ def load_adapter(engine: "Engine", request: LoadAdapterReqInput, sender: Sender)
         norm=norm,
         rank=version.rank,
         evicted=evicted,
+        switched=switched,
     )
+
+
+def _switch(engine: "Engine", before: Adapter, version: Adapter, *, keep: bool) -> Generator[Wait, None, int]:
+    """Give the samples of ``before`` the new version, between two steps; return how many there were."""
+    closes = engine.state.weights == "valid"
+    if closes:
+        engine.state.start_writing()
+    try:
+        yield from barrier(engine)
+        engine.batcher.change_adapter(before, version.slot if keep else None)
+        samples = [sample for sample in engine.live if sample.adapter is before]
+        engine.adapters.give(version, samples)
+    finally:
+        if closes:
+            engine.state.stop_writing()
+    return len(samples)
 
 
 def unload_adapter(engine: "Engine", request: UnloadAdapterReqInput, sender: Sender) -> Operation:

@@ -163,7 +163,7 @@ class AdapterSlots:
         return sum(product.nbytes for product in self.products)
 
     def write(self, slot: int, factors: Mapping[str, Factors]) -> Iterator[None]:
-        """Write an adapter into a slot that no step reads, in pieces, yielding between them."""
+        """Write an adapter into a slot that no step reads, yielding between products."""
         for product in self.products:
             product.write(slot, factors)
             yield

@@ -26,7 +26,7 @@ from ..cache.pool import RoutingPool
 from ..execution.forward import AdapterRows, ForwardBatch
 from ..runtime.engine_config import PAGE_SIZE
 from .chunking import ChunkSizer
-from .request import NO_SLOT, Phase, Request, RequestTable
+from .request import NO_SLOT, Adapter, Phase, Request, RequestTable
 from .sampling import InputSpan, input_spans, input_tokens, sampling_batch
 from .step_storage import LinearStateSteps, WindowedSteps
 from .waiting_queue import WaitingQueue, pages_for
@@ -220,6 +220,21 @@ class Batcher:
         for request in self.waiting.live():
             if request.record is not None and not len(request.evicted.tokens):
                 request.record.forget_inputs()
+
+    def change_adapter(self, before: Adapter, slot: int | None) -> None:
+        """Let requests of ``before`` go on in ``slot`` over their KV; with None, and in prefill, requeue them.
+
+        No step may be in flight.
+        """
+        for request in [request for request in self._active[::-1] if request.adapter is before]:
+            if slot is None or request.phase is Phase.PREFILL or request.kv is None:
+                self._requeue(request, keep_prefix=False, count=slot is None)
+                if request.record is not None and not len(request.evicted.tokens):
+                    request.record.forget_inputs()
+            else:
+                self.cache.mark_stale(request.kv)
+                self.table.adapter[request.slot], self.table.stale_kv[request.slot] = slot, True
+                self.table.stamp[request.slot] = -1
 
     def mark_stale(self) -> None:
         for request in self._active:

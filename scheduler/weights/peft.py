@@ -6,13 +6,12 @@ otherwise than by ``scale * B @ A`` beside a product with weights is refused by 
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
-import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
@@ -175,10 +174,11 @@ def _problems(
     return problems
 
 
-def change_norm(factors: Iterable[Factors]) -> float:
-    """Return the Frobenius norm of ``scale * B @ A`` over all modules, from rank x rank products."""
+def change_norm(factors: Iterable[Factors]) -> Generator[None, None, float]:
+    """Return the Frobenius norm of ``scale * B @ A`` over all modules, yielding between them."""
     total = 0.0
     for each in factors:
-        a, b = each.a.to(torch.float64), each.b.to(torch.float64)
-        total += each.scale**2 * float(((b.T @ b) * (a @ a.T)).sum())
+        a, b = each.a.float(), each.b.float()
+        total += each.scale**2 * float(((b.T @ b).double() * (a @ a.T)).sum())
+        yield
     return math.sqrt(max(total, 0.0))

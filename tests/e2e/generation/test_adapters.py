@@ -107,6 +107,31 @@ def test_a_swap_changes_new_requests_and_shares_no_prefix(base, client, tmp_path
         assert (span.adapter, span.adapter_epoch) == ("a", epoch.adapter_epoch)
 
 
+@pytest.mark.parametrize("on_running", ["retract", "keep"])
+def test_running_samples_go_on_with_the_new_version(base, client, tmp_path, on_running):
+    first, second = (make_adapter(base, tmp_path / str(i), ALL_LINEAR, seed=i) for i in range(2))
+    epochs = [client.load_adapter("a", first).adapter_epoch]
+    prompt = PROMPTS[3]
+    running = client.submit(prompt, LONG, adapter="a", return_logprob=True, stream=True)
+    next(iter(running))
+    swap = client.load_adapter("a", second, on_running=on_running)
+    epochs.append(swap.adapter_epoch)
+    output = running.result()
+    spans = output.weight_versions
+    assert (swap.switched, [span.adapter_epoch for span in spans]) == (1, epochs)
+    assert [span.stale_kv for span in spans] == [False, on_running == "keep"]
+    assert output.num_retractions == (on_running == "retract")
+    ids, cut = [*prompt, *output.output_ids], len(prompt) + spans[1].start
+    of_first = logprobs_by_peft(base, first, ids, len(prompt))
+    np.testing.assert_allclose(
+        output.output_logprobs[: spans[1].start], of_first[: spans[1].start], atol=1e-4, rtol=0
+    )
+    of_second = logprobs_by_peft(base, second, ids, cut)
+    same = np.abs(np.subtract(output.output_logprobs[spans[1].start :], of_second)) < 1e-4
+    assert same.all() == (on_running == "retract")
+    assert client.generate(prompt, GREEDY, adapter="a").cached_tokens == 0 or on_running == "retract"
+
+
 FAULTS = {
     "unsupported": [
         {"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}, {"peft_type": "IA3"},
