@@ -26,9 +26,8 @@ class LoadAdapterReqInput(ControlRequest, kw_only=True):
     pinned: bool = False
     """True: it is never unloaded to make room for another."""
     on_running: OnRunning = "finish_old"
-    """What becomes of samples of the version that is replaced. ``finish_old``: they end with it. ``retract``: their
-    KV is computed again, and they go on with the new one. ``keep``: they go on with the new one over the
-    KV that they have (``stale_kv``)."""
+    """What samples of the replaced version do. ``finish_old``: they end with it. ``retract``: they go on with
+    the new one, and their KV is computed again. ``keep``: likewise, over the KV that they have."""
 
 
 class LoadAdapterReqOutput(Reply, kw_only=True):

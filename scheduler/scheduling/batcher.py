@@ -222,7 +222,7 @@ class Batcher:
                 request.record.forget_inputs()
 
     def change_adapter(self, before: Adapter, slot: int | None) -> None:
-        """Let requests of ``before`` go on in ``slot`` over their KV; with None, and in prefill, requeue them.
+        """Let requests of ``before`` go on in ``slot`` over their KV; requeue them if None, or in prefill.
 
         No step may be in flight.
         """
