@@ -24,7 +24,7 @@ from ...io_struct import (
 )
 from ..scheduling.request import Adapter, Request
 from ..weights.loaded_model import LoadedModel
-from ..weights.peft import AdapterPlan, change_norm, plan_adapter, read_config
+from ..weights.peft import AdapterPlan, change_norm, plan_adapter, read_config, sent
 from ..weights.transports.disk import open_checkpoint
 from .engine_state import Sender
 from .operations import Operation, Wait, barrier, waiting
@@ -159,8 +159,11 @@ def load_adapter(engine: "Engine", request: LoadAdapterReqInput, sender: Sender)
     slot, evicted = adapters.take_slot(request.name)
     before = adapters.loaded.get(request.name)
     try:
+        described, frames = sent(factors) if engine.executor.workers else ([], [])
+        elsewhere = engine.executor.call("write_adapter", slot, described, frames=frames)
         for _ in slots.write(slot, factors):
             yield Wait.SLICE
+        yield from waiting(elsewhere)
         version, changed = adapters.publish(request, slot, plan.rank, tensors)
     finally:
         adapters.give_back(slot)

@@ -28,6 +28,7 @@ from ..memory.device_memory import (
 )
 from ..memory.device_module import device_module_for, use_device
 from ..memory.residency import ComponentResidencyManager
+from ..weights.peft import SentFactors, received
 from ..weights.reading import Held, checksums, garbage
 from ..weights.transports.distributed import LEAVE_S, WeightsUpdateGroups
 from ..weights.upload import write_stream_of
@@ -145,6 +146,11 @@ class Worker:
                 slot.write(rows, start)
             yield False
         self._runner.synchronize()
+
+    def write_adapter(self, slot: int, described: list[SentFactors], *frames: memoryview) -> Operation:
+        """Write this rank's part of an adapter into a slot that no step reads."""
+        assert self._loaded.adapters is not None, "rank 0 has adapters"
+        return self._advance(self._loaded.adapters.write(slot, received(described, frames)))
 
     def join_group(self, request: InitWeightsUpdateGroupReqInput) -> Operation:
         """Join a trainer's process group, in which this worker's rank is its own behind rank 0's."""

@@ -67,8 +67,6 @@ class EngineConfig(EngineOptions):
             raise _invalid("tp_joined", self.tp_joined, f"must be at least 0 and below tp = {self.tp}")
         if self.tp_joined and self.tp_address is None:
             raise _invalid("tp_address", None, "must say where the workers of other hosts join")
-        if self.enable_lora and self.tp > 1:
-            raise _invalid("enable_lora", True, f"is not served with several ranks (tp = {self.tp})")
         if (fraction := self.kv_memory_fraction) is not None and not 0.0 < fraction < 1.0:
             raise _invalid("kv_memory_fraction", fraction, "must be between 0 and 1")
         interfaces = sorted(name for _, name in socket.if_nameindex())

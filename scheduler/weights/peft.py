@@ -6,18 +6,20 @@ otherwise than by ``scale * B @ A`` beside a product with weights is refused by 
 
 import math
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
+import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..layers.lora import Factors
 from ..layers.parameters import CASTABLE
-from ..runtime.dtypes import DTYPES
+from ..memory.storage import bytes_of
+from ..runtime.dtypes import DTYPES, NAMES
 from ..runtime.files import checkpoint_error, read_small
 from .source import NamedSpec
 
@@ -172,6 +174,40 @@ def _problems(
         elif DTYPES.get(spec.dtype) not in CASTABLE:
             problems.append(f"{spec.name} has dtype {spec.dtype}")
     return problems
+
+
+class SentFactors(msgspec.Struct, array_like=True):
+    """One module's factors on their way to a worker: two frames of bytes belong to it."""
+
+    module: str
+    scale: float
+    dtypes: tuple[str, str]
+    shapes: tuple[tuple[int, int], tuple[int, int]]
+
+
+def sent(factors: Mapping[str, Factors]) -> tuple[list[SentFactors], list[memoryview]]:
+    """Return what :func:`received` makes the same factors of, and its frames."""
+    described, frames = [], []
+    for module, each in factors.items():
+        pair = each.a.contiguous(), each.b.contiguous()
+        dtypes = NAMES[pair[0].dtype], NAMES[pair[1].dtype]
+        shapes = tuple(pair[0].shape), tuple(pair[1].shape)
+        described.append(SentFactors(module, each.scale, dtypes, shapes))
+        frames += [memoryview(bytes_of(tensor)) for tensor in pair]
+    return described, frames
+
+
+def received(described: Sequence[SentFactors], frames: Sequence[memoryview]) -> dict[str, Factors]:
+    found = {}
+    for number, each in enumerate(described):
+        a, b = (
+            torch.frombuffer(frame, dtype=DTYPES[dtype]).view(shape)
+            for frame, dtype, shape in zip(
+                frames[2 * number : 2 * number + 2], each.dtypes, each.shapes, strict=True
+            )
+        )
+        found[each.module] = Factors(a, b, each.scale)
+    return found
 
 
 def change_norm(factors: Iterable[Factors]) -> Generator[None, None, float]:

@@ -77,6 +77,20 @@ def test_mixed_batches_compute_what_peft_does(family, tmp_path):
             assert (alone.output_ids, alone.output_logprobs) == (output.output_ids, output.output_logprobs)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
+def test_two_ranks_compute_what_one_does(family, tmp_path):
+    base, found = tmp_path / "base", []
+    make_checkpoint(base, family, hidden_size=48, intermediate_size=80, head_dim=16)
+    path = make_adapter(base, tmp_path / "a", FAMILIES["llama"] if family == "qwen3" else ATTENTION)
+    for tp in (1, 2):
+        with launch_scheduler(base, **OPTIONS, tp=tp) as client:
+            client.load_adapter("a", path)
+            found.append(mixed(client, ["a", None, "a", "a", None, "a"]))
+    for one, two in zip(*found, strict=True):
+        assert one.output_ids == two.output_ids
+        np.testing.assert_allclose(one.output_logprobs, two.output_logprobs, atol=1e-5, rtol=0)
+
+
 def test_requests_without_adapter_have_the_base_bits(base, client, tmp_path):
     client.load_adapter("a", make_adapter(base, tmp_path / "a", ALL_LINEAR))
     found = mixed(client, [None, "a", None, "a", None, "a"])
