@@ -1,11 +1,10 @@
 """LoRA adapters: loading, replacing and unloading them by name."""
 
-from typing import Annotated, Literal
+from typing import Any, Literal
 
-import msgspec
-
-from .base import Identifier, Reply
+from .base import FolderPath, Identifier, Reply, TensorSpec
 from .control import ControlRequest
+from .weights import SharedMemoryHandle
 
 AdapterName = Identifier
 OnRunning = Literal["finish_old", "retract", "keep"]
@@ -19,8 +18,15 @@ class LoadAdapterReqInput(ControlRequest, kw_only=True):
 
     name: AdapterName
     """Name that generate requests choose it by."""
-    path: Annotated[str, msgspec.Meta(max_length=4096)]
-    """Folder with adapter_config.json and adapter_model.safetensors, as PEFT saves them."""
+    path: FolderPath | None = None
+    """Folder with adapter_config.json and adapter_model.safetensors, as PEFT saves them. None: tensors come
+    with the message."""
+    config: dict[str, Any] | None = None
+    """The content of adapter_config.json, with tensors."""
+    specs: list[TensorSpec] = []
+    """Tensors in the frames of this message or in ``handle``, by the names of adapter_model.safetensors."""
+    handle: SharedMemoryHandle | None = None
+    """Shared memory of the same host and user with all tensors, free for reuse after the reply."""
     replace: bool = True
     """False: refuse (``adapter_exists``) if an adapter of this name is loaded."""
     pinned: bool = False

@@ -273,8 +273,11 @@ class AsyncControlClient:
     async def load_adapter(
         self,
         name: str,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None = None,
         *,
+        tensors: "NamedTensors | None" = None,
+        config: Mapping[str, Any] | None = None,
+        shared: bool = False,
         replace: bool = True,
         pinned: bool = False,
         on_running: wire.OnRunning = "finish_old",
@@ -282,14 +285,26 @@ class AsyncControlClient:
     ) -> wire.LoadAdapterReqOutput:
         """Load a PEFT folder as adapter ``name``, or replace it, while generation goes on.
 
-        A load that fails changes nothing. ``on_running`` says how samples of the version before go on: with
-        that one (``finish_old``), or with the new one, over KV that is computed again (``retract``) or kept
+        Instead of a folder, ``tensors`` (by the names that PEFT saves) and ``config`` (the content of
+        adapter_config.json) can be sent, or passed in memory ``shared`` on one host; this needs torch. A load
+        that fails changes nothing. ``on_running``: samples of the version before end with it
+        (``finish_old``), or go on with the new one over KV that is computed again (``retract``) or kept
         (``keep``).
         """
         request = wire.LoadAdapterReqInput(
-            name=name, path=os.fspath(path), replace=replace, pinned=pinned, on_running=on_running
+            name=name,
+            path=None if path is None else folder_of(path),
+            config=None if config is None else dict(config),
+            replace=replace,
+            pinned=pinned,
+            on_running=on_running,
         )
-        return await self._ask(request, wire.LoadAdapterReqOutput, call)
+        if tensors is None:
+            return await self._ask(request, wire.LoadAdapterReqOutput, call)
+        from ..trainer.sending import adapter_memory
+
+        with adapter_memory(request, tensors, shared=shared) as frames:
+            return await self._ask(request, wire.LoadAdapterReqOutput, call, frames)
 
     async def unload_adapter(self, name: str, **call: Unpack[CallOptions]) -> wire.UnloadAdapterReqOutput:
         """Unload an adapter at once; samples that have it end with it."""
@@ -473,16 +488,29 @@ class AsyncControlClient:
         request = wire.ShutdownReqInput(drain=drain, timeout_s=drain_s, requested_by=this_process())
         return await self._ask(request, wire.ShutdownReqOutput, call)
 
-    async def _ask(self, request: wire.Request, expects: type[ReplyT], call: CallOptions) -> ReplyT:
+    async def _ask(
+        self,
+        request: wire.Request,
+        expects: type[ReplyT],
+        call: CallOptions,
+        buffers: Sequence[memoryview] = (),
+    ) -> ReplyT:
         require_known("call", call, CallOptions)
         if (message_id := call.get("message_id")) is not None:
             request.id = message_id
-        return await self._call(request, expects, call.get("timeout"))
+        return await self._call(request, expects, call.get("timeout"), buffers)
 
-    async def _call(self, request: wire.Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
+    async def _call(
+        self,
+        request: wire.Request,
+        expects: type[ReplyT],
+        timeout: float | None,
+        buffers: Sequence[memoryview] = (),
+    ) -> ReplyT:
         timeout = seconds("timeout", timeout)
         try:
-            reply: ReplyT = await self._wait_for(self.start(request, expects), request.id, timeout)
+            started = self.start(request, expects, buffers)
+            reply: ReplyT = await self._wait_for(started, request.id, timeout)
         except wire.CaesuraError as error:
             self._failed(request, error)
             raise

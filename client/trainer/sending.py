@@ -10,7 +10,7 @@ Invariants:
 """
 
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from ...io_struct import (
     CaesuraError,
     ControlRequest,
     EndWeightUpdateReqInput,
+    LoadAdapterReqInput,
     Reply,
     TensorSpec,
     UpdateWeightsFromIPCReqInput,
@@ -31,7 +32,7 @@ from ...io_struct import (
 from ...io_struct.base import MAX_FRAME_BYTES
 from ..exceptions import InvalidRequest, NoSession, WeightMismatch, is_answer
 from .buckets import Bucket, NamedTensors, as_frames, bucket_size, buckets, manifest, pairs
-from .shared import SharedBuckets, SharedTensors, common_cuda_device
+from .shared import SharedBucket, SharedBuckets, SharedTensors, common_cuda_device
 
 MIN_PART_BYTES = 8 << 20
 """Size of a message below which tensors are not cut further to occupy both sides."""
@@ -117,6 +118,27 @@ async def share_tensors(
         len(parts),
         lambda named: _shared(sender, parts, named, shared, device, under_way),
     )
+
+
+@contextlib.contextmanager
+def adapter_memory(
+    request: LoadAdapterReqInput, named_tensors: NamedTensors, *, shared: bool
+) -> Iterator[list[memoryview]]:
+    """Name tensors in ``request``, and yield its frames; ``shared`` ones are in memory until the end."""
+    tensors = list(pairs(named_tensors))
+    parts = list(buckets(tensors, MAX_FRAME_BYTES))
+    if len(parts) != 1:
+        raise InvalidRequest(
+            f"an adapter of {total_bytes(tensors)} bytes does not fit one message: save it in a folder",
+            field="tensors",
+        )
+    if not shared:
+        request.specs, frames = as_frames(parts[0])
+        yield frames
+        return
+    with SharedBucket(parts[0].nbytes) as memory:
+        request.specs, request.handle = memory.fill(parts[0]), memory.handle
+        yield []
 
 
 def total_bytes(tensors: list[tuple[str, Any]]) -> int:

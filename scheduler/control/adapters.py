@@ -7,10 +7,12 @@ Invariants:
 - KV belongs to a version: its epoch is part of the salt of its requests, so no prefix crosses a swap.
 """
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec.json import encode
 from torch import Tensor
 
 from ...io_struct import (
@@ -22,9 +24,20 @@ from ...io_struct import (
     UnloadAdapterReqInput,
     UnloadAdapterReqOutput,
 )
+from ...transfer.shared_memory import map_memory
+from ..runtime.dtypes import DTYPES
 from ..scheduling.request import Adapter, Request
 from ..weights.loaded_model import LoadedModel
-from ..weights.peft import AdapterPlan, change_norm, plan_adapter, read_config, sent
+from ..weights.peft import (
+    AdapterConfig,
+    AdapterPlan,
+    change_norm,
+    parse_config,
+    plan_adapter,
+    read_config,
+    sent,
+)
+from ..weights.source import BufferSource, WeightSource
 from ..weights.transports.disk import open_checkpoint
 from .engine_state import Sender
 from .operations import Operation, Wait, barrier, waiting
@@ -134,7 +147,9 @@ class Adapters:
         ]
 
 
-def load_adapter(engine: "Engine", request: LoadAdapterReqInput, sender: Sender) -> Operation:
+def load_adapter(
+    engine: "Engine", request: LoadAdapterReqInput, sender: Sender, buffers: Sequence[memoryview] = ()
+) -> Operation:
     """Check, read and stage an adapter while serving, then let its name mean it."""
     adapters = engine.adapters
     adapters.require_slots()
@@ -143,14 +158,13 @@ def load_adapter(engine: "Engine", request: LoadAdapterReqInput, sender: Sender)
     if request.name in adapters.loaded and not request.replace:
         reason = f"adapter {request.name!r} is loaded: replace it, or unload it first"
         raise CaesuraError(ErrorCode.ADAPTER_EXISTS, reason, adapter=request.name)
-    source = open_checkpoint(request.path)
-    config = read_config(request.path)
+    source, config = _source(request, buffers)
     plan: AdapterPlan = plan_adapter(
         config, source.specs, slots.shapes(), model.model.own_name, slots.max_rank
     )
     tensors: dict[str, Tensor] = {}
-    for piece in source.pieces(engine.config.load_bucket_bytes):
-        assert piece is not None, "files never say that nothing has come"
+    for piece in source.pieces(engine.config.load_bucket_bytes, lambda name: False):
+        assert piece is not None, "neither files nor memory say that nothing has come"
         whole = tensors.setdefault(piece.name, torch.empty(piece.shape, dtype=piece.dtype))
         whole[piece.start_row : piece.start_row + len(piece.rows)] = piece.rows
         yield Wait.SLICE
@@ -180,6 +194,28 @@ def load_adapter(engine: "Engine", request: LoadAdapterReqInput, sender: Sender)
         evicted=evicted,
         switched=switched,
     )
+
+
+def _source(
+    request: LoadAdapterReqInput, buffers: Sequence[memoryview]
+) -> tuple[WeightSource, AdapterConfig]:
+    """Return an adapter's tensors and config; raises ``invalid_request`` unless it has one source."""
+    given = [request.path is not None, bool(buffers), request.handle is not None]
+    if sum(given) != 1:
+        reason = "an adapter comes from a path, from frames or from a handle: give one of them"
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="path", value=request.path)
+    if request.path is not None:
+        return open_checkpoint(request.path), read_config(request.path)
+    if request.config is None:
+        reason = "tensors of an adapter need its config: the content of adapter_config.json"
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="config", value=None)
+    for spec in request.specs:
+        dtype = DTYPES.get(spec.dtype)
+        if dtype is None or spec.nbytes != prod(spec.shape) * dtype.itemsize:
+            reason = f"tensor {spec.name!r} has {spec.nbytes} bytes for {spec.dtype} {spec.shape}"
+            raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="specs", value=spec.name)
+    memory = buffers if request.handle is None else [memoryview(map_memory(request.handle))]
+    return BufferSource("adapter", request.specs, memory), parse_config(encode(request.config), "config")
 
 
 def _switch(engine: "Engine", before: Adapter, version: Adapter, *, keep: bool) -> Generator[Wait, None, int]:

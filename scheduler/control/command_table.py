@@ -48,7 +48,6 @@ COMMANDS: "dict[type[ControlRequest], Callable[[Engine, Any, Sender], Operation]
     ReleaseMemoryOccupationReqInput: release_memory,
     ResumeMemoryOccupationReqInput: resume_memory,
     WeightsCheckerReqInput: check_weights,
-    LoadAdapterReqInput: load_adapter,
     UnloadAdapterReqInput: unload_adapter,
     StartProfileReqInput: start_profile,
     StopProfileReqInput: stop_profile,
@@ -75,4 +74,6 @@ def operation(
     sender = Sender(client, message.owner)
     if isinstance(message, UpdateWeightsFromTensorReqInput):
         return engine.updates.from_tensor(message, sender, buffers)
+    if isinstance(message, LoadAdapterReqInput):
+        return load_adapter(engine, message, sender, buffers)
     return COMMANDS[type(message)](engine, message, sender)

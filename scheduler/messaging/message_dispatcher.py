@@ -37,6 +37,7 @@ from ...io_struct import (
     GetWeightsManifestReqInput,
     HelloReqInput,
     HelloReqOutput,
+    LoadAdapterReqInput,
     Message,
     RenewPauseLeaseReqInput,
     RenewPauseLeaseReqOutput,
@@ -168,9 +169,12 @@ class Dispatcher:
         return []
 
 
+_WITH_FRAMES = UpdateWeightsFromTensorReqInput | GenerateImagesReqInput | LoadAdapterReqInput
+
+
 def _decode(header: bytes, buffers: list[memoryview]) -> Request:
     message = decode_request(header)
-    if buffers and not isinstance(message, UpdateWeightsFromTensorReqInput | GenerateImagesReqInput):
+    if buffers and not isinstance(message, _WITH_FRAMES):
         reason = f"{type(message).__name__} takes one frame, got {1 + len(buffers)}"
         raise CaesuraError(ErrorCode.MALFORMED_MESSAGE, reason, id=message.id)
     return message

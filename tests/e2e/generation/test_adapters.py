@@ -1,9 +1,11 @@
 """LoRA adapters through a process and the client, compared with PEFT over transformers."""
 
+import json
 import shutil
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
 from support.lora import ALL_LINEAR, ATTENTION, edit_adapter, logprobs_by_peft, make_adapter
 
@@ -144,6 +146,27 @@ def test_running_samples_go_on_with_the_new_version(base, client, tmp_path, on_r
     same = np.abs(np.subtract(output.output_logprobs[spans[1].start :], of_second)) < 1e-4
     assert same.all() == (on_running == "retract")
     assert client.generate(prompt, GREEDY, adapter="a").cached_tokens == 0 or on_running == "retract"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_tensors_are_the_same_as_their_folder(base, client, tmp_path, shared):
+    path = make_adapter(base, tmp_path / "a", ALL_LINEAR)
+    tensors = load_file(path / "adapter_model.safetensors")
+    config = json.loads((path / "adapter_config.json").read_text())
+    by_path = client.load_adapter("a", path)
+    loaded = client.load_adapter("a", tensors=tensors, config=config, shared=shared)
+    assert (loaded.tensors, loaded.changed_tensors, loaded.norm) == (by_path.tensors, 0, by_path.norm)
+    name = next(iter(tensors))
+    loaded = client.load_adapter("a", tensors={**tensors, name: tensors[name] + 1}, config=config)
+    assert loaded.changed_tensors == 1
+    for wrong, reason in (
+        ({"tensors": tensors}, "need its config"),
+        ({"tensors": tensors, "config": config, "path": path}, "give one of them"),
+        ({"config": config}, "give one of them"),
+        ({"tensors": {name: tensors[name]}, "config": config}, "has no lora_B"),
+    ):
+        with pytest.raises(EngineError, match=reason):
+            client.load_adapter("a", **wrong)
 
 
 FAULTS = {
