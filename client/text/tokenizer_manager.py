@@ -84,6 +84,8 @@ class GenerationRequest:
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
     cache_salt: str = ""
+    adapter: str | None = None
+    """Name of a loaded adapter. None means the model itself."""
     min_weights_epoch: int | None = None
     scored: bool = False
     """Only the prompt is of interest: the token that the engine samples all the same is left out."""

@@ -24,6 +24,7 @@ from ...io_struct import (
     EndWeightUpdateReqInput,
     LoadAdapterReqInput,
     Reply,
+    SharedMemoryHandle,
     TensorSpec,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
@@ -137,6 +138,7 @@ def adapter_memory(
         yield frames
         return
     with SharedBucket(parts[0].nbytes) as memory:
+        assert isinstance(memory.handle, SharedMemoryHandle), "no device was named"
         request.specs, request.handle = memory.fill(parts[0]), memory.handle
         yield []
 

@@ -26,6 +26,7 @@ from ...io_struct import (
 )
 from ...transfer.shared_memory import map_memory
 from ..runtime.dtypes import DTYPES
+from ..scheduling.batcher import Batcher
 from ..scheduling.request import Adapter, Request
 from ..weights.loaded_model import LoadedModel
 from ..weights.peft import (
@@ -169,7 +170,7 @@ def load_adapter(
         whole[piece.start_row : piece.start_row + len(piece.rows)] = piece.rows
         yield Wait.SLICE
     factors = plan.values(tensors)
-    norm = yield from waiting(change_norm(factors.values()), Wait.SLICE)
+    norm: float = yield from waiting(change_norm(factors.values()), Wait.SLICE)
     slot, evicted = adapters.take_slot(request.name)
     before = adapters.loaded.get(request.name)
     try:
@@ -225,6 +226,7 @@ def _switch(engine: "Engine", before: Adapter, version: Adapter, *, keep: bool) 
         engine.state.start_writing()
     try:
         yield from barrier(engine)
+        assert isinstance(engine.batcher, Batcher), "image pipelines have no adapters"
         engine.batcher.change_adapter(before, version.slot if keep else None)
         samples = [sample for sample in engine.live if sample.adapter is before]
         engine.adapters.give(version, samples)

@@ -126,7 +126,10 @@ class DecoderKernel:
     ) -> None:
         """Sum results over ``ranks`` (None: whole). ``head_eps``: for norms of heads or latents."""
         self._shape = shape
-        form, self._adapters = adapters or (None, [])
+        form: AdapterForm | None = None
+        self._adapters: Sequence[LayerAdapters] = ()
+        if adapters is not None:
+            form, self._adapters = adapters
         self._dtype = layers[0].input_norm.dtype
         for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
             shape.check(number, layer, kind, self._dtype, head_norms=head_eps is not None)

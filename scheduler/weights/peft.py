@@ -182,7 +182,7 @@ class SentFactors(msgspec.Struct, array_like=True):
     module: str
     scale: float
     dtypes: tuple[str, str]
-    shapes: tuple[tuple[int, int], tuple[int, int]]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def sent(factors: Mapping[str, Factors]) -> tuple[list[SentFactors], list[memoryview]]:
