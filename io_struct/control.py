@@ -441,6 +441,8 @@ class AdapterStatus(ReplyRecord, kw_only=True, frozen=True):
 
     name: str
     adapter_epoch: int
+    path: str
+    """Folder that it was loaded from; empty for one from tensors."""
     rank: int
     pinned: bool
     running: int
@@ -522,6 +524,9 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """Device that the model runs on: ``cpu``, ``cuda``, …, with an index where one was configured."""
     weights_cpu_backup: bool = False
     """A release of the weights keeps a copy on the host, and a resume restores it."""
+    max_loras: int = 0
+    """Maximum number of loaded adapters; 0 means that none are served."""
+    max_lora_rank: int = 0
     adapters: list[AdapterStatus] = []
     """Adapters in slots, replaced versions that samples still have included."""
     kernels: dict[str, str] = {}

@@ -37,6 +37,7 @@ from ..launch.supervisor import Down, Serving, Supervisor
 from ..launch.supervisor import State as EngineState
 from ..text.tokenizer import TextTokenizer, TokenizerMissing
 from ..text.tokenizer_manager import TokenizerManager
+from . import adapters
 from .context import OWNER, Front, FrontEnd
 from .error_responses import EXCEPTION_HANDLERS
 from .middleware import AuthMiddleware, BodyLimit, RequestId, RoutingKey, name_request
@@ -70,7 +71,7 @@ def routes_of(*modules: ModuleType) -> list[HTTPRouteHandler]:
 
 ROUTES = [
     *routes_of(generate, rollout, control, weights, info, tokenize, completions, chat, images, models),
-    *routes_of(tokens, vllm_control, vllm_weights, metrics, dashboard, openapi),
+    *routes_of(tokens, vllm_control, vllm_weights, adapters, metrics, dashboard, openapi),
 ]
 for _handler in routes_of(tokens, vllm_control, vllm_weights):
     _handler.exception_handlers = OPENAI_HANDLERS
@@ -165,6 +166,7 @@ async def front_end(
         makes_images=status.images is not None,
         latent_bytes_per_pixel=status.latent_bytes_per_pixel or 0.0,
         vocab_size=status.vocab_size,
+        max_loras=status.max_loras,
     )
     manager = TokenizerManager(client, tokenizer, context_length=status.context_len)
     counters = metrics.Metrics(options.max_connections, fleet)

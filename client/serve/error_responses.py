@@ -29,6 +29,7 @@ _STATUS: dict[str, int] = {
     ErrorCode.VERSION_MISMATCH: 503,
     ErrorCode.SHUTTING_DOWN: 503,
     ErrorCode.QUEUE_FULL: 503,
+    ErrorCode.NO_ADAPTER_SLOT: 503,
     ErrorCode.PAUSED: 503,
     ErrorCode.WEIGHTS_POISONED: 503,
     ErrorCode.WEIGHTS_INVALID: 503,
@@ -37,20 +38,16 @@ _STATUS: dict[str, int] = {
     ErrorCode.TIMED_OUT: 504,
     ErrorCode.DEADLINE_EXCEEDED: 504,
     ErrorCode.INTERNAL: 500,
+    ErrorCode.UNKNOWN_ADAPTER: 404,
 }
 _PERMANENT = frozenset(code for code, status in _STATUS.items() if status == 503) - RETRYABLE
 _NATIVE_V1 = ("/v1/loads", "/v1/tokenize", "/v1/detokenize")
 
-_ADAPTERS = (
-    "/load_lora_adapter /load_lora_adapter_from_tensors /unload_lora_adapter /v1/load_lora_adapter "
-    "/v1/unload_lora_adapter"
-)
 _PEERS = (
     "engines give each other weights in their checkpoint's layout, over their own sockets: call "
     "clone_weights of caesura.client.trainer"
 )
 _NOT_OFFERED = {
-    **dict.fromkeys(_ADAPTERS.split(), "there are no LoRA adapters: merge the adapter and send all weights"),
     "/pull_weights": "the engine writes no checkpoints and applies no deltas: write a complete checkpoint "
     "under --weights-root and call /update_weights_from_disk (slime: --update-weight-mode full, without "
     "--update-weight-local-checkpoint-dir)",

@@ -154,6 +154,8 @@ class ServeOptions(CommandLine):
     latent_bytes_per_pixel: float = 0.0
     """Bytes of a result's latent, for each pixel of its image."""
     vocab_size: int = 0
+    max_loras: int = 0
+    """Adapters that can be loaded; 0: none are served."""
 
     @property
     def update_root(self) -> str:

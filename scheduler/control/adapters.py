@@ -123,7 +123,9 @@ class Adapters:
         changed += len(before.keys() - tensors.keys())
         self._epoch += 1
         self._clock += 1
-        version = Adapter(request.name, self._epoch, slot, rank, request.pinned, last_used=self._clock)
+        version = Adapter(
+            request.name, self._epoch, slot, rank, request.pinned, request.path or "", last_used=self._clock
+        )
         self.loaded[request.name], self._tensors[request.name] = version, tensors
         self._versions.append(version)
         return version, changed
@@ -138,6 +140,7 @@ class Adapters:
             AdapterStatus(
                 name=each.name,
                 adapter_epoch=each.epoch,
+                path=each.path,
                 rank=each.rank,
                 pinned=each.pinned,
                 running=each.running,

@@ -30,7 +30,7 @@ _counters = native.function("caesura_decoder_counters", POINTER, SIZE, INT, INT,
 _INT64, _FLOAT32 = 8, 4
 _OF_STEP = 16
 """Pointers at the end of a layer's list: adapters, the experts' record, keys, values, cosines, sines."""
-_NO_ADAPTERS = [None] * 11
+_NO_ADAPTERS: list[int | None] = [None] * 11
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of positions, each [P, 1, rotated / 2], contiguous."""
@@ -263,7 +263,7 @@ class DecoderKernel:
             keys, values = step.kv(number)
             cos, sin = angles[number]
             end = (number + 1) * LAYER_POINTERS
-            changes = _NO_ADAPTERS
+            changes: list[int | None] = _NO_ADAPTERS
             if adapters is not None:
                 of_layer = zip(self._adapters[number], adapters.changed[number], strict=True)
                 changes = [

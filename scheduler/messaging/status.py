@@ -71,6 +71,8 @@ def status(engine: "Engine", message_id: str) -> GetStatusReqOutput:
         dtype=str(engine.loaded.dtype).removeprefix("torch."),
         device=engine.config.device,
         weights_cpu_backup=engine.config.weights_cpu_backup,
+        max_loras=0 if engine.adapters.slots is None else engine.adapters.slots.count - 1,
+        max_lora_rank=0 if engine.adapters.slots is None else engine.adapters.slots.max_rank,
         adapters=engine.adapters.status(),
         kernels=steps.serving.by,
         kernels_reason=steps.serving.reason,

@@ -58,6 +58,7 @@ class Adapter:
     slot: int
     rank: int
     pinned: bool
+    path: str
     running: int = 0
     """Live samples that have it."""
     last_used: int = 0

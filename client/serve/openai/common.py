@@ -48,7 +48,6 @@ REFUSED = {
     "custom_logit_processor": "code of clients is not run",
     "logits_processors": "code of clients is not run",
     "use_beam_search": "there is no beam search",
-    "lora_path": "there are no adapters",
     "input_embeds": "prompts are text or token ids",
     "prompt_embeds": "prompts are text or token ids",
     "return_hidden_states": "hidden states are not kept",
@@ -127,6 +126,8 @@ class CommonRequest(_OtherFields, kw_only=True):
     cache_salt: str | None = None
     extra_key: str | None = None
     min_weights_epoch: int | None = None
+    lora_path: str | None = None
+    """Name of a loaded adapter, which ``model`` can be, too, alone or behind the model's name and a colon."""
     return_token_ids: bool | None = None
     """Return ``token_ids``, and ``prompt_token_ids`` in each choice, or in its first chunk."""
     return_prompt_token_ids: bool | None = None
@@ -221,7 +222,7 @@ def kept_prompt(front: FrontEnd, request: CommonRequest, ids: list[int], limit: 
     return ids[:count] if request.truncation_side == "right" else ids[-count:]
 
 
-def common_fields(request: CommonRequest) -> dict[str, Any]:
+def common_fields(front: FrontEnd, request: CommonRequest) -> dict[str, Any]:
     """Return fields of a :class:`GenerationRequest`, without prompt, rid and logprobs."""
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(stop) > MAX_STOP_STRINGS:
@@ -238,6 +239,7 @@ def common_fields(request: CommonRequest) -> dict[str, Any]:
         "routed_experts_start_len": request.routed_experts_start_len or 0,
         "cache_salt": f"{salt}\n{request.extra_key}" if request.extra_key else salt,
         "min_weights_epoch": request.min_weights_epoch,
+        "adapter": request.lora_path or adapter_of(front, request.model),
     }
 
 
@@ -278,11 +280,23 @@ class ModelNotFound(HTTPException):
     status_code = 404
 
 
-def check_model(front: FrontEnd, name: str | None) -> None:
-    """Refuse models other than the served one (null, its name, its folder or ``default``)."""
+def adapter_of(front: FrontEnd, model: str | None) -> str | None:
+    """Return the adapter that ``model`` names, alone or behind the served model and a colon, or None."""
     options = front.options
-    if name and name not in (options.model_name, options.model_path, DEFAULT_MODEL):
-        raise ModelNotFound(f"the model {shown(name)} does not exist; {options.model_name!r} is served")
+    names = options.model_name, options.model_path, DEFAULT_MODEL
+    if not model or model in names:
+        return None
+    return next((model[len(name) + 1 :] for name in names if model.startswith(f"{name}:")), model)
+
+
+def check_model(front: FrontEnd, name: str | None) -> None:
+    """Refuse models other than the served one (null, its name, its folder or ``default``) and adapters."""
+    if adapter_of(front, name) is not None and not front.options.max_loras:
+        raise not_found(front, name)
+
+
+def not_found(front: FrontEnd, name: str | None) -> ModelNotFound:
+    return ModelNotFound(f"the model {shown(name)} does not exist; {front.options.model_name!r} is served")
 
 
 async def read_request(
@@ -307,9 +321,17 @@ async def read_request(
 _FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "input_ids": "prompt"}
 
 
+_CODES: dict[str, str] = {
+    ErrorCode.PROMPT_TOO_LONG: "context_length_exceeded",
+    ErrorCode.UNKNOWN_ADAPTER: "model_not_found",
+}
+
+
 def error_body(error: CaesuraError) -> dict[str, Any]:
     param = str(error.detail.get("field") or "").removeprefix("sampling_params.")
-    code = "context_length_exceeded" if error.code == ErrorCode.PROMPT_TOO_LONG else str(error.code)
+    code = _CODES.get(error.code, str(error.code))
+    if error.code == ErrorCode.UNKNOWN_ADAPTER:
+        param = "model"
     body = openai_error(error.message, status_of(error), param=_FIELDS.get(param, param) or None, code=code)
     if error.code in RETRYABLE:
         body["error"]["retryable"] = True

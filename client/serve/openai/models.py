@@ -9,7 +9,7 @@ from litestar.params import FromPath
 
 from ..context import Front, FrontEnd
 from ..error_responses import json_response
-from .common import EXCEPTION_HANDLERS, check_model
+from .common import EXCEPTION_HANDLERS, adapter_of, not_found
 
 
 def _card(front: FrontEnd) -> dict[str, Any]:
@@ -33,19 +33,33 @@ def _modified(model_path: str) -> int:
     return 0
 
 
-@get("/v1/models", opt={"access": "user"}, exception_handlers=EXCEPTION_HANDLERS, sync_to_thread=False)
-def list_models(front: Front) -> Response[bytes]:
-    return json_response({"object": "list", "data": [_card(front)]})
+async def _cards(front: FrontEnd) -> list[dict[str, Any]]:
+    """Return the model and its adapters."""
+    card = _card(front)
+    if not front.options.max_loras:
+        return [card]
+    adapters = (await front.health.status()).adapters
+    loaded = {each.name: each.path for each in adapters if not each.replaced}
+    return [
+        card,
+        *({**card, "id": name, "root": path, "parent": card["id"]} for name, path in loaded.items()),
+    ]
 
 
-@get(
-    "/v1/models/{name:path}",
-    opt={"access": "user"},
-    exception_handlers=EXCEPTION_HANDLERS,
-    sync_to_thread=False,
-)
-def get_model(front: Front, name: FromPath[str]) -> Response[bytes]:
-    """Return the model of that name, which may contain slashes."""
+@get("/v1/models", opt={"access": "user"}, exception_handlers=EXCEPTION_HANDLERS)
+async def list_models(front: Front) -> Response[bytes]:
+    return json_response({"object": "list", "data": await _cards(front)})
+
+
+@get("/v1/models/{name:path}", opt={"access": "user"}, exception_handlers=EXCEPTION_HANDLERS)
+async def get_model(front: Front, name: FromPath[str]) -> Response[bytes]:
+    """Return the model or adapter of that name, which may contain slashes."""
     # A name that is a path begins with the slash that the route takes off.
-    check_model(front, name if name == front.options.model_name else name.removeprefix("/"))
-    return json_response(_card(front))
+    name = name if name == front.options.model_name else name.removeprefix("/")
+    card, *adapters = await _cards(front)
+    for each in adapters:
+        if each["id"] == name:
+            return json_response(each)
+    if adapter_of(front, name) is not None:
+        raise not_found(front, name)
+    return json_response(card)

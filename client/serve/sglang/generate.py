@@ -80,7 +80,7 @@ _encode = msgspec.json.encode
 
 REFUSED = (
     "routed_dp_rank", "data_parallel_rank", "input_embeds", "image_data", "video_data", "audio_data",
-    "lora_path", "lora_id", "custom_logit_processor", "session_params", "return_hidden_states",
+    "lora_id", "custom_logit_processor", "session_params", "return_hidden_states",
     "return_entropy", "return_indexer_topk", "require_reasoning",
 )  # fmt: skip
 IGNORED = (
@@ -142,6 +142,8 @@ class GenerateBody(_OtherFields, kw_only=True):
     cache_salt: str | list[str] | None = None
     extra_key: str | list[str] | None = None
     min_weights_epoch: int | None = None
+    lora_path: str | list[str | None] | None = None
+    """Names of loaded adapters; null: the model itself."""
     routing_key: Any = None
     session_id: Any = None
 
@@ -282,6 +284,7 @@ def _columns(body: GenerateBody, count: int, single: bool) -> dict[str, list[Any
         "routed_experts_start_len": [body.routed_experts_start_len] * count,
         "cache_salt": _salts(body, count),
         "min_weights_epoch": [body.min_weights_epoch] * count,
+        "adapter": [name or None for name in _each("lora_path", body.lora_path, count)],
     }
     if any(columns["return_logprob"]):
         ids = body.token_ids_logprob

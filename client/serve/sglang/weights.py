@@ -46,7 +46,12 @@ from .tensor_payload import Frames, Part, dtype_of, read_pickled, read_safetenso
 Selector = Literal["target", "all"]
 Version = Label | int
 """A number, such as a step counter, becomes text."""
-_CHECKPOINT_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
+_CHECKPOINT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "adapter_config.json",
+)
 """Files that are read beside the safetensors files."""
 _FLATTENED: Literal["flattened_bucket"] = "flattened_bucket"
 
@@ -141,27 +146,25 @@ async def from_disk(front: FrontEnd, body: DiskBody) -> WeightUpdateReqOutput:
     return await front.client.update_weights_from_disk(path, load_format=body.load_format, **body.given())
 
 
-def allowed_path(path: str, options: ServeOptions) -> str:
+def allowed_path(path: str, options: ServeOptions, field: str = "model_path") -> str:
     """Return ``path``, resolved, with its files under the weights root; links made later are followed."""
     root = options.update_root
     if not root:
         raise InvalidRequest(
-            "this server loads no weights from disk (--weights-root)", field="model_path", value=path
+            "this server loads no weights from disk (--weights-root)", field=field, value=path
         )
     try:
         real, real_root = os.path.realpath(path), os.path.realpath(root)
     except ValueError as error:  # a null byte
-        raise InvalidRequest(f"model_path is not a valid path: {error}", field="model_path") from error
+        raise InvalidRequest(f"{field} is not a valid path: {error}", field=field) from error
     root_text = f"{printable(real_root)}, the folder that this server loads weights from (--weights-root)"
     if not _lies_under(real, real_root):
-        raise InvalidRequest(
-            f"model_path = {shown(path)} is outside {root_text}", field="model_path", value=path
-        )
+        raise InvalidRequest(f"{field} = {shown(path)} is outside {root_text}", field=field, value=path)
     for name in _checkpoint_files(real):
         if not _lies_under(os.path.realpath(os.path.join(real, name)), real_root):
             raise InvalidRequest(
-                f"{printable(name)} in model_path is a link out of {root_text}",
-                field="model_path",
+                f"{printable(name)} in {field} is a link out of {root_text}",
+                field=field,
                 value=path,
             )
     return real

@@ -34,6 +34,12 @@ def server_info(front: FrontEnd, status: GetStatusReqOutput) -> dict[str, Any]:
         },
         "scheduler_config": {"max_num_seqs": status.max_running_requests},
         "weight_transfer_config": {"backend": front.options.weight_transfer_backend},
-        "lora_config": None,
+        "lora_config": _lora_config(status),
     }
     return {"vllm_config": config, "vllm_env": {}, "system_env": {}}
+
+
+def _lora_config(status: GetStatusReqOutput) -> dict[str, Any] | None:
+    if not status.max_loras:
+        return None
+    return {"max_loras": status.max_loras, "max_lora_rank": status.max_lora_rank}

@@ -98,7 +98,7 @@ def _request(front: FrontEnd, asked: CompletionRequest, token_ids: list[int]) ->
     limit = asked.max_tokens
     if limit == 0:
         raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
-    fields = common_fields(asked)
+    fields = common_fields(front, asked)
     return GenerationRequest(
         prompt=token_ids,
         rid=rids_for(asked, 1, "generate-tokens")[0],

@@ -2,12 +2,9 @@
 
 import base64
 import gzip
-import io
 import json
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ import torch.multiprocessing
 from safetensors.torch import save
 from support.http_serve import ServedEngine, served
 from support.plain_trainer import PlainTrainer, Weights, weights_of
+from support.sglang_pickles import LocalSerializedTensor, flattened, pickled, shared_by_file_name
 
 OCTETS = {"content-type": "application/octet-stream"}
 
@@ -68,46 +66,10 @@ def halves(weights: Weights) -> list[Weights]:
     return [dict(items[: len(items) // 2]), dict(items[len(items) // 2 :])]
 
 
-def pickled(value: object) -> str:
-    buffer = io.BytesIO()
-    ForkingPickler(buffer).dump(value)
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-@dataclass
-class FlattenedTensorMetadata:
-    """SGLang's struct, by name and fields."""
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    start_idx: int
-    end_idx: int
-    numel: int
-
-
-@dataclass
-class LocalSerializedTensor:
-    """SGLang's struct, by name and fields."""
-
-    values: list[bytes]
-
-
-def flattened(weights: Weights) -> dict[str, object]:
-    metadata, end = [], 0
-    for name, tensor in weights.items():
-        start, end = end, end + tensor.nbytes
-        metadata.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, tensor.numel()))
-    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in weights.values()]
-    return {"flattened_tensor": torch.cat(flat), "metadata": metadata}
-
-
 @pytest.fixture
 def by_file_name() -> Iterator[None]:
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    yield
-    torch.multiprocessing.set_sharing_strategy(before)
+    with shared_by_file_name():
+        yield
 
 
 def test_slime_from_disk(server, other_model, others_checksum):

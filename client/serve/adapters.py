@@ -1,0 +1,170 @@
+"""Routes that load and unload LoRA adapters, in the words of SGLang, vLLM, SkyRL and prime-rl.
+
+Invariants: all do the same, and answer in their own form. A loaded name is replaced, but not by the route of
+vLLM without ``load_inplace``, nor by that of SGLang with ``upsert: false``. Folders lie under the weights root.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from litestar import Response
+
+from ...io_struct import CaesuraError, LoadAdapterReqInput, LoadAdapterReqOutput, TensorSpec
+from ..connection.client_options import id_of
+from ..exceptions import Unsupported
+from .bodies import Label, Strict
+from .commands import Form, command, reply_fields
+from .context import FrontEnd
+from .error_responses import json_response, openai_error, status_of
+from .sglang.tensor_payload import Frames, Part, read_pickled
+from .sglang.weights import allowed_path
+
+
+def _failed(error: CaesuraError) -> Response[bytes]:
+    body = {"success": False, "error_message": error.message, "code": error.code, "detail": error.detail}
+    return json_response(body, status_of(error))
+
+
+def _openai(error: CaesuraError) -> Response[bytes]:
+    param = str(error.detail.get("field") or "") or None
+    body = openai_error(error.message, status_of(error), param=param, code=str(error.code))
+    return json_response(body, status_of(error))
+
+
+_SGLANG = Form(lambda _, found: found, _failed)
+
+
+def _told(word: str) -> Form:
+    def answer(body: Any, _: object) -> Response[bytes]:
+        text = f"Success: LoRA adapter '{body.lora_name}' {word} successfully."
+        return Response(text.encode(), media_type="text/plain")
+
+    return Form(answer, _openai)
+
+
+async def _load(front: FrontEnd, name: str, path: str, **options: Any) -> LoadAdapterReqOutput:
+    folder = await asyncio.to_thread(allowed_path, path, front.options, "lora_path")
+    return await front.client.load_adapter(name, folder, **options)
+
+
+async def _sglang(front: FrontEnd, reply: object) -> dict[str, Any]:
+    status = await front.health.status()
+    loaded = {each.name: each.path for each in status.adapters if not each.replaced}
+    return {"success": True, "status": "ok", **reply_fields(reply), "loaded_adapters": loaded}
+
+
+class LoadBody(Strict, kw_only=True):
+    lora_name: Label
+    lora_path: str
+    pinned: bool = False
+    upsert: bool = True
+    """miles' field; false: a name that is loaded is refused."""
+    # accepted and ignored
+    lora_id: str | None = None
+
+
+@command("/load_lora_adapter", _SGLANG)
+async def load_lora_adapter(front: FrontEnd, body: LoadBody) -> dict[str, Any]:
+    """Load or replace an adapter while generation goes on."""
+    load = _load(front, body.lora_name, body.lora_path, pinned=body.pinned, replace=body.upsert)
+    return await _sglang(front, await load)
+
+
+class TensorsBody(Strict, kw_only=True):
+    lora_name: Label
+    config_dict: dict[str, Any]
+    serialized_named_tensors: list[str]
+    """One base64 pickle of ``[(name, tensor), …]``, parsed and never unpickled."""
+    pinned: bool = False
+    upsert: bool = True
+    load_format: str | None = None
+    """Null or ``flattened_bucket``."""
+    expected_checksums: dict[str, Any] | None = None
+    """Refused: the answer says how many tensors changed, and the norm of the change."""
+    added_tokens_config: dict[str, Any] | None = None
+    # accepted and ignored
+    lora_id: str | None = None
+
+
+@command("/load_lora_adapter_from_tensors", _SGLANG, size="weights")
+async def load_lora_adapter_from_tensors(front: FrontEnd, body: TensorsBody) -> dict[str, Any]:
+    """Load or replace an adapter whose tensors are in the body."""
+    if not front.options.allow_pickled_tensors:
+        raise Unsupported("pickled tensors are off: start the server with --allow-pickled-tensors")
+    for name in ("expected_checksums", "added_tokens_config"):
+        if getattr(body, name):
+            raise Unsupported(f"{name} is not supported", field=name)
+    flattened = body.load_format == "flattened_bucket"
+    parts = await asyncio.to_thread(read_pickled, body.serialized_named_tensors, flattened=flattened)
+    frames = _joined(parts)
+    request = LoadAdapterReqInput(
+        id=id_of(None),
+        name=body.lora_name,
+        config=body.config_dict,
+        specs=frames.specs,
+        pinned=body.pinned,
+        replace=body.upsert,
+    )
+    reply = await asyncio.shield(front.client.start(request, LoadAdapterReqOutput, frames.buffers))
+    return await _sglang(front, reply)
+
+
+def _joined(parts: Sequence[Part]) -> Frames:
+    """Return all parts as one; raises Unsupported for memory of a device."""
+    specs: list[TensorSpec] = []
+    buffers: list[memoryview] = []
+    for part in parts:
+        if not isinstance(part, Frames):
+            raise Unsupported("adapters are taken from host memory: send the tensors, or save a folder")
+        specs += [msgspec.structs.replace(spec, buffer=spec.buffer + len(buffers)) for spec in part.specs]
+        buffers += part.buffers
+    return Frames(specs, buffers)
+
+
+class UnloadBody(Strict, kw_only=True):
+    lora_name: Label
+    # accepted and ignored
+    lora_id: str | None = None
+    lora_int_id: int | None = None
+
+
+@command("/unload_lora_adapter", _SGLANG)
+async def unload_lora_adapter(front: FrontEnd, body: UnloadBody) -> dict[str, Any]:
+    """Unload an adapter; requests that have it end with it."""
+    return await _sglang(front, await front.client.unload_adapter(body.lora_name))
+
+
+class InplaceBody(Strict, kw_only=True):
+    lora_name: Label
+    lora_path: str
+    load_inplace: bool = False
+    """False: a name that is loaded is refused."""
+    is_3d_lora_weight: bool = False
+
+
+@command("/v1/load_lora_adapter", _told("added"))
+async def load_vllm_adapter(front: FrontEnd, body: InplaceBody) -> LoadAdapterReqOutput:
+    """Load an adapter, or replace it with ``load_inplace``."""
+    if body.is_3d_lora_weight:
+        reason = "is_3d_lora_weight is not supported: experts have no adapters"
+        raise Unsupported(reason, field="is_3d_lora_weight")
+    return await _load(front, body.lora_name, body.lora_path, replace=body.load_inplace)
+
+
+@command("/v1/unload_lora_adapter", _told("removed"))
+async def unload_vllm_adapter(front: FrontEnd, body: UnloadBody) -> object:
+    """Unload an adapter; requests that have it end with it."""
+    return await front.client.unload_adapter(body.lora_name)
+
+
+class SkyRLBody(Strict, kw_only=True):
+    lora_name: Label
+    lora_path: str
+
+
+@command("/skyrl/v1/load_lora_adapter", _told("added"))
+async def load_skyrl_adapter(front: FrontEnd, body: SkyRLBody) -> LoadAdapterReqOutput:
+    """Load or replace an adapter."""
+    return await _load(front, body.lora_name, body.lora_path)

@@ -1,0 +1,138 @@
+"""Adapters by the routes of SGLang, vLLM, SkyRL and prime-rl, over a real socket and a real engine."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from support.http_serve import ServedEngine, make_text_model, served
+from support.lora import ALL_LINEAR, edit_adapter, logprobs_by_peft, make_adapter
+from support.sglang_pickles import flattened, pickled, shared_by_file_name
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text_model(tmp_path_factory.mktemp("lora") / "base")
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[ServedEngine]:
+    options = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--allow-pickled-tensors")
+    with served(
+        "--model", str(model), "--served-model-name", "base", "--dtype", "float32", *options
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture
+def adapters(engine: ServedEngine, model: Path, tmp_path: Path) -> Iterator[list[Path]]:
+    root = model.parent / tmp_path.name
+    yield [make_adapter(model, root / str(i), ALL_LINEAR, seed=i) for i in range(2)]
+    for each in engine.get("/v1/models").json()["data"][1:]:
+        engine.ok("/unload_lora_adapter", {"lora_name": each["id"]})
+
+
+def logprobs(engine: ServedEngine, **fields: object) -> tuple[list[int], list[float]]:
+    found = engine.generate(PROMPT, return_logprob=True, **fields)
+    return found["output_ids"], [entry[0] for entry in found["meta_info"]["output_token_logprobs"]]
+
+
+def test_sglangs_routes_load_replace_and_unload(engine, model, adapters):
+    plain = logprobs(engine)
+    for path in adapters:
+        loaded = engine.ok("/load_lora_adapter", {"lora_name": "a", "lora_path": str(path)})
+        assert (loaded["success"], loaded["status"], loaded["loaded_adapters"]) == (
+            True,
+            "ok",
+            {"a": str(path)},
+        )
+        ids, found = logprobs(engine, lora_path="a")
+        expected = logprobs_by_peft(model, path, [*PROMPT, *ids], len(PROMPT))
+        assert found == pytest.approx(expected, abs=1e-4)
+    mixed = engine.ok(
+        "/generate",
+        {"input_ids": [PROMPT, PROMPT], "lora_path": ["a", None], "sampling_params": {"max_new_tokens": 4}},
+    )
+    versions = [each["meta_info"]["weight_versions"][0] for each in mixed]
+    assert [(each["adapter"], each["adapter_epoch"] > 0) for each in versions] == [("a", True), (None, False)]
+    refused = engine.post(
+        "/load_lora_adapter", {"lora_name": "a", "lora_path": str(adapters[0]), "upsert": False}
+    )
+    assert (refused.status_code, refused.json()["code"]) == (400, "adapter_exists")
+    assert engine.ok("/unload_lora_adapter", {"lora_name": "a"})["loaded_adapters"] == {}
+    assert logprobs(engine) == plain
+    gone = engine.post("/generate", {"input_ids": PROMPT, "lora_path": "a"})
+    assert (gone.status_code, "no adapter 'a' is loaded" in gone.text) == (404, True)
+
+
+def test_tensors_as_sglang_pickles_them(engine, adapters):
+    tensors = load_file(adapters[0] / "adapter_model.safetensors")
+    config = json.loads((adapters[0] / "adapter_config.json").read_text())
+    engine.ok("/load_lora_adapter", {"lora_name": "a", "lora_path": str(adapters[0])})
+    expected = logprobs(engine, lora_path="a")
+    body = {"lora_name": "b", "config_dict": config, "load_format": "flattened_bucket"}
+    with shared_by_file_name():
+        sent = {**body, "serialized_named_tensors": [pickled(flattened(tensors))]}
+    loaded = engine.ok("/load_lora_adapter_from_tensors", sent)
+    assert loaded["loaded_adapters"] == {"a": str(adapters[0]), "b": ""}
+    assert (loaded["tensors"], loaded["changed_tensors"]) == (len(tensors), len(tensors))
+    assert logprobs(engine, lora_path="b") == expected
+    refused = engine.post("/load_lora_adapter_from_tensors", {**sent, "expected_checksums": {"a": "b"}})
+    assert (refused.status_code, refused.json()["detail"]["field"]) == (400, "expected_checksums")
+
+
+def test_vllms_routes_and_model_names(engine, model, adapters):
+    body = {"lora_name": "policy-v1", "lora_path": str(adapters[0])}
+    answer = engine.post("/v1/load_lora_adapter", body)
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'policy-v1' added successfully.")
+    again = engine.post("/v1/load_lora_adapter", body)
+    assert (again.status_code, again.json()["error"]["code"]) == (400, "adapter_exists")
+    assert engine.post("/v1/load_lora_adapter", {**body, "load_inplace": True}).status_code == 200
+    cards = engine.get("/v1/models").json()["data"]
+    assert [(each["id"], each["parent"]) for each in cards] == [("base", None), ("policy-v1", "base")]
+    assert engine.get("/v1/models/policy-v1").json() == cards[1]
+    assert engine.get("/v1/models/other").status_code == 404
+    asked = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 0, "return_token_ids": True}
+    for name in ("policy-v1", "base:policy-v1"):
+        choice = engine.ok("/v1/completions", {**asked, "model": name})["choices"][0]
+        expected = logprobs_by_peft(model, adapters[0], [*PROMPT, *choice["token_ids"]], len(PROMPT))
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+    tokens = {
+        "model": "policy-v1",
+        "token_ids": PROMPT,
+        "sampling_params": {"max_tokens": 6, "temperature": 0},
+    }
+    assert engine.ok("/inference/v1/generate", tokens)["choices"][0]["token_ids"] == choice["token_ids"]
+    info = engine.get("/server_info", params={"config_format": "json"}).json()
+    assert info["vllm_config"]["lora_config"] == {"max_loras": 2, "max_lora_rank": 8}
+    removed = engine.post("/v1/unload_lora_adapter", {"lora_name": "policy-v1"})
+    assert removed.text == "Success: LoRA adapter 'policy-v1' removed successfully."
+    unknown = engine.post("/v1/completions", {**asked, "model": "policy-v1"})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    assert unknown.json()["error"]["param"] == "model"
+
+
+def test_skyrl_replaces_by_its_own_route(engine, adapters):
+    for path in adapters:
+        body = {"lora_name": "skyrl", "lora_path": str(path)}
+        assert engine.post("/skyrl/v1/load_lora_adapter", body).status_code == 200
+    assert engine.get("/v1/models").json()["data"][1]["root"] == str(adapters[1])
+
+
+def test_faults_name_the_field_and_change_nothing(engine, adapters, tmp_path):
+    engine.ok("/load_lora_adapter", {"lora_name": "a", "lora_path": str(adapters[0])})
+    known = logprobs(engine, lora_path="a")
+    edit_adapter(adapters[1], use_dora=True)
+    for body, status, code in (
+        ({"lora_path": str(adapters[1])}, 400, "unsupported"),
+        ({"lora_path": str(tmp_path)}, 400, "invalid_request"),
+        ({"lora_path": str(adapters[0] / "nowhere")}, 400, "checkpoint_error"),
+        ({"lora_path": "\0"}, 400, "invalid_request"),
+    ):
+        answer = engine.post("/load_lora_adapter", {"lora_name": "a", **body})
+        assert (answer.status_code, answer.json()["code"]) == (status, code), answer.text
+    assert engine.post("/load_lora_adapter", {"lora_name": "a"}).status_code == 400
+    assert logprobs(engine, lora_path="a") == known
