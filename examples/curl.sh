@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One call of each route of `caesura serve`, in an order in which all succeed:
 #
-#     caesura serve --model DIR --enable-memory-saver &
-#     MODEL=DIR bash examples/curl.sh
+#     caesura serve --model DIR --enable-memory-saver --enable-lora &
+#     MODEL=DIR ADAPTER=DIR bash examples/curl.sh
 #
 # The model needs a tokenizer with a chat template: some routes take text.
 # URL, KEY and ADMIN_KEY may be set as well. Prints each route and what it answered.
@@ -60,6 +60,16 @@ post /post_process_weights '{"restore_weights_before_load": false, "post_process
 post /continue_generation '{}'
 post /weights_checker '{"action": "compare"}'
 post /update_weight_version '{"new_version": "2"}'
+
+# A LoRA adapter in SGLang's words, in vLLM's, and in SkyRL's
+post /load_lora_adapter "{\"lora_name\": \"a\", \"lora_path\": \"$ADAPTER\"}"
+post /generate '{"input_ids": [1, 2, 3], "lora_path": "a", "sampling_params": {"max_new_tokens": 4}}'
+post /unload_lora_adapter '{"lora_name": "a"}'
+post /v1/load_lora_adapter "{\"lora_name\": \"b\", \"lora_path\": \"$ADAPTER\"}"
+post /v1/completions '{"model": "b", "prompt": "Hello", "max_tokens": 8}'
+post /v1/unload_lora_adapter '{"lora_name": "b"}'
+post /skyrl/v1/load_lora_adapter "{\"lora_name\": \"c\", \"lora_path\": \"$ADAPTER\"}"
+# POST /load_lora_adapter_from_tensors takes SGLang's pickles, from a Python trainer
 
 # The same with vLLM's routes, as prime-rl does it: requests are frozen and go on with the new weights
 post '/inference/v1/generate' '{"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8, "logprobs": 1}}'

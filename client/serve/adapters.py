@@ -1,7 +1,7 @@
 """Routes that load and unload LoRA adapters, in the words of SGLang, vLLM, SkyRL and prime-rl.
 
-Invariants: all do the same, and answer in their own form. A loaded name is replaced, but not by the route of
-vLLM without ``load_inplace``, nor by that of SGLang with ``upsert: false``. Folders lie under the weights root.
+Invariants: all do the same, each in its own form. A loaded name is replaced, but not by vLLM's route
+without ``load_inplace``, nor by SGLang's with ``upsert: false``. Folders lie under the weights root.
 """
 
 import asyncio

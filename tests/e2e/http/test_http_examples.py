@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 from support.http_serve import make_text_model, served
+from support.lora import make_adapter
 
 pytestmark = pytest.mark.slow  # its engines take seconds to start
 
@@ -19,6 +20,7 @@ ELSEWHERE = {
     "/destroy_weights_update_group",
     "/update_weights_from_distributed",
     "/update_weights_from_ipc",
+    "/load_lora_adapter_from_tensors",
 }
 
 
@@ -34,13 +36,18 @@ def load(name: str) -> ModuleType:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl_for_each_route(tmp_path):
     model = make_text_model(tmp_path / "text")
+    adapter = make_adapter(model, tmp_path / "adapter", ["q_proj"])
     keys = {"CAESURA_API_KEY": "k1", "CAESURA_ADMIN_KEY": "k2"}
-    with served("--model", str(model), "--enable-memory-saver", env=keys) as engine:
+    with served("--model", str(model), "--enable-memory-saver", "--enable-lora", env=keys) as engine:
         done = subprocess.run(
             ["bash", str(EXAMPLES / "curl.sh")],
             capture_output=True,
             text=True,
-            env={**os.environ, "URL": engine.url, "MODEL": str(model), "KEY": "k1", "ADMIN_KEY": "k2"},
+            env={
+                **os.environ,
+                **{"URL": engine.url, "MODEL": str(model), "ADAPTER": str(adapter)},
+                **{"KEY": "k1", "ADMIN_KEY": "k2"},
+            },
         )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr
     assert done.stdout.endswith("all done\n")
