@@ -1,6 +1,5 @@
 """The wire contract: every message that crosses it, and how it is framed (docs/reference/wire.md)."""
 
-from .adapters import *
 from .base import *
 from .codec import *
 from .control import *

@@ -5,7 +5,7 @@ from typing import Any, TypeVar, Union
 
 import msgspec
 
-from . import adapters, control, images, memory, weights  # noqa: F401 (their messages)
+from . import control, images, memory, weights  # noqa: F401 (their messages)
 from .base import MAX_HEADER_BYTES, Message, Reply, Request
 from .errors import CaesuraError, ErrorCode
 from .field_errors import field_error, nearest

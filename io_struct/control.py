@@ -440,11 +440,15 @@ class AdapterStatus(ReplyRecord, kw_only=True, frozen=True):
     """One version of an adapter in a slot."""
 
     name: str
+    """Name that requests choose it by."""
     adapter_epoch: int
+    """Number of this version: the engine's count of loaded adapters."""
     path: str
     """Folder that it was loaded from; empty for one from tensors."""
     rank: int
+    """Largest rank of its modules."""
     pinned: bool
+    """It is never unloaded to make room for another."""
     running: int
     """Live samples that have it."""
     replaced: bool = False
@@ -527,6 +531,7 @@ class GetStatusReqOutput(Reply, kw_only=True):
     max_loras: int = 0
     """Maximum number of loaded adapters; 0 means that none are served."""
     max_lora_rank: int = 0
+    """Largest rank of an adapter; 0 means that none are served."""
     adapters: list[AdapterStatus] = []
     """Adapters in slots, replaced versions that samples still have included."""
     kernels: dict[str, str] = {}

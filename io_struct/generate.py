@@ -342,7 +342,9 @@ class DeltaWeights(ReplyRecord, kw_only=True, frozen=True):
     """Start of the engine that sampled with them."""
     stale_kv: bool = False
     adapter: str | None = None
+    """Name of the adapter. None means the model itself."""
     adapter_epoch: int = 0
+    """Version of the adapter; 0 without one."""
 
 
 class DeltaDetails(ReplyRecord, kw_only=True, frozen=True):

@@ -1,6 +1,8 @@
-"""Weight updates: sessions, the four transports and the checker (semantics: docs/reference/lifecycle.md)."""
+"""Weight updates: sessions, four transports and the checker (semantics: docs/reference/lifecycle.md); LoRA
+adapters (docs/howto/adapters.md).
+"""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -10,6 +12,7 @@ from .control import ControlRequest, PositiveDuration, WeightsState
 DEFAULT_GROUP_NAME = "weight_update_group"
 """SGLang's default."""
 GroupName = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+OnRunning = Literal["finish_old", "retract", "keep"]
 CheckerAction = Literal["checksum", "snapshot", "compare", "reset_tensors"]
 BroadcastSizes = Annotated[list[Annotated[int, msgspec.Meta(ge=1)]], msgspec.Meta(min_length=1)]
 DEFAULT_BROADCAST_TIMEOUT_S = 300.0
@@ -322,3 +325,63 @@ class WeightsCheckerReqOutput(Reply, kw_only=True):
     """``checksum``, ``snapshot`` and ``compare``: one checksum over all of them. Otherwise empty."""
     changed: list[str] = []
     """``compare``: names whose bytes differ from the snapshot."""
+
+
+class LoadAdapterReqInput(ControlRequest, kw_only=True):
+    """Load an adapter while generation goes on, or replace the one of this name, at a step boundary.
+
+    It is checked before its first byte is read; a failed load changes nothing.
+    """
+
+    name: Identifier
+    """Name that generate requests choose it by."""
+    path: FolderPath | None = None
+    """Folder with adapter_config.json and adapter_model.safetensors, as PEFT saves them. None means that
+    tensors come with the message."""
+    config: dict[str, Any] | None = None
+    """The content of adapter_config.json. None means that ``path`` has it."""
+    specs: list[TensorSpec] = []
+    """Tensors in the frames of this message or in ``handle``, by the names of adapter_model.safetensors."""
+    handle: SharedMemoryHandle | None = None
+    """Shared memory of the same host and user with all tensors, free for reuse after the reply. None means
+    that they are frames of the message, or in ``path``."""
+    replace: bool = True
+    """False: refuse (``adapter_exists``) if an adapter of this name is loaded."""
+    pinned: bool = False
+    """True: it is never unloaded to make room for another."""
+    on_running: OnRunning = "finish_old"
+    """What samples of the replaced version do. ``finish_old``: they end with it. ``retract``: they go on with
+    the new one, and their KV is computed again. ``keep``: likewise, over the KV that they have."""
+
+
+class LoadAdapterReqOutput(Reply, kw_only=True):
+    """The adapter serves all requests that arrive from now on."""
+
+    adapter_epoch: int
+    """Number of this version: the engine's count of loaded adapters."""
+    tensors: int
+    """Number of tensors that were read."""
+    changed_tensors: int
+    """Tensors that differ from those of the version that was replaced; all, if there was none."""
+    norm: float
+    """Frobenius norm of the change of the weights, over all modules; 0 for an adapter without effect."""
+    rank: int
+    """Largest rank of its modules."""
+    evicted: list[str] = []
+    """Names of the adapters that were unloaded to make room."""
+    switched: int = 0
+    """Samples that went on with the new version."""
+
+
+class UnloadAdapterReqInput(ControlRequest, kw_only=True):
+    """Unload an adapter. Requests that have it end with it; new ones are refused at once."""
+
+    name: Identifier
+    """Name that it was loaded by."""
+
+
+class UnloadAdapterReqOutput(Reply, kw_only=True):
+    """No new request can have the adapter."""
+
+    running: int
+    """Samples that still end with it."""

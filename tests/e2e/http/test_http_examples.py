@@ -45,8 +45,11 @@ def test_curl_for_each_route(tmp_path):
             text=True,
             env={
                 **os.environ,
-                **{"URL": engine.url, "MODEL": str(model), "ADAPTER": str(adapter)},
-                **{"KEY": "k1", "ADMIN_KEY": "k2"},
+                "URL": engine.url,
+                "MODEL": str(model),
+                "ADAPTER": str(adapter),
+                "KEY": "k1",
+                "ADMIN_KEY": "k2",
             },
         )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr

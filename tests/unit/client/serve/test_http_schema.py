@@ -13,7 +13,7 @@ import pytest
 from support.http_server import routes_served
 
 from caesura.client.exceptions import InvalidRequest
-from caesura.client.serve import adapters
+from caesura.client.serve import lora_routes
 from caesura.client.serve.options import ServeOptions
 from caesura.client.serve.sglang import control, rollout, tokenize, weights
 from caesura.client.serve.sglang import generate as schema
@@ -46,10 +46,10 @@ DOCUMENTED = {
     "`/update_weights_from_ipc`": weights.ParameterServerBody,
     "`/begin_weight_update`": weights.BeginBody,
     "`/end_weight_update`": weights.EndBody,
-    "`/load_lora_adapter`, `/skyrl/v1/load_lora_adapter`": adapters.LoadBody,
-    "`/load_lora_adapter_from_tensors`": adapters.TensorsBody,
-    "`/unload_lora_adapter`, `/v1/unload_lora_adapter`": adapters.UnloadBody,
-    "`/v1/load_lora_adapter`": adapters.InplaceBody,
+    "`/load_lora_adapter`, `/skyrl/v1/load_lora_adapter`": lora_routes.LoadBody,
+    "`/load_lora_adapter_from_tensors`": lora_routes.TensorsBody,
+    "`/unload_lora_adapter`, `/v1/unload_lora_adapter`": lora_routes.UnloadBody,
+    "`/v1/load_lora_adapter`": lora_routes.InplaceBody,
     "`/start_profile`": control.StartProfileBody,
     "`/rollout/generate`": rollout.RolloutBody,
     "`/stop_profile`": control.StopProfileBody,
