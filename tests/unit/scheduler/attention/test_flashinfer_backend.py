@@ -9,6 +9,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import fake_flashinfer
+from support.fake_flashinfer import DTYPES, FORM
+from support.flashinfer_interface import takes
 from support.forward_batches import attention_shape, scattered_batch
 from support.properties import examples
 from torch import Tensor
@@ -301,16 +303,17 @@ def test_the_workspace_is_that_of_the_largest_step(monkeypatch, heads, kv_heads,
 def test_the_library_is_asked_for_its_workspace(answer):
     asked = []
 
-    def workspace_size(self, *lists, **options):
-        asked.append((type(self).__name__, [tuple(each.shape) for each in lists[:3]]))
+    def workspace_size(self, given):
+        lists = [tuple(each.shape) for each in vars(given).values() if isinstance(each, Tensor)]
+        asked.append((type(self).__name__, lists))
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    made = {
-        name: type(name, (getattr(fake_flashinfer, name),), {"workspace_size": workspace_size})
-        for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
-    }
+    made = {}
+    for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"):
+        bound = takes(f"{name}.workspace_size", causal=False, **FORM, **DTYPES)(workspace_size)
+        made[name] = type(name, (getattr(fake_flashinfer, name),), {"workspace_size": bound})
     library = SimpleNamespace(**{**vars(fake_flashinfer), **made})
     pool = filled_pool()
     backend = FlashInferBackend(pool, shape_over(pool), LIMITS, library)
