@@ -18,7 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from caesura.scheduler.kernels import native
 from caesura.scheduler.layers import experts as experts_module
-from caesura.scheduler.layers.experts import Experts
+from caesura.scheduler.layers.experts import ExpertNames, Experts
 from caesura.scheduler.layers.mlp import GatedMLP
 from caesura.scheduler.layers.moe import MoeBlock, RoutedExperts, Router
 from caesura.scheduler.layers.parameters import Placement
@@ -31,8 +31,12 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def random_experts(count: int, hidden: int, width: int, dtype: torch.dtype, seed: int = 0) -> Experts:
-    layer = Experts("e", "p", count, hidden, width, place=Placement(dtype, CPU))
+def random_experts(
+    count: int, hidden: int, width: int, dtype: torch.dtype, seed: int = 0, *, stacked: bool = False
+) -> Experts:
+    """``stacked``: as gpt-oss has them, with biases and another gate."""
+    further = {"names": ExpertNames(stacked=True), "bias": True, "bend": "clamped"} if stacked else {}
+    layer = Experts("e", "p", count, hidden, width, **further, place=Placement(dtype, CPU))
     generator = torch.Generator().manual_seed(seed)
     for slot in layer.slots():
         slot.write(torch.randn(slot.shape, generator=generator) / slot.shape[1] ** 0.5, 0)
@@ -40,29 +44,36 @@ def random_experts(count: int, hidden: int, width: int, dtype: torch.dtype, seed
 
 
 def by_definition(layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    read = {slot.name: slot.read().double() for slot in layer.slots()}
-    y = torch.zeros(x.shape, dtype=torch.float64)
-    for token, experts in enumerate(ids.tolist()):
-        for expert, weight in zip(experts, weights[token].double()):
-            gate, up, down = (read[f"p.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down"))
-            row = x[token].double()
-            y[token] += weight * (down @ (functional.silu(gate @ row) * (up @ row)))
-    return y
+    read = {slot.name.removeprefix("p."): slot.read().double() for slot in layer.slots()}
+
+    def of_expert(expert: int, row: Tensor) -> Tensor:
+        if "gate_up_proj" in read:
+            both, bias = row @ read["gate_up_proj"][expert], read["gate_up_proj_bias"][expert]
+            gate, up = (both + bias).view(-1, 2).unbind(1)
+            inner = gate.clamp(max=7) * functional.sigmoid(1.702 * gate.clamp(max=7)) * (up.clamp(-7, 7) + 1)
+            return inner @ read["down_proj"][expert] + read["down_proj_bias"][expert]
+        gate, up, down = (read[f"{expert}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        return down @ (functional.silu(gate @ row) * (up @ row))
+
+    return torch.stack(
+        [
+            sum(weight * of_expert(expert, row) for expert, weight in zip(experts, factors))
+            for row, experts, factors in zip(x.double(), ids.tolist(), weights.double())
+        ]
+    )
 
 
-@pytest.mark.parametrize(
-    ("hidden", "width", "dtype"),
-    [
-        (40, 24, torch.float32),
-        (41, 7, torch.float32),  # no grouped product of torch's takes it
-        (40, 24, torch.bfloat16),
-        (50, 31, torch.bfloat16),  # nor can it be packed
-        (32, 48, torch.float16),
-    ],
-)
+@pytest.mark.parametrize(("hidden", "width", "dtype", "stacked"), [
+    (40, 24, torch.float32, False),
+    (41, 7, torch.float32, False),  # no grouped product of torch's takes it
+    (40, 24, torch.bfloat16, False),
+    (50, 31, torch.bfloat16, False),  # nor can it be packed
+    (32, 48, torch.float16, False),
+    (20, 12, torch.float32, True),
+])  # fmt: skip
 @pytest.mark.usefixtures("served")
-def test_forward_is_the_definition(hidden: int, width: int, dtype: torch.dtype) -> None:
-    layer = random_experts(5, hidden, width, dtype)
+def test_forward_is_the_definition(hidden: int, width: int, dtype: torch.dtype, stacked: bool) -> None:
+    layer = random_experts(5, hidden, width, dtype, stacked=stacked)
     generator = torch.Generator().manual_seed(1)
     for tokens in (1, 2, 37):
         x = torch.randn(tokens, hidden, generator=generator).to(dtype)
@@ -194,21 +205,21 @@ def test_a_block_adds_what_everything_goes_through() -> None:
 # Weights
 
 
-@pytest.mark.parametrize(
-    ("hidden", "width", "dtype"),
-    [(40, 24, torch.float32), (44, 23, torch.bfloat16), (48, 40, torch.bfloat16)],
-)
+@pytest.mark.parametrize(("hidden", "width", "dtype", "stacked"), [
+    (40, 24, torch.float32, False), (44, 23, torch.bfloat16, False), (48, 40, torch.bfloat16, False),
+    (20, 12, torch.float32, True),
+])  # fmt: skip
 @given(data=st.data())
 @settings(max_examples=examples(20))
+@pytest.mark.usefixtures("served")
 def test_tensors_are_written_in_place_in_any_pieces(
-    hidden: int, width: int, dtype: torch.dtype, data: st.DataObject
+    hidden: int, width: int, dtype: torch.dtype, stacked: bool, data: st.DataObject
 ) -> None:
-    layer = random_experts(3, hidden, width, dtype)
+    layer = random_experts(3, hidden, width, dtype, stacked=stacked)
     addresses = [p.data.data_ptr() for p in layer.parameters()]
     slots = list(layer.slots())
-    assert [slot.name for slot in slots[3:6]] == [
-        f"p.1.{part}_proj.weight" for part in ("gate", "up", "down")
-    ]
+    parts = [f"p.1.{part}_proj.weight" for part in ("gate", "up", "down")]
+    assert stacked or [slot.name for slot in slots[3:6]] == parts
     before = [slot.read().clone() for slot in slots]
     written = data.draw(st.integers(0, len(slots) - 1))
     new = torch.randn(slots[written].shape)

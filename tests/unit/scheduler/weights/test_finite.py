@@ -28,7 +28,7 @@ NAN, INF = float("nan"), float("inf")
 KV_UP = "model.layers.0.self_attn.kv_b_proj.weight"
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3-moe", "deepseek-v3", "deepseek-v3 fp8"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3-moe", "gpt-oss", "deepseek-v3", "deepseek-v3 fp8"])
 def model(request, tmp_path_factory) -> CausalLM:
     family, _, form = request.param.partition(" ")
     folder: Path = tmp_path_factory.mktemp("model")
