@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file
 from support.architectures import ARCHITECTURES, REFUSED, tiny_config, tiny_model
 from support.checkpoints import edit_config, make_checkpoint
-from support.foreign_comparison import compare, prompt
+from support.foreign_comparison import WAYS, compare, prompt
 from support.forward_batches import PagedModel, Sequence, layer_by_layer, load_model
 from support.stored_weights import storage
 from torch import Tensor, nn
@@ -46,9 +46,6 @@ ORDINARY = (
 """Between them: windows, sinks, tied and scaled embeddings, logit scales, experts of both kinds, fused
 checkpoints.
 """
-WAYS = {
-    "prefill", "chunked prefill", "prefix hit", "decode", "mixed", "in_place update", "retract and update",
-}  # fmt: skip
 CPU = torch.device("cpu")
 
 
