@@ -44,6 +44,7 @@ class Compared:
 
     def note(self, way: str, got: Tensor, expected: Tensor) -> None:
         assert got.shape == expected.shape
+        assert got.isfinite().all(), way
         self.gaps[way] = max(self.gaps.get(way, 0.0), (got - expected).abs().max().item())
 
     def update(self) -> None:
