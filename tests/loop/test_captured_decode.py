@@ -118,14 +118,10 @@ def test_the_tag_of_graphs_releases_and_resumes_them(paths, expected, device):
         assert_same(driver.finish(submit(driver)), expected[0])
 
 
-def test_an_engine_starts_where_kernels_cannot_be_compiled(paths, expected, device, monkeypatch, caplog):
-    no_compiler, kernels = (
-        RuntimeError("Could not find nvcc"),
-        fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper,
-    )
-    Fault(monkeypatch, kernels, "plan", no_compiler, range(1000))
+def test_an_engine_starts_without_a_compiler_of_kernels(paths, expected, device, caplog):
+    kernels, error = fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper, RuntimeError("Could not find nvcc")
     backends.failure_of.cache_clear()
-    with driver_of(paths[0], pipeline_depth=1) as driver:
+    with Fault(kernels, "plan", error, range(1000)), driver_of(paths[0], pipeline_depth=1) as driver:
         assert "flashinfer: a step with it fails: RuntimeError: Could not find nvcc" in caplog.text
         assert driver.status().kernels["attention"] == "torch"
         assert_same(driver.finish(submit(driver)), expected[0])

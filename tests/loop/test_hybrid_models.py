@@ -215,15 +215,13 @@ def test_an_aborted_request_leaves_no_state_behind(models):
     check(models, rids)
 
 
-def test_a_step_that_ran_out_of_memory_between_two_layers(models, monkeypatch):
+def test_a_step_that_ran_out_of_memory_between_two_layers(models):
     driver, prompts = models.driver, [prompt_of(60, 11), prompt_of(20, 12)]
     rids = {send(driver, prompt, 20): prompt for prompt in prompts}
     driver.tick(9)
-    backend = models.runner.backend
-    with monkeypatch.context() as patch:
-        fault = Fault(patch, backend, "delta" if why_not() else "compiled", NO_MEMORY[1], {2})
+    with Fault(models.runner.backend, "delta" if why_not() else "compiled", NO_MEMORY[1], {2}) as fault:
         driver.tick(1)
-        assert fault.raised
+    assert fault.raised
     driver.run_until_idle()
     check(models, rids)
     assert {driver.result(rid).finish_reason.type for rid in rids} == {"length"}

@@ -182,8 +182,8 @@ def test_prompts_that_do_not_fit_together_are_encoded_apart(driver, memory, monk
     assert steps == [2, 2]
 
 
-def test_a_sample_whose_steps_fail_apart_goes_on(driver, monkeypatch):
-    Fault(monkeypatch, driver.engine.runner, "execute", MemoryError("not enough"), range(0, 1000, 2))
-    (reason,) = run(driver, request(sde=SdeParams(type="sde")))
+def test_a_sample_whose_steps_fail_apart_goes_on(driver):
+    with Fault(driver.engine.runner, "execute", MemoryError("not enough"), range(0, 1000, 2)):
+        (reason,) = run(driver, request(sde=SdeParams(type="sde")))
     assert reason.type == "length"
     assert driver.status().step_failures.failed == STEPS + 2

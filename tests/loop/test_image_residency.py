@@ -7,18 +7,12 @@ from safetensors.torch import load_file
 from support.faults import Fault
 from support.scripted import EngineDriver, one_piece_per_slice
 
-from caesura.io_struct import (
-    CaesuraError,
-    ErrorCode,
-    GenerateImagesReqInput,
-    SdeParams,
-)
+from caesura.io_struct import GenerateImagesReqInput, SdeParams
 
 pytest.importorskip("diffusers")
 from support.image_requests import send_tensors
 from support.pipelines import make_flux, make_qwen_image, make_sd3, tensors_of
 
-from caesura.scheduler.memory import residency as residency_module
 from caesura.scheduler.memory.offload import LayerwiseOffloadStrategy
 
 STEPS = 3
@@ -311,29 +305,21 @@ def emptyings(driver, place="component"):
     return {each.place: each.count for each in driver.status().totals.emptied}.get(place, 0)
 
 
-def test_an_engine_lives_on_when_a_step_or_a_component_does_not_fit(pipelines, expected, monkeypatch):
+def test_an_engine_outlives_what_does_not_fit(pipelines, expected):
     with engine(pipelines("sd3"), "offload", "layerwise") as driver:
         failures = emptyings(driver, "failure")
-        Fault(monkeypatch, driver.engine.runner.family, "encode", RuntimeError("out of memory"), {0})
-        alike(run(driver, *messages()), expected("sd3")[1])
+        with Fault(driver.engine.runner.family, "encode", RuntimeError("out of memory")):
+            alike(run(driver, *messages()), expected("sd3")[1])
         assert emptyings(driver, "failure") == failures + 1
-        monkeypatch.undo()
 
         driver.pause("abort")
         driver.go_on()
-        before = residency_module.ComponentResidencyManager._require_room
-
-        def full(manager, component):
-            if component.name == "vae":
-                raise CaesuraError(ErrorCode.OUT_OF_MEMORY, "vae does not fit")
-            before(manager, component)
-
-        monkeypatch.setattr(residency_module.ComponentResidencyManager, "_require_room", full)
+        vae = {"calls": range(1000), "only": lambda component: component.name == "vae"}
         asked = messages()
-        driver.run(*asked)
+        with Fault(driver.engine.residency, "_require_room", MemoryError("no room"), **vae):
+            driver.run(*asked)
         ended = [driver.images[m.id, i][0].finish_reason for m in asked for i in range(m.n)]
         assert {(reason.type, reason.code) for reason in ended} == {("error", "out_of_memory")}
-        monkeypatch.undo()
         alike(run(driver, *messages()), expected("sd3")[1])
 
 

@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.edited_logits import edited, log_softmax, logits_of, with_logits
+from support.faults import Fault
 from support.scripted import EngineDriver, cell, next_token, prompt_of, tokens_of
 
 from caesura.io_struct import GenerateReqOutput, SamplingParams
@@ -184,8 +185,8 @@ def test_preempted_requests_start_their_counters_anew(tiny_model, depth):
 def test_a_lost_step_is_counted_once(tiny_model, depth, lost):
     with EngineDriver(str(tiny_model), pipeline_depth=depth, chunked_prefill_size=32) as driver:
         rids = start(driver)
-        driver.runner.lose_step(lost)
-        driver.run_until_idle()
+        with Fault(driver.runner, "on_fetch", MemoryError(), {lost}):
+            driver.run_until_idle()
         check_all(driver, rids)
         assert driver.status().step_failures.failed == 1
 

@@ -104,7 +104,7 @@ def test_an_engine_that_is_paused_forgets_requests_that_were_aborted(driver):
 
 @pytest.mark.parametrize("error", [BUG, NO_MEMORY[2]], ids=["bug", "memory"])
 @pytest.mark.parametrize("stage", ["open", "extend", "bind"])
-def test_a_request_that_cannot_be_started_ends_alone(driver, monkeypatch, stage, error):
+def test_a_request_that_cannot_be_started_ends_alone(driver, stage, error):
     runs = driver.generate([5, 6, 7], 40)
     driver.tick(4)
     batcher = driver.engine.batcher
@@ -114,31 +114,23 @@ def test_a_request_that_cannot_be_started_ends_alone(driver, monkeypatch, stage,
         "bind": (batcher.table, lambda request, *rest: np.array_equal(request.prompt, PREFIX)),
     }[stage]
     bad, behind = driver.generate(PREFIX, 5), driver.generate([9, 10], 5)
-    original = getattr(owner, stage)
-
-    def fail(*arguments):
-        if is_bad(*arguments):
-            raise error
-        return original(*arguments)
-
-    monkeypatch.setattr(owner, stage, fail)
-    driver.run_until_idle()
+    with Fault(owner, stage, error, range(1000), only=is_bad):
+        driver.run_until_idle()
     assert driver.result(bad).finish_reason.type == "error"
     assert driver.result(bad).finish_reason.code == ("internal" if error is BUG else "out_of_memory")
     for rid, count in ((runs, 40), (behind, 5)):
         result = driver.check(rid)
         assert result.finish_reason.type == "length"
         assert len(tokens_of(result)) == count
-    monkeypatch.undo()
     check_nothing_is_left(driver)
 
 
-def test_a_start_that_fails_once_ends_no_request(driver, monkeypatch):
+def test_a_start_that_fails_once_ends_no_request(driver):
     runs = driver.generate([5, 6, 7], 40)
     driver.tick(4)
     rid = driver.generate(PREFIX, 5)
-    fault = Fault(monkeypatch, driver.engine.batcher.table, "bind", BUG, {0})
-    driver.run_until_idle()
+    with Fault(driver.engine.batcher.table, "bind", BUG) as fault:
+        driver.run_until_idle()
     assert fault.raised == 1
     assert {driver.result(each).finish_reason.type for each in (runs, rid)} == {"length"}
 

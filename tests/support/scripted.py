@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from pathlib import Path
 from time import monotonic
 from typing import Any, Self
@@ -249,16 +248,6 @@ class ScriptedRunner:
             fail,
             partial(self.on_fetch, batch),
         )
-
-    def lose_step(self, number: int) -> None:
-        """Run out of memory when the results of step ``number``, counted from here on, are fetched."""
-        steps = count()
-
-        def fetch(batch: ForwardBatch) -> None:
-            if next(steps) == number:
-                raise MemoryError("scripted")
-
-        self.on_fetch = fetch
 
     def _overwrite_states(self, batch: ForwardBatch) -> np.ndarray:
         before = self.states.copy()
