@@ -36,7 +36,7 @@ def commit(driver: EngineDriver, path: object) -> None:
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_logprobs_of_a_prompt_are_of_the_weights_that_sample(tiny_model, other_model, mode, parts):
+def test_logprobs_of_a_prompt_are_of_weights_that_sample(tiny_model, other_model, mode, parts):
     with engine(tiny_model, 32 // parts) as driver:
         rid = driver.generate(PROMPT, 4, return_logprob=True, logprob_start_len=1, top_logprobs_num=1)
         driver.tick(1)
@@ -53,7 +53,7 @@ def test_logprobs_of_a_prompt_are_of_the_weights_that_sample(tiny_model, other_m
         )
 
 
-def test_logprobs_of_a_prompt_stay_with_the_tokens_sampled_after_it(tiny_model, other_model):
+def test_logprobs_of_a_prompt_outlive_an_update(tiny_model, other_model):
     with engine(tiny_model) as driver:
         expected = input_logprobs(driver)
         rid = driver.generate(PROMPT, 8, return_logprob=True, logprob_start_len=1)
@@ -76,9 +76,7 @@ def aborted_after_a_retract(driver: EngineDriver, ticks: int) -> GenerateReqOutp
 
 
 @pytest.mark.parametrize("ticks", [1, 2])
-def test_an_abort_after_a_retract_gives_no_logprobs_of_a_prompt_that_was_not_computed_to_its_end(
-    tiny_model, ticks
-):
+def test_an_abort_of_a_retracted_prompt_has_no_logprobs(tiny_model, ticks):
     with engine(tiny_model, 8) as driver:
         result = aborted_after_a_retract(driver, ticks)
     assert (result.num_retractions, result.output_ids, result.output_logprobs) == (1, b"", b"")
@@ -87,7 +85,7 @@ def test_an_abort_after_a_retract_gives_no_logprobs_of_a_prompt_that_was_not_com
     assert result.weight_versions == []
 
 
-def test_an_abort_after_a_retract_gives_the_logprobs_of_the_tokens_sampled_and_no_others(tiny_model):
+def test_an_abort_after_a_retract_has_the_sampled_logprobs(tiny_model):
     with engine(tiny_model) as driver:
         whole = driver.generate(PROMPT, 50, **EVERY_LOGPROB)
         driver.run_until_idle()

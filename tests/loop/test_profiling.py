@@ -32,7 +32,7 @@ def operations(path: str) -> list[dict]:
     return [event for event in events if event.get("cat") == "cpu_op"]
 
 
-def test_a_trace_ends_after_its_steps_and_has_their_operations(driver, folder):
+def test_a_trace_has_the_operations_of_its_steps(driver, folder):
     started = driver.call(Start(num_steps=3, record_shapes=True))
     assert (started.num_steps, Path(started.path).parent) == (3, folder)
     driver.generate([5, 6, 7], 3)
@@ -110,7 +110,7 @@ def test_a_folder_outside_is_refused(driver, folder, wanted):
     assert_error(driver.call(Stop()), "invalid_request")
 
 
-def test_a_file_that_cannot_be_written_is_an_error_and_no_end_of_tracing(driver, folder):
+def test_a_trace_that_cannot_be_written_is_an_error(driver, folder):
     driver.call(Start(output_dir="gone"))
     (folder / "gone").rmdir()
     assert "could not be written" in assert_error(driver.call(Stop(), max_ticks=20_000), "internal").message

@@ -142,7 +142,7 @@ def test_a_stream_with_details_has_the_masks_of_its_tokens(tiny_model, depth):
                 assert found[rid, index] == {at: mask.at(at) for at in range(NEW - 1)}
 
 
-def test_masks_that_would_not_fit_a_message_end_their_sample_alone(tiny_model, depth, monkeypatch):
+def test_masks_too_large_for_a_message_end_their_sample(tiny_model, depth, monkeypatch):
     with EngineDriver(str(tiny_model), pipeline_depth=depth) as driver:
         requests = start(driver)
         monkeypatch.setattr(outputs, "MAX_MASK_BYTES", 4 * 9 * 5)

@@ -57,7 +57,7 @@ def check_rest(driver):
 
 
 @pytest.mark.parametrize("kind", ["states", "windows"])
-def test_samples_share_the_prompt_and_the_next_turn_goes_on_from_it(folders, depth, kind):
+def test_samples_share_the_prompt_with_the_next_turn(folders, depth, kind):
     with engine(folders, kind, depth) as driver:
         rid = driver.generate(prompt_of(100), 62, n=4)
         driver.run_until_idle()
@@ -68,7 +68,7 @@ def test_samples_share_the_prompt_and_the_next_turn_goes_on_from_it(folders, dep
             check_rest(driver)
 
 
-def test_a_prefix_without_a_state_is_computed_once_more_and_then_shared(driver):
+def test_a_prefix_without_a_state_is_computed_once_more(driver):
     driver.complete(prompt_of(104), 3)
     others = [[*prompt_of(70), 4, 5, seed] for seed in range(3)]
     assert [driver.complete(other, 3).cached_tokens for other in others] == [0, 64, 64]
@@ -121,7 +121,7 @@ def test_torn_states_are_not_reused(driver, stage, error):
         check_rest(driver)
 
 
-def test_a_request_of_the_step_after_a_lost_one_starts_again(folders):
+def test_a_request_after_a_lost_step_starts_again(folders):
     with EngineDriver(folders["states"][0], pipeline_depth=1, chunked_prefill_size=32) as driver:
         driver.complete(prompt_of(60), 1)
         guilty = driver.generate(prompt_of(9, 1), 20)

@@ -53,9 +53,7 @@ def checksum(driver: EngineDriver) -> str:
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensor", "ipc"])
-def test_every_transport_brings_the_weights_of_a_plain_start(
-    driver, expected, tiny_model, other_model, transport
-):
+def test_every_transport_uploads_the_weights(driver, expected, tiny_model, other_model, transport):
     before = checksum(driver)
     assert (before != expected, Counting.loads) == (True, 1), "the start is a load as well"
     if transport == "disk":
