@@ -15,13 +15,8 @@ from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from ...io_struct import (
-    CaesuraError,
-    TensorSpec,
-    UpdateWeightsFromDistributedReqInput,
-    WeightUpdateReqOutput,
-    new_id,
-)
+from ... import io_struct as wire
+from ...io_struct import CaesuraError
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ...transfer.process_group import Backend, mark_present
 from ..connection.client_options import UpdateOptions
@@ -102,7 +97,7 @@ class WeightUpdateChain:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
-    ) -> list[WeightUpdateReqOutput]:
+    ) -> list[wire.WeightUpdateReqOutput]:
         """Update all engines with a whole checkpoint; return their replies in the order of the chain.
 
         Raises:
@@ -148,7 +143,7 @@ def clone_weights(
     broadcast_timeout_s: float = CLONE_BROADCAST_TIMEOUT_S,
     timeout: float | None = None,
     **options: Unpack[UpdateOptions],
-) -> list[WeightUpdateReqOutput]:
+) -> list[wire.WeightUpdateReqOutput]:
     """Give the committed weights of ``source`` to ``targets``, and return their replies in order.
 
     All are engines of one model. A target gets the source's label, unless ``weight_version`` is another, and
@@ -167,7 +162,7 @@ def clone_weights(
     tensors = source.weights_manifest(component=component, timeout=timeout).tensors
     specs = [tensor.spec() for tensor in tensors]
     counts = [len(part) for part in whole(specs, bucket_size(bucket_bytes), attrgetter("nbytes"))]
-    links = [f"clone-{new_id()}" for _ in targets]
+    links = [f"clone-{wire.new_id()}" for _ in targets]
     engines = [source, *targets]
     with_all = backend or backend_of(engines, timeout_s)
     store, _ = make_store(master_address, master_port, timedelta(seconds=timeout_s))
@@ -211,17 +206,17 @@ def leave_links(engines: "Sequence[ControlClient]", links: Sequence[str]) -> Non
 def _update(
     clients: "Sequence[ControlClient]",
     links: Sequence[str],
-    specs: list[TensorSpec],
+    specs: list[wire.TensorSpec],
     counts: Sequence[int],
     options: dict[str, Any],
     head: Head,
     timeout: float | None,
-) -> list[WeightUpdateReqOutput]:
+) -> list[wire.WeightUpdateReqOutput]:
     """Load ``specs`` into every engine, then commit. Engine ``i`` receives from ``links[i]``."""
     update = TwoPhaseUpdate(clients, specs, options, timeout)
     first = update.start(
         [
-            UpdateWeightsFromDistributedReqInput(
+            wire.UpdateWeightsFromDistributedReqInput(
                 specs=specs,
                 group_name=link,
                 relay_to=next_link,

@@ -21,13 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 import torch
 from torch import Tensor
 
-from ...io_struct import (
-    CaesuraError,
-    Message,
-    Request,
-    UpdateWeightsFromDistributedReqInput,
-    WeightUpdateReqOutput,
-)
+from ... import io_struct as wire
+from ...io_struct import CaesuraError
 from ...io_struct.field_errors import one_of
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ...transfer.process_group import (
@@ -174,7 +169,7 @@ class WeightUpdateGroup:
         load_format: LoadFormat = "flattened_bucket",
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
-    ) -> list[WeightUpdateReqOutput]:
+    ) -> list[wire.WeightUpdateReqOutput]:
         """Update all engines with one broadcast; return their replies in the order of ranks.
 
         If every client has begun a session, the update belongs to these. If one engine fails, its error is
@@ -185,20 +180,20 @@ class WeightUpdateGroup:
         if begun:
             named["session_id"] = clients[0].session_id
 
-        def start(common: Request, expects: type[Message], _: object) -> _Tickets:
+        def start(common: wire.Request, expects: type[wire.Message], _: object) -> _Tickets:
             futures = []
             for client in clients:
                 request = copy.copy(common)
-                if begun and isinstance(request, UpdateWeightsFromDistributedReqInput):
+                if begun and isinstance(request, wire.UpdateWeightsFromDistributedReqInput):
                     request.session_id = client.session_id
                 futures.append(started(client, request, expects))
             return _Tickets(futures)
 
-        def replies(tickets: _Tickets, request: Request) -> list[Any]:
+        def replies(tickets: _Tickets, request: wire.Request) -> list[Any]:
             return _replies(clients, tickets.futures, request, timeout)
 
         sender = Sender(start, at_once(replies), at_once(operator.call))
-        found: list[WeightUpdateReqOutput] = finished(
+        found: list[wire.WeightUpdateReqOutput] = finished(
             self.carry_out(sender, named_tensors, named, bucket_bytes=bucket_bytes, load_format=load_format)
         )
         return found
@@ -227,7 +222,7 @@ class WeightUpdateGroup:
     ) -> Any:
         reply = None
         for part in parts:
-            request = UpdateWeightsFromDistributedReqInput(
+            request = wire.UpdateWeightsFromDistributedReqInput(
                 specs=manifest(part), group_name=self.group_name, load_format=load_format, **options
             )
             ticket = sender.send(request)
@@ -321,7 +316,10 @@ class _Tickets:
 
 
 def _replies(
-    clients: "Sequence[ControlClient]", futures: list[Future[Any]], request: Request, timeout: float | None
+    clients: "Sequence[ControlClient]",
+    futures: list[Future[Any]],
+    request: wire.Request,
+    timeout: float | None,
 ) -> list[Any]:
     """Return every engine's reply, or, once all have answered, raise the first error, refusals first."""
     replies: list[Any] = []

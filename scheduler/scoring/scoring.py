@@ -25,15 +25,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...io_struct import (
-    CaesuraError,
-    ErrorCode,
-    ErrorReply,
-    ReferenceStatus,
-    Residency,
-    ScoreReqInput,
-    ScoreReqOutput,
-)
+from ... import io_struct as wire
+from ...io_struct import CaesuraError, ErrorCode
 from ...io_struct.generate import GREEDY_BELOW
 from ..cache.allocator import PageAllocator
 from ..execution.build import build_backend, load_model, longest_context, make_pool, require_deterministic
@@ -67,7 +60,7 @@ _ROW_BYTES = 128 << 20
 
 _Ids = npt.NDArray[np.int64]
 _LAYER = re.compile(r"layers\.(\d+)\.")
-_STRATEGIES: dict[Residency, tuple[Strategy, Strategy]] = {
+_STRATEGIES: dict[wire.Residency, tuple[Strategy, Strategy]] = {
     "resident": (ResidentStrategy(), ResidentStrategy(preserve=False)),
     "offload": (ComponentOffloadStrategy(), ComponentOffloadStrategy(preserve=False)),
     "layerwise": (LayerwiseOffloadStrategy(), ComponentOffloadStrategy(preserve=False)),
@@ -140,7 +133,7 @@ class Scoring:
         self._queue: deque[_Sequence] = deque()
         self._messages: dict[str, _Message] = {}
         self._work: Generator[None, None, None] | None = None
-        self._answers: list[ScoreReqOutput | ErrorReply] = []
+        self._answers: list[wire.ScoreReqOutput | wire.ErrorReply] = []
         self._scored_tokens = 0
         self.waits = False
         """True if scoring can go on only when the device has finished."""
@@ -149,7 +142,7 @@ class Scoring:
     def has_work(self) -> bool:
         return bool(self._work is not None or self._queue or self._answers)
 
-    def accept(self, message: ScoreReqInput) -> None:
+    def accept(self, message: wire.ScoreReqInput) -> None:
         """Queue all sequences of a message, or none."""
         self._engine.state.require_resident("weights")
         pending, limit = len(self._queue), self._engine.config.max_waiting_requests
@@ -170,7 +163,7 @@ class Scoring:
         self._messages[message.id] = job
         self._answer_if_complete(job)
 
-    def _check(self, message: ScoreReqInput) -> None:
+    def _check(self, message: wire.ScoreReqInput) -> None:
         if not 0.0 <= message.temperature <= 1e4:
             raise _invalid("temperature", repr(message.temperature), "must be finite and in [0, 10000]")
         if len(message.start) != len(message.input_ids):
@@ -200,7 +193,7 @@ class Scoring:
                     total_tokens=pool_tokens,
                 )
 
-    def advance(self) -> list[ScoreReqOutput | ErrorReply]:
+    def advance(self) -> list[wire.ScoreReqOutput | wire.ErrorReply]:
         engine = self._engine
         started, self.waits = perf_counter(), False
         if "weights" in engine.state.released:
@@ -227,14 +220,14 @@ class Scoring:
         answers, self._answers = self._answers, []
         return answers
 
-    def end(self, message: str, code: ErrorCode) -> list[ScoreReqOutput | ErrorReply]:
+    def end(self, message: str, code: ErrorCode) -> list[wire.ScoreReqOutput | wire.ErrorReply]:
         self._fail_all(CaesuraError(code, message))
         answers, self._answers = self._answers, []
         return answers
 
-    def status(self) -> ReferenceStatus:
+    def status(self) -> wire.ReferenceStatus:
         engine = self._engine
-        return ReferenceStatus(
+        return wire.ReferenceStatus(
             model_path=self._model_path,
             residency=engine.config.reference_residency,
             weights=engine.residency.nbytes(WEIGHTS),
@@ -354,8 +347,8 @@ class Scoring:
 
     def _answer_if_complete(self, message: _Message) -> None:
         if message.unfinished == 0 and self._messages.pop(message.id, None) is not None:
-            wire = [values.astype("<f4", copy=False).tobytes() for values in message.logprobs]
-            self._answers.append(ScoreReqOutput(id=message.id, logprobs=wire))
+            logprobs = [values.astype("<f4", copy=False).tobytes() for values in message.logprobs]
+            self._answers.append(wire.ScoreReqOutput(id=message.id, logprobs=logprobs))
 
     def _fail(self, message_ids: set[str], error: CaesuraError) -> None:
         for sequence in self._queue:

@@ -23,12 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ....io_struct import (
-    CaesuraError,
-    ErrorCode,
-    InitWeightsUpdateGroupReqInput,
-    UpdateWeightsFromDistributedReqInput,
-)
+from .... import io_struct as wire
+from ....io_struct import CaesuraError, ErrorCode
 from ....process.contract import is_loopback
 from ....transfer.process_group import (
     ON_DEVICE,
@@ -358,7 +354,7 @@ class DistributedSource:
         self,
         group: Group,
         batches: list[Batch],
-        request: UpdateWeightsFromDistributedReqInput,
+        request: wire.UpdateWeightsFromDistributedReqInput,
         behind: Group | None = None,
     ) -> None:
         """``behind`` is a group of which this engine is rank 0, and to which everything is relayed."""
@@ -406,7 +402,7 @@ class WeightsUpdateGroups:
         self._joining: list[Group] = []
         self._groups: dict[str, Group] = {}
 
-    def join(self, request: InitWeightsUpdateGroupReqInput) -> Group:
+    def join(self, request: wire.InitWeightsUpdateGroupReqInput) -> Group:
         """Return the group of ``request``, which starts to join unless it is there; raises CaesuraError."""
         member = Membership(
             request.group_name,
@@ -442,7 +438,7 @@ class WeightsUpdateGroups:
         if not group.has_joined and self._groups.get(name) is group:
             self.leave(name)
 
-    def open(self, request: UpdateWeightsFromDistributedReqInput) -> DistributedSource:
+    def open(self, request: wire.UpdateWeightsFromDistributedReqInput) -> DistributedSource:
         """Return the broadcasts, none entered yet; raises ``group_error`` or ``invalid_request``."""
         group = self.find(request.group_name)
         group.require_receiver()
