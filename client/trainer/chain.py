@@ -21,17 +21,8 @@ from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYT
 from ...transfer.process_group import Backend, mark_present
 from ..connection.client_options import UpdateOptions
 from ..exceptions import InvalidRequest
+from . import rendezvous
 from .buckets import NamedTensors, bucket_size, manifest, pairs
-from .rendezvous import (
-    GRACE_S,
-    await_ranks,
-    backend_of,
-    common_backend,
-    invite,
-    leave,
-    make_store,
-    ranks_of,
-)
 from .two_phase import TwoPhaseUpdate, require_clients, sessionless_fields
 from .update_group import WeightUpdateGroup, whole
 
@@ -70,7 +61,7 @@ class WeightUpdateChain:
         """Join this process and the engines in a chain; arguments are :meth:`WeightUpdateGroup.create`'s."""
         require_clients(clients)
         links = [group_name, *(f"{group_name}/{number}" for number in range(1, len(clients)))]
-        with_all = backend or common_backend(clients, timeout_s)
+        with_all = backend or rendezvous.common_backend(clients, timeout_s)
         group = WeightUpdateGroup.create(
             clients[:1],
             master_address=master_address,
@@ -164,8 +155,8 @@ def clone_weights(
     counts = [len(part) for part in whole(specs, bucket_size(bucket_bytes), attrgetter("nbytes"))]
     links = [f"clone-{wire.new_id()}" for _ in targets]
     engines = [source, *targets]
-    with_all = backend or backend_of(engines, timeout_s)
-    store, _ = make_store(master_address, master_port, timedelta(seconds=timeout_s))
+    with_all = backend or rendezvous.backend_of(engines, timeout_s)
+    store, _ = rendezvous.make_store(master_address, master_port, timedelta(seconds=timeout_s))
 
     def head(_: Callable[[], bool]) -> str:
         return source.send_weights(
@@ -189,18 +180,20 @@ def join_links(
 ) -> None:
     """Join each engine with the next over ``links``; ``limits`` are seconds for joining and a broadcast."""
     tickets = []
-    receivers = ranks_of(engines[1 : len(links) + 1], limits[0])
+    receivers = rendezvous.ranks_of(engines[1 : len(links) + 1], limits[0])
     for number, (link, ranks) in enumerate(zip(links, receivers, strict=True)):
         pair = engines[number : number + 2]
         mark_present(store, link, backend)
         # one rank of an engine sends, and all receive
-        tickets += invite(pair, address, store.port, link, backend, limits, first_rank=0, ranks=[1, ranks])
-    await_ranks(tickets, limits[0])
+        tickets += rendezvous.invite(
+            pair, address, store.port, link, backend, limits, first_rank=0, ranks=[1, ranks]
+        )
+    rendezvous.await_ranks(tickets, limits[0])
 
 
 def leave_links(engines: "Sequence[ControlClient]", links: Sequence[str]) -> None:
     for number, link in enumerate(links):
-        leave(engines[number : number + 2], link, GRACE_S)
+        rendezvous.leave(engines[number : number + 2], link, rendezvous.GRACE_S)
 
 
 def _update(

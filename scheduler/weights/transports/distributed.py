@@ -26,16 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from .... import io_struct as wire
 from ....io_struct import CaesuraError, ErrorCode
 from ....process.contract import is_loopback
-from ....transfer.process_group import (
-    ON_DEVICE,
-    VLLM_NCCL,
-    Membership,
-    await_ranks,
-    keys_of,
-    make_backend,
-    ranks_seen,
-    release,
-)
+from ....transfer import process_group
 from ....transfer.raw_nccl import ID_KEY, RawNccl, read_id
 from ...runtime.background import Feed, Worker
 from ..source import WeightPiece, cut
@@ -74,7 +65,7 @@ class Group:
     def __init__(
         self,
         groups: "WeightsUpdateGroups",
-        membership: Membership,
+        membership: process_group.Membership,
         timeout_s: float,
         broadcast_timeout_s: float,
     ) -> None:
@@ -83,7 +74,7 @@ class Group:
         self._interface, self._wake = groups.interface, groups.wake
         self._timeout_s = timeout_s
         self._broadcast_timeout_s = broadcast_timeout_s
-        on_device = membership.backend in ON_DEVICE
+        on_device = membership.backend in process_group.ON_DEVICE
         self._device = groups.device if on_device else torch.device("cpu")
         self._write_stream = groups.write_stream if on_device else None
         self._deadline = monotonic() + timeout_s
@@ -121,7 +112,7 @@ class Group:
         if self._backend is not None:
             holder, self._backend = [self._backend], None
             self._leaving = threading.Thread(
-                target=release, args=(holder,), name="caesura-leave", daemon=True
+                target=process_group.release, args=(holder,), name="caesura-leave", daemon=True
             )
             self._leaving.start()
         self.buffers.clear()
@@ -273,18 +264,18 @@ class Group:
         self._await_listener(host, int(port))
         try:
             store = TCPStore(host, int(port), member.world_size, is_master=False, timeout=self._time_left())
-            own, ranks = keys_of(member, store)
+            own, ranks = process_group.keys_of(member, store)
         except (RuntimeError, ValueError) as error:
             raise self.error(f"its store did not answer: {first_line(error)}") from error
         reason, backend = None, None
         try:
-            if member.backend == VLLM_NCCL:
+            if member.backend == process_group.VLLM_NCCL:
                 store.set_timeout(self._time_left())
                 identity = read_id(store.get(ID_KEY))
                 yield RawNccl(identity, member.rank, member.world_size, self._device)
                 return
             joining = self._time_left() if member.backend == "gloo" else limit
-            backend = make_backend(
+            backend = process_group.make_backend(
                 member,
                 ranks,
                 joining,
@@ -293,19 +284,19 @@ class Group:
                 hostname=host if is_loopback(host) else None,
             )
             if member.backend == "nccl":
-                await_ranks(member, own, self._time_left())
+                process_group.await_ranks(member, own, self._time_left())
                 store.set_timeout(limit)  # at the first broadcast the ranks meet in it
             yield backend
         except RuntimeError as error:
             reason = first_line(error)
         if reason is None:
             return
-        seen = ranks_seen(member, own, ranks)
+        seen = process_group.ranks_seen(member, own, ranks)
         which = "which ranks have joined is not known" if seen is None else f"only ranks {seen} have joined"
         # The traceback of what is raised keeps this frame, and would keep the store's threads and sockets;
         # that of torch's error would keep the backend's, so it is not its cause.
         if backend is not None:
-            release([backend])
+            process_group.release([backend])
         del store, own, ranks, backend
         raise self.error(f"{which}: {reason}", ranks_seen=seen)
 
@@ -404,7 +395,7 @@ class WeightsUpdateGroups:
 
     def join(self, request: wire.InitWeightsUpdateGroupReqInput) -> Group:
         """Return the group of ``request``, which starts to join unless it is there; raises CaesuraError."""
-        member = Membership(
+        member = process_group.Membership(
             request.group_name,
             f"{request.master_address}:{request.master_port}",
             request.world_size,
@@ -478,9 +469,11 @@ class WeightsUpdateGroups:
         return self._groups[name]
 
 
-def _require_possible(member: Membership, device: torch.device) -> None:
-    is_built = dist.is_nccl_available() if member.backend in ON_DEVICE else dist.is_gloo_available()
-    if not is_built or (member.backend in ON_DEVICE and device.type != "cuda"):
+def _require_possible(member: process_group.Membership, device: torch.device) -> None:
+    is_built = (
+        dist.is_nccl_available() if member.backend in process_group.ON_DEVICE else dist.is_gloo_available()
+    )
+    if not is_built or (member.backend in process_group.ON_DEVICE and device.type != "cuda"):
         raise CaesuraError(
             ErrorCode.UNSUPPORTED, f"this engine, on {device.type}, cannot use the backend {member.backend!r}"
         )
