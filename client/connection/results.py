@@ -209,6 +209,7 @@ _SAME = (
 
 def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
     """Decode a terminal result; InternalError if lengths of its parts do not match."""
+    inputs = _optional(wire.input_logprobs)
     output = GenerateOutput(
         output_ids=read_ints(wire.output_ids),
         output_logprobs=_optional(wire.output_logprobs),
@@ -216,7 +217,7 @@ def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
         sampled_logprobs=_optional(wire.sampled_logprobs),
         output_top_logprobs=_optional_rows(wire.output_top_logprobs),
         output_token_ids_logprobs=_optional_rows(wire.output_token_ids_logprobs),
-        input_logprobs=_input_logprobs(wire.input_logprobs),
+        input_logprobs=None if inputs is None else [None, *inputs[1:]],
         input_top_logprobs=_optional_rows(wire.input_top_logprobs),
         input_token_ids_logprobs=_optional_rows(wire.input_token_ids_logprobs),
         **{name: getattr(wire, name) for name in _SAME},
@@ -231,10 +232,6 @@ def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
 
 def _optional(data: bytes | None) -> list[float] | None:
     return None if data is None else read_floats(data)
-
-
-def _input_logprobs(data: bytes | None) -> list[float | None] | None:
-    return None if data is None else [None, *read_floats(data)[1:]]
 
 
 def _optional_rows(wire: LogprobRows | None) -> TokenLogprobs | None:

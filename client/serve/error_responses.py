@@ -148,10 +148,6 @@ def _plain_error(scope: Scope, message: str, status: int) -> dict[str, Any]:
     return error_object(message, status)
 
 
-def _typed(_: Request[Any, Any, Any], error: CaesuraError) -> Response[bytes]:
-    return native_error(error)
-
-
 def _http(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
     detail = _no_route(request) if isinstance(error, NotFoundException) else error.detail
     allowed = (error.headers or {}).get("allow") if isinstance(error, MethodNotAllowedException) else None
@@ -177,7 +173,7 @@ def _defect(request: Request[Any, Any, Any], error: Exception) -> Response[bytes
 
 
 EXCEPTION_HANDLERS: ExceptionHandlersMap = {
-    CaesuraError: _typed,
+    CaesuraError: lambda _, error: native_error(error),
     HTTPException: _http,
     Exception: _defect,
 }

@@ -72,13 +72,7 @@ class PagedCpuBackend(AttentionBackend):
         return self._attend(q, layer, step, form)
 
     def store_and_attend(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        layer: int,
-        norm: HeadNorms | None = None,
-        form: AttentionForm = PLAIN,
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, layer: int, norm: HeadNorms | None, form: AttentionForm
     ) -> Tensor:
         """Do head norms, rotation and store in one pass, then attend: a ``FusedAttention``."""
         step, q = self._planned(form), qkv[:, : self._num_heads]

@@ -17,7 +17,6 @@ import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -234,13 +233,10 @@ class Blocks:
         self.before: Callable[[int], None] = lambda number: None
         self._modules = list(_blocks_of(module))
         for number, block in enumerate(self._modules):
-            block.register_forward_pre_hook(partial(self._called, number))
+            block.register_forward_pre_hook(lambda *_, number=number: self.before(number))
 
     def tensors(self) -> list[list[Tensor]]:
         return [[*block.parameters(), *block.buffers()] for block in self._modules]
-
-    def _called(self, number: int, block: nn.Module, args: Any) -> None:
-        self.before(number)
 
 
 def _blocks_of(module: nn.Module) -> Iterator[nn.Module]:

@@ -42,7 +42,10 @@ class Linear:
         windows are each divided by itself.
         """
         self._columns = as_window(in_features)
-        self._parts = {part: _as_windows(size) for part, size in parts.items()}
+        self._parts = {
+            part: stacked((as_window(size),) if isinstance(size, int | Window) else size)
+            for part, size in parts.items()
+        }
         lengths = [_length(rows) for rows in self._parts.values()]
         self.in_features, self.out_features = self._columns.length, sum(lengths)
         self._weight: Matrix | Fp8Matrix
@@ -101,10 +104,6 @@ class Linear:
         yield from self._weight.parameters()
         if self._bias is not None:
             yield self._bias
-
-
-def _as_windows(size: int | Window | Sequence[Window]) -> tuple[Window, ...]:
-    return stacked((as_window(size),) if isinstance(size, int | Window) else size)
 
 
 def _length(windows: Iterable[Window]) -> int:

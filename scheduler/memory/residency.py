@@ -91,9 +91,10 @@ class ComponentResidencyManager:
         self._make_storage = make_component or _plain(self._device)
         if make_component is None:
             make_component = _plain(self._device)
-            if self._device.type == "cuda" and _saver_is_active(environ):
-                refuse_defeating_settings(environ)
-                make_component = SavedComponent
+            saver = "torch_memory_saver"
+        if self._device.type == "cuda" and saver in environ.get("LD_PRELOAD", "") and find_spec(saver):
+            refuse_defeating_settings(environ)
+            make_component = SavedComponent
         self.components: dict[str, Component] = {tag: make_component(tag) for tag in MEMORY_TAGS}
         self._backed_up = frozenset(backed_up)
         self._copies: dict[MemoryTag, HostCopy] = {}
@@ -331,12 +332,6 @@ def _log(event: str, component: str, nbytes: int, seconds: float) -> None:
 
 def _plain(device: torch.device) -> MakeComponent:
     return MappedComponent if device.type == "cpu" and sys.platform == "linux" else StorageComponent
-
-
-def _saver_is_active(environ: Mapping[str, str]) -> bool:
-    return (
-        "torch_memory_saver" in environ.get("LD_PRELOAD", "") and find_spec("torch_memory_saver") is not None
-    )
 
 
 def _names(tags: Collection[MemoryTag]) -> str:

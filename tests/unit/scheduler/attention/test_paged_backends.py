@@ -195,7 +195,7 @@ def test_the_fused_entry_is_the_layer_s_sequence(dtype, with_norm):
         with torch.inference_mode():
             backend.plan(own.batch)
             norm = HeadNorms(q_weight, k_weight, 1e-6) if with_norm else None
-            got = backend.store_and_attend(qkv, cos, sin, 0, norm)
+            got = backend.store_and_attend(qkv, cos, sin, 0, norm, PLAIN)
         torch.testing.assert_close(got, other.attend(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
