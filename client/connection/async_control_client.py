@@ -117,8 +117,7 @@ class AsyncControlClient:
         self, request: wire.Request, expects: type[wire.Message], buffers: Sequence[memoryview] = ()
     ) -> Result:
         """Send a message without waiting; the future returns its reply or raises the typed error."""
-        if isinstance(request, wire.ControlRequest) and request.owner is None:
-            request.owner = self.owner
+        self._sign(request)
         return self._channel.start_call(request, expects, buffers)
 
     async def pause(
@@ -463,6 +462,10 @@ class AsyncControlClient:
             self._failed(request, error)
             raise
         return reply
+
+    def _sign(self, request: wire.Request) -> None:
+        if isinstance(request, wire.ControlRequest) and request.owner is None:
+            request.owner = self.owner
 
     def _sender(self, timeout: float | None) -> "Sender":
         from ..trainer.sending import Sender

@@ -45,8 +45,9 @@ class AsyncTextClient:
         tokenizer: str | os.PathLike[str] | TextTokenizer,
         **connection: Unpack[ConnectionOptions],
     ) -> None:
-        given = isinstance(tokenizer, TextTokenizer)
-        self.tokenizer = tokenizer if given else TextTokenizer.from_folder(os.fspath(tokenizer))
+        if not isinstance(tokenizer, TextTokenizer):
+            tokenizer = TextTokenizer.from_folder(os.fspath(tokenizer))
+        self.tokenizer = tokenizer
         """The tokenizer; its ``render_chat`` makes a prompt of a conversation."""
         self.client = AsyncSchedulerClient(endpoint, **connection)
         """The client of the engine, for token ids and commands."""
