@@ -22,7 +22,6 @@ from ..memory.device_memory import MinReduce, get_available_memory
 from ..memory.device_module import device_module_for
 from ..memory.residency import ComponentResidencyManager, nobody
 from ..models.config import load_model_config
-from ..models.decoder import state_shape
 from ..models.registry import build_model
 from ..parallel.group import SINGLE, TensorParallel
 from ..runtime.dtypes import by_torch_name
@@ -130,7 +129,8 @@ def state_row_bytes(loaded: LoadedModel) -> int:
 
 
 def _state_shape(loaded: LoadedModel) -> StateShape:
-    return state_shape(loaded.config).divided(loaded.parallel.size)
+    assert loaded.config.delta is not None
+    return loaded.config.delta.state.divided(loaded.parallel.size)
 
 
 def build_states(pool: MHAPool | MLAPool) -> StateRows | None:
