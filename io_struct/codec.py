@@ -80,19 +80,15 @@ def _holdable(value: Any) -> Any:
 def decode_request(frame: bytes | memoryview) -> Request:
     """Decode a client's header; raises ``malformed_message`` or ``out_of_memory``, with a readable id."""
     if len(frame) > MAX_HEADER_BYTES:
-        raise CaesuraError(
-            ErrorCode.MALFORMED_MESSAGE,
-            f"header of {len(frame)} bytes is over the limit of {MAX_HEADER_BYTES}",
-            id="",
-        )
+        reason = f"header of {len(frame)} bytes is over the limit of {MAX_HEADER_BYTES}"
+        raise CaesuraError(ErrorCode.MALFORMED_MESSAGE, reason, id="")
     try:
         request: Request = _to_scheduler.decode(frame)
     except _UNREADABLE as error:
         raise _malformed(frame, error) from error
     except MemoryError as error:
-        raise CaesuraError(
-            ErrorCode.OUT_OF_MEMORY, f"no memory for a message of {len(frame)} bytes", id=readable_id(frame)
-        ) from error
+        reason = f"no memory for a message of {len(frame)} bytes"
+        raise CaesuraError(ErrorCode.OUT_OF_MEMORY, reason, id=readable_id(frame)) from error
     return request
 
 

@@ -309,17 +309,15 @@ class Connection(Generic[WaiterT, QueueT]):
         if self.failure is not None:
             raise error_for(self.failure.code, self.failure.message, self.failure.detail)
         if not isinstance(request.id, str):  # the engine could not say whom its refusal is for
-            raise InvalidRequest(
-                f"message_id = {request.id!r} must be a string", field="id", value=request.id
-            )
+            reason = f"message_id = {request.id!r} must be a string"
+            raise InvalidRequest(reason, field="id", value=request.id)
         try:
             frame = encode(request)
         except (TypeError, OverflowError, ValueError) as error:
             raise InvalidRequest(f"{type(request).__name__} cannot be encoded: {error}") from error
         if len(frame) > MAX_HEADER_BYTES:
-            raise InvalidRequest(
-                f"request of {len(frame)} bytes is over the limit of {MAX_HEADER_BYTES}", value=len(frame)
-            )
+            reason = f"request of {len(frame)} bytes is over the limit of {MAX_HEADER_BYTES}"
+            raise InvalidRequest(reason, value=len(frame))
         return frame
 
     def _take_tokens(self, message: BatchTokenOutput) -> None:

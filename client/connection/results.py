@@ -191,9 +191,8 @@ def read_floats(data: bytes | memoryview) -> list[float]:
 
 def _values(values: "array.array[ElementT]", data: bytes | memoryview) -> list[ElementT]:
     if len(data) % values.itemsize:
-        raise InternalError(
-            f"an array of {len(data)} bytes is not a whole number of {values.itemsize}-byte values"
-        )
+        reason = f"an array of {len(data)} bytes is not a whole number of {values.itemsize}-byte values"
+        raise InternalError(reason)
     values.frombytes(data)
     if sys.byteorder == "big":
         values.byteswap()

@@ -85,10 +85,8 @@ def in_session(request: HTTPRequest, body: BodyT) -> BodyT:
     name = request.headers.get(SESSION_HEADER)
     if isinstance(body, InSession) and name is not None:
         if body.session_id not in (None, name) or not 0 < len(name) <= MAX_ID_LENGTH:
-            raise InvalidRequest(
-                f"{SESSION_HEADER} must be a session id, and equal to session_id if both are given",
-                field="session_id",
-            )
+            reason = f"{SESSION_HEADER} must be a session id, and equal to session_id if both are given"
+            raise InvalidRequest(reason, field="session_id")
         body.session_id = name
     return body
 

@@ -447,9 +447,8 @@ class TokenizerManager:
 
     def _need_tokenizer(self, field: str) -> TextTokenizer:
         if self.tokenizer is None:
-            raise InvalidRequest(
-                "this engine is served without a tokenizer: only token ids are accepted", field=field
-            )
+            reason = "this engine is served without a tokenizer: only token ids are accepted"
+            raise InvalidRequest(reason, field=field)
         return self.tokenizer
 
     async def _prepare(self, request: GenerationRequest, *, stream: bool) -> _Work:

@@ -156,7 +156,5 @@ def started(client: ControlClient, request: wire.Request, expects: type[wire.Mes
 
 def require_clients(clients: object) -> None:
     if not isinstance(clients, Sequence) or not clients:
-        raise InvalidRequest(
-            f"clients must be a list of clients, at least one, not a {type(clients).__name__}",
-            field="clients",
-        )
+        reason = f"clients must be a list of clients, at least one, not a {type(clients).__name__}"
+        raise InvalidRequest(reason, field="clients")

@@ -287,9 +287,8 @@ class WeightUpdateGroup:
 
 def _backend(clients: Sequence[ControlClient], backend: Backend | None, timeout_s: float) -> Backend:
     if not isinstance(clients, Sequence):
-        raise InvalidRequest(
-            f"clients must be a list of clients, not a {type(clients).__name__}", field="clients"
-        )
+        reason = f"clients must be a list of clients, not a {type(clients).__name__}"
+        raise InvalidRequest(reason, field="clients")
     if backend is not None and backend not in PREFIXES:
         raise must_be("backend", backend, one_of(sorted(PREFIXES)))
     backend = backend or rendezvous.common_backend(clients, timeout_s)

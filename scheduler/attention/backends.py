@@ -60,11 +60,8 @@ def choose(config: EngineConfig, shape: Shape) -> Choice:
             return replace(found, reason="; ".join(reasons) or None)
         reasons.append(f"{name}: {found}")
     if wanted in ("flashinfer", "triton"):
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED,
-            f"attention_backend = {wanted!r}: {reasons[0].partition(': ')[2]}",
-            field="attention_backend",
-        )
+        reason = f"attention_backend = {wanted!r}: {reasons[0].partition(': ')[2]}"
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="attention_backend")
     by = TORCH if wanted != "auto" else best("attention", shape.device, shape.dtype)
     return Choice(by, reason="; ".join(reasons) or None if shape.device.type == "cuda" else None)
 

@@ -188,9 +188,8 @@ class StatePool:
         device: torch.device | str = "cpu",
     ) -> None:
         if min(num_layers, num_rows) < 1:
-            raise ValueError(
-                f"every size of a state pool is at least 1, got {num_layers} layers of {num_rows} rows"
-            )
+            reason = f"every size of a state pool is at least 1, got {num_layers} layers of {num_rows} rows"
+            raise ValueError(reason)
         self.num_rows, self.shape = num_rows, shape
         self._layers = [
             (

@@ -77,9 +77,8 @@ class PauseOwnership:
     def require_continue(self, sender: Sender, force: bool) -> None:
         """Raise ``not_owner`` unless ``sender`` may end the pause; anybody may end one without a token."""
         if self.owner is not None and sender.owner != self.owner and not force:
-            raise CaesuraError(
-                ErrorCode.NOT_OWNER, f"the pause belongs to {self.owner!r}; use force", owner=self.owner
-            )
+            reason = f"the pause belongs to {self.owner!r}; use force"
+            raise CaesuraError(ErrorCode.NOT_OWNER, reason, owner=self.owner)
 
     def is_owner(self, sender: Sender) -> bool:
         return self.sender is not None and self.sender.is_same(sender)
@@ -204,9 +203,8 @@ class EngineState:
         """Raise ``weights_poisoned`` or ``weights_invalid`` if they are; an update under way is no reason."""
         codes = {"poisoned": ErrorCode.WEIGHTS_POISONED, "invalid": ErrorCode.WEIGHTS_INVALID}
         if (code := codes.get(self.weights)) is not None:
-            raise CaesuraError(
-                code, f"{what}: weights are {self.weights} ({self.weights_detail}); send a complete update"
-            )
+            reason = f"{what}: weights are {self.weights} ({self.weights_detail}); send a complete update"
+            raise CaesuraError(code, reason)
 
     def require_epoch(self, minimum: int | None) -> None:
         """Raise ``epoch_behind`` if weights are older than ``minimum``, or initial in place of lost ones."""
@@ -214,12 +212,8 @@ class EngineState:
         if minimum is None or (minimum <= epoch and (self._lost is None or minimum <= 0)):
             return
         lost = "" if self._lost is None else f" ({self._lost})"
-        raise CaesuraError(
-            ErrorCode.EPOCH_BEHIND,
-            f"weights epoch is {epoch}{lost}, the request needs {minimum}",
-            weights_epoch=epoch,
-            min_weights_epoch=minimum,
-        )
+        reason = f"weights epoch is {epoch}{lost}, the request needs {minimum}"
+        raise CaesuraError(ErrorCode.EPOCH_BEHIND, reason, weights_epoch=epoch, min_weights_epoch=minimum)
 
     def start_writing(self) -> None:
         """Close the gate for steps until the commit; called before the first byte of an update is written."""
@@ -267,11 +261,8 @@ class EngineState:
 
     def require_resident(self, tag: wire.MemoryTag) -> None:
         if tag in self.released:
-            raise CaesuraError(
-                ErrorCode.MEMORY_RELEASED,
-                f"the memory of {tag} is released: resume it first",
-                released=sorted(self.released),
-            )
+            reason = f"the memory of {tag} is released: resume it first"
+            raise CaesuraError(ErrorCode.MEMORY_RELEASED, reason, released=sorted(self.released))
 
     def set_released(self, released: frozenset[wire.MemoryTag]) -> None:
         """Set the released tags. A release of weights whose values are not kept makes them invalid."""

@@ -154,19 +154,13 @@ def _require_releasable(engine: "Engine", tags: Collection[wire.MemoryTag]) -> N
         )
     counts = pending(engine)
     if "kv_cache" in tags and counts["held_tokens"]:
-        raise CaesuraError(
-            ErrorCode.NOT_IDLE,
-            "cannot release kv_cache: live requests hold KV; abort or retract them",
-            **counts,
-        )
+        reason = "cannot release kv_cache: live requests hold KV; abort or retract them"
+        raise CaesuraError(ErrorCode.NOT_IDLE, reason, **counts)
     if not {"weights", "cuda_graph"}.isdisjoint(tags) and not (
         state.generation == "paused" or is_idle(engine)
     ):
-        raise CaesuraError(
-            ErrorCode.NOT_IDLE,
-            "cannot release weights or cuda_graph: pause first, or let requests end",
-            **counts,
-        )
+        reason = "cannot release weights or cuda_graph: pause first, or let requests end"
+        raise CaesuraError(ErrorCode.NOT_IDLE, reason, **counts)
 
 
 def _occupied(engine: "Engine", tag: wire.MemoryTag) -> int:

@@ -24,9 +24,8 @@ logger = logging.getLogger(__name__)
 def pause(engine: "Engine", request: wire.PauseGenerationReqInput, sender: Sender) -> Operation:
     """Pause at a step boundary; see docs/reference/lifecycle.md."""
     if request.lease_s is not None and request.owner is None:
-        raise CaesuraError(
-            ErrorCode.INVALID_REQUEST, "lease_s needs an owner: any name", field="owner", value=None
-        )
+        reason = "lease_s needs an owner: any name"
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="owner", value=None)
     state, aborted = engine.state, 0
     state.begin_pause()
     with engine.stages.stage("pause"):
@@ -82,11 +81,8 @@ def flush(engine: "Engine", request: wire.FlushCacheReqInput, sender: Sender) ->
     deadline = monotonic() + request.timeout_s
     while not is_idle(engine):
         if monotonic() >= deadline:
-            raise CaesuraError(
-                ErrorCode.NOT_IDLE,
-                f"flush_cache needs an idle engine: requests are pending, or hold {held_kind(engine)}",
-                **pending(engine),
-            )
+            reason = f"flush_cache needs an idle engine: requests are pending, or hold {held_kind(engine)}"
+            raise CaesuraError(ErrorCode.NOT_IDLE, reason, **pending(engine))
         yield Wait.CHANGE
     yield from _commit_implicit_session(engine, sender, request.force)
     freed = engine.cache.flush() * PAGE_SIZE

@@ -191,10 +191,9 @@ class WeightSending:
         engine.state.require_resident("weights")
         engine.state.require_serviceable("cannot send weights")
         if engine.state.weights != "valid":
+            reason = "cannot send weights: an update has written some of them, and has not committed"
             raise CaesuraError(
-                ErrorCode.SESSION_OPEN,
-                "cannot send weights: an update has written some of them, and has not committed",
-                kind="explicit" if engine.sessions.is_explicit else "implicit",
+                ErrorCode.SESSION_OPEN, reason, kind="explicit" if engine.sessions.is_explicit else "implicit"
             )
 
 

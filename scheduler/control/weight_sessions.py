@@ -197,9 +197,8 @@ class Sessions:
     def to_end(self, request: wire.EndWeightUpdateReqInput, sender: Sender) -> Session:
         """Return the session that ``request`` may end; raises ``no_session`` or ``session_open``."""
         if request.force and request.commit:
-            raise CaesuraError(
-                ErrorCode.INVALID_REQUEST, "force aborts: it needs commit=false", field="force", value=True
-            )
+            reason = "force aborts: it needs commit=false"
+            raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="force", value=True)
         session = self.current
         if request.session_id is not None and not request.force:
             return self._named(request.session_id)

@@ -102,11 +102,9 @@ class WeightUpdates:
 
     def from_disk(self, request: wire.UpdateWeightFromDiskReqInput, sender: Sender) -> Operation:
         if request.load_format not in (None, "auto", "safetensors"):
+            reason = f"load_format {request.load_format!r}: only safetensors is read"
             raise CaesuraError(
-                ErrorCode.INVALID_REQUEST,
-                f"load_format {request.load_format!r}: only safetensors is read",
-                field="load_format",
-                value=request.load_format,
+                ErrorCode.INVALID_REQUEST, reason, field="load_format", value=request.load_format
             )
         engine = self._engine
 
@@ -409,19 +407,17 @@ class WeightUpdates:
         if not missing and not engine.state.serviceable:
             missing = engine.loader.missing(written)
         if missing:
-            raise CaesuraError(
-                ErrorCode.WEIGHT_MISMATCH, f"the session lacks {len(missing)} tensors", missing=missing
-            )
+            reason = f"the session lacks {len(missing)} tensors"
+            raise CaesuraError(ErrorCode.WEIGHT_MISMATCH, reason, missing=missing)
 
     def _require_flushable(self, flush: bool) -> None:
         engine = self._engine
         if flush and engine.state.generation == "paused" and engine.batcher.num_holding > 0:
-            raise CaesuraError(
-                ErrorCode.NOT_IDLE,
+            reason = (
                 "flush_cache cannot be honoured: requests are frozen in place with their"
-                f" {held_kind(engine)}; send flush_cache=false",
-                **pending(engine),
+                f" {held_kind(engine)}; send flush_cache=false"
             )
+            raise CaesuraError(ErrorCode.NOT_IDLE, reason, **pending(engine))
 
     def expire(self) -> None:
         """Abort the open session, because its deadline has passed or its client is gone."""

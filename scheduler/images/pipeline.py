@@ -155,11 +155,8 @@ def open_component(path: str, component: Component) -> Checkpoint:
     checkpoint = open_checkpoint(folder)
     differing = config_difference(component.folder, folder)
     if differing:
-        raise CaesuraError(
-            ErrorCode.WEIGHT_MISMATCH,
-            f"{folder}/config.json differs in what the {component.name} computes: {', '.join(differing)}",
-            config=differing,
-        )
+        reason = f"{folder}/config.json differs in what the {component.name} computes: {', '.join(differing)}"
+        raise CaesuraError(ErrorCode.WEIGHT_MISMATCH, reason, config=differing)
     return checkpoint
 
 

@@ -258,11 +258,9 @@ def padded_ids(tokenizer: Any, text: str, length: int) -> list[int]:
 def invalid(field: str, value: object, requirement: str) -> CaesuraError:
     """Return the error of a field of a request; a long value is shortened: answers and logs repeat it."""
     said = _SHORT.repr(value)
+    reason = f"{field} = {said}: {requirement}"
     return CaesuraError(
-        ErrorCode.INVALID_REQUEST,
-        f"{field} = {said}: {requirement}",
-        field=field,
-        value=value if said == repr(value) else said,
+        ErrorCode.INVALID_REQUEST, reason, field=field, value=value if said == repr(value) else said
     )
 
 

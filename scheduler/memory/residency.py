@@ -228,11 +228,8 @@ class ComponentResidencyManager:
                 yield from self._moving("keep", tag, copy.save(self.components[tag].tensors))
             except (OSError, RuntimeError) as error:
                 needed = self.nbytes(tag)
-                raise CaesuraError(
-                    ErrorCode.OUT_OF_MEMORY,
-                    f"a copy of {tag} on the host, {needed} bytes, failed: {error}",
-                    needed_bytes=needed,
-                ) from error
+                reason = f"a copy of {tag} on the host, {needed} bytes, failed: {error}"
+                raise CaesuraError(ErrorCode.OUT_OF_MEMORY, reason, needed_bytes=needed) from error
             self._copies[tag] = copy
 
     def give_up(self, tags: Collection[MemoryTag]) -> None:

@@ -127,11 +127,8 @@ def load_model_config(path: str | Path, backend: ModelBackend = "native") -> Mod
 
 def _parse_by_transformers(config: dict[str, Any], generation: dict[str, Any], source: str) -> ModelConfig:
     if find_spec("transformers") is None:
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED_MODEL,
-            "transformers, which has more models, is not installed: pip install 'caesura[transformers]'",
-            fields=["architectures"],
-        )
+        reason = "transformers, which has more models, is not installed: pip install 'caesura[transformers]'"
+        raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["architectures"])
     eos = _eos(ConfigReader(config, source), config, generation)
     return cast("ModelConfig", _of_transformers().parse(config, source, eos))
 
@@ -230,12 +227,11 @@ def _architecture(config: dict[str, Any]) -> str:
     named = config.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
     if not isinstance(architecture, str) or architecture not in families():
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED_MODEL,
+        reason = (
             f"architecture {architecture!r} is not supported; supported are "
-            f"{', '.join([*families(), *LANGUAGE_MODELS])}",
-            fields=["architectures"],
+            f"{', '.join([*families(), *LANGUAGE_MODELS])}"
         )
+        raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["architectures"])
     return architecture
 
 
@@ -337,8 +333,5 @@ def _is_supported(name: str, value: object, widened: bool) -> bool:
 
 def _unsupported(source: str, refused: dict[str, Any]) -> CaesuraError:
     named = ", ".join(f"{name} = {value!r}" for name, value in refused.items())
-    return CaesuraError(
-        ErrorCode.UNSUPPORTED_MODEL,
-        f"{source} asks for what this engine does not do: {named}",
-        fields=list(refused),
-    )
+    reason = f"{source} asks for what this engine does not do: {named}"
+    return CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=list(refused))

@@ -101,11 +101,9 @@ class AdmissionLimits:
         if needed > self.pool_tokens and max_new_tokens is None and prompt_len <= self.pool_tokens:
             return self.pool_tokens + 1
         if needed > self.pool_tokens:
+            reason = f"the request needs KV for {needed} tokens, the whole pool holds {self.pool_tokens}"
             raise CaesuraError(
-                ErrorCode.EXCEEDS_KV_POOL,
-                f"the request needs KV for {needed} tokens, the whole pool holds {self.pool_tokens}",
-                needed_tokens=needed,
-                total_tokens=self.pool_tokens,
+                ErrorCode.EXCEEDS_KV_POOL, reason, needed_tokens=needed, total_tokens=self.pool_tokens
             )
         return prompt_len + new_tokens
 

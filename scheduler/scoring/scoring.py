@@ -101,12 +101,11 @@ class Scoring:
         with residency.component(WEIGHTS):
             loaded = load_model(replace(config, model_path=model_path, context_len=None))
         if loaded.config.delta is not None:
-            raise CaesuraError(
-                ErrorCode.UNSUPPORTED_MODEL,
+            reason = (
                 f"{loaded.config.architecture} cannot be the reference model: its linear attention keeps a "
-                "state per sequence, which scoring does not have",
-                fields=["architectures"],
+                "state per sequence, which scoring does not have"
             )
+            raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["architectures"])
         residency.registered[WEIGHTS].divide(_layers(loaded.model))
         if config.deterministic:
             require_deterministic(loaded)

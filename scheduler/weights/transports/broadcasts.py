@@ -74,16 +74,14 @@ def _whole(spec: wire.TensorSpec) -> wire.TensorSpec:
     dtype = DTYPES.get(spec.dtype)
     if dtype is None or spec.start_row:
         problem = "starts in its midst" if dtype is not None else f"has the unknown dtype {spec.dtype!r}"
-        raise CaesuraError(
-            ErrorCode.INVALID_REQUEST, f"tensor {spec.name!r} {problem}", field="specs", value=spec.name
-        )
+        reason = f"tensor {spec.name!r} {problem}"
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="specs", value=spec.name)
     return msgspec.structs.replace(spec, offset=0, nbytes=prod(spec.shape) * dtype.itemsize, buffer=0)
 
 
 def _miscounted(problem: str) -> CaesuraError:
-    return CaesuraError(
-        ErrorCode.INVALID_REQUEST, f"tensors_per_broadcast {problem}", field="tensors_per_broadcast"
-    )
+    reason = f"tensors_per_broadcast {problem}"
+    return CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="tensors_per_broadcast")
 
 
 @dataclass(frozen=True, slots=True)

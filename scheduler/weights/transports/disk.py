@@ -137,11 +137,8 @@ def open_fitting(path: str, config: ModelConfig) -> Checkpoint:
     backend: ModelBackend = "native" if config.transformers_config is None else "transformers"
     differing = config_difference(config, load_model_config(path, backend))
     if differing:
-        raise CaesuraError(
-            ErrorCode.WEIGHT_MISMATCH,
-            f"{path}/config.json differs in what the forward reads: {', '.join(differing)}",
-            config=differing,
-        )
+        reason = f"{path}/config.json differs in what the forward reads: {', '.join(differing)}"
+        raise CaesuraError(ErrorCode.WEIGHT_MISMATCH, reason, config=differing)
     return checkpoint
 
 

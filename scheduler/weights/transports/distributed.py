@@ -133,13 +133,11 @@ class Group:
 
     def error(self, reason: str, **detail: object) -> CaesuraError:
         member = self.membership
-        return CaesuraError(
-            ErrorCode.GROUP_ERROR,
+        message = (
             f"weight update group {member.group_name!r} at {member.address} (this engine is rank "
-            f"{member.rank} of {member.world_size}): {reason}",
-            **asdict(member),
-            **detail,
+            f"{member.rank} of {member.world_size}): {reason}"
         )
+        return CaesuraError(ErrorCode.GROUP_ERROR, message, **asdict(member), **detail)
 
     def require_receiver(self) -> None:
         """Raise ``group_error`` unless every rank is there and this one receives."""
@@ -153,11 +151,8 @@ class Group:
         if self.membership.rank != 0:
             raise self.error("only rank 0 sends")
         if self._sending is not None and self._sending.is_open:
-            raise CaesuraError(
-                ErrorCode.BUSY,
-                f"weights are being sent over group {self.membership.group_name!r}",
-                running="SendWeightsReqInput",
-            )
+            reason = f"weights are being sent over group {self.membership.group_name!r}"
+            raise CaesuraError(ErrorCode.BUSY, reason, running="SendWeightsReqInput")
 
     def _require_joined(self) -> None:
         if not self.joined():
@@ -253,9 +248,8 @@ class Group:
             with nullcontext() if self._write_stream is None else self._write_stream.on_stream():
                 self.buffers[slot] = torch.empty(needed, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:
-            raise CaesuraError(
-                ErrorCode.OUT_OF_MEMORY, f"no {needed} bytes to receive into", needed_bytes=needed
-            ) from error
+            reason = f"no {needed} bytes to receive into"
+            raise CaesuraError(ErrorCode.OUT_OF_MEMORY, reason, needed_bytes=needed) from error
 
     def _join(self) -> Iterator[Any]:
         """Find the store, then the other ranks; in a thread."""
@@ -451,21 +445,16 @@ class WeightsUpdateGroups:
             (len(self._groups), MAX_GROUPS, "exist"),
         ):
             if waiting >= limit:
-                raise CaesuraError(
-                    ErrorCode.QUEUE_FULL,
+                reason = (
                     f"{waiting} weight update groups {what}, the limit: destroy some, or wait for their "
-                    "deadline",
-                    waiting=waiting,
-                    limit=limit,
+                    "deadline"
                 )
+                raise CaesuraError(ErrorCode.QUEUE_FULL, reason, waiting=waiting, limit=limit)
 
     def find(self, name: str) -> Group:
         if name not in self._groups:
-            raise CaesuraError(
-                ErrorCode.GROUP_ERROR,
-                f"there is no weight update group {name!r}: init it first",
-                group_name=name,
-            )
+            reason = f"there is no weight update group {name!r}: init it first"
+            raise CaesuraError(ErrorCode.GROUP_ERROR, reason, group_name=name)
         return self._groups[name]
 
 
@@ -474,14 +463,12 @@ def _require_possible(member: process_group.Membership, device: torch.device) ->
         dist.is_nccl_available() if member.backend in process_group.ON_DEVICE else dist.is_gloo_available()
     )
     if not is_built or (member.backend in process_group.ON_DEVICE and device.type != "cuda"):
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED, f"this engine, on {device.type}, cannot use the backend {member.backend!r}"
-        )
+        reason = f"this engine, on {device.type}, cannot use the backend {member.backend!r}"
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason)
     for field, value, below in (
         ("world_size", member.world_size, MAX_WORLD_SIZE + 1),
         ("rank_offset", member.rank, member.world_size),
     ):
         if value >= below:
-            raise CaesuraError(
-                ErrorCode.INVALID_REQUEST, f"{field} {value} must be below {below}", field=field, value=value
-            )
+            reason = f"{field} {value} must be below {below}"
+            raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field=field, value=value)

@@ -48,11 +48,9 @@ class SharedMemoryMaps:
         """Return the bytes of ``handle``, valid until :meth:`close`; raises ``invalid_request`` if unfit."""
         if isinstance(handle, wire.CudaIPCHandle):
             if self._device.type != "cuda":
+                reason = f"the engine runs on {self._device.type}, it cannot open device memory"
                 raise CaesuraError(
-                    ErrorCode.INVALID_REQUEST,
-                    f"the engine runs on {self._device.type}, it cannot open device memory",
-                    field="handle",
-                    value=handle.device_uuid,
+                    ErrorCode.INVALID_REQUEST, reason, field="handle", value=handle.device_uuid
                 )
             return self._cuda.view(handle)
         known = self._maps.pop(handle, None)
