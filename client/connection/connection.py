@@ -309,8 +309,9 @@ class Connection(Generic[WaiterT, QueueT]):
         if self.failure is not None:
             raise error_for(self.failure.code, self.failure.message, self.failure.detail)
         if not isinstance(request.id, str):  # the engine could not say whom its refusal is for
-            reason = f"message_id = {request.id!r} must be a string"
-            raise InvalidRequest(reason, field="id", value=request.id)
+            raise InvalidRequest(
+                f"message_id = {request.id!r} must be a string", field="id", value=request.id
+            )
         try:
             frame = encode(request)
         except (TypeError, OverflowError, ValueError) as error:

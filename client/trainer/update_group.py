@@ -287,8 +287,9 @@ class WeightUpdateGroup:
 
 def _backend(clients: Sequence[ControlClient], backend: Backend | None, timeout_s: float) -> Backend:
     if not isinstance(clients, Sequence):
-        reason = f"clients must be a list of clients, not a {type(clients).__name__}"
-        raise InvalidRequest(reason, field="clients")
+        raise InvalidRequest(
+            f"clients must be a list of clients, not a {type(clients).__name__}", field="clients"
+        )
     if backend is not None and backend not in PREFIXES:
         raise must_be("backend", backend, one_of(sorted(PREFIXES)))
     backend = backend or rendezvous.common_backend(clients, timeout_s)
