@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -37,7 +36,7 @@ from ..memory.residency import ComponentResidencyManager
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.dtypes import DTYPES
 from ..runtime.engine_config import EngineConfig
-from ..runtime.files import PIPELINE_INDEX, checkpoint_error, read_small
+from ..runtime.files import PIPELINE_INDEX, checkpoint_error, read_json
 from ..weights.transports.disk import Checkpoint, open_checkpoint
 from .image_request import Kind
 
@@ -55,7 +54,7 @@ _NOT_FORWARD = (
 
 
 def read_index(folder: str | Path) -> dict[str, Any]:
-    return _read_json(Path(folder) / PIPELINE_INDEX)
+    return read_json(Path(folder) / PIPELINE_INDEX, _MAX_INDEX_BYTES)
 
 
 def class_names(index: dict[str, Any]) -> dict[str, str]:
@@ -144,7 +143,10 @@ def build_component(
 
 
 def config_difference(ours: Path, theirs: Path) -> list[str]:
-    a, b = _read_json(ours / "config.json"), _read_json(theirs / "config.json")
+    a, b = (
+        read_json(ours / "config.json", _MAX_INDEX_BYTES),
+        read_json(theirs / "config.json", _MAX_INDEX_BYTES),
+    )
     return sorted(
         name for name in a.keys() | b.keys() if name not in _NOT_FORWARD and a.get(name) != b.get(name)
     )
@@ -154,7 +156,7 @@ def _make_module(class_path: str, folder: Path) -> nn.Module:
     library, _, name = class_path.partition(".")
     kind = getattr(importlib.import_module(library), name)
     config_file = folder / "config.json"
-    config = _read_json(config_file)
+    config = read_json(config_file, _MAX_INDEX_BYTES)
     try:
         if library == "transformers":
             return _as_module(kind(kind.config_class.from_dict(config)))
@@ -216,14 +218,6 @@ def _replace(module: nn.Module, old: Tensor, data: Tensor) -> None:
         for key, buffer in owner._buffers.items():
             if buffer is old:
                 owner._buffers[key] = data
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    data = read_small(path, _MAX_INDEX_BYTES)
-    try:
-        return msgspec.json.decode(data, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise checkpoint_error(path, f"is not a JSON object: {error}") from error
 
 
 class Blocks:

@@ -235,13 +235,8 @@ class PackedFamily(Family):
 
 def to_pixels(images: Tensor) -> Tensor:
     """Return what :meth:`Family.decode` returns as uint8 [rows, height, width, 3]."""
-    return (
-        ((images.float() / 2 + 0.5).clamp(0, 1) * 255)
-        .round()
-        .to(torch.uint8)
-        .permute(0, 2, 3, 1)
-        .contiguous()
-    )
+    levels = ((images.float() / 2 + 0.5).clamp(0, 1) * 255).round()
+    return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
 def vae_scale(vae: nn.Module) -> int:

@@ -154,7 +154,9 @@ class Experts:
         result.
         """
         if self._fp8 is not None:
-            out = self._fp8(x, expert_ids, weights, *self._quantized())
+            assert isinstance(self._gate_up, Fp8ExpertMatrix)
+            assert isinstance(self._down, Fp8ExpertMatrix)
+            out = self._fp8(x, expert_ids, weights, self._gate_up.blocks, self._down.blocks)
             return out if addend is None else out.add_(addend)
         if self._triton is not None:
             rows, places, ends = self._sorted(x, expert_ids, self._triton)
@@ -226,11 +228,6 @@ class Experts:
 
     def _take(self, purpose: str, expert_ids: Tensor, width: int, x: Tensor) -> Tensor:
         return self._workspace.take(f"experts.{purpose}", (expert_ids.numel(), width), x.dtype, x.device)
-
-    def _quantized(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        assert isinstance(self._gate_up, Fp8ExpertMatrix)
-        assert isinstance(self._down, Fp8ExpertMatrix)
-        return self._gate_up.blocks, self._down.blocks
 
     def slots(self) -> Iterator[WeightSlot]:
         experts = [self._expert_slots(expert) for expert in range(self.count)]

@@ -18,14 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, cast
 
-import msgspec
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..layers.parameters import Fp8Blocks
 from ..layers.rotary import RopeParameters
 from ..runtime.dtypes import by_torch_name
-from ..runtime.files import checkpoint_error, read_small, require_folder
+from ..runtime.files import checkpoint_error, read_json, require_folder
 from .config_attention import (
     DeltaConfig,
     MlaConfig,
@@ -108,9 +107,9 @@ def load_model_config(path: str | Path, backend: ModelBackend = "native") -> Mod
     if os.access(folder, os.R_OK | os.X_OK) and not os.path.lexists(folder / "config.json"):
         raise checkpoint_error(folder, f"has no config.json{_elsewhere(folder)}")
     source = str(folder / "config.json")
-    config = language_config(_read_json(folder / "config.json"), source)
+    config = language_config(read_json(folder / "config.json", MAX_CONFIG_BYTES), source)
     generation_path = folder / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.exists() else {}
+    generation = read_json(generation_path, MAX_CONFIG_BYTES) if generation_path.exists() else {}
     if backend == "transformers":
         return _parse_by_transformers(config, generation, source)
     try:
@@ -213,14 +212,6 @@ def config_difference(a: ModelConfig, b: ModelConfig) -> list[str]:
     if b.fp8 is None:
         names.remove("fp8")
     return [name for name in names if getattr(a, name) != getattr(b, name)]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    data = read_small(path, MAX_CONFIG_BYTES)
-    try:
-        return msgspec.json.decode(data, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise checkpoint_error(path, f"is not a JSON object: {error}") from error
 
 
 def _architecture(config: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from ...io_struct import CaesuraError, ErrorCode
 from ...io_struct.generate import GREEDY_BELOW
 from ..cache.allocator import PageAllocator
 from ..execution.build import build_backend, load_model, longest_context, make_pool, require_deterministic
-from ..execution.forward import ForwardBatch, SamplingBatch, StepLimits
+from ..execution.forward import ForwardBatch, StepLimits
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import device_module_for, streams_of
 from ..memory.host_copy import exhaust
@@ -396,46 +396,16 @@ def _invalid(name: str, value: object, requirement: str) -> CaesuraError:
 
 
 def _batch(chunk: Sequence[_Span], device: torch.device) -> tuple[ForwardBatch, Tensor]:
-    positions = [np.arange(span.begin, span.end) for span in chunk]
-    q_lens, kv_lens = [span.end - span.begin for span in chunk], [span.end for span in chunk]
-    kv_slots = [
-        span.sequence.pages[where // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + where % PAGE_SIZE
-        for span, where in zip(chunk, positions, strict=True)
-    ]
-    page_table = np.zeros((len(chunk), pages_for(max(kv_lens))), np.int32)
-    for row, span in enumerate(chunk):
-        used = span.sequence.pages[: pages_for(span.end)]
-        page_table[row, : len(used)] = used
     sampled, targets, offset = [], [], 0
     for span in chunk:
         begin, end = span.scored
         sampled.append(np.arange(begin, end) - span.begin + offset)
         targets.append(span.sequence.ids[begin + 1 : end + 1])
         offset += span.end - span.begin
-
-    def to_device(array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-    rows, none = np.arange(len(chunk)), torch.empty(0, device=device)
-    batch = ForwardBatch(
-        num_decode=0,
-        input_ids=to_device(np.concatenate([span.sequence.ids[span.begin : span.end] for span in chunk])),
-        positions=to_device(np.concatenate(positions)),
-        kv_slots=to_device(np.concatenate(kv_slots)),
-        page_table=to_device(page_table),
-        kv_lens=to_device(np.asarray(kv_lens, np.int32)),
-        q_lens_host=q_lens,
-        kv_lens_host=kv_lens,
-        page_table_host=None if device.type == "cpu" else page_table,
-        slots=to_device(rows),
-        sample_tokens=to_device(np.concatenate(sampled)),
-        sample_slots=to_device(np.concatenate(sampled)),
-        sampling=SamplingBatch(
-            temperature=none, greedy=none, top_k=none, top_p=none, uniforms=none,
-            any_sampled=False, any_filtered=False, want_raw=False, want_sampled=False,
-        ),
-    )  # fmt: skip
-    return batch, to_device(np.concatenate(targets))
+    ids = [span.sequence.ids[span.begin : span.end] for span in chunk]
+    begins, pages = [span.begin for span in chunk], [span.sequence.pages for span in chunk]
+    batch = ForwardBatch.of_rows(ids, begins, pages, np.concatenate(sampled), device)
+    return batch, torch.from_numpy(np.concatenate(targets)).to(device)
 
 
 def _scales(chunk: Sequence[_Span], device: torch.device) -> Tensor:
