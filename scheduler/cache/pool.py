@@ -79,9 +79,7 @@ class MHAPool(_PagedPool):
         """``num_pages`` counts scratch page 0; ``window_layers`` have ``window_pages`` with an own table."""
         self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
         self.window_pages = window_pages if window_layers else None
-        pages = [
-            (window_pages if layer in window_layers else None) or num_pages for layer in range(num_layers)
-        ]
+        pages = [(window_pages if each in window_layers else None) or num_pages for each in range(num_layers)]
         sizes = head_size, head_size if value_size is None else value_size
         shapes = [(each, kv_heads, page_size, size) for each in pages for size in sizes]
         super().__init__(shapes, dtype, device)

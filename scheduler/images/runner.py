@@ -155,9 +155,7 @@ class ImageRunner:
 
     def _guided(self, samples: list[ImageRequest], x: Tensor) -> Tensor:
         family, size = self.family, samples[0].size
-        sigma = torch.from_numpy(np.stack([sample.sigmas[sample.step] for sample in samples])).to(
-            self._device
-        )
+        sigma = torch.from_numpy(np.stack([each.sigmas[each.step] for each in samples])).to(self._device)
         scale = torch.tensor(
             [s.message.guidance_scale for s in samples], dtype=torch.float32, device=self._device
         )
