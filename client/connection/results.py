@@ -262,9 +262,8 @@ def _check_lengths(output: GenerateOutput) -> None:
     covered = 0
     for span in output.weight_versions:
         if span.start != covered or span.end < span.start:
-            raise _broken(
-                output.rid, f"weight-version span [{span.start}, {span.end}) does not continue at {covered}"
-            )
+            reason = f"weight-version span [{span.start}, {span.end}) does not continue at {covered}"
+            raise _broken(output.rid, reason)
         covered = span.end
     if covered != count:
         raise _broken(output.rid, f"weight-version spans cover {covered} of {count} tokens")

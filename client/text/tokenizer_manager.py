@@ -437,12 +437,11 @@ class TokenizerManager:
         tokenizer = self._need_tokenizer(field)
         tokens = self._context_length
         if tokens is not None and len(text) > tokens * tokenizer.longest:
-            raise PromptTooLong(
+            reason = (
                 f"a text of {len(text)} characters is over the limit of {tokens * tokenizer.longest}: "
-                f"{tokens} tokens of at most {tokenizer.longest}",
-                field=field,
-                limit=tokens,
+                f"{tokens} tokens of at most {tokenizer.longest}"
             )
+            raise PromptTooLong(reason, field=field, limit=tokens)
         return tokenizer
 
     def _need_tokenizer(self, field: str) -> TextTokenizer:

@@ -218,12 +218,11 @@ class Sessions:
         if session is None or session.kind != "implicit":
             return None
         if not (may_commit or session.sender.is_same(sender)):
-            raise _refused(
-                session,
-                sender,
+            reason = (
                 "an implicit weight session of another sender is open: that sender must commit it, or use "
-                "force",
+                "force"
             )
+            raise _refused(session, sender, reason)
         return session
 
     def protects(self, route: Route, error: BaseException) -> bool:

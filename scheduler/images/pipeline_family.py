@@ -116,12 +116,11 @@ class Family(ABC):
             text = encoder.config.get_text_config()
             longest = getattr(text, "max_position_embeddings", MAX_IDS)
             if not row or max(row) >= text.vocab_size or len(row) > longest:
-                raise invalid(
-                    field,
-                    len(row),
+                reason = (
                     f"has {len(row)} ids for a text encoder with {text.vocab_size} tokens and "
-                    f"at most {longest} of them",
+                    f"at most {longest} of them"
                 )
+                raise invalid(field, len(row), reason)
 
     @abstractmethod
     def encoded_tokens(self, ids: Sequence[Sequence[int]], max_sequence_length: int) -> int:

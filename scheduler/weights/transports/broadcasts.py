@@ -49,9 +49,8 @@ def batches_of(request: wire.UpdateWeightsFromDistributedReqInput | wire.SendWei
     counts = request.tensors_per_broadcast
     if request.load_format is None:
         if counts is not None:
-            raise _miscounted(
-                "needs load_format=flattened_bucket: one broadcast per tensor has nothing to count"
-            )
+            reason = "needs load_format=flattened_bucket: one broadcast per tensor has nothing to count"
+            raise _miscounted(reason)
         return [[spec] for spec in specs]
     if counts is None:
         return [_placed(specs)]

@@ -284,13 +284,11 @@ class _OpenFile:
             try:
                 count = os.preadv(self.descriptor, [view[done:]], offset + done)
             except OSError as error:
-                raise checkpoint_error(
-                    self.file.path, f"cannot be read in {name!r}: {error.strerror}"
-                ) from error
+                reason = f"cannot be read in {name!r}: {error.strerror}"
+                raise checkpoint_error(self.file.path, reason) from error
             if count == 0:
-                raise checkpoint_error(
-                    self.file.path, f"ends within {name!r}: {done} of {len(view)} bytes were there"
-                )
+                reason = f"ends within {name!r}: {done} of {len(view)} bytes were there"
+                raise checkpoint_error(self.file.path, reason)
             done += count
         self._require_unchanged()
 

@@ -304,9 +304,8 @@ class Group:
                         return
             except (OSError, UnicodeError) as error:
                 if monotonic() + _RETRY_S >= self._deadline:
-                    raise self.error(
-                        f"nobody could be reached there within {self._timeout_s:g} s: {error}", ranks_seen=[]
-                    ) from error
+                    reason = f"nobody could be reached there within {self._timeout_s:g} s: {error}"
+                    raise self.error(reason, ranks_seen=[]) from error
             time.sleep(_RETRY_S)
         raise self._failure
 
@@ -319,10 +318,8 @@ class Group:
                     probe.recv(1)
                     return True
                 if monotonic() >= self._deadline:
-                    raise self.error(
-                        f"a process listens there, and did not answer within {self._timeout_s:g} s",
-                        ranks_seen=[],
-                    )
+                    reason = f"a process listens there, and did not answer within {self._timeout_s:g} s"
+                    raise self.error(reason, ranks_seen=[])
         return self._failure is None
 
     def _time_left(self) -> timedelta:
