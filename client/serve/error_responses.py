@@ -107,11 +107,8 @@ def native_error(error: CaesuraError) -> Response[bytes]:
 
 
 def engine_error(error: CaesuraError, status: int) -> Response[bytes]:
-    body = {
-        **error_object(error.message, status, error.code),
-        "error": error_fields(error.message, error.code),
-    }
-    return json_response(body, status)
+    fields = {"error": error_fields(error.message, error.code)}
+    return json_response(error_object(error.message, status, error.code) | fields, status)
 
 
 def error_object(message: str, status: int, code: str | None = None) -> dict[str, Any]:

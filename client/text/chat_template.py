@@ -72,8 +72,6 @@ class _Process:
 
 
 class ChatTemplate:
-    """The chat templates of one model."""
-
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         """Take templates by name (``"default"``, ``"tool_use"``) and special tokens (``bos_token``, ...)."""
         self._sources = dict(sources)
@@ -115,10 +113,8 @@ class ChatTemplate:
         end = ""
         if continue_final_message:
             end = f"<{secrets.token_hex(16)}> "  # a template that trims messages takes the space
-            messages = [
-                *messages[:-1],
-                {**messages[-1], "content": (messages[-1].get("content") or "") + end},
-            ]
+            *before, last = messages
+            messages = [*before, {**last, "content": (last.get("content") or "") + end}]
         shown = {
             **self._special_tokens,
             "documents": None,

@@ -54,9 +54,8 @@ class Sender:
 
     def send(self, request: wire.ControlRequest, buffers: Sequence[memoryview] = ()) -> Any:
         begins = isinstance(request, wire.BeginWeightUpdateReqInput)
-        return self.start(
-            request, wire.BeginWeightUpdateReqOutput if begins else wire.WeightUpdateReqOutput, buffers
-        )
+        expects = wire.BeginWeightUpdateReqOutput if begins else wire.WeightUpdateReqOutput
+        return self.start(request, expects, buffers)
 
     async def call(self, request: wire.ControlRequest, buffers: Sequence[memoryview] = ()) -> Any:
         return await self.wait(self.send(request, buffers), request)

@@ -130,9 +130,8 @@ def update_from_shared(
     manifest = [msgspec.structs.replace(spec, offset=0) for spec in tensors.specs]
     update = TwoPhaseUpdate(clients, manifest, fields, timeout)
     handle = tensors.memory.handle
-    update.start(
-        [wire.UpdateWeightsFromIPCReqInput(handle=handle, specs=tensors.specs, **fields) for _ in clients]
-    )
+    call = wire.UpdateWeightsFromIPCReqInput
+    update.start([call(handle=handle, specs=tensors.specs, **fields) for _ in clients])
     return update.commit()
 
 

@@ -303,9 +303,8 @@ class _Tickets:
         self.futures = futures
 
     def done(self) -> bool:
-        return any(f.done() and f.exception() is not None for f in self.futures) or all(
-            f.done() for f in self.futures
-        )
+        done = [future for future in self.futures if future.done()]
+        return len(done) == len(self.futures) or any(future.exception() is not None for future in done)
 
 
 def _replies(

@@ -30,8 +30,6 @@ _PART_HEADS = 12
 
 
 class PagedCpuBackend(AttentionBackend):
-    """Attention over a pool on the CPU."""
-
     def __init__(self, pool: MHAPool | MLAPool, shape: Shape) -> None:
         """Raise ValueError if the pool's pages are not of 16 tokens."""
         if pool.page_size != PAGE_SIZE:

@@ -34,12 +34,10 @@ class Column(NamedTuple):
 
 
 def column(per: Literal["token", "row", "sample"], dtype: torch.dtype, padding: int = 0) -> dict[str, Column]:
-    """Return the metadata of a field that is a :class:`Column`."""
     return {"column": Column(per, dtype, padding)}
 
 
 def columns_of(kind: type[Any]) -> dict[str, Column]:
-    """Return the columns of a dataclass by name."""
     return {each.name: each.metadata["column"] for each in fields(kind) if each.metadata}
 
 
@@ -352,8 +350,6 @@ class ForwardOutput(Protocol):
 
 
 class Runner(Protocol):
-    """Executes steps."""
-
     def execute(self, batch: ForwardBatch) -> ForwardOutput: ...
 
     def set_last_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:

@@ -33,8 +33,6 @@ _LINGER_MS = 500
 
 
 class WorkerSocket:
-    """A bound ROUTER socket."""
-
     def __init__(self, config: EngineConfig, on_lost: Callable[[str], None]) -> None:
         """Call ``on_lost(reason)`` in a thread when a connection breaks after :meth:`shut`."""
         self._on_lost = on_lost

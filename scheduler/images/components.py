@@ -41,15 +41,10 @@ from ..weights.transports.disk import Checkpoint, open_checkpoint
 from .image_request import Kind
 
 _MAX_INDEX_BYTES = 1 << 20
-_NOT_FORWARD = (
-    "_name_or_path",
-    "_diffusers_version",
-    "transformers_version",
-    "torch_dtype",
-    "dtype",
-    "architectures",
+_NOT_FORWARD = {
+    "_name_or_path", "_diffusers_version", "transformers_version", "torch_dtype", "dtype", "architectures",
     "_commit_hash",
-)
+}  # fmt: skip
 """Fields of a component's config.json that change nothing of what it computes."""
 
 
@@ -131,25 +126,19 @@ def build_component(
 ) -> tuple[Component, Checkpoint]:
     """Return the component in ``folder``, still without values, and its checkpoint; dtype None: as saved."""
     checkpoint = open_checkpoint(folder)
-    saved = next(
-        (DTYPES[spec.dtype] for spec in checkpoint.specs if spec.dtype.startswith(("F", "BF"))), None
-    )
+    floats = (spec.dtype for spec in checkpoint.specs if spec.dtype.startswith(("F", "BF")))
+    saved = next((DTYPES[name] for name in floats), None)
     with _without_values():
         module = _make_module(class_path, folder)
     names = [spec.name for spec in checkpoint.specs]
-    return Component(
-        name, folder, module, dtype or saved or torch.float32, device, names, movable
-    ), checkpoint
+    dtype = dtype or saved or torch.float32
+    return Component(name, folder, module, dtype, device, names, movable), checkpoint
 
 
 def config_difference(ours: Path, theirs: Path) -> list[str]:
-    a, b = (
-        read_json(ours / "config.json", _MAX_INDEX_BYTES),
-        read_json(theirs / "config.json", _MAX_INDEX_BYTES),
-    )
-    return sorted(
-        name for name in a.keys() | b.keys() if name not in _NOT_FORWARD and a.get(name) != b.get(name)
-    )
+    a, b = (read_json(folder / "config.json", _MAX_INDEX_BYTES) for folder in (ours, theirs))
+    names = (a.keys() | b.keys()) - _NOT_FORWARD
+    return sorted(name for name in names if a.get(name) != b.get(name))
 
 
 def _make_module(class_path: str, folder: Path) -> nn.Module:
@@ -172,9 +161,8 @@ def _as_module(made: Any) -> nn.Module:
 
 def _names_in_file(module: nn.Module, saved: Iterable[str]) -> dict[str, str]:
     """Return the file's name of each tensor that the renamings of the module's class change."""
-    renamings = getattr(module, "_checkpoint_conversion_mapping", {}) or _RENAMED.get(
-        type(module).__name__, {}
-    )
+    renamings = getattr(module, "_checkpoint_conversion_mapping", {})
+    renamings = renamings or _RENAMED.get(type(module).__name__, {})
     names = {}
     for name in saved:
         key = name

@@ -156,9 +156,8 @@ class ImageRunner:
     def _guided(self, samples: list[ImageRequest], x: Tensor) -> Tensor:
         family, size = self.family, samples[0].size
         sigma = torch.from_numpy(np.stack([each.sigmas[each.step] for each in samples])).to(self._device)
-        scale = torch.tensor(
-            [s.message.guidance_scale for s in samples], dtype=torch.float32, device=self._device
-        )
+        scales = [sample.message.guidance_scale for sample in samples]
+        scale = torch.tensor(scales, dtype=torch.float32, device=self._device)
         given = [sample.conditioning for sample in samples]
         prompts = [each.prompt for each in given]
         negative = [each.negative for each in given if each.negative is not None]

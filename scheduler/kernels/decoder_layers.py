@@ -216,9 +216,8 @@ class LayerShape:
                 scales = None if lines is None else Scales(lines, self.scale_columns)
                 fits = holds(tensor, scales, *products[name], dtype)
             elif name.endswith(_SCALES):  # they have been seen with their weight
-                fits = (
-                    tensors[name.removesuffix(_SCALES)] is not None and name.removesuffix(_SCALES) in products
-                )
+                weight = name.removesuffix(_SCALES)
+                fits = tensors[weight] is not None and weight in products
             else:
                 fits = tensor.shape == vectors.get(name) and tensor.is_contiguous() and tensor.dtype == wanted
             if not fits:

@@ -235,11 +235,8 @@ class Experts:
             for parts in experts:
                 yield from chain.from_iterable(parts)
             return
-        stacked = {
-            "gate_up": [parts[0] + parts[1] for parts in experts],
-            "down": [parts[2] for parts in experts],
-        }
-        for number, (part, slots) in enumerate(stacked.items()):
+        gate_up, down = [gate + up for gate, up, _ in experts], [down for _, _, down in experts]
+        for number, (part, slots) in enumerate((("gate_up", gate_up), ("down", down))):
             name = f"{self._prefix}.{part}_proj"
             yield StackedSlot(name, slots[0][0].parameter, slots)
             if self._biases is not None:

@@ -37,7 +37,7 @@ LATENT_EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class LatentShape:
-    """Sizes and variants of latent attention; names as in config.json."""
+    """Names are those of config.json."""
 
     q_lora_rank: int | None
     """Width of the queries' own latent, or None if queries are projected at once."""
@@ -256,9 +256,8 @@ class LatentAttention(CompositeLayer):
         q, kv = down.tensor_split([down.shape[-1] - latent - shape.qk_rope_head_dim], dim=-1)
         if self._q_up is not None and self._q_norm is not None:
             q = self._q_up.forward(self._q_norm.forward(q))
-        q_nope, q_rope = q.unflatten(-1, (heads, -1)).split(
-            [shape.qk_nope_head_dim, shape.qk_rope_head_dim], dim=-1
-        )
+        sizes = [shape.qk_nope_head_dim, shape.qk_rope_head_dim]
+        q_nope, q_rope = q.unflatten(-1, (heads, -1)).split(sizes, dim=-1)
         if self._kernels is not None:
             return self._forward_fused(q_nope, q_rope, kv, (cos, sin), backend, self._kernels)
         absorbed = x.new_empty((x.shape[0], heads, latent))
@@ -299,11 +298,8 @@ class LatentAttention(CompositeLayer):
     @property
     def packed(self) -> PackedTensors | None:
         """Return the weights for the fused decoder kernel, or None if they are stored otherwise."""
-        down, o, up = (
-            self._down.packed_as("qkv", bias=True),
-            self._o.packed_as("o", bias=True),
-            self._kv_up.packed,
-        )
+        down, o = self._down.packed_as("qkv", bias=True), self._o.packed_as("o", bias=True)
+        up = self._kv_up.packed
         q_up: PackedTensors | None = {}
         if self._q_up is not None and self._q_norm is not None:
             q_up = self._q_up.packed_as("q_up")

@@ -138,10 +138,8 @@ def _of_transformers() -> ModuleType:
 
 def _elsewhere(folder: Path) -> str:
     """Return a hint where config.json may lie: a Hugging Face cache has a folder for each revision."""
-    found = next(
-        iter(sorted(folder.glob("snapshots/*/config.json")) or sorted(folder.glob("*/config.json"))), None
-    )
-    return "" if found is None else f"; {found.parent} has one"
+    found = sorted(folder.glob("snapshots/*/config.json")) or sorted(folder.glob("*/config.json"))
+    return f"; {found[0].parent} has one" if found else ""
 
 
 def parse_model_config(
@@ -310,15 +308,11 @@ def _is_supported(name: str, value: object, widened: bool) -> bool:
     if widened:
         return name in _SKIPPED or value in _MXFP4.get(name, ())
     if name == "weight_block_size":
-        return (
-            isinstance(value, list)
-            and len(value) == 2
-            and all(type(size) is int and size > 0 for size in value)
-        )
+        sizes = value if isinstance(value, list) and len(value) == 2 else [0]
+        return all(type(size) is int and size > 0 for size in sizes)
     if name in _SKIPPED:  # names; transformers would also take regular expressions
-        return isinstance(value, list) and all(
-            isinstance(module, str) and _MODULE.fullmatch(module) for module in value
-        )
+        names = value if isinstance(value, list) else [None]
+        return all(isinstance(name, str) and _MODULE.fullmatch(name) for name in names)
     return value in _FIXED.get(name, ())
 
 

@@ -19,8 +19,6 @@ TIMEOUT_S = 600.0
 
 
 class HostGroup(TensorParallel):
-    """Processes of one host."""
-
     def __init__(self, collective: Collective) -> None:
         super().__init__(collective.rank, collective.size)
         self.compiled = self._collective = collective
