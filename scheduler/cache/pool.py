@@ -92,11 +92,8 @@ class MHAPool(_PagedPool):
         self._by_slot = [(k.permute(0, 2, 1, 3), v.permute(0, 2, 1, 3)) for k, v in self._layers]
 
     @staticmethod
-    def bytes_per_token(
-        num_layers: int, kv_heads: int, head_size: int, dtype: torch.dtype, value_size: int | None = None
-    ) -> int:
-        sizes = head_size + (head_size if value_size is None else value_size)
-        return num_layers * kv_heads * sizes * dtype.itemsize
+    def bytes_per_token(num_layers: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
+        return num_layers * kv_heads * 2 * head_size * dtype.itemsize
 
     def split_slots(self, kv_slots: Tensor) -> tuple[Tensor, Tensor]:
         pages = torch.div(kv_slots, self.page_size, rounding_mode="floor")
@@ -215,16 +212,14 @@ class RoutingPool:
         num_pages: int,
         device: torch.device | str = "cpu",
         device_module: DeviceModule | None = None,
-        page_size: int = PAGE_SIZE,
     ) -> None:
         """``dtype`` is uint8 or int16; ``num_pages`` are the KV pool's, scratch included."""
         self.num_layers, self.top_k, self.dtype = num_layers, top_k, dtype
         self.numpy_dtype = np.dtype(torch_name(dtype))
-        self._page_size = page_size
         on_host = torch.device(device).type == "cpu"
         self._streams = None if device_module is None or on_host else streams_of(device_module)
         self._stream = None if self._streams is None else self._streams.Stream()
-        page = (page_size, num_layers, top_k)
+        page = (PAGE_SIZE, num_layers, top_k)
         self.pages = residency.allocate((num_pages, *page), dtype, device)
         staged = min(STAGED_PAGES, num_pages)
         self._staging = residency.allocate((staged, *page), dtype, device)
@@ -244,7 +239,7 @@ class RoutingPool:
 
     def read(self, pages: np.ndarray, start: int, end: int) -> np.ndarray:
         """Return rows [end - start, layers, top_k] of a request whose KV lies in ``pages``, on the host."""
-        size = self._page_size
+        size = PAGE_SIZE
         first, last = start // size, -(-end // size)
         rows = np.empty(((last - first) * size, self.num_layers, self.top_k), self.numpy_dtype)
         for at in range(first, last, STAGED_PAGES):

@@ -58,7 +58,8 @@ class ExpertMatrix(Stored):
         self._product: kernel.GroupedProduct | None = None
         if packed:
             data = self.parameter.data
-            self._product = kernel.GroupedProduct(data, count, *self._shape, self._scales, place.dtype)
+            sizes = *self._shape, self._scales, place.dtype
+            self._product = kernel.GroupedProduct(data, *sizes, count=count)
 
     def packed_product(
         self, x: Tensor, groups: kernel.Groups, out: Tensor, bias: Tensor | None = None

@@ -136,7 +136,7 @@ class UpProjection:
         self._products: list[kernel.BatchedProduct] | None = None
         if packed:
             self._products = [
-                kernel.BatchedProduct(weight.data, heads.length, *shape)
+                kernel.BatchedProduct(weight.data, *shape, count=heads.length)
                 for weight, shape in zip(self._weights, shapes.values(), strict=True)
             ]
         self._quantized: Fp8Matrix | None = None

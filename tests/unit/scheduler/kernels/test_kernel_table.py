@@ -154,7 +154,7 @@ def test_one_openmp_runtime_serves_torch_and_the_kernels():
         "torch.mm(x, w)\n"
         "torch.tanh(w)\n"
         "before = os.listdir('/proc/self/task')\n"
-        "linear.linear(x, w, None, torch.empty(256, 1024))\n"
+        "linear.Product(w, 1024, 1024)(x)\n"
         "after = os.listdir('/proc/self/task')\n"
         "files = {line.split()[-1] for line in open('/proc/self/maps') if '.so' in line}\n"
         "print(before == after, sum('libgomp' in name or 'libomp' in name or 'libiomp' in name for name in "
