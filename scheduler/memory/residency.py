@@ -92,9 +92,9 @@ class ComponentResidencyManager:
         if make_component is None:
             make_component = _plain(self._device)
             saver = "torch_memory_saver"
-        if self._device.type == "cuda" and saver in environ.get("LD_PRELOAD", "") and find_spec(saver):
-            refuse_defeating_settings(environ)
-            make_component = SavedComponent
+            if self._device.type == "cuda" and saver in environ.get("LD_PRELOAD", "") and find_spec(saver):
+                refuse_defeating_settings(environ)
+                make_component = SavedComponent
         self.components: dict[str, Component] = {tag: make_component(tag) for tag in MEMORY_TAGS}
         self._backed_up = frozenset(backed_up)
         self._copies: dict[MemoryTag, HostCopy] = {}
