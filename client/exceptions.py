@@ -276,4 +276,5 @@ def is_answer(error: BaseException) -> bool:
 
 
 def raise_for(reply: ErrorReply) -> NoReturn:
+    """Raise the exception of an error reply."""
     raise error_for(reply.code, reply.message, reply.detail)
