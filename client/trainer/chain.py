@@ -13,19 +13,21 @@ Invariants:
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from operator import attrgetter
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ... import io_struct as wire
 from ...io_struct import CaesuraError
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ...transfer.process_group import Backend, mark_present
-from ..connection.blocking import ControlClient
 from ..connection.client_options import UpdateOptions
 from ..exceptions import InvalidRequest
 from . import rendezvous
 from .buckets import NamedTensors, bucket_size, manifest, pairs
 from .two_phase import TwoPhaseUpdate, require_clients, sessionless_fields
 from .update_group import WeightUpdateGroup, whole
+
+if TYPE_CHECKING:
+    from ..connection.blocking import ControlClient
 
 CLONE_BROADCAST_TIMEOUT_S = 60.0
 """Seconds of one broadcast of a clone; shorter than a trainer's, since nothing is gathered meanwhile."""
@@ -36,7 +38,9 @@ Head = Callable[[Callable[[], bool]], str | None]
 class WeightUpdateChain:
     """A trainer, and engines that pass on its updates: it sends each once, to any number of them."""
 
-    def __init__(self, group: WeightUpdateGroup, clients: Sequence[ControlClient], links: list[str]) -> None:
+    def __init__(
+        self, group: WeightUpdateGroup, clients: "Sequence[ControlClient]", links: list[str]
+    ) -> None:
         self.clients = list(clients)
         """Clients of its engines, in the order in which they pass updates on."""
         self._group = group
@@ -45,7 +49,7 @@ class WeightUpdateChain:
     @classmethod
     def create(
         cls,
-        clients: Sequence[ControlClient],
+        clients: "Sequence[ControlClient]",
         *,
         master_address: str = "127.0.0.1",
         master_port: int = 0,
@@ -119,8 +123,8 @@ class WeightUpdateChain:
 
 
 def clone_weights(
-    source: ControlClient,
-    targets: Sequence[ControlClient],
+    source: "ControlClient",
+    targets: "Sequence[ControlClient]",
     *,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     master_address: str = "127.0.0.1",
@@ -167,7 +171,7 @@ def clone_weights(
 
 
 def join_links(
-    engines: Sequence[ControlClient],
+    engines: "Sequence[ControlClient]",
     links: Sequence[str],
     store: Any,
     address: str,
@@ -187,13 +191,13 @@ def join_links(
     rendezvous.await_ranks(tickets, limits[0])
 
 
-def leave_links(engines: Sequence[ControlClient], links: Sequence[str]) -> None:
+def leave_links(engines: "Sequence[ControlClient]", links: Sequence[str]) -> None:
     for number, link in enumerate(links):
         rendezvous.leave(engines[number : number + 2], link, rendezvous.GRACE_S)
 
 
 def _update(
-    clients: Sequence[ControlClient],
+    clients: "Sequence[ControlClient]",
     links: Sequence[str],
     specs: list[wire.TensorSpec],
     counts: Sequence[int],

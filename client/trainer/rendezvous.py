@@ -6,23 +6,25 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ...io_struct import InitWeightsUpdateGroupReqInput, InitWeightsUpdateGroupReqOutput
 from ...transfer.process_group import Backend, serve_store
-from ..connection.blocking import ControlClient
 from ..exceptions import EngineError, GroupError
 from .two_phase import started
+
+if TYPE_CHECKING:
+    from ..connection.blocking import ControlClient
 
 GRACE_S = 5.0
 """Seconds between one side's end of something and the other's."""
 
 
 def invite(
-    clients: Sequence[ControlClient],
+    clients: "Sequence[ControlClient]",
     address: str,
     port: int,
     name: str,
@@ -70,24 +72,24 @@ def make_store(address: str, port: int, limit: timedelta, size: int = 1) -> tupl
         raise GroupError(f"cannot serve on {address}:{port}: {error}") from error
 
 
-def common_backend(clients: Sequence[ControlClient], timeout_s: float) -> Backend:
+def common_backend(clients: "Sequence[ControlClient]", timeout_s: float) -> Backend:
     """Return nccl if this process and every engine have CUDA devices, else gloo."""
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         return "gloo"
     return backend_of(clients, timeout_s)
 
 
-def backend_of(engines: Sequence[ControlClient], timeout_s: float) -> Backend:
+def backend_of(engines: "Sequence[ControlClient]", timeout_s: float) -> Backend:
     """Return nccl if every engine is on a CUDA device, else gloo."""
     devices = [client.status(timeout=timeout_s).device for client in engines]
     return "nccl" if all(device.startswith("cuda") for device in devices) else "gloo"
 
 
-def ranks_of(clients: Sequence[ControlClient], timeout_s: float) -> list[int]:
+def ranks_of(clients: "Sequence[ControlClient]", timeout_s: float) -> list[int]:
     return [1 + len(client.status(timeout=timeout_s).ranks) for client in clients]
 
 
-def leave(clients: Sequence[ControlClient], name: str, timeout_s: float) -> None:
+def leave(clients: "Sequence[ControlClient]", name: str, timeout_s: float) -> None:
     """Have each engine leave a group, if it is in it and not gone."""
     for client in clients:
         with contextlib.suppress(EngineError):

@@ -11,17 +11,19 @@ Invariants:
 import contextlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import msgspec
 
 from ... import io_struct as wire
 from ...io_struct import CaesuraError, ErrorCode
-from ..connection.blocking import ControlClient
 from ..connection.channel import wait_for
 from ..connection.client_options import UpdateOptions, update_fields
 from ..exceptions import EngineError, InvalidRequest, PartialUpdate
 from .shared import SharedTensors
+
+if TYPE_CHECKING:
+    from ..connection.blocking import ControlClient
 
 
 class TwoPhaseUpdate:
@@ -29,7 +31,7 @@ class TwoPhaseUpdate:
 
     def __init__(
         self,
-        clients: Sequence[ControlClient],
+        clients: "Sequence[ControlClient]",
         specs: list[wire.TensorSpec],
         options: dict[str, Any],
         timeout: float | None,
@@ -108,7 +110,7 @@ class TwoPhaseUpdate:
 
 
 def update_from_shared(
-    clients: Sequence[ControlClient],
+    clients: "Sequence[ControlClient]",
     tensors: SharedTensors,
     *,
     timeout: float | None = None,
@@ -143,7 +145,7 @@ def sessionless_fields(options: UpdateOptions) -> dict[str, Any]:
     return fields
 
 
-def started(client: ControlClient, request: wire.Request, expects: type[wire.Message]) -> Future[Any]:
+def started(client: "ControlClient", request: wire.Request, expects: type[wire.Message]) -> Future[Any]:
     """Return the ticket of ``client.start``, which also has its error: others may have been sent theirs."""
     try:
         return client.start(request, expects)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from ...transfer.process_group import (
     make_backend,
     mark_present,
 )
-from ..connection.blocking import ControlClient
 from ..connection.channel import at_once, finished, wait_for
 from ..connection.client_options import UpdateOptions, must_be, update_fields
 from ..exceptions import EngineError, GroupError, InvalidRequest, Unsupported, is_answer
@@ -42,6 +41,9 @@ from . import rendezvous
 from .buckets import NamedTensors, bucket_size, manifest, pairs
 from .sending import Sender, in_one_session
 from .two_phase import started
+
+if TYPE_CHECKING:
+    from ..connection.blocking import ControlClient
 
 LoadFormat = Literal["flattened_bucket"] | None
 Named = tuple[str, Tensor]
@@ -65,7 +67,7 @@ class WeightUpdateGroup:
         *,
         group_name: str = DEFAULT_GROUP_NAME,
         backend: Backend = "gloo",
-        clients: Sequence[ControlClient] = (),
+        clients: "Sequence[ControlClient]" = (),
     ) -> None:
         """Wrap a group (ProcessGroup or bare backend) that engines have joined as ``group_name``, with rank 0
         here. ``clients`` are theirs, in rank order from 1; :meth:`close` makes them leave.
@@ -85,7 +87,7 @@ class WeightUpdateGroup:
     @classmethod
     def create(
         cls,
-        clients: Sequence[ControlClient],
+        clients: "Sequence[ControlClient]",
         *,
         master_address: str = "127.0.0.1",
         master_port: int = 0,
@@ -285,7 +287,7 @@ class WeightUpdateGroup:
             raise GroupError(f"{dead}: close it and create it again", group_name=self.group_name)
 
 
-def _backend(clients: Sequence[ControlClient], backend: Backend | None, timeout_s: float) -> Backend:
+def _backend(clients: "Sequence[ControlClient]", backend: Backend | None, timeout_s: float) -> Backend:
     if not isinstance(clients, Sequence):
         raise InvalidRequest(
             f"clients must be a list of clients, not a {type(clients).__name__}", field="clients"
@@ -308,7 +310,7 @@ class _Tickets:
 
 
 def _replies(
-    clients: Sequence[ControlClient],
+    clients: "Sequence[ControlClient]",
     futures: list[Future[Any]],
     request: wire.Request,
     timeout: float | None,
