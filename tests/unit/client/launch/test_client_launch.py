@@ -36,7 +36,7 @@ from caesura.client import (
 )
 from caesura.client.launch.launcher import Child, LaunchedScheduler, _command_line, how_it_ended
 from caesura.client.launch.notify import notify, watchdog_interval_s
-from caesura.client.launch.restart_policy import RestartPolicy, stop_timeout_s
+from caesura.client.launch.restart_policy import RestartPolicy
 from caesura.client.launch.supervise import GAVE_UP_STATUS, status_of
 from caesura.client.launch.supervisor import Down, Ended, Serving, Supervisor
 
@@ -449,7 +449,7 @@ def test_a_stopped_process_ends_by_the_signal_that_asks_for_it(watch, caplog):
     ],
 )
 def test_the_stop_timeout_exceeds_the_drain_timeout(arguments, seconds):
-    assert stop_timeout_s(arguments) == seconds
+    assert RestartPolicy().stop_s(arguments) == seconds
 
 
 def test_a_supervisor_between_retries_ends_at_once(watch):
