@@ -400,8 +400,8 @@ class Keepalive(Message, kw_only=True, forbid_unknown_fields=False):
 class AbortReq(Request, kw_only=True):
     """Abort generations in any state; each ends with its partial output. Unknown rids are not an error."""
 
-    rid: str | None = None
-    """The request id, matched exactly. None needs ``abort_all``."""
+    rid: str | list[str] | None = None
+    """The request id, or several, matched exactly. None needs ``abort_all``."""
     index: int | None = None
     """Abort only this sample of the request. None means all its samples."""
     abort_all: bool = False

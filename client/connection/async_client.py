@@ -256,10 +256,15 @@ class AsyncSchedulerClient(AsyncControlClient):
         return await self._carry_out(work, start, timeout)
 
     async def abort(
-        self, rid: str | None = None, *, abort_all: bool = False, **call: Unpack[CallOptions]
+        self,
+        rid: str | Sequence[str] | None = None,
+        *,
+        abort_all: bool = False,
+        **call: Unpack[CallOptions],
     ) -> AbortReqOutput:
-        """Abort a generation by rid, or all of them. Their own callers get the partial outputs."""
-        return await self._ask(AbortReq(rid=rid, abort_all=abort_all), AbortReqOutput, call)
+        """Abort generations by their rids, or all of them. Their own callers get the partial outputs."""
+        named = rid if rid is None or isinstance(rid, str) else list(rid)
+        return await self._ask(AbortReq(rid=named, abort_all=abort_all), AbortReqOutput, call)
 
     async def fetch_result(self, rid: str, **call: Unpack[CallOptions]) -> list[GenerateOutput]:
         """Return the results of a generation that ended while its client could not be reached, if any."""
