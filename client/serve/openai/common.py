@@ -184,10 +184,8 @@ def sampling_params(
         given["seed"] = request.seed & (2**63 - 1)
     words = _forbidden(request.bad_words or [], tokenizer)
     bias = {**(request.logit_bias or {}), **{word[0]: -math.inf for word in words if len(word) == 1}}
-    given["bad_words_ids"] = [
-        *(request.bad_words_ids or ()),
-        *(word for word in words if len(word) > 1),
-    ] or None
+    longer = [word for word in words if len(word) > 1]
+    given["bad_words_ids"] = [*given.get("bad_words_ids", ()), *longer] or None
     return SamplingParams(**{**given, "logit_bias": bias or None, "max_new_tokens": max_new_tokens})
 
 

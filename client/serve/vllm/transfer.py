@@ -12,6 +12,7 @@ Invariants:
 """
 
 import asyncio
+import base64
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from time import monotonic
@@ -51,6 +52,7 @@ _REPEATED_S = 10.0
 """Seconds in which an equal ``init`` is a repeated one, and after which a trainer without a store that says
 nothing of its update may be replaced."""
 _CONNECT_S = 2.0
+_NCCL_ID_BYTES = 128
 _GROUPS: dict[str, Literal["gloo", "vllm_nccl"]] = {"gloo": "gloo", "nccl": "vllm_nccl"}
 """Backends with a process group, by the engine's name of it."""
 T = TypeVar("T")
@@ -67,8 +69,8 @@ class InitInfo(Strict, kw_only=True):
     world_size: Positive | None = None
     packed: bool = False
     packed_buffer_size_bytes: Positive = 1 << 30
-    # refused unless null
-    nccl_unique_id_b64: Any = None
+    nccl_unique_id_b64: str | None = None
+    """Instead of the address: the communicator's id, 128 bytes in base64."""
     # accepted and ignored
     packed_num_buffers: int = 2
 
@@ -158,36 +160,35 @@ class WeightTransfer:
     async def _require_possible(self, info: InitInfo) -> None:
         instead = "start the server with --weight-transfer-backend, or send by caesura.integrations.vllm"
         device = (await self._client.status(owner="")).device
+        _nccl_id(info)
         if info.backend in ("nccl", "ipc") and not device.startswith("cuda"):
             raise Unsupported(
                 f"the backend {info.backend} needs an engine on a GPU, this one is on {device}: {instead}",
                 field="backend",
             )
-        if info.nccl_unique_id_b64 is not None:
-            raise Unsupported(
-                "nccl_unique_id_b64 is not supported: give master_address and master_port",
-                field="nccl_unique_id_b64",
-            )
 
     async def _join(self, info: InitInfo) -> None:
-        if info.master_address is None or info.master_port is None or info.world_size is None:
+        identity = _nccl_id(info)
+        host, port = (info.master_address, info.master_port) if identity is None else ("unused", 1)
+        if host is None or port is None or info.world_size is None:
             raise InvalidRequest(
                 f"{info.backend} needs master_address, master_port and world_size", field="init_info"
             )
         await asyncio.shield(
             self._client.init_weights_update_group(
-                info.master_address,
-                info.master_port,
+                host,
+                port,
                 rank_offset=info.rank_offset,
                 world_size=info.world_size,
                 group_name=DEFAULT_GROUP_NAME,
                 backend=_GROUPS[info.backend or ""],
+                nccl_unique_id=identity,
                 timeout_s=JOIN_S,
             )
         )
-        if self._store is None:
+        if self._store is None and identity is None:
             with suppress(OSError, TimeoutError):  # then nothing tells that the trainer is gone
-                connecting = asyncio.open_connection(info.master_address, info.master_port)
+                connecting = asyncio.open_connection(host, port)
                 self._store = await asyncio.wait_for(connecting, _CONNECT_S)
 
     async def shutdown(self) -> None:
@@ -317,6 +318,19 @@ class WeightTransfer:
             if self._session is not None and not self._has_running():
                 self._failure = TimedOut(f"nothing came for {IDLE_S:.0f} s", id="", timeout=IDLE_S)
                 await self._abort()
+
+
+def _nccl_id(info: InitInfo) -> bytes | None:
+    """Return the id of the trainer's communicator if it came with the init. Raises InvalidRequest."""
+    given, field = info.nccl_unique_id_b64, "nccl_unique_id_b64"
+    if given is None:
+        return None
+    if info.backend != "nccl" or info.master_address is not None or info.master_port is not None:
+        raise InvalidRequest(f"{field} is for the backend nccl, without an address and a port", field=field)
+    with suppress(ValueError):
+        if len(data := base64.b64decode(given, validate=True)) == _NCCL_ID_BYTES:
+            return data
+    raise InvalidRequest(f"{field} must be {_NCCL_ID_BYTES} bytes in standard base64", field=field)
 
 
 def _over(failure: CaesuraError) -> EngineError:

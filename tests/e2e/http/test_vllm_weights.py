@@ -3,6 +3,7 @@
 import itertools
 import re
 import socket
+from base64 import b64encode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -311,6 +312,7 @@ def test_an_update_can_be_given_up(engine, models):
 
 
 GLOO = {"backend": "gloo", "master_address": "127.0.0.1", "master_port": 1, "world_size": 2}
+ID, ID_FIELD = b64encode(bytes(128)).decode(), "nccl_unique_id_b64"
 
 
 @pytest.mark.parametrize(
@@ -329,6 +331,20 @@ GLOO = {"backend": "gloo", "master_address": "127.0.0.1", "master_port": 1, "wor
         ),
         ("/init_weight_transfer_engine", {"init_info": {"backend": "gloo"}}, "init_info"),
         ("/init_weight_transfer_engine", {"init_info": {}}, "backend"),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {"nccl_unique_id_b64": ID, "world_size": 2}},
+            "backend",
+        ),
+        ("/init_weight_transfer_engine", {"init_info": {"nccl_unique_id_b64": ID[:-4]}}, ID_FIELD),
+        ("/init_weight_transfer_engine", {"init_info": {"nccl_unique_id_b64": f"-{ID[1:]}"}}, ID_FIELD),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {**GLOO, "backend": "nccl", "nccl_unique_id_b64": ID}},
+            ID_FIELD,
+        ),
+        ("/init_weight_transfer_engine", {"init_info": {**GLOO, "nccl_unique_id_b64": ID}}, ID_FIELD),
+        ("/init_weight_transfer_engine", {"init_info": {"backend": "sparse_nccl"}}, "init_info.backend"),
         ("/init_weight_transfer_engine", {"init_info": {"backend": "ipc"}}, "backend"),
         ("/collective_rpc", {"method": "exec"}, "method"),
         ("/collective_rpc", {"method": "update_weights_nccl"}, "args"),
