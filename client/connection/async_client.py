@@ -21,6 +21,7 @@ from ...io_struct import (
     StopProfileReqOutput,
     TraceActivity,
 )
+from ...io_struct.control import TraceStage
 from ..exceptions import EngineError, TimedOut
 from .async_channel import Deltas, Result, next_delta, wait_for_all
 from .async_control_client import AsyncControlClient
@@ -280,6 +281,10 @@ class AsyncSchedulerClient(AsyncControlClient):
         activities: Sequence[TraceActivity] | None = None,
         with_stack: bool = False,
         record_shapes: bool = False,
+        start_step: int | None = None,
+        stages: Sequence[TraceStage] | None = None,
+        profile_id: str | None = None,
+        prefix: str | None = None,
         **call: Unpack[CallOptions],
     ) -> StartProfileReqOutput:
         """Record a trace of the next ``num_steps`` with torch's profiler, or until :meth:`stop_profile`."""
@@ -289,6 +294,10 @@ class AsyncSchedulerClient(AsyncControlClient):
             activities=None if activities is None else list(activities),
             with_stack=with_stack,
             record_shapes=record_shapes,
+            start_step=start_step,
+            stages=None if stages is None else list(stages),
+            profile_id=profile_id,
+            prefix=prefix,
         )
         return await self._ask(request, StartProfileReqOutput, call)
 

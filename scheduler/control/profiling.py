@@ -22,17 +22,16 @@ def start_profile(engine: "Engine", request: StartProfileReqInput, sender: Sende
     while not trace.is_loaded:
         yield Wait.CHANGE
     limit = trace.start(request, engine.state.step)
-    return StartProfileReqOutput(id=request.id, path=str(trace.path), num_steps=limit)
+    return StartProfileReqOutput(id=request.id, path=trace.path, num_steps=limit)
 
 
 def stop_profile(engine: "Engine", request: StopProfileReqInput, sender: Sender) -> Operation:
     """End the trace, or wait until it ends; then wait for its file."""
     trace = engine.trace
-    if trace.path is None:
+    if not trace.path:
         raise CaesuraError(ErrorCode.INVALID_REQUEST, "no trace was started")
     if not request.wait:
         trace.stop()
-    path = trace.path
     while not trace.is_written:
         yield Wait.CHANGE
-    return StopProfileReqOutput(id=request.id, path=str(path), steps=trace.steps)
+    return StopProfileReqOutput(id=request.id, path=trace.path, steps=trace.steps)
