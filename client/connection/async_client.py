@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Unpack, overload
 
 from ... import io_struct as wire
+from ...io_struct.control import TraceStage
 from ..exceptions import EngineError, TimedOut
 from .async_channel import Deltas, Result, next_delta, wait_for_all
 from .async_control_client import AsyncControlClient
@@ -245,10 +246,15 @@ class AsyncSchedulerClient(AsyncControlClient):
         return await self._carry_out(work, start, timeout)
 
     async def abort(
-        self, rid: str | None = None, *, abort_all: bool = False, **call: Unpack[CallOptions]
+        self,
+        rid: str | Sequence[str] | None = None,
+        *,
+        abort_all: bool = False,
+        **call: Unpack[CallOptions],
     ) -> wire.AbortReqOutput:
-        """Abort a generation by rid, or all of them. Their own callers get the partial outputs."""
-        return await self._ask(wire.AbortReq(rid=rid, abort_all=abort_all), wire.AbortReqOutput, call)
+        """Abort generations by their rids, or all of them. Their own callers get the partial outputs."""
+        named = rid if rid is None or isinstance(rid, str) else list(rid)
+        return await self._ask(wire.AbortReq(rid=named, abort_all=abort_all), wire.AbortReqOutput, call)
 
     async def fetch_result(self, rid: str, **call: Unpack[CallOptions]) -> list[GenerateOutput]:
         """Return the results of a generation that ended while its client could not be reached, if any."""
@@ -264,6 +270,10 @@ class AsyncSchedulerClient(AsyncControlClient):
         activities: Sequence[wire.TraceActivity] | None = None,
         with_stack: bool = False,
         record_shapes: bool = False,
+        start_step: int | None = None,
+        stages: Sequence[TraceStage] | None = None,
+        profile_id: str | None = None,
+        prefix: str | None = None,
         **call: Unpack[CallOptions],
     ) -> wire.StartProfileReqOutput:
         """Record a trace of the next ``num_steps`` with torch's profiler, or until :meth:`stop_profile`."""
@@ -273,6 +283,10 @@ class AsyncSchedulerClient(AsyncControlClient):
             activities=None if activities is None else list(activities),
             with_stack=with_stack,
             record_shapes=record_shapes,
+            start_step=start_step,
+            stages=None if stages is None else list(stages),
+            profile_id=profile_id,
+            prefix=prefix,
         )
         return await self._ask(request, wire.StartProfileReqOutput, call)
 

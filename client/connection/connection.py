@@ -33,6 +33,7 @@ from ...io_struct import (
     salvage_reply,
 )
 from ...io_struct.base import MAX_HEADER_BYTES
+from ...io_struct.codec import too_large
 from ..exceptions import DuplicateRid, EngineError, IdConflict, InternalError, InvalidRequest, error_for
 from .image_generation import ImageOutput, decode_images
 from .results import (
@@ -315,7 +316,7 @@ class Connection(Generic[WaiterT, QueueT]):
         try:
             frame = encode(request)
         except (TypeError, OverflowError, ValueError) as error:
-            raise InvalidRequest(f"{type(request).__name__} cannot be encoded: {error}") from error
+            raise unencodable(request, error) from error
         if len(frame) > MAX_HEADER_BYTES:
             reason = f"request of {len(frame)} bytes is over the limit of {MAX_HEADER_BYTES}"
             raise InvalidRequest(reason, value=len(frame))
@@ -418,3 +419,10 @@ def resolve(waiter: Waiter, result: Any) -> None:
         waiter.set_exception(result)
     else:
         waiter.set_result(result)
+
+
+def unencodable(request: Request, error: Exception) -> InvalidRequest:
+    """Return the refusal of a request that cannot be encoded; it names an integer beyond 64 bits."""
+    field = too_large(request) if isinstance(error, OverflowError) else None
+    place, detail = ("", {}) if field is None else (f"{field}: ", {"field": field})
+    return InvalidRequest(f"{place}{type(request).__name__} cannot be encoded: {error}", **detail)

@@ -58,20 +58,21 @@ def failure(error: CaesuraError) -> Response[bytes]:
 
 
 def command(
-    path: str,
+    path: str | list[str],
     form: Form,
     *methods: HttpMethod,
     name: str | None = None,
     size: str = "",
 ) -> Callable[[Callable[[FrontEnd, BodyT], Awaitable[Any]]], HTTPRouteHandler]:
     """Make a function and a body a route (POST by default); ``name`` is for metrics, ``size`` its limit."""
+    called = name or (path if isinstance(path, str) else path[0]).strip("/")
 
     def decorate(work: Callable[[FrontEnd, BodyT], Awaitable[Any]]) -> HTTPRouteHandler:
         kind: type[BodyT] = work.__annotations__["body"]
 
         async def handle(request: HTTPRequest, front: Front) -> Response[bytes]:
             body = in_session(request, await read_control(request, kind))
-            return await answered(front, name or path.strip("/"), form, body, work(front, body))
+            return await answered(front, called, form, body, work(front, body))
 
         handle.__doc__ = work.__doc__
         opt = {"access": "admin", "body": size, "struct": kind}

@@ -16,17 +16,16 @@ def start_profile(engine: "Engine", request: wire.StartProfileReqInput, sender: 
     while not trace.is_loaded:
         yield Wait.CHANGE
     limit = trace.start(request, engine.state.step)
-    return wire.StartProfileReqOutput(id=request.id, path=str(trace.path), num_steps=limit)
+    return wire.StartProfileReqOutput(id=request.id, path=trace.path, num_steps=limit)
 
 
 def stop_profile(engine: "Engine", request: wire.StopProfileReqInput, sender: Sender) -> Operation:
     """End the trace, or wait until it ends; then wait for its file."""
     trace = engine.trace
-    if trace.path is None:
+    if not trace.path:
         raise CaesuraError(ErrorCode.INVALID_REQUEST, "no trace was started")
     if not request.wait:
         trace.stop()
-    path = trace.path
     while not trace.is_written:
         yield Wait.CHANGE
-    return wire.StopProfileReqOutput(id=request.id, path=str(path), steps=trace.steps)
+    return wire.StopProfileReqOutput(id=request.id, path=trace.path, steps=trace.steps)

@@ -73,6 +73,8 @@ class SpecialRows:
     """int64 [E, A], padded with the row's first: `restricted` rows have no other tokens. None: no row."""
     restricted: Tensor | None = None
     """bool [E]; None as `allowed_ids`."""
+    word_ends: Tensor | None = None
+    """int64 [E, W, 2], padded with -1: after the first token the second is not sampled. None: no row."""
     wants: Tensor
     """int64 [N], ascending: those of the E rows that want :class:`FurtherLogprobs`."""
     wants_host: np.ndarray

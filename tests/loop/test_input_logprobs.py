@@ -110,11 +110,14 @@ def greedy(**penalties) -> SamplingParams:
     return SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True, **penalties)
 
 
+LIKELIEST = [int(logits_of(kind, vocab_size=VOCAB).argmax()) for kind in range(3)]
+PAIRS = [[one, other] for one in LIKELIEST for other in LIKELIEST if one != other]
+"""Words of two tokens; the model's likeliest tokens make samples that meet them, and those of three."""
 PARAMS = [
     greedy(),
     greedy(frequency_penalty=1.7, repetition_penalty=1.4),
     greedy(presence_penalty=2.0, logit_bias={7: 3.5}),
-    greedy(repetition_penalty=0.7),
+    greedy(repetition_penalty=0.7, bad_words_ids=[*PAIRS[:2], *([one, one, one] for one in LIKELIEST)]),
 ]
 
 

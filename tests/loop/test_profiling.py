@@ -130,3 +130,43 @@ def test_by_default_traces_are_private(tiny_model):
     assert path.parent.stat().st_mode & 0o777 == 0o700
     path.unlink()
     path.parent.rmdir()
+
+
+def test_a_trace_begins_at_its_first_step(driver):
+    started = driver.call(Start(num_steps=2, start_step=4, prefix="late"))
+    driver.generate([5, 6, 7], 8)
+    ended = driver.call(Stop(wait=True), max_ticks=20_000)
+    assert (ended.path, ended.steps) == (started.path, 2)
+    name = Path(ended.path).name
+    assert name.startswith("late-caesura-") and name.endswith("-step4.trace.json.gz")
+    assert operations(ended.path)
+    driver.call(Start(start_step=10**6))
+    assert_error(driver.call(Stop()), "invalid_request")
+    driver.call(Start(start_step=1))
+    assert Path(driver.call(Stop(), max_ticks=20_000).path).exists()
+
+
+def test_stages_have_a_file_each_as_sglang_names_them(driver, folder):
+    started = driver.call(Start(num_steps=2, stages=["prefill", "decode"], profile_id="7", prefix="p"))
+    names = ["p-7-TP-0-EXTEND.trace.json.gz", "p-7-TP-0-DECODE.trace.json.gz"]
+    assert started.path == ", ".join(str(folder / name) for name in names)
+    assert_error(driver.call(Start()), "busy")
+    stop = driver.send(Stop(wait=True))
+    # Steps of one request after another, until the first file is written and decode steps come after it.
+    while stop not in driver.replies:
+        driver.generate([5, 6, 7], 6)
+        driver.tick(8)
+    ended = driver.replies[stop]
+    assert ended.path == started.path
+    assert 2 <= ended.steps <= 3  # the prompt is one step, and the next prompt ends the other file
+    assert all(operations(str(folder / name)) for name in names)
+
+
+def test_a_stage_without_steps_is_given_up_at_stop(driver, folder):
+    driver.call(Start(stages=["decode"], profile_id="none"))
+    assert_error(driver.call(Stop()), "invalid_request")
+    driver.call(Start(stages=["decode", "prefill"], profile_id="some"))
+    driver.generate([5, 6, 7], 6)
+    driver.tick(2)
+    ended = driver.call(Stop(), max_ticks=20_000)
+    assert ended.path == str(folder / "some-TP-0-EXTEND.trace.json.gz")

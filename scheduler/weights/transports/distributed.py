@@ -68,9 +68,10 @@ class Group:
         membership: process_group.Membership,
         timeout_s: float,
         broadcast_timeout_s: float,
+        nccl_id: bytes | None = None,
     ) -> None:
         """Begin to join, within ``timeout_s``; ``broadcast_timeout_s`` is for each broadcast."""
-        self.membership = membership
+        self.membership, self._nccl_id = membership, nccl_id
         self._interface, self._wake = groups.interface, groups.wake
         self._timeout_s = timeout_s
         self._broadcast_timeout_s = broadcast_timeout_s
@@ -254,6 +255,12 @@ class Group:
     def _join(self) -> Iterator[Any]:
         """Find the store, then the other ranks; in a thread."""
         member, limit = self.membership, timedelta(seconds=self._broadcast_timeout_s)
+        if self._nccl_id is not None:
+            try:
+                yield RawNccl(self._nccl_id, member.rank, member.world_size, self._device)
+            except RuntimeError as error:
+                raise self.error(first_line(error)) from error
+            return
         host, _, port = member.address.rpartition(":")
         self._await_listener(host, int(port))
         try:
@@ -386,9 +393,14 @@ class WeightsUpdateGroups:
 
     def join(self, request: wire.InitWeightsUpdateGroupReqInput) -> Group:
         """Return the group of ``request``, which starts to join unless it is there; raises CaesuraError."""
+        if request.nccl_unique_id is not None and request.backend != VLLM_NCCL:
+            raise CaesuraError(
+                ErrorCode.INVALID_REQUEST, f"nccl_unique_id is for {VLLM_NCCL}", field="nccl_unique_id"
+            )
+        met = request.nccl_unique_id
         member = process_group.Membership(
             request.group_name,
-            f"{request.master_address}:{request.master_port}",
+            f"{request.master_address}:{request.master_port}" if met is None else f"NCCL id {met.hex()}",
             request.world_size,
             request.rank_offset,
             request.backend or ("nccl" if self.device.type == "cuda" else "gloo"),
@@ -399,7 +411,7 @@ class WeightsUpdateGroups:
             raise group.error("a group of this name exists with other parameters: destroy it first")
         if group is None:
             self._require_room()
-            group = Group(self, member, request.timeout_s, request.broadcast_timeout_s)
+            group = Group(self, member, request.timeout_s, request.broadcast_timeout_s, met)
             self._groups[member.group_name] = group
             self._joining.append(group)
         return group

@@ -375,7 +375,7 @@ def test_a_trace_of_steps_as_sglangs_clients_ask_for_it(server):
     assert server.post("/stop_profile").status_code == 400
     refused = server.post("/start_profile", {"output_dir": "/etc"})
     assert (refused.status_code, "--profile-dir" in refused.json()["message"]) == (400, True)
-    assert "start_step" in server.post("/start_profile", {"start_step": 5}).json()["message"]
+    assert "merge_profiles" in server.post("/start_profile", {"merge_profiles": True}).json()["message"]
     started = server.ok("/start_profile", {"output_dir": "today", "num_steps": "3", **activities})
     assert server.post("/start_profile").json()["code"] == "busy"
     server.generate([5, 6, 7])

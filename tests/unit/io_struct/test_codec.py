@@ -190,7 +190,7 @@ def test_an_error_about_an_absurd_number_can_be_sent():
 GENERATE = {"type": "GenerateReqInput", "input_ids": [1]}
 SAMPLING = (
     "max_new_tokens, temperature, top_p, top_k, min_p, frequency_penalty, presence_penalty, "
-    "repetition_penalty, logit_bias, allowed_token_ids, "
+    "repetition_penalty, logit_bias, allowed_token_ids, bad_words_ids, "
     "min_new_tokens, stop_token_ids, ignore_eos, seed, n"
 )
 

@@ -130,7 +130,7 @@ def test_the_page_lists_every_route_and_table_and_no_other():
     [
         ("`/generate`", schema.REFUSED, schema.IGNORED),
         ("`sampling_params`", schema.REFUSED_SAMPLING, schema.IGNORED_SAMPLING),
-        ("`/start_profile`", control.StartProfileBody.REFUSED, ("profile_prefix",)),
+        ("`/start_profile`", control.StartProfileBody.REFUSED, ()),
         ("`/stop_profile`", (), ("num_steps", "start_step")),
         ("`/inference/v1/generate`", tokens.REFUSED, ("priority",)),
     ],

@@ -228,6 +228,27 @@ def test_what_is_no_id_is_refused(value):
         read_id(pickle.dumps(value))
 
 
+def test_a_communicator_given_by_its_id_needs_no_store(monkeypatch):
+    """The id makes the membership, so that an equal init is answered at once and another id is refused."""
+    made = []
+    monkeypatch.setattr(distributed, "RawNccl", lambda *given: made.append(given) or SimpleNamespace())
+    monkeypatch.setattr(distributed, "_require_possible", lambda *_: None)
+    groups = WeightsUpdateGroups(CPU, lambda: None)
+    fields = {"master_address": "unused", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    one, other = (
+        InitWeightsUpdateGroupReqInput(**fields, backend="vllm_nccl", nccl_unique_id=bytes([n]) * 128)
+        for n in range(2)
+    )
+    group = groups.join(one)
+    assert eventually(group.joined)
+    assert made == [(bytes(128), 1, 2, CPU)]
+    assert groups.join(one) is group
+    with pytest.raises(CaesuraError, match="destroy it first"):
+        groups.join(other)
+    with pytest.raises(CaesuraError, match="nccl_unique_id is for vllm_nccl"):
+        groups.join(InitWeightsUpdateGroupReqInput(**fields, backend="gloo", nccl_unique_id=bytes(128)))
+
+
 def test_vllms_communicator_needs_a_device():
     groups = WeightsUpdateGroups(CPU, lambda: None)
     with pytest.raises(CaesuraError, match="vllm_nccl") as refused:
