@@ -102,15 +102,15 @@ def run(script: str, *arguments: object) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def test_the_async_trainers_weight_transfer(engine, models):
+def test_the_async_trainers_weight_transfer(engine, models, recorded):
     before = engine.get("/weight_version").json()["weights_epoch"]
-    run(ASYNC, engine.url, models[1])
+    run(ASYNC, recorded("TRL, asynchronous", "trl", engine.url), models[1])
     assert engine.get("/weight_version").json()["weights_epoch"] == before + 2
     sent = engine.generate([5, 6, 7])["output_ids"]
     engine.ok("/update_weights_from_disk", {"model_path": str(models[1])})
     assert engine.generate([5, 6, 7])["output_ids"] == sent
 
 
-def test_a_grpo_trainer_in_server_mode(engine, models, tmp_path):
-    run(SYNC, engine.url, models[1], tmp_path)
+def test_a_grpo_trainer_in_server_mode(engine, models, recorded, tmp_path):
+    run(SYNC, recorded("TRL", "trl", engine.url), models[1], tmp_path)
     assert engine.get("/weight_version").json()["weights_epoch"] >= 3
