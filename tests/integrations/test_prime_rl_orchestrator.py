@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from support.http_serve import make_text_model, served
@@ -21,7 +20,7 @@ from support.plain_trainer import free_port
 from support.waiting import eventually
 from transformers import AutoModelForCausalLM
 
-types = pytest.importorskip("prime_rl.transports.rollouts.types", reason="prime-rl is not installed")
+rollouts = pytest.importorskip("prime_rl.transports.rollouts", reason="prime-rl is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 STEPS = 3
 
@@ -131,7 +130,7 @@ def logprobs(model: torch.nn.Module, prompt: list[int], completion: list[int]) -
 def test_three_steps_of_rollouts_and_broadcasts(tmp_path, recorded):
     models = [make_text_model(tmp_path / f"model-{seed}", seed) for seed in range(STEPS)]
     output = tmp_path / "output"
-    decoder = msgspec.msgpack.Decoder(list[types.MicroBatch])
+    receiver = rollouts.FileSystemMicroBatchReceiver(output, 0, 1)
 
     def broadcast(step: int) -> None:
         folder = output / "broadcasts" / f"step_{step}"
@@ -175,18 +174,17 @@ def test_three_steps_of_rollouts_and_broadcasts(tmp_path, recorded):
             running(tmp_path, "orchestrator", ORCHESTRATOR, orchestrator) as process,
         ):
             for step in range(1, STEPS + 1):
-                path = output / "rollouts" / f"step_{step}" / "rank_0.bin"
-                eventually(lambda path=path: path.exists() or process.poll() is not None)
-                assert path.exists(), (tmp_path / "orchestrator.log").read_text()
-                found.append(list(sequences(decoder.decode(path.read_bytes()))))
+                eventually(lambda: receiver.can_receive() or process.poll() is not None)
+                assert receiver.can_receive(), (tmp_path / "orchestrator.log").read_text()
+                found.append(list(sequences(receiver.receive())))
                 if step < STEPS:
                     broadcast(step)
             assert process.wait() == 0
         assert engine.get("/weight_info").json() == {"weight_version": f"step_{STEPS - 1}"}
     learners = [AutoModelForCausalLM.from_pretrained(model) for model in models]
-    for step, rollouts in enumerate(found):
-        assert rollouts
-        for prompt, completion, sampled in rollouts:
+    for step, samples in enumerate(found):
+        assert samples
+        for prompt, completion, sampled in samples:
             versions = learners[max(step - 1, 0) : step + 1]
             gaps = [(logprobs(model, prompt, completion) - torch.tensor(sampled)).abs() for model in versions]
             # The orchestrator counts a version before it pauses: a rollout may begin with the one before.
