@@ -6,9 +6,11 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import generate_python
+import generate_routes
 import pytest
 import yaml
 from generate_configuration import PARTS
@@ -117,6 +119,15 @@ def test_the_navigation_has_every_page_once():
 def test_the_options_are_those_of_the_commands():
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     assert generate(page, PARTS) == page, "run: python docs/generate_configuration.py"
+
+
+def test_the_routes_of_clients_are_those_that_tests_recorded():
+    page = generate_routes.DOCUMENT.read_text(encoding="utf-8")
+    assert generate(page, generate_routes.PARTS) == page, "run: python docs/generate_routes.py"
+    for test in chain.from_iterable(known["tests"] for known in generate_routes.record().values()):
+        file, _, name = test.partition("::")
+        source = (ROOT / "tests" / "integrations" / file).read_text(encoding="utf-8")
+        assert f"def {name.partition('[')[0]}(" in source, f"{test} is recorded, and is not there any more"
 
 
 def test_the_reference_lists_every_field_of_parameters_and_results():
