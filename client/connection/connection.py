@@ -148,13 +148,12 @@ class Generation(_InFlight[WaiterT, GenerateOutput], Generic[WaiterT, QueueT]):
 
     def deliver(self, delta: TokenDelta) -> None:
         """Hand on what is new in a delta; one behind a gap is held back."""
-        delivered = self._delivered.get(delta.index, 0)
-        seen = delivered - delta.start
-        count = len(delta.output_ids)
-        if not self.streams or delta.index in self._outputs or seen < 0 or seen >= count:
+        index, start, count = delta.index, delta.start, len(delta.output_ids)
+        seen = self._delivered.get(index, 0) - start
+        if not self.streams or index in self._outputs or seen < 0 or seen >= count:
             return
-        self._delivered[delta.index] = delta.start + count
-        self._hand_on(delta.cut(seen))
+        self._delivered[index] = start + count
+        self._hand_on(delta.cut(seen) if seen else delta)
 
     def complete(self, output: GenerateOutput) -> bool:
         """Take the terminal result of one sample; return True when the whole request has ended."""
@@ -380,7 +379,7 @@ class Connection(Generic[WaiterT, QueueT]):
         ):
             end = offset + count
             generation = self._by_rid.get(rid)
-            if isinstance(generation, Generation) and generation.streams:
+            if isinstance(generation, Generation):
                 generation.deliver(
                     TokenDelta(
                         index=index,

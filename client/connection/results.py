@@ -9,9 +9,11 @@ import math
 import operator
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
+
+import msgspec
 
 from ...io_struct import (
     DeltaDetails,
@@ -122,8 +124,7 @@ def cut(values: Any, start: int, end: int | None = None) -> Any:
     return values[start:end] if isinstance(values, list) else values.cut(start, end)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenDelta:
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New tokens of one streaming sample; deltas of one sample are contiguous and never overlap."""
 
     index: int
@@ -145,7 +146,7 @@ class TokenDelta:
         """Return the tokens [start, end) of this delta; None means to the last."""
         if start == 0 and end in (None, len(self.output_ids)):
             return self
-        return replace(
+        return msgspec.structs.replace(
             self,
             start=self.start + start,
             output_ids=self.output_ids[start:end],
