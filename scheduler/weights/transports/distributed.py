@@ -393,10 +393,9 @@ class WeightsUpdateGroups:
 
     def join(self, request: wire.InitWeightsUpdateGroupReqInput) -> Group:
         """Return the group of ``request``, which starts to join unless it is there; raises CaesuraError."""
-        if request.nccl_unique_id is not None and request.backend != VLLM_NCCL:
-            raise CaesuraError(
-                ErrorCode.INVALID_REQUEST, f"nccl_unique_id is for {VLLM_NCCL}", field="nccl_unique_id"
-            )
+        if request.nccl_unique_id is not None and request.backend != process_group.VLLM_NCCL:
+            reason = f"nccl_unique_id is for {process_group.VLLM_NCCL}"
+            raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="nccl_unique_id")
         met = request.nccl_unique_id
         member = process_group.Membership(
             request.group_name,

@@ -84,7 +84,7 @@ def refusal(engine: ServedEngine, path: str, body: Any = None) -> tuple[int, str
     return response.status_code, response.json()["error"]["code"]
 
 
-def test_a_failure_at_any_tensor_leaves_nothing_half_new_serving(engine, models):
+def test_a_failure_at_any_tensor_serves_nothing_half_new(engine, models):
     """Each round, another tensor has a wrong shape: whatever came before it is never sampled from."""
     tensors = tensors_of(models[1])
     for bad in range(len(tensors)):

@@ -302,7 +302,7 @@ TEXT = (
         ("regex", ""),
     ],
 )
-def test_misspelled_sampling_parameters_are_answered_with_the_right_name(keyword, hint):
+def test_misspelled_parameters_get_the_right_name(keyword, hint):
     with pytest.raises(TypeError) as caught:
         SamplingParams(temperature=0.5, **{keyword: 1})
     assert str(caught.value) == f"SamplingParams: {keyword} is not known{hint}; valid are {SAMPLING}"
