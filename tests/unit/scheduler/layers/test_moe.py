@@ -143,7 +143,7 @@ class _Attributes:
 
 
 @pytest.mark.usefixtures("served")
-def test_weights_of_the_chosen_are_rounded_as_transformers_rounds_them() -> None:
+def test_weights_of_the_chosen_round_as_transformers_does() -> None:
     router = Router("r", "gate", 40, 9, 4, normalize=True, place=Placement(torch.bfloat16, CPU))
     next(router.slots()).write(torch.randn(9, 40), 0)
     _, weights = router.forward(torch.randn(20, 40).bfloat16(), torch.empty(20, 4, dtype=torch.uint8))

@@ -221,7 +221,7 @@ def test_defaults_of_latents_are_those_of_transformers(base: Fields, theirs: Any
     assert (moe.normalize, moe.scoring, moe.score_bias) == expected
 
 
-def test_absent_expert_fields_of_glm_are_its_own_and_null_is_deepseeks() -> None:
+def test_absent_and_null_expert_fields_of_glm() -> None:
     glm = {**GLM, "use_qk_norm": True, "head_dim": 16}
     null = {"n_routed_experts": None, "routed_scaling_factor": None}
     for changes, expected in (({}, (128, 1, 1.0)), (null, (256, 1, 2.5))):
@@ -230,7 +230,7 @@ def test_absent_expert_fields_of_glm_are_its_own_and_null_is_deepseeks() -> None
         assert (found.num_experts, found.num_groups, found.routed_scale) == expected
 
 
-def test_absent_expert_fields_are_what_transformers_takes_them_for() -> None:
+def test_absent_expert_fields_are_those_of_transformers() -> None:
     ours = parse({**LLAMA, **named("Qwen3Moe")}, num_hidden_layers=5)
     assert ours.moe is not None
     assert (ours.moe.num_experts, ours.moe.top_k, ours.moe.intermediate_size) == (128, 8, 768)
