@@ -256,7 +256,7 @@ def test_captured_decode_keeps_its_buffers_and_follows_each_plan(latent_heads):
     (16, ["plan latent decode 2", "plan latent prefill 1"], ["plan latent decode 2"]),
     (3, [], ["plan latent decode 2"]),
 ], ids=["heads", "latents", "latents whose queries a tile would cut: torch prefills"])  # fmt: skip
-def test_decode_and_prefill_rows_are_planned_apart_and_once_per_step(latent_heads, planned, decoding):
+def test_decode_and_prefill_rows_are_planned_apart(latent_heads, planned, decoding):
     backend, _, inputs = pair(latent_heads)
     for rows, expected in (([(20, 1), (3, 1), (0, 40)], planned), ([(20, 1), (3, 1)], decoding)):
         fake_flashinfer.CALLS.clear()
@@ -269,7 +269,7 @@ def test_decode_and_prefill_rows_are_planned_apart_and_once_per_step(latent_head
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_plan_writes_host_memory_only_after_the_copies_of_the_one_before(captured):
+def test_a_plan_waits_for_the_copies_of_the_one_before(captured):
     backend = backend_over(filled_pool())
     planned = backend.for_decode(2) if captured else backend
     seen: list[tuple[str, list[int]]] = []

@@ -268,7 +268,7 @@ def test_pages_of_another_size_are_refused():
         PagedCpuBackend(pool, attention_shape(pool, 1))
 
 
-def test_the_workspace_and_scores_of_latents_stay_within_the_limit():
+def test_workspaces_of_latents_stay_within_the_limit():
     limit, rows = 3 * PAGE * 26 * 4, [(5, 1), (40, 1), (16, 1), (47, 1)] + [(0, 30)] * 2
     with workspace_of(limit):
         backend = check(latents(rows, 4, 3, heads=3, latent=20, rope=6))

@@ -207,7 +207,7 @@ def test_buffers_are_those_of_a_loaded_model(architecture: str, tmp_path: Path) 
         assert torch.equal(ours[name], buffer), name
 
 
-def test_a_batch_with_a_long_row_does_not_change_the_frequencies_of_a_short_one(tmp_path: Path) -> None:
+def test_a_long_row_keeps_the_frequencies_of_a_short_one(tmp_path: Path) -> None:
     factors = [1.0 + 0.1 * i for i in range(6)]
     rope = {
         "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": factors,
@@ -341,9 +341,7 @@ def make(folder: Path, architecture: str, dtype: torch.dtype = torch.bfloat16, *
     return load_model(str(folder), dtype, backend="transformers")
 
 
-def test_a_decoder_whose_calls_depend_on_the_tokens_is_computed_by_its_modules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decoder_whose_calls_vary_is_not_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = modeling_llama.LlamaMLP.forward
     monkeypatch.setattr(
         modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x * 1 if x.shape[1] > 8 else x)

@@ -119,7 +119,7 @@ def test_engines_of_our_own_trainer_wait_for_one_another(store: TCPStore) -> Non
     assert eventually(second.joined)
 
 
-def test_an_engine_that_does_not_come_fails_the_join_by_its_deadline(store: TCPStore) -> None:
+def test_an_absent_engine_fails_the_join_at_its_deadline(store: TCPStore) -> None:
     say_present(store)
     alone = group(store, 1, timeout_s=0.5)
     with pytest.raises(CaesuraError, match=r"only ranks \[0, 1\] have joined") as caught:
@@ -128,7 +128,7 @@ def test_an_engine_that_does_not_come_fails_the_join_by_its_deadline(store: TCPS
     assert Nccl.made[0].aborted.is_set()
 
 
-def test_a_group_has_its_own_timeout_ends_no_process_and_is_aborted_when_it_is_left(store: TCPStore) -> None:
+def test_a_group_has_its_timeout_and_is_aborted_when_left(store: TCPStore) -> None:
     """Failures raise in the thread that waits, and no watchdog of torch's ends the process."""
     left = group(store, broadcast_timeout_s=77.0)
     eventually(left.joined)

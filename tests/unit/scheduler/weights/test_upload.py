@@ -103,7 +103,7 @@ class Scripted:
             buffer.fill_(-1)  # valid until the next is asked for
 
 
-def test_a_transports_memory_is_free_when_the_next_piece_is_asked_for() -> None:
+def test_memory_is_free_when_the_next_piece_is_asked_for() -> None:
     found = uploaded(Scripted([*range(40)]), 200)
     assert equal(found, {f"t{n}": torch.full((16,), n, dtype=torch.int32) for n in range(40)})
 
@@ -157,7 +157,7 @@ def test_files_are_read_ahead_as_far_as_there_are_buckets(folder: Path) -> None:
     assert len(reads) == BUCKETS
 
 
-def test_a_file_that_ends_early_fails_the_load_and_leaves_no_thread(tmp_path: Path) -> None:
+def test_a_file_that_ends_early_leaves_no_thread(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3", seed=2)
     source = open_checkpoint(tmp_path)
     (path,) = tmp_path.glob("*.safetensors")
