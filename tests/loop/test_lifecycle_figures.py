@@ -6,7 +6,7 @@ import pytest
 from support.clock import clock_of
 from support.scripted import EngineDriver, assert_error, tokens_of
 
-from caesura.io_struct import FlushCacheReqInput, GetMemoryHistoryReqInput, SamplingParams
+from caesura.io_struct import FlushCacheReqInput, SamplingParams
 from caesura.io_struct.distribution import Distribution
 
 PAGE = 16
@@ -21,11 +21,6 @@ def clock(monkeypatch):
 def driver(tiny_model):
     with EngineDriver(str(tiny_model), max_running_requests=2) as driver:
         yield driver
-
-
-def last_event(driver: EngineDriver, cause: str):
-    events = driver.call(GetMemoryHistoryReqInput()).events
-    return [event for event in events if event.cause == cause][-1]
 
 
 def pauses(driver: EngineDriver) -> list[tuple[str, int, float]]:
@@ -45,7 +40,7 @@ def test_a_pause_reports_the_requests_it_holds(driver, caplog):
     assert lines == [
         f"pause_generation: in_place at step {reply.step}, 2 requests hold 48 tokens of KV, 1 wait"
     ]
-    assert last_event(driver, "pause").detail == "in_place, 2 requests hold KV"
+    assert driver.last_event("pause").detail == "in_place, 2 requests hold KV"
 
 
 def test_a_flush_reports_freed_tokens(driver):
@@ -54,7 +49,7 @@ def test_a_flush_reports_freed_tokens(driver):
     assert cached == 2 * PAGE
     reply = driver.flush(torch_empty_cache=False)
     assert (reply.freed_tokens, reply.reserved_before, reply.reserved_after) == (cached, None, None)
-    assert last_event(driver, "flush").detail == "32 tokens"
+    assert driver.last_event("flush").detail == "32 tokens"
     assert driver.status().kv.cached == 0
 
 
@@ -124,7 +119,7 @@ def test_an_expired_lease_is_logged_with_its_owner(driver, clock, caplog):
     assert lines == [
         "pause lease of 'trainer' expired after 10.0 s without a message from the owner: continue"
     ]
-    assert last_event(driver, "lease_expiry").detail == "of 'trainer'"
+    assert driver.last_event("lease_expiry").detail == "of 'trainer'"
 
 
 def test_a_lease_that_cannot_continue_says_why(driver, clock, caplog):

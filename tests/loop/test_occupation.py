@@ -61,10 +61,6 @@ def keeping(models, backend):
         yield driver
 
 
-def checksum(driver: EngineDriver) -> str:
-    return ok(driver.check_weights()).total
-
-
 @pytest.fixture
 def cold(models) -> list[int]:
     with EngineDriver(str(models[1]), scripted=False) as driver:
@@ -304,7 +300,7 @@ def test_a_resume_without_enough_memory_changes_nothing(driver):
 
 
 def test_a_server_without_updates_serves_again(keeping):
-    before, total = generate(keeping), checksum(keeping)
+    before, total = generate(keeping), keeping.checksum()
     sizes = keeping.status().device_memory
     for _ in range(3):
         reply = ok(keeping.release())
@@ -319,7 +315,7 @@ def test_a_server_without_updates_serves_again(keeping):
         ok(keeping.resume())
         keeping.run_until_idle()
         assert tokens_of(keeping.result(rid)) == before == generate(keeping)
-        assert checksum(keeping) == total
+        assert keeping.checksum() == total
         assert keeping.status().device_memory.weights_backup == 0
         assert keeping.status().weights_epoch == 0
 
@@ -330,12 +326,12 @@ def test_the_copy_is_that_of_the_last_update(keeping, models):
     assert_error(keeping.update(models[1]), "memory_released")
     ok(keeping.resume("weights"))
     ok(keeping.update(models[1]))
-    updated, total = generate(keeping), checksum(keeping)
+    updated, total = generate(keeping), keeping.checksum()
     ok(keeping.release("weights"))
     ok(keeping.resume("weights"))
-    assert (generate(keeping), checksum(keeping)) == (updated, total)
+    assert (generate(keeping), keeping.checksum()) == (updated, total)
     with EngineDriver(str(models[1]), scripted=False) as cold:
-        assert (generate(cold), checksum(cold)) == (updated, total)
+        assert (generate(cold), cold.checksum()) == (updated, total)
 
 
 def test_poisoned_weights_stay_poisoned(keeping, models):
@@ -348,14 +344,16 @@ def test_poisoned_weights_stay_poisoned(keeping, models):
     assert keeping.status().weights == "valid"
 
 
-def test_nothing_commits_while_the_weights_are_away(keeping):
-    total = checksum(keeping)
+def test_nothing_commits_or_compares_released_weights(keeping):
+    total = keeping.checksum()
     ok(keeping.release("weights"))
+    for action in ("snapshot", "compare", "checksum"):
+        assert_error(keeping.check_weights(action), "memory_released")
     session = keeping.begin()
     assert_error(keeping.end(session_id=session, weight_version="new"), "memory_released")
     ok(keeping.resume("weights"))
     ok(keeping.end(session_id=session, weight_version="new"))
-    assert (checksum(keeping), keeping.status().weight_version) == (total, "new")
+    assert (keeping.checksum(), keeping.status().weight_version) == (total, "new")
 
 
 def test_a_copy_that_does_not_fit_leaves_the_weights(keeping):

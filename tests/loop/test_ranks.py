@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.buckets_by_hand import Sender
-from support.checkpoints import copy_configs, make_checkpoint
+from support.checkpoints import copy_configs
 from support.faults import Fault
 from support.lanes import quick
 from support.parameter_server import ParameterServer
@@ -252,13 +252,6 @@ def test_memory_is_released_and_emptied_on_every_rank(driver, alone, tiny_model)
     assert [rank.rank for rank in report.ranks] == [1]
     assert report.ranks[0].reserved_after <= report.ranks[0].reserved_before
     assert_same_outputs(outputs(driver), outputs(alone))
-
-
-@pytest.fixture(scope="module")
-def broken_model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models") / "broken"
-    make_checkpoint(path, "qwen3", tied=True, seed=2, num_hidden_layers=1)
-    return path
 
 
 @pytest.mark.parametrize("share", quick(range(SHARES)))

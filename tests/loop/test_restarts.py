@@ -52,10 +52,6 @@ def from_tensors(driver: EngineDriver, path: Path, count: int | None = None, **f
     return driver.call(message, buffers=frames)
 
 
-def checksum(driver: EngineDriver) -> str:
-    return ok(driver.check_weights("checksum")).total
-
-
 def found(start: Callable[[], EngineDriver], *names: str) -> Any:
     """Return the status of the next start, or these of its fields."""
     with start() as driver:
@@ -88,14 +84,14 @@ def test_epochs_go_on_when_nothing_was_ever_updated(start):
 def test_disk_commits_survive_a_restart(start, folder):
     with start() as driver:
         from_disk(driver, folder)
-        committed, before = checksum(driver), driver.status()
+        committed, before = driver.checksum(), driver.status()
         assert before.weights_epoch == 1
     for epoch in (2, 3):  # and again: the second start has committed nothing of its own
         with start() as driver:
             after = driver.status()
             assert (after.weights, after.weight_version, after.weights_epoch) == ("valid", "step-17", epoch)
             assert after.model_path == str(folder)
-            assert checksum(driver) == committed
+            assert driver.checksum() == committed
             driver.complete(LONG)
             result = driver.complete(LONG, min_weights_epoch=1)
             assert result.cached_tokens > 0, "prefixes are shared under the first epoch of a restart"
@@ -111,7 +107,7 @@ def test_lost_weights_serve_nobody_until_an_update(start, folder, other_model, t
             ok(from_tensors(driver, other_model, weight_version="step-17"))
         else:
             from_disk(driver, folder)
-        committed = checksum(driver)
+        committed = driver.checksum()
     file = folder / "model.safetensors"
     if how == "gone":
         shutil.rmtree(folder)
@@ -135,18 +131,18 @@ def test_lost_weights_serve_nobody_until_an_update(start, folder, other_model, t
         reply = ok(from_tensors(driver, other_model, weight_version="step-18"))
         assert (reply.committed, reply.weights_epoch) == (True, 5)
         ok(driver.go_on())
-        assert checksum(driver) == committed
+        assert driver.checksum() == committed
         result = driver.complete(PROMPT, min_weights_epoch=1)
         assert len(tokens_of(result)) == 8
 
 
 def test_the_old_behaviour_refuses_requests_with_an_epoch(start, other_model):
     with start() as driver:
-        first = checksum(driver)
+        first = driver.checksum()
         ok(from_tensors(driver, other_model, weight_version="step-17"))
     with start(on_lost_weights="serve_initial") as driver:
         driver.assert_status(weights="valid", weights_epoch=2, weight_version="default")
-        assert checksum(driver) == first
+        assert driver.checksum() == first
         assert len(tokens_of(driver.complete(PROMPT))) == 8
         assert len(tokens_of(driver.complete(PROMPT, min_weights_epoch=0))) == 8  # as good as naming none
         for epoch in (1, 2):
@@ -197,14 +193,14 @@ def test_a_folder_that_changes_before_the_commit_is_lost(start, folder, tiny_mod
 def test_uncommitted_updates_are_not_remembered(start, folder, other_model):
     with start() as driver:
         from_disk(driver, folder)
-        committed = checksum(driver)
+        committed = driver.checksum()
         session = driver.begin()
         ok(from_tensors(driver, other_model, count=2, session_id=session))
         ok(driver.end(session_id=session, commit=False))
         assert driver.status().weights == "poisoned"
     with start() as driver:
         driver.assert_status(weights="valid", weight_version="step-17")
-        assert checksum(driver) == committed
+        assert driver.checksum() == committed
 
 
 @pytest.mark.parametrize("came", ["disk", "tensors"])

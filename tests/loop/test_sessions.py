@@ -29,10 +29,6 @@ from caesura.io_struct import (
 )
 
 
-def checksum(driver: EngineDriver) -> str:
-    return driver.check_weights().total
-
-
 def test_an_end_must_name_the_explicit_session(driver):
     session_id = driver.begin()
     assert_error(driver.end(commit=False), "session_open")
@@ -164,7 +160,7 @@ def one_tensor(driver: EngineDriver, other_model: Path, **fields: object) -> Mes
 def test_rows_that_cannot_be_taken_are_refused(driver, other_model, part, paused):
     if paused:
         driver.pause()
-    before = checksum(driver)
+    before = driver.checksum()
     fields = {"start_row": 3, "rows": 2} if part == "from its midst" else {"rows": 3}
     reply = one_tensor(driver, other_model, abort_all_requests=True, **fields)
     if paused and part == "without its end":  # the rest may come
@@ -174,7 +170,7 @@ def test_rows_that_cannot_be_taken_are_refused(driver, other_model, part, paused
         return
     assert_error(reply, "weight_mismatch")
     driver.assert_status(weights="valid", session=None, weights_epoch=0)
-    assert checksum(driver) == before
+    assert driver.checksum() == before
 
 
 @pytest.mark.parametrize("refusal", ["mismatch", "session_open", "no_session"])

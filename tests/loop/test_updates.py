@@ -19,7 +19,6 @@ from caesura.io_struct import (
     EndWeightUpdateReqInput,
     FlushCacheReqInput,
     FlushCacheReqOutput,
-    GetMemoryHistoryReqInput,
     GetStatusReqInput,
     UpdateTotal,
     UpdateWeightFromDiskReqInput,
@@ -164,11 +163,6 @@ def cached(driver: EngineDriver) -> int:
     return driver.status().kv.cached
 
 
-def last_event(driver: EngineDriver, cause: str):
-    events = driver.call(GetMemoryHistoryReqInput()).events
-    return [event for event in events if event.cause == cause][-1]
-
-
 @pytest.mark.parametrize("flush", [False, True])
 def test_the_reply_to_a_whole_update(driver, other_model, clock, caplog, flush):
     count, nbytes = size_of(other_model)
@@ -187,8 +181,8 @@ def test_the_reply_to_a_whole_update(driver, other_model, clock, caplog, flush):
     assert megabytes == pytest.approx(nbytes / 2**20, abs=0.05)
     assert milliseconds == pytest.approx(1e3 * reply.stages.total, abs=0.05)
     assert driver.status().totals.updates == [UpdateTotal(source="disk", committed=1, failed=0)]
-    assert last_event(driver, "update_begin").detail == "disk, version 'new'"
-    event = last_event(driver, "update_commit")
+    assert driver.last_event("update_begin").detail == "disk, version 'new'"
+    event = driver.last_event("update_commit")
     assert (event.detail, event.returned) == (f"disk, version 'new', {count} tensors", None)
 
 
@@ -216,7 +210,7 @@ def test_an_aborted_session_reports_what_it_wrote(driver, tiny_model, other_mode
     status = driver.status()
     assert (status.model_path, status.weights_epoch) == (str(tiny_model), 0)
     assert status.weights_detail == "the session was ended without commit"
-    assert last_event(driver, "update_failed").detail == "the session was ended without commit"
+    assert driver.last_event("update_failed").detail == "the session was ended without commit"
     assert status.totals.updates == [UpdateTotal(source="disk", committed=0, failed=1)]
 
 

@@ -37,10 +37,12 @@ from caesura.io_struct import (
     GenerateImagesReqOutput,
     GenerateReqInput,
     GenerateReqOutput,
+    GetMemoryHistoryReqInput,
     GetStatusReqInput,
     GetStatusReqOutput,
     Keepalive,
     LogprobRows,
+    MemoryEvent,
     MemoryTag,
     Message,
     PauseGenerationReqInput,
@@ -586,6 +588,14 @@ class EngineDriver:
 
     def check_weights(self, action: CheckerAction = "checksum") -> Any:
         return self.call(WeightsCheckerReqInput(action=action))
+
+    def checksum(self) -> str:
+        return ok(self.check_weights()).total
+
+    def last_event(self, cause: str) -> MemoryEvent:
+        """Return the last event of this cause in the history of memory."""
+        events = self.call(GetMemoryHistoryReqInput()).events
+        return [event for event in events if event.cause == cause][-1]
 
     def assert_status(self, **expected: Any) -> None:
         status = self.status()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.clock import clock_of
 from support.properties import examples
 
 from caesura.io_struct import MemoryByTag
@@ -16,7 +17,6 @@ from caesura.scheduler.memory.device_module import device_module_for
 from caesura.scheduler.memory.host import resident_bytes
 from caesura.scheduler.memory.residency import ComponentResidencyManager, allocate
 from caesura.scheduler.memory.storage import MappedComponent, StorageComponent
-from caesura.scheduler.observability import memory_history
 from caesura.scheduler.observability.memory_history import (
     DETAIL_BYTES,
     SAMPLE_S,
@@ -51,9 +51,7 @@ def memory():
 
 @pytest.fixture
 def clock(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(memory_history, "monotonic", lambda: now[0])
-    return now
+    return clock_of(monkeypatch, ["observability.memory_history"])
 
 
 def all_events(history, page=7):
@@ -103,7 +101,7 @@ def test_nothing_grows_however_much_is_noted(memory, clock):
 
     def run():
         for _ in range(700):
-            clock[0] += SAMPLE_S
+            clock.now += SAMPLE_S
             memory.reserved += 2 * STEADY_BYTES
             history.note("pause", "é" * 500)
             history.sample()
@@ -139,14 +137,14 @@ def test_looks_at_steady_memory_are_one_event(memory, clock):
     history = MemoryHistory(memory)
     for _ in range(50):
         memory.reserved += 100 if memory.reserved % 200 else -100
-        clock[0] += SAMPLE_S
+        clock.now += SAMPLE_S
         history.sample()
     (event,), _ = history.events(0, 10)
     assert event.cause == "sample"
     assert event.until - event.at == pytest.approx(49 * SAMPLE_S)
     assert event.reserved == memory.reserved, "the last look's"
     history.note("pause")
-    clock[0] += SAMPLE_S
+    clock.now += SAMPLE_S
     history.sample()
     assert [e.cause for e in all_events(history)] == ["sample", "pause", "sample"]
 
@@ -155,7 +153,7 @@ def test_a_slow_drift_is_not_steady(memory, clock):
     history = MemoryHistory(memory)
     for _ in range(400):
         memory.reserved += STEADY_BYTES // 100
-        clock[0] += SAMPLE_S
+        clock.now += SAMPLE_S
         history.sample()
     events = all_events(history)
     assert 3 <= len(events) <= 5
@@ -166,14 +164,14 @@ def test_readings_are_seconds_apart_while_steps_run(memory, clock):
     history = MemoryHistory(memory)
     for _ in range(1000):
         history.sample()
-        clock[0] += SAMPLE_S / 100
+        clock.now += SAMPLE_S / 100
     assert memory.looks == 10
     history.note("flush")
-    clock[0] += 0.99 * SAMPLE_S
+    clock.now += 0.99 * SAMPLE_S
     history.sample()
     assert memory.looks == 11, "a command has just looked"
     history.note("pause")
-    clock[0] += 0.02 * SAMPLE_S
+    clock.now += 0.02 * SAMPLE_S
     history.note("continue")
     assert memory.looks == 11, "somebody waits for these"
     history.sample()
