@@ -129,7 +129,7 @@ def _product(name: str, m: int, weights: tuple[list[torch.Tensor], ...], copies:
         name,
         f"M={m} {outputs}x{inputs}",
         peers,
-        lambda i: linear.linear(x, packed[i], None, out),
+        lambda i: linear.Product(packed[i], outputs, inputs)(x, None, out),
         copies,
         plain[0].nbytes,
         2 * m * outputs * inputs,

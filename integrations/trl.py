@@ -61,9 +61,7 @@ class Rollouts:
         """
         if self._sync_weights:
             self._send_weights(trainer)
-        ids = [
-            prompt_ids(trainer.processing_class, prompt, **self._chat_template_kwargs) for prompt in prompts
-        ]
+        ids = [prompt_ids(trainer.processing_class, each, **self._chat_template_kwargs) for each in prompts]
         outputs = self._client.generate(
             ids, sampling_params(trainer.args), return_logprob=True, timeout=self._timeout
         )

@@ -64,6 +64,22 @@ def encode_reply(message: Message) -> bytes:
         return _encoder.encode(_holdable(msgspec.to_builtins(message, builtin_types=(bytes,))))
 
 
+def too_large(message: Message) -> str | None:
+    """Return the path of the first integer in ``message`` that no wire can hold, or None."""
+    return next(_beyond_64_bits(msgspec.to_builtins(message, builtin_types=(bytes,)), ""), None)
+
+
+def _beyond_64_bits(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _beyond_64_bits(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _beyond_64_bits(item, f"{path}[{index}]")
+    elif type(value) is int and not -(1 << 63) <= value < 1 << 64:
+        yield path
+
+
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -80,19 +96,15 @@ def _holdable(value: Any) -> Any:
 def decode_request(frame: bytes | memoryview) -> Request:
     """Decode a client's header; raises ``malformed_message`` or ``out_of_memory``, with a readable id."""
     if len(frame) > MAX_HEADER_BYTES:
-        raise CaesuraError(
-            ErrorCode.MALFORMED_MESSAGE,
-            f"header of {len(frame)} bytes is over the limit of {MAX_HEADER_BYTES}",
-            id="",
-        )
+        reason = f"header of {len(frame)} bytes is over the limit of {MAX_HEADER_BYTES}"
+        raise CaesuraError(ErrorCode.MALFORMED_MESSAGE, reason, id="")
     try:
         request: Request = _to_scheduler.decode(frame)
     except _UNREADABLE as error:
         raise _malformed(frame, error) from error
     except MemoryError as error:
-        raise CaesuraError(
-            ErrorCode.OUT_OF_MEMORY, f"no memory for a message of {len(frame)} bytes", id=readable_id(frame)
-        ) from error
+        reason = f"no memory for a message of {len(frame)} bytes"
+        raise CaesuraError(ErrorCode.OUT_OF_MEMORY, reason, id=readable_id(frame)) from error
     return request
 
 

@@ -23,6 +23,8 @@ Residency = Literal["resident", "offload", "layerwise"]
 MAX_TRACE_STEPS = 1000
 """Steps after which a trace ends whatever was asked for: events stay in memory until it is written."""
 TraceActivity = Literal["CPU", "GPU"]
+TraceStage = Literal["prefill", "decode"]
+TraceName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]*$", max_length=128)]
 TraceSteps = Annotated[int, msgspec.Meta(ge=1, le=MAX_TRACE_STEPS)]
 Version = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
@@ -578,6 +580,14 @@ class StartProfileReqInput(ControlRequest, kw_only=True):
     """Folder under the engine's ``profile_dir``, created if missing. None means that folder itself."""
     num_steps: TraceSteps | None = None
     """Steps after which the trace ends by itself. None means at ``StopProfileReqInput``, or after 1,000."""
+    start_step: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Number of the first step, as status counts them. None, and one that is past, means the next step."""
+    stages: Annotated[list[TraceStage], msgspec.Meta(min_length=1, max_length=2)] | None = None
+    """Kinds of steps that get a file each, of ``num_steps`` steps in a row. None means one file for all."""
+    profile_id: TraceName | None = None
+    """Files are called ``{id}-TP-0``, by stages with -EXTEND or -DECODE. None: the engine names them."""
+    prefix: TraceName | None = None
+    """Beginning of the files' names."""
     activities: list[TraceActivity] | None = None
     """Activities to record; ``GPU`` counts where the engine has one. None means both."""
     with_stack: bool = False

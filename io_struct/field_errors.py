@@ -117,9 +117,8 @@ def field_error(
         name = printable(unknown["name"][:_MAX_NAME])
         around = _names_in(_at(_info(kind), steps[:-1])) if steps else []
         where = _dotted(place, f".{name}")
-        return FieldError(
-            where, f"{where} {unknown_name(name, _names_in(types), around or beside, place=place)}"
-        )
+        said = unknown_name(name, _names_in(types), around or beside, place=place)
+        return FieldError(where, f"{where} {said}")
     if missing := _MISSING_FIELD.fullmatch(problem):
         name = _dotted(place, f".{missing['name']}")
         return FieldError(name, f"{name} is missing")
@@ -237,9 +236,8 @@ def _at(kind: inspect.Type, steps: Sequence[str | int | None]) -> list[inspect.T
     """Return the types at the end of ``steps``, unions taken apart."""
     types = _alternatives(kind)
     for step in steps:
-        types = [
-            further for each in types for found in _below(each, step) for further in _alternatives(found)
-        ]
+        below = [found for each in types for found in _below(each, step)]
+        types = [further for found in below for further in _alternatives(found)]
     return types
 
 
@@ -326,13 +324,8 @@ def _value_at(given: Any, steps: Sequence[str | int | None]) -> Any:
 
 
 def _hint(value: str, types: Sequence[inspect.Type]) -> str:
-    choices = [
-        v
-        for each in types
-        if isinstance(each, inspect.LiteralType)
-        for v in each.values
-        if isinstance(v, str)
-    ]
+    literals = [each.values for each in types if isinstance(each, inspect.LiteralType)]
+    choices = [choice for values in literals for choice in values if isinstance(choice, str)]
     near = nearest(value, choices)
     return "" if near is None else f" (did you mean {near!r}?)"
 
@@ -341,9 +334,7 @@ def printable(text: str) -> str:
     r"""Return ``text`` with unprintable characters escaped: ``\x1b``, ``\n``, ``\u202e``, lone surrogates."""
     if text.isprintable():
         return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text
-    )
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)

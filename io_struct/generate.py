@@ -25,6 +25,8 @@ MAX_LOGIT_BIAS = 1024
 """Maximum number of tokens in ``logit_bias``."""
 MAX_ALLOWED_TOKEN_IDS = 1024
 """Maximum number of ids in ``allowed_token_ids``."""
+MAX_BAD_WORDS, MAX_BAD_WORD = 256, 64
+"""Most words of ``bad_words_ids``, and most tokens of one."""
 MAX_TOP_LOGPROBS = 128
 """Maximum of ``top_logprobs_num``."""
 MAX_SAMPLING_MASK = 4096
@@ -60,6 +62,9 @@ class SamplingParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
     """Token id to a value in [-100, 100], or -inf, that is added to its logit. None means no bias."""
     allowed_token_ids: list[TokenId] | None = None
     """At most 1,024 ids: no other token is sampled. None means all."""
+    bad_words_ids: list[list[TokenId]] | None = None
+    """At most 256 words of 2 to 64 ids: a word's last token is not sampled where the output ends with the
+    others. None means no word; a word of one token is a ``logit_bias`` of -inf."""
     min_new_tokens: int = 0
     """End-of-sequence ids and ``stop_token_ids`` are not sampled before this many output tokens."""
     stop_token_ids: list[TokenId] = []
@@ -121,6 +126,14 @@ class SamplingParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
         allowed = self.allowed_token_ids
         if allowed is not None and not 1 <= len(allowed) <= MAX_ALLOWED_TOKEN_IDS:
             found.append(("allowed_token_ids", len(allowed), f"must have 1 to {MAX_ALLOWED_TOKEN_IDS} ids"))
+        words = self.bad_words_ids or ()
+        if len(words) > MAX_BAD_WORDS:
+            found.append(("bad_words_ids", len(words), f"at most {MAX_BAD_WORDS} words"))
+        found += [
+            (f"bad_words_ids[{at}]", len(word), f"must have 2 to {MAX_BAD_WORD} ids")
+            for at, word in enumerate(words)
+            if not 2 <= len(word) <= MAX_BAD_WORD
+        ]
         return found
 
 
@@ -410,8 +423,8 @@ class Keepalive(Message, kw_only=True, forbid_unknown_fields=False):
 class AbortReq(Request, kw_only=True):
     """Abort generations in any state; each ends with its partial output. Unknown rids are not an error."""
 
-    rid: str | None = None
-    """The request id, matched exactly. None needs ``abort_all``."""
+    rid: str | list[str] | None = None
+    """The request id, or several, matched exactly. None needs ``abort_all``."""
     index: int | None = None
     """Abort only this sample of the request. None means all its samples."""
     abort_all: bool = False

@@ -210,6 +210,8 @@ class InitWeightsUpdateGroupReqInput(ControlRequest, kw_only=True):
     """Name of the group in later calls, and prefix of its keys in the store; the same for all ranks."""
     backend: Literal["gloo", "nccl", "vllm_nccl"] | None = None
     """None means nccl on CUDA, else gloo. All ranks must use the same. ``vllm_nccl``: vLLM's communicator."""
+    nccl_unique_id: Annotated[bytes, msgspec.Meta(min_length=128, max_length=128)] | None = None
+    """``vllm_nccl``: id of the communicator, by which ranks meet without a store: the address is not used."""
     timeout_s: PositiveDuration = 60.0
     """Maximum seconds for all ranks to join."""
     broadcast_timeout_s: PositiveDuration = DEFAULT_BROADCAST_TIMEOUT_S

@@ -51,9 +51,8 @@ def read_key_pair(path: AnyPath, name: str) -> KeyPair:
         raise _refused(path, name, "others may read this secret key: chmod 600 it")
     entries = dict(_entries(path, name))
     if set(entries) != {"public", "secret"}:
-        raise _refused(
-            path, name, "does not hold a public and a secret key (caesura keygen writes such files)"
-        )
+        reason = "does not hold a public and a secret key (caesura keygen writes such files)"
+        raise _refused(path, name, reason)
     return KeyPair(entries["public"], entries["secret"])
 
 

@@ -310,9 +310,8 @@ def configure(
     shown = printable(name).replace("%", "%%")
     where = " ".join(filter(None, (shown, f"rank{rank}" if rank else "", "%(module_path)s")))
     json = JsonFormatter("scheduler", name, rank) if log_format == "json" else None
-    handler = LogHandler(
-        QueuedStream(sys.stderr if stream is None else stream, None if json is None else json.wrap)
-    )
+    wrap = None if json is None else json.wrap
+    handler = LogHandler(QueuedStream(sys.stderr if stream is None else stream, wrap))
     handler.setFormatter(json or TextFormatter(where))
     logger.addHandler(handler)
     logger.propagate = False  # a root handler would print every line again

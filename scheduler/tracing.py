@@ -113,7 +113,6 @@ class Tracer(TorchFunctionMode):
         return made
 
     def mark(self, kind: str, detail: Any) -> None:
-        """Note a place between calls."""
         self._note(Call(Tracer.mark, (), {}, [], kind=kind, detail=detail), [])
 
     def trace(self, out: Tensor) -> Trace:

@@ -141,6 +141,5 @@ def _bytes_from(pointer: int, offset: int) -> int | None:
 
 def _bad(field: str, value: object, problem: str) -> CaesuraError:
     shown = value.decode(errors="replace") if isinstance(value, bytes) else value
-    return CaesuraError(
-        ErrorCode.INVALID_REQUEST, f"CUDA IPC handle: {field} {shown!r} {problem}", field=field, value=shown
-    )
+    reason = f"CUDA IPC handle: {field} {shown!r} {problem}"
+    return CaesuraError(ErrorCode.INVALID_REQUEST, reason, field=field, value=shown)

@@ -204,9 +204,8 @@ def _hold(container: _Node, items: list[_Node]) -> None:
 
 
 def _error(reason: str) -> CaesuraError:
-    return CaesuraError(
-        ErrorCode.MALFORMED_MESSAGE, f"a pickle that cannot be read as plain fields: {reason}"
-    )
+    message = f"a pickle that cannot be read as plain fields: {reason}"
+    return CaesuraError(ErrorCode.MALFORMED_MESSAGE, message)
 
 
 def _refuse(reason: str) -> NoReturn:

@@ -1,7 +1,7 @@
 """A communicator of NCCL as vLLM's trainers make it, outside torch.distributed.
 
-Rank 0 puts the communicator's id into its TCPStore, every rank joins by it, and all reduce one element
-(``StatelessProcessGroup`` and ``PyNcclCommunicator`` of vLLM 0.33).
+Rank 0 puts the communicator's id into its TCPStore, or gives it to the engines itself, in base64; every rank
+joins by it, and all reduce one element (``StatelessProcessGroup`` and ``PyNcclCommunicator`` of vLLM 0.33).
 
 Invariants:
 - The id, which vLLM pickles, is parsed and never unpickled.

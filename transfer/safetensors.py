@@ -83,13 +83,11 @@ def header_length(prefix: bytes, size: int, limit: int = MAX_HEADER_BYTES) -> in
     if prefix.startswith(_PICKLE_MAGIC) and length > size:
         raise SafetensorsError("is a pickle or zip file, not safetensors; pickles are never read")
     if length > limit:
-        raise SafetensorsError(
-            f"is not safetensors: its header would be {length} bytes long, of at most {limit}"
-        )
+        reason = f"is not safetensors: its header would be {length} bytes long, of at most {limit}"
+        raise SafetensorsError(reason)
     if LENGTH_BYTES + length > size:
-        raise SafetensorsError(
-            f"is truncated within its header: {size} bytes of at least {LENGTH_BYTES + length}"
-        )
+        reason = f"is truncated within its header: {size} bytes of at least {LENGTH_BYTES + length}"
+        raise SafetensorsError(reason)
     return length
 
 
@@ -111,9 +109,8 @@ def parse_header(header: bytes | memoryview, data_bytes: int) -> list[TensorEntr
         if end - begin != prod(entry.shape) * dtype.nbytes:
             raise SafetensorsError(f"has {name!r} with {end - begin} bytes for {entry.dtype} {entry.shape}")
         if begin != position:
-            raise SafetensorsError(
-                f"has {name!r} at offset {begin} where {position} was due: a gap or an overlap"
-            )
+            reason = f"has {name!r} at offset {begin} where {position} was due: a gap or an overlap"
+            raise SafetensorsError(reason)
         tensors.append(TensorEntry(name, entry.dtype, entry.shape, begin, end - begin))
         position = end
     if position != data_bytes:

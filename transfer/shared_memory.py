@@ -29,11 +29,8 @@ def create(nbytes: int) -> tuple[SharedMemoryHandle, mmap.mmap]:
         os.close(descriptor)
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
-        raise CaesuraError(
-            ErrorCode.OUT_OF_MEMORY,
-            f"no {nbytes} bytes of shared memory: {error.strerror}",
-            needed_bytes=nbytes,
-        ) from error
+        reason = f"no {nbytes} bytes of shared memory: {error.strerror}"
+        raise CaesuraError(ErrorCode.OUT_OF_MEMORY, reason, needed_bytes=nbytes) from error
     inode = os.fstat(descriptor).st_ino
     return SharedMemoryHandle(pid=os.getpid(), fd=descriptor, inode=inode, nbytes=nbytes), mapping
 

@@ -9,18 +9,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack, overload
 
-from ...io_struct import (
-    AbortReq,
-    AbortReqOutput,
-    FetchResultReqInput,
-    FetchResultReqOutput,
-    ScoreReqOutput,
-    StartProfileReqInput,
-    StartProfileReqOutput,
-    StopProfileReqInput,
-    StopProfileReqOutput,
-    TraceActivity,
-)
+from ... import io_struct as wire
+from ...io_struct.control import TraceStage
 from ..exceptions import EngineError, TimedOut
 from .async_channel import Deltas, Result, next_delta, wait_for_all
 from .async_control_client import AsyncControlClient
@@ -76,7 +66,7 @@ class AsyncGenerationHandle:
             raise await self._client._explained(error) from None
         return outputs
 
-    async def abort(self, timeout: float | None = None) -> AbortReqOutput:
+    async def abort(self, timeout: float | None = None) -> wire.AbortReqOutput:
         """Abort this generation; its result is then the partial output."""
         return await self._client.abort(self.rid, timeout=timeout)
 
@@ -226,7 +216,7 @@ class AsyncSchedulerClient(AsyncControlClient):
         Unsupported without a reference model; another EngineError names the sequence that was refused.
         """
         scores = Scores(input_ids, start, temperature)
-        return scores.decode(await self._ask(scores.request, ScoreReqOutput, call))
+        return scores.decode(await self._ask(scores.request, wire.ScoreReqOutput, call))
 
     async def generate_images(
         self,
@@ -256,15 +246,20 @@ class AsyncSchedulerClient(AsyncControlClient):
         return await self._carry_out(work, start, timeout)
 
     async def abort(
-        self, rid: str | None = None, *, abort_all: bool = False, **call: Unpack[CallOptions]
-    ) -> AbortReqOutput:
-        """Abort a generation by rid, or all of them. Their own callers get the partial outputs."""
-        return await self._ask(AbortReq(rid=rid, abort_all=abort_all), AbortReqOutput, call)
+        self,
+        rid: str | Sequence[str] | None = None,
+        *,
+        abort_all: bool = False,
+        **call: Unpack[CallOptions],
+    ) -> wire.AbortReqOutput:
+        """Abort generations by their rids, or all of them. Their own callers get the partial outputs."""
+        named = rid if rid is None or isinstance(rid, str) else list(rid)
+        return await self._ask(wire.AbortReq(rid=named, abort_all=abort_all), wire.AbortReqOutput, call)
 
     async def fetch_result(self, rid: str, **call: Unpack[CallOptions]) -> list[GenerateOutput]:
         """Return the results of a generation that ended while its client could not be reached, if any."""
-        request = FetchResultReqInput(rid=rid)
-        reply = await self._ask(request, FetchResultReqOutput, call)
+        request = wire.FetchResultReqInput(rid=rid)
+        reply = await self._ask(request, wire.FetchResultReqOutput, call)
         return [decode_output(result) for result in reply.results]
 
     async def start_profile(
@@ -272,25 +267,35 @@ class AsyncSchedulerClient(AsyncControlClient):
         output_dir: str | os.PathLike[str] | None = None,
         *,
         num_steps: int | None = None,
-        activities: Sequence[TraceActivity] | None = None,
+        activities: Sequence[wire.TraceActivity] | None = None,
         with_stack: bool = False,
         record_shapes: bool = False,
+        start_step: int | None = None,
+        stages: Sequence[TraceStage] | None = None,
+        profile_id: str | None = None,
+        prefix: str | None = None,
         **call: Unpack[CallOptions],
-    ) -> StartProfileReqOutput:
+    ) -> wire.StartProfileReqOutput:
         """Record a trace of the next ``num_steps`` with torch's profiler, or until :meth:`stop_profile`."""
-        request = StartProfileReqInput(
+        request = wire.StartProfileReqInput(
             output_dir=None if output_dir is None else os.fspath(output_dir),
             num_steps=num_steps,
             activities=None if activities is None else list(activities),
             with_stack=with_stack,
             record_shapes=record_shapes,
+            start_step=start_step,
+            stages=None if stages is None else list(stages),
+            profile_id=profile_id,
+            prefix=prefix,
         )
-        return await self._ask(request, StartProfileReqOutput, call)
+        return await self._ask(request, wire.StartProfileReqOutput, call)
 
-    async def stop_profile(self, *, wait: bool = False, **call: Unpack[CallOptions]) -> StopProfileReqOutput:
+    async def stop_profile(
+        self, *, wait: bool = False, **call: Unpack[CallOptions]
+    ) -> wire.StopProfileReqOutput:
         """End the trace (with ``wait``: let it end by itself); returns when its file is written."""
-        request = StopProfileReqInput(wait=wait)
-        return await self._ask(request, StopProfileReqOutput, call)
+        request = wire.StopProfileReqInput(wait=wait)
+        return await self._ask(request, wire.StopProfileReqOutput, call)
 
     async def _carry_out(
         self, work: Plan[RequestT], start: Callable[[RequestT], InFlight], timeout: float | None
@@ -313,4 +318,4 @@ class AsyncSchedulerClient(AsyncControlClient):
         for generation in generations:
             if not generation.waiter.done():
                 with contextlib.suppress(EngineError):
-                    self._channel.start_call(AbortReq(rid=generation.rid), AbortReqOutput)
+                    self._channel.start_call(wire.AbortReq(rid=generation.rid), wire.AbortReqOutput)

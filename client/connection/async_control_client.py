@@ -319,6 +319,7 @@ class AsyncControlClient:
         world_size: int,
         group_name: str = DEFAULT_GROUP_NAME,
         backend: Literal["gloo", "nccl", "vllm_nccl"] | None = None,
+        nccl_unique_id: bytes | None = None,
         timeout_s: float = 60.0,
         broadcast_timeout_s: float = DEFAULT_BROADCAST_TIMEOUT_S,
         **call: Unpack[CallOptions],
@@ -331,6 +332,7 @@ class AsyncControlClient:
             world_size=world_size,
             group_name=group_name,
             backend=backend,
+            nccl_unique_id=nccl_unique_id,
             timeout_s=timeout_s,
             broadcast_timeout_s=broadcast_timeout_s,
         )

@@ -152,9 +152,8 @@ def seconds(name: str, value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
-        raise InvalidRequest(
-            f"{name} = {value!r} must be a number of seconds, or None", field=name, value=str(value)
-        )
+        reason = f"{name} = {value!r} must be a number of seconds, or None"
+        raise InvalidRequest(reason, field=name, value=str(value))
     number: Any = value  # integers may be larger than floats
     return None if number > LONGEST_S else max(0.0, float(number))
 

@@ -33,6 +33,7 @@ from ...io_struct import (
     salvage_reply,
 )
 from ...io_struct.base import MAX_HEADER_BYTES
+from ...io_struct.codec import too_large
 from ..exceptions import DuplicateRid, EngineError, IdConflict, InternalError, InvalidRequest, error_for
 from .image_generation import ImageOutput, decode_images
 from .results import (
@@ -147,13 +148,12 @@ class Generation(_InFlight[WaiterT, GenerateOutput], Generic[WaiterT, QueueT]):
 
     def deliver(self, delta: TokenDelta) -> None:
         """Hand on what is new in a delta; one behind a gap is held back."""
-        delivered = self._delivered.get(delta.index, 0)
-        seen = delivered - delta.start
-        count = len(delta.output_ids)
-        if not self.streams or delta.index in self._outputs or seen < 0 or seen >= count:
+        index, start, count = delta.index, delta.start, len(delta.output_ids)
+        seen = self._delivered.get(index, 0) - start
+        if not self.streams or index in self._outputs or seen < 0 or seen >= count:
             return
-        self._delivered[delta.index] = delta.start + count
-        self._hand_on(delta.cut(seen))
+        self._delivered[index] = start + count
+        self._hand_on(delta.cut(seen) if seen else delta)
 
     def complete(self, output: GenerateOutput) -> bool:
         """Take the terminal result of one sample; return True when the whole request has ended."""
@@ -315,11 +315,10 @@ class Connection(Generic[WaiterT, QueueT]):
         try:
             frame = encode(request)
         except (TypeError, OverflowError, ValueError) as error:
-            raise InvalidRequest(f"{type(request).__name__} cannot be encoded: {error}") from error
+            raise unencodable(request, error) from error
         if len(frame) > MAX_HEADER_BYTES:
-            raise InvalidRequest(
-                f"request of {len(frame)} bytes is over the limit of {MAX_HEADER_BYTES}", value=len(frame)
-            )
+            reason = f"request of {len(frame)} bytes is over the limit of {MAX_HEADER_BYTES}"
+            raise InvalidRequest(reason, value=len(frame))
         return frame
 
     def _take_tokens(self, message: BatchTokenOutput) -> None:
@@ -380,7 +379,7 @@ class Connection(Generic[WaiterT, QueueT]):
         ):
             end = offset + count
             generation = self._by_rid.get(rid)
-            if isinstance(generation, Generation) and generation.streams:
+            if isinstance(generation, Generation):
                 generation.deliver(
                     TokenDelta(
                         index=index,
@@ -419,3 +418,10 @@ def resolve(waiter: Waiter, result: Any) -> None:
         waiter.set_exception(result)
     else:
         waiter.set_result(result)
+
+
+def unencodable(request: Request, error: Exception) -> InvalidRequest:
+    """Return the refusal of a request that cannot be encoded; it names an integer beyond 64 bits."""
+    field = too_large(request) if isinstance(error, OverflowError) else None
+    place, detail = ("", {}) if field is None else (f"{field}: ", {"field": field})
+    return InvalidRequest(f"{place}{type(request).__name__} cannot be encoded: {error}", **detail)

@@ -40,10 +40,8 @@ class ClientKeys:
             return None
         if curve_server_key is None or curve_client_key_file is None:
             missing = "curve_server_key" if curve_server_key is None else "curve_client_key_file"
-            raise InvalidRequest(
-                f"{missing} is missing: curve_server_key and curve_client_key_file belong together",
-                field=missing,
-            )
+            reason = f"{missing} is missing: curve_server_key and curve_client_key_file belong together"
+            raise InvalidRequest(reason, field=missing)
         try:
             return cls(
                 server_key(os.fspath(curve_server_key), "curve_server_key"),

@@ -23,9 +23,8 @@ class Process:
 
     def require(self) -> None:
         if os.getpid() != self._pid:
-            raise RuntimeError(
-                f"this {self._what} belongs to process {self._pid}; make a new client after a fork"
-            )
+            reason = f"this {self._what} belongs to process {self._pid}; make a new client after a fork"
+            raise RuntimeError(reason)
 
 
 _lock = threading.RLock()

@@ -72,9 +72,8 @@ class ImageTensor:
         """Numpy's array interface, version 3."""
         typestr = _TYPESTR.get(self.dtype)
         if typestr is None:
-            raise AttributeError(
-                f"numpy has no {self.dtype}: torch.frombuffer(tensor.data, dtype=...) reads it"
-            )
+            reason = f"numpy has no {self.dtype}: torch.frombuffer(tensor.data, dtype=...) reads it"
+            raise AttributeError(reason)
         return {"version": 3, "shape": self.shape, "typestr": typestr, "data": self.data}
 
     @classmethod
@@ -228,7 +227,6 @@ def _tensor(name: str, given: Any) -> ImageTensor:
     interface: dict[str, Any] = getattr(given, "__array_interface__", {})
     dtype = _DTYPES.get(interface.get("typestr", ""))
     if dtype is None:
-        raise InvalidRequest(
-            f"embeds[{name!r}] = {shown(given)} must be an array or a tensor", field="tensors"
-        )
+        reason = f"embeds[{name!r}] = {shown(given)} must be an array or a tensor"
+        raise InvalidRequest(reason, field="tensors")
     return ImageTensor(dtype, tuple(interface["shape"]), given.tobytes())

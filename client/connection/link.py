@@ -39,26 +39,18 @@ from .endpoints import HANDSHAKE_FAILURES, check_endpoint, configure, connect_to
 
 EXIT_GRACE_S = 1.0
 """Seconds that a closed connection and the exit of its process wait for each other."""
-
 RETRY_S = 0.1
-
 RECONNECT_S = 1.0
 """Seconds after a loss in which requests wait for a successor; later ones fail with the first failed try."""
-
 ATTEMPT_S = 1.0
-
 STARTING_S = 300.0
 """Seconds that an engine may load after accepting the connection; only with a keepalive timeout."""
-
 LATE_S = 1.0
 """Whoever looks at the clock this many seconds late may have been sent much meanwhile."""
-
 SECOND_LOOK_S = 5.0
 """Seconds that it then listens before it calls the engine silent: more than two keepalives."""
-
 NEVER_MS = 1 << 30
 """libzmq reconnects by itself in twelve days: its own "never" (-1) drops what was not read."""
-
 MONITORED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED

@@ -114,10 +114,8 @@ def one_request(
 ) -> GenerateReqInput:
     work = plan(input_ids, sampling_params, options, rid=rid, message_id=message_id)
     if not work.single:
-        raise InvalidRequest(
-            f"submit takes one prompt, not a list of {len(work.requests)}: generate takes several",
-            field="input_ids",
-        )
+        reason = f"submit takes one prompt, not a list of {len(work.requests)}: generate takes several"
+        raise InvalidRequest(reason, field="input_ids")
     work.requests[0].stream = stream
     return work.requests[0]
 
@@ -202,9 +200,8 @@ def _no_ids(given: Any, field: str) -> str:
 def require_known_options(options: Mapping[str, Any], kind: type) -> None:
     """Raise a TypeError that says what was meant by keywords that ``kind``, a TypedDict, has not."""
     if unknown := sorted(options.keys() - kind.__annotations__.keys()):
-        raise TypeError(
-            f"unknown generation option {_unknown_option(unknown[0], sorted(kind.__annotations__))}"
-        )
+        reason = f"unknown generation option {_unknown_option(unknown[0], sorted(kind.__annotations__))}"
+        raise TypeError(reason)
 
 
 def _fields(options: GenerateOptions) -> dict[str, Any]:
@@ -249,9 +246,8 @@ class Scores:
         ids = [token_ids(sequence) for sequence in each]
         starts = [start] * len(ids) if isinstance(start, int) else token_ids(start, "start")
         if len(starts) != len(ids):
-            raise InvalidRequest(
-                f"{len(starts)} start for {len(ids)} sequences", field="start", value=len(starts)
-            )
+            reason = f"{len(starts)} start for {len(ids)} sequences"
+            raise InvalidRequest(reason, field="start", value=len(starts))
         self.request = ScoreReqInput(input_ids=ids, start=starts, temperature=temperature)
 
     def decode(self, reply: ScoreReqOutput) -> Any:

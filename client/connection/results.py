@@ -9,9 +9,11 @@ import math
 import operator
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
+
+import msgspec
 
 from ...io_struct import (
     DeltaDetails,
@@ -122,8 +124,7 @@ def cut(values: Any, start: int, end: int | None = None) -> Any:
     return values[start:end] if isinstance(values, list) else values.cut(start, end)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenDelta:
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New tokens of one streaming sample; deltas of one sample are contiguous and never overlap."""
 
     index: int
@@ -145,7 +146,7 @@ class TokenDelta:
         """Return the tokens [start, end) of this delta; None means to the last."""
         if start == 0 and end in (None, len(self.output_ids)):
             return self
-        return replace(
+        return msgspec.structs.replace(
             self,
             start=self.start + start,
             output_ids=self.output_ids[start:end],
@@ -191,9 +192,8 @@ def read_floats(data: bytes | memoryview) -> list[float]:
 
 def _values(values: "array.array[ElementT]", data: bytes | memoryview) -> list[ElementT]:
     if len(data) % values.itemsize:
-        raise InternalError(
-            f"an array of {len(data)} bytes is not a whole number of {values.itemsize}-byte values"
-        )
+        reason = f"an array of {len(data)} bytes is not a whole number of {values.itemsize}-byte values"
+        raise InternalError(reason)
     values.frombytes(data)
     if sys.byteorder == "big":
         values.byteswap()
@@ -209,6 +209,7 @@ _SAME = (
 
 def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
     """Decode a terminal result; InternalError if lengths of its parts do not match."""
+    inputs = _optional(wire.input_logprobs)
     output = GenerateOutput(
         output_ids=read_ints(wire.output_ids),
         output_logprobs=_optional(wire.output_logprobs),
@@ -216,7 +217,7 @@ def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
         sampled_logprobs=_optional(wire.sampled_logprobs),
         output_top_logprobs=_optional_rows(wire.output_top_logprobs),
         output_token_ids_logprobs=_optional_rows(wire.output_token_ids_logprobs),
-        input_logprobs=_input_logprobs(wire.input_logprobs),
+        input_logprobs=None if inputs is None else [None, *inputs[1:]],
         input_top_logprobs=_optional_rows(wire.input_top_logprobs),
         input_token_ids_logprobs=_optional_rows(wire.input_token_ids_logprobs),
         **{name: getattr(wire, name) for name in _SAME},
@@ -231,10 +232,6 @@ def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
 
 def _optional(data: bytes | None) -> list[float] | None:
     return None if data is None else read_floats(data)
-
-
-def _input_logprobs(data: bytes | None) -> list[float | None] | None:
-    return None if data is None else [None, *read_floats(data)[1:]]
 
 
 def _optional_rows(wire: LogprobRows | None) -> TokenLogprobs | None:
@@ -266,9 +263,8 @@ def _check_lengths(output: GenerateOutput) -> None:
     covered = 0
     for span in output.weight_versions:
         if span.start != covered or span.end < span.start:
-            raise _broken(
-                output.rid, f"weight-version span [{span.start}, {span.end}) does not continue at {covered}"
-            )
+            reason = f"weight-version span [{span.start}, {span.end}) does not continue at {covered}"
+            raise _broken(output.rid, reason)
         covered = span.end
     if covered != count:
         raise _broken(output.rid, f"weight-version spans cover {covered} of {count} tokens")

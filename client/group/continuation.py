@@ -7,76 +7,68 @@ Invariants:
   the first engine would have: the position counts prompt and output.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 import msgspec
 
 from ... import io_struct as wire
-from ..connection.results import GenerateOutput, TokenDelta, TokenLogprobs, cut, joined_masks, joined_rows
+from ..connection.results import GenerateOutput, TokenDelta, cut, joined_masks, joined_rows
 
 EpochOf = Callable[[int], int]
 """Maps an engine's weights epoch to the group's."""
+_OF_DELTA = ("output_ids", "output_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+_OF_DETAILS = ("raw_logprobs", "sampled_logprobs", "sampling_mask")
+_COLUMNS = (*_OF_DELTA, *_OF_DETAILS)
+_JOIN: dict[str, Callable[[list[Any]], Any]] = {
+    **dict.fromkeys(("output_top_logprobs", "output_token_ids_logprobs"), joined_rows),
+    "sampling_mask": joined_masks,
+}
+"""Functions for columns whose entries are blocks of tokens; the others have one entry per token."""
 
 
 @dataclass(slots=True)
 class Part:
-    """Tokens of one sample that have arrived so far; what was not requested is empty."""
+    """Tokens of one sample that have arrived so far."""
 
-    tokens: list[int] = field(default_factory=list)
+    columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in _COLUMNS})
+    """Fields of :class:`GenerateOutput` about tokens; what was not requested is empty."""
     weights: list[wire.DeltaWeights] = field(default_factory=list)
     """Weights that sampled each token; epochs are the group's."""
-    logprobs: list[float] = field(default_factory=list)
-    raw: list[float] = field(default_factory=list)
-    sampled: list[float] = field(default_factory=list)
-    top: list[TokenLogprobs] = field(default_factory=list)
-    token_ids: list[TokenLogprobs] = field(default_factory=list)
-    masks: list[wire.SamplingMask] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.weights)
 
     def add(self, delta: TokenDelta, epoch_of: EpochOf) -> None:
         """Append the tokens of a delta, which must have details and begin where this part ends."""
-        assert delta.details is not None and delta.start == len(self.tokens)
-        self.tokens += delta.output_ids
-        self.weights += [
-            msgspec.structs.replace(each, epoch=epoch_of(each.epoch)) for each in delta.details.weights
-        ]
-        self.logprobs += delta.output_logprobs or ()
-        self.raw += delta.details.raw_logprobs or ()
-        self.sampled += delta.details.sampled_logprobs or ()
-        if delta.output_top_logprobs is not None:
-            self.top.append(delta.output_top_logprobs)
-        if delta.output_token_ids_logprobs is not None:
-            self.token_ids.append(delta.output_token_ids_logprobs)
-        if delta.details.sampling_mask is not None:
-            self.masks.append(delta.details.sampling_mask)
+        assert delta.details is not None and delta.start == len(self)
+        for each in delta.details.weights:
+            self.weights.append(msgspec.structs.replace(each, epoch=epoch_of(each.epoch)))
+        self._append(delta, _OF_DELTA)
+        self._append(delta.details, _OF_DETAILS)
+
+    def _append(self, source: object, names: Iterable[str]) -> None:
+        for name in names:
+            value = getattr(source, name)
+            if value is not None:
+                self.columns[name] += value if isinstance(value, list) else [value]
 
     def copy(self) -> "Part":
-        return Part(**{each.name: list(getattr(self, each.name)) for each in fields(self)})
+        return Part({name: list(column) for name, column in self.columns.items()}, list(self.weights))
 
     @staticmethod
     def of(output: GenerateOutput) -> "Part":
         """Return all tokens of ``output``, whose epochs are the group's."""
-        weights = [
-            wire.DeltaWeights(
+        part = Part()
+        part._append(output, _COLUMNS)
+        for span in output.weight_versions:
+            by = wire.DeltaWeights(
                 version=span.version, epoch=span.epoch, incarnation=span.incarnation, stale_kv=span.stale_kv
             )
-            for span in output.weight_versions
-            for _ in range(span.start, span.end)
-        ]
-        return Part(
-            list(output.output_ids),
-            weights,
-            list(output.output_logprobs or ()),
-            list(output.raw_logprobs or ()),
-            list(output.sampled_logprobs or ()),
-            [] if output.output_top_logprobs is None else [output.output_top_logprobs],
-            [] if output.output_token_ids_logprobs is None else [output.output_token_ids_logprobs],
-            [] if output.sampling_mask is None else [output.sampling_mask],
-        )
+            part.weights += [by] * (span.end - span.start)
+        return part
 
     @property
     def newest_epoch(self) -> int | None:
@@ -87,16 +79,8 @@ class Part:
         found: list[wire.WeightVersionSpan] = []
         for by, group in groupby(self.weights):
             start = found[-1].end if found else 0
-            found.append(
-                wire.WeightVersionSpan(
-                    version=by.version,
-                    epoch=by.epoch,
-                    incarnation=by.incarnation,
-                    stale_kv=by.stale_kv,
-                    start=start,
-                    end=start + sum(1 for _ in group),
-                )
-            )
+            end = start + sum(1 for _ in group)
+            found.append(wire.WeightVersionSpan(**msgspec.structs.asdict(by), start=start, end=end))
         return found
 
 
@@ -116,7 +100,7 @@ def continuation(
         request,
         id=message_id,
         rid=rid,
-        input_ids=[*request.input_ids, *part.tokens],
+        input_ids=[*request.input_ids, *part.columns["output_ids"]],
         sampling_params=rest,
         first_sample=index,
         continued_tokens=request.continued_tokens + done,
@@ -142,13 +126,7 @@ def joined(
     return replace(
         last,
         rid=rid,
-        output_ids=[*part.tokens, *last.output_ids],
-        output_logprobs=_behind(part.logprobs, last.output_logprobs),
-        raw_logprobs=_behind(part.raw, last.raw_logprobs),
-        sampled_logprobs=_behind(part.sampled, last.sampled_logprobs),
-        output_top_logprobs=joined_rows([*part.top, last.output_top_logprobs]),
-        output_token_ids_logprobs=joined_rows([*part.token_ids, last.output_token_ids_logprobs]),
-        sampling_mask=joined_masks([*part.masks, last.sampling_mask]),
+        **{name: _column(name, part, last) for name in _COLUMNS},
         input_logprobs=None if last.input_logprobs is None else last.input_logprobs[:inputs],
         input_top_logprobs=cut(last.input_top_logprobs, 0, inputs - 1),
         input_token_ids_logprobs=cut(last.input_token_ids_logprobs, 0, inputs - 1),
@@ -160,23 +138,27 @@ def joined(
     )
 
 
+def _column(name: str, part: Part, last: GenerateOutput) -> Any:
+    earlier, later = part.columns[name], getattr(last, name)
+    if name in _JOIN:
+        return _JOIN[name]([*earlier, later])
+    return None if later is None else [*earlier, *later]
+
+
 def ended_here(
     request: wire.GenerateReqInput, index: int, part: Part, reason: wire.FinishReason, *, rid: str
 ) -> GenerateOutput:
     """Return the output of a sample that no engine continues: ``part`` is all of it."""
-    return GenerateOutput(
+    nothing = GenerateOutput(
         rid=rid,
         index=index,
-        output_ids=list(part.tokens),
-        output_logprobs=list(part.logprobs) if request.return_logprob else None,
-        raw_logprobs=list(part.raw) if request.return_raw_logprob else None,
-        sampled_logprobs=list(part.sampled) if request.return_sampled_logprob else None,
-        output_top_logprobs=joined_rows(part.top),
-        output_token_ids_logprobs=joined_rows(part.token_ids),
-        sampling_mask=joined_masks(part.masks),
+        output_ids=[],
+        output_logprobs=[] if request.return_logprob else None,
+        raw_logprobs=[] if request.return_raw_logprob else None,
+        sampled_logprobs=[] if request.return_sampled_logprob else None,
         routed_experts=None,
         finish_reason=reason,
-        weight_versions=part.spans(),
+        weight_versions=[],
         prompt_tokens=len(request.input_ids),
         cached_tokens=0,
         seed=request.sampling_params.seed or 0,
@@ -184,10 +166,7 @@ def ended_here(
         queue_time=0.0,
         e2e_latency=0.0,
     )
-
-
-def _behind(earlier: list[float], later: list[float] | None) -> list[float] | None:
-    return None if later is None else [*earlier, *later]
+    return joined(request, part, nothing, int, rid=rid)
 
 
 def _later(reason: wire.FinishReason, done: int) -> wire.FinishReason:

@@ -20,7 +20,7 @@ from ... import io_struct as wire
 from ..connection.async_channel import Channel, Deltas, Result
 from ..connection.async_client import AsyncSchedulerClient
 from ..connection.client_options import ConnectionOptions
-from ..connection.connection import Generation, ImageGeneration, Sink
+from ..connection.connection import Generation, ImageGeneration, Sink, unencodable
 from ..connection.fork import Process
 from ..exceptions import (
     DuplicateRid,
@@ -226,16 +226,17 @@ class Dispatcher:
             )
 
     def _abort(self, request: wire.AbortReq) -> int:
-        every = request.abort_all
+        every, named = request.abort_all, request.rid
+        wanted = {named} if isinstance(named, str) else set(named or ())
         aborted = 0
         for rid, (member, n) in list(self._images.items()):
-            if every or rid == request.rid:
+            if every or rid in wanted:
                 aborted += n if request.index is None else 1
                 with suppress(EngineError):
                     member.client.channel.start_call(
                         wire.AbortReq(rid=rid, index=request.index), wire.AbortReqOutput
                     )
-        flows = [flow for rid, flow in self.flows.items() if every or rid == request.rid]
+        flows = [flow for rid, flow in self.flows.items() if every or rid in wanted]
         return aborted + sum(flow.abort(None if every else request.index) for flow in flows)
 
     def _least_loaded(self) -> Member:
@@ -277,4 +278,4 @@ def _encoded(request: wire.GenerateReqInput) -> bytes:
     try:
         return wire.encode(request)
     except (TypeError, OverflowError, ValueError) as error:
-        raise InvalidRequest(f"{type(request).__name__} cannot be encoded: {error}") from error
+        raise unencodable(request, error) from error

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
-from ...io_struct import GetStatusReqOutput, PauseMode, WeightUpdateReqOutput, new_id
+from ...io_struct import GetStatusReqOutput, MemoryTag, PauseMode, WeightUpdateReqOutput, new_id
 from ..connection.async_client import AsyncGenerationHandle
-from ..connection.client_options import GenerateOptions, label
+from ..connection.client_options import GenerateOptions, label, require_known
 from ..connection.prompts import Ids, Prompts, Sampling
-from ..exceptions import EngineDied, EngineError, InvalidRequest
+from ..exceptions import EngineDied, EngineError, InvalidRequest, MemoryReleased
 from .dispatcher import DEFAULT_PATIENCE_S, Dispatcher, GenerationClient
 from .leases import LeaseRenewal
 from .members import EngineAddress, Member, State
@@ -101,53 +101,44 @@ class FleetStatus:
 
 
 class FleetOptions(TypedDict, total=False):
-    """Keywords of every fleet, as :class:`Fleet` explains them."""
+    """Keywords of every fleet; all are optional."""
 
     owner: str | None
+    """Owner token of the fleet's pauses. None, the default, means a random one."""
     verify: Verify
+    """Values that members compare before a commit, and that an engine that joins is compared by: ``counts``
+    by default."""
     patience_s: float | None
+    """Seconds that a generation waits for a member that serves: 60 by default, None means without limit."""
     keepalive_timeout: float | None
+    """Seconds without a message after which a member with requests counts as gone; 30 by default."""
     look_interval_s: float
+    """Seconds between looks at the members, which bring restarted ones back; 1 by default, 0 means never."""
     lease_s: float | None
+    """Seconds of the lease of the fleet's pauses, which a thread renews; 60 by default. When it expires
+    because this process has died, an engine ends the fleet's session and continues if its weights are valid.
+    """
     adopt: Adopt
+    """True takes over engines whose former fleet's process has died. ``any``: even if none has complete
+    weights; requests then wait for an update."""
 
 
 class Fleet:
-    """Engines with the same weights, behind the methods of one client. Use it with ``async with``."""
+    """Engines with the same weights, behind the methods of one client. Use it with ``async with``.
 
-    def __init__(
-        self,
-        members: Sequence[EngineAddress | str] = (),
-        *,
-        owner: str | None = None,
-        verify: Verify = "counts",
-        patience_s: float | None = DEFAULT_PATIENCE_S,
-        keepalive_timeout: float | None = KEEPALIVE_TIMEOUT_S,
-        look_interval_s: float = LOOK_INTERVAL_S,
-        lease_s: float | None = LEASE_S,
-        adopt: Adopt = False,
-    ) -> None:
-        """
-        Args:
-            members: addresses of the engines; all must run when the fleet is opened, or one that is adopted.
-            owner: owner token of the fleet's pauses. None means a random one.
-            verify: what members compare before a commit, and an engine that joins is compared by.
-            patience_s: seconds that a generation waits for a member that serves. None means without limit.
-            keepalive_timeout: seconds without a message after which a member with requests counts as gone.
-            look_interval_s: seconds between looks at the members, which bring restarted ones back.
-            lease_s: seconds of the lease of the fleet's pauses, which a thread renews. When it expires
-                because this process has died, an engine ends the fleet's session and continues if its weights
-                are valid.
-            adopt: take over engines whose former fleet's process has died. ``any``: even if none has complete
-                weights; requests then wait for an update.
-        """
+    ``members`` are addresses of the engines; all must run when the fleet is opened, or one that is adopted.
+    """
+
+    def __init__(self, members: Sequence[EngineAddress | str] = (), **options: Unpack[FleetOptions]) -> None:
+        require_known("fleet", options, FleetOptions)
+        self._lease_s = lease_s = options.get("lease_s", LEASE_S)
         if lease_s is not None and not lease_s > 0:
             raise InvalidRequest(
                 f"lease_s = {lease_s!r} must be a positive number of seconds, or None", field="lease_s"
             )
-        self.owner = owner or f"fleet-{new_id()[:12]}"
+        self.owner = options.get("owner") or f"fleet-{new_id()[:12]}"
         """Owner token of the fleet's pauses and sessions."""
-        self.verify: Verify = verify
+        self.verify: Verify = options.get("verify", "counts")
         """Values that members compare before a commit."""
         self.weight_version = ""
         """Label of the weights that the fleet serves."""
@@ -161,15 +152,15 @@ class Fleet:
         """Held by what changes weights, pauses or membership."""
         self.weights_lock = asyncio.Lock()
         """Held, around :attr:`lock`, by what moves weights: updates, and what brings a member up to date."""
-        self.dispatcher = Dispatcher(patience_s=patience_s)
+        self.dispatcher = Dispatcher(patience_s=options.get("patience_s", DEFAULT_PATIENCE_S))
         """The members and the generations that they have."""
         self.client = GenerationClient(self.dispatcher, owner=self.owner)
         """Generations of the fleet, for what takes a client, such as a ``TokenizerManager``."""
         self._addresses = [EngineAddress.of(each) for each in members]
-        self._keepalive_timeout = keepalive_timeout
-        self._lease_s, self._adopt = lease_s, adopt
+        self._keepalive_timeout = options.get("keepalive_timeout", KEEPALIVE_TIMEOUT_S)
+        self._adopt: Adopt = options.get("adopt", False)
         self._leases = LeaseRenewal(self.owner, lease_s)
-        self._look_interval_s = look_interval_s
+        self._look_interval_s = options.get("look_interval_s", LOOK_INTERVAL_S)
         self._work: set[asyncio.Task[Any]] = set()
         self._sender = WeightSender(self.owner)
 
@@ -425,7 +416,7 @@ class Fleet:
         async with self.weights_lock:
             member = self._add(EngineAddress.of(address))
             try:
-                await self._admit(member, await self._caught_up(member))
+                await self._admit(member, await catch_up(self, member))
             except BaseException:
                 async with self.lock:
                     await self.forget(member)
@@ -448,7 +439,8 @@ class Fleet:
                 if member.serves or member.state == "joining" or not self.may_heal:
                     continue
                 with contextlib.suppress(EngineError, TimeoutError):
-                    if await self._admit(member, await self._caught_up(member), healing=True):
+                    if await self._admit(member, await catch_up(self, member), healing=True):
+                        logger.warning("engine %s serves again", member.name)
                         healed.append(member.name)
         return healed
 
@@ -506,6 +498,10 @@ class Fleet:
             if status.weights != "valid" or status.weights_epoch != member.epoch:
                 self.dispatcher.fence(member, f"its weights are {status.weights} after an update that failed")
 
+    async def resume(self, member: Member, released: Sequence[MemoryTag]) -> None:
+        """Bring back the memory that ``member`` has released, or raise MemoryReleased."""
+        raise MemoryReleased(f"{member.name} has released {', '.join(released)}")  # its owner resumes it
+
     async def copy(self, donor: EngineAddress, target: EngineAddress) -> None:
         """Copy weights and label of ``donor``, which serves on, to ``target``."""
         await asyncio.to_thread(copy_here, donor, target, self.owner)
@@ -518,10 +514,6 @@ class Fleet:
             raise InvalidRequest(f"the fleet has a member {member.name!r} already", field="name")
         self.dispatcher.members[member.name] = member
         return member
-
-    async def _caught_up(self, member: Member) -> GetStatusReqOutput:
-        """Bring ``member`` to the fleet's weights, and return its status. Needs :attr:`weights_lock`."""
-        return await catch_up(self, member)
 
     async def _admit(self, member: Member, reached: GetStatusReqOutput, *, healing: bool = False) -> bool:
         """Admit ``member``, unless it was removed or may not be healed now. Needs :attr:`weights_lock`."""
@@ -555,5 +547,4 @@ class Fleet:
                 elif member.serves:
                     member.status = status
             if self.heals and self.needs_care:
-                for name in await self.heal():
-                    logger.warning("engine %s serves again", name)
+                await self.heal()

@@ -78,7 +78,7 @@ class _Attempt:
 
     def _pass_on(self, delta: TokenDelta) -> None:
         base = len(self.bases[delta.index])
-        self.flow.on_tokens(replace(delta, start=delta.start + base), self.member)
+        self.flow.on_tokens(msgspec.structs.replace(delta, start=delta.start + base), self.member)
 
     def _knows(self, weights: Iterable[wire.DeltaWeights | wire.WeightVersionSpan]) -> bool:
         """Return True if tokens of ``weights`` may be passed on; fence a member with foreign ones."""
@@ -211,7 +211,8 @@ class Flow:
         sample = self._samples[delta.index]
         if delta.details is not None:
             sample.part.add(delta, member.group_epoch)
-        self.generation.deliver(delta if self.request.stream_details else replace(delta, details=None))
+        detailed = self.request.stream_details
+        self.generation.deliver(delta if detailed else msgspec.structs.replace(delta, details=None))
 
     def on_finished(self, attempt: _Attempt, output: GenerateOutput) -> None:
         """End one sample, or continue it elsewhere if its engine has ended it because it ends itself."""

@@ -379,8 +379,6 @@ class RolloutFleet(Fleet):
 
     async def _end(self, name: str) -> None:
         slot = self._slots.pop(name)
-        if slot.coming_back is not None:
-            slot.coming_back.cancel()
         with suppress(Exception):  # the actor may be gone in any way; it is killed next
             await asyncio.wait_for(slot.actor.close.remote(), 10.0)
         with suppress(ray.exceptions.RayError, ValueError):
@@ -391,7 +389,7 @@ class RolloutFleet(Fleet):
     def _on_lost(self, member: Member) -> None:
         slot = self._slots.get(member.name)
         if slot is not None and (slot.coming_back is None or slot.coming_back.done()):
-            slot.coming_back = asyncio.ensure_future(self._come_back(slot, member))
+            slot.coming_back = self.begin_work(self._come_back(slot, member))
 
     async def _come_back(self, slot: _Slot, lost: Member) -> None:
         before = slot.replica

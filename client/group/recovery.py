@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ...io_struct import CaesuraError, GetStatusReqOutput
 from ..connection.blocking import ControlClient
-from ..exceptions import EngineError, InternalError, InvalidRequest, MemoryReleased, NoSession, WeightsInvalid
+from ..exceptions import EngineError, InternalError, InvalidRequest, NoSession, WeightsInvalid
 from ..launch.launcher import how_it_ended
 from .members import EngineAddress, Member
 from .session import ABORT_S, Source, everywhere, own_address
@@ -115,8 +115,9 @@ async def catch_up(fleet: "Fleet", member: Member) -> GetStatusReqOutput:
     donor = min(serving, key=lambda each: each.load, default=None)
     source, label = fleet.source, fleet.weight_version
     current = member.own_epoch(fleet.weights_epoch) == status.weights_epoch
-    if status.released_tags:  # whoever released it says when it is needed again
-        raise MemoryReleased(f"{member.name} has released {', '.join(status.released_tags)}")
+    if status.released_tags:
+        await fleet.resume(member, status.released_tags)
+        status = await fleet.ask(member)
     labelled = status.weights == "valid" and status.weight_version == label
     as_started = not (source.updated or status.totals.updates) and status.model_path == source.folder
     if not (

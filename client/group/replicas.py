@@ -277,12 +277,9 @@ class ReplicaFleet(Fleet):
                 await self.continue_members(PAUSE_S, torch_empty_cache=True)
                 self.dispatcher.place_waiting()
 
-    async def _caught_up(self, member: Member) -> GetStatusReqOutput:
-        """Resume the memory of a replica that has missed the resume, and bring it up to date."""
-        status = await asyncio.wait_for(self.ask(member), ASK_S)
-        if status.released_tags:
-            await member.client.resume_memory(timeout=RELOAD_S)
-        return await super()._caught_up(member)
+    async def resume(self, member: Member, released: Sequence[MemoryTag]) -> None:
+        """Resume the memory of a replica that has missed the group's resume."""
+        await member.client.resume_memory(timeout=RELOAD_S)
 
     async def copy(self, donor: EngineAddress, target: EngineAddress) -> None:
         await copy_beside(donor, target, self.owner)
@@ -309,5 +306,4 @@ class ReplicaFleet(Fleet):
             if member.state == "gone":
                 member.leave("fenced", "it was restarted, and does not have the weights yet")
         with suppress(EngineError):
-            if member.name in await self.heal():
-                logger.warning("%s serves again", member.name)
+            await self.heal()

@@ -13,7 +13,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from operator import methodcaller
 from time import monotonic
@@ -274,8 +274,8 @@ class WeightSender:
     def __init__(self, owner: str) -> None:
         self._owner = owner
         self._group: WeightUpdateGroup | None = None
-        self._clients: list[ControlClient] = []
         self._incarnations: list[str | None] = []
+        self._opened = ExitStack()
 
     async def send(
         self, transport: Transport, given: Any, session: Session, timeout: float, *, flush_cache: bool
@@ -301,13 +301,9 @@ class WeightSender:
 
     def close(self) -> None:
         """Leave the process group and close its clients. Blocks. Idempotent."""
-        group, self._group = self._group, None
-        clients, self._clients = self._clients, []
-        if group is not None:
-            with suppress(EngineError):
-                group.close()
-        for client in clients:
-            client.close()
+        self._group = None
+        with suppress(EngineError):
+            self._opened.close()
 
     def _broadcast(
         self, members: Sequence[Member], timeout: float, tensors: Any, options: dict[str, Any]
@@ -315,16 +311,17 @@ class WeightSender:
         from ..trainer import WeightUpdateGroup
 
         if self._group is None:
-            for member in members:
-                address = member.address
-                client = ControlClient(address.endpoint, owner=self._owner, **address.keys)
-                self._clients.append(client)
+            places, clients = [member.address for member in members], []
+            for place in places:
+                client = ControlClient(place.endpoint, owner=self._owner, **place.keys)
+                clients.append(self._opened.enter_context(client))
             self._group = WeightUpdateGroup.create(
-                self._clients,
-                master_address=own_address([member.address.endpoint for member in members]),
+                clients,
+                master_address=own_address([place.endpoint for place in places]),
                 group_name=f"fleet-{self._owner}"[:128],
                 timeout_s=min(60.0, max(1.0, timeout)),
             )
+            self._opened.callback(self._group.close)
         return list(self._group.update(tensors, timeout=timeout, **options))
 
 

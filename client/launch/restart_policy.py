@@ -1,6 +1,7 @@
 """When a scheduler is restarted and how long its end may take, with the options of a command line for it."""
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ class RestartPolicy:
     """Maximum seconds without an answer to a status request; 0 disables the check, also at the end."""
     startup_timeout_s: float = 600.0
     stop_timeout_s: float | None = None
-    """Seconds between SIGTERM and SIGKILL at the end. None: those of :func:`stop_timeout_s`."""
+    """Seconds between SIGTERM and SIGKILL at the end. None: 60, beside those that it may drain."""
     stop_silence_s: float = 5.0
     """Seconds that a scheduler told to end may take to end or to answer."""
 
@@ -34,14 +35,47 @@ class RestartPolicy:
         """Return the seconds before the next restart, after ``restarts`` in the window."""
         return float(min(self.longest_delay_s, self.first_delay_s * 2 ** min(restarts, 30)))
 
+    def stop_s(self, arguments: Sequence[str]) -> float:
+        """Return the seconds from SIGTERM to SIGKILL of a scheduler with these arguments."""
+        if self.stop_timeout_s is not None:
+            return self.stop_timeout_s
+        drain_s = 0.0
+        if option_value(arguments, "--shutdown-mode") == "drain":
+            with contextlib.suppress(ValueError):  # the scheduler refuses it
+                drain_s = float(option_value(arguments, "--drain-timeout-s") or EngineOptions.drain_timeout_s)
+        return 60.0 + drain_s
 
-def stop_timeout_s(arguments: Sequence[str]) -> float:
-    """Return the seconds from SIGTERM to SIGKILL of such a scheduler: 60, beside those that it may drain."""
-    drain_s = 0.0
-    if option_value(arguments, "--shutdown-mode") == "drain":
-        with contextlib.suppress(ValueError):  # the scheduler refuses it
-            drain_s = float(option_value(arguments, "--drain-timeout-s") or EngineOptions.drain_timeout_s)
-    return 60.0 + drain_s
+
+class Restarts:
+    """Restarts that a supervisor has made, and the time of the next one."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._times: list[float] = []
+        self._num_waits = 0
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def has_started(self) -> None:
+        """Forget how often a start was repeated that waits for something outside."""
+        self._num_waits = 0
+
+    def plan(self, *, waits: bool) -> tuple[float, str] | None:
+        """Return the seconds before the next start and its name for the log, or None after too many.
+
+        A start that ``waits`` until something outside is mended is no restart.
+        """
+        policy, now = self._policy, time.monotonic()
+        if waits:
+            self._num_waits += 1
+            return policy.delay(self._num_waits - 1), "next try"
+        recent = sum(now - at <= policy.restart_window_s for at in self._times)
+        if recent >= policy.max_restarts:
+            return None
+        self._times.append(now)
+        name = f"restart {recent + 1} of {policy.max_restarts} within {policy.restart_window_s:g} s,"
+        return policy.delay(recent), name
 
 
 def policy_option(flag: str, field: str, text: str) -> Callable[[CommandT], CommandT]:

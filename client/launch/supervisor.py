@@ -13,7 +13,6 @@ One thread starts and watches the process; the methods only signal it.
 
 import contextlib
 import logging
-import math
 import signal
 import threading
 import time
@@ -22,22 +21,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Unpack
 
-import click
-
-from ...io_struct import CaesuraError, ErrorCode
+from ...io_struct import ErrorCode
 from ...process import private_directory
-from ..connection.blocking import ControlClient
 from ..connection.client_options import ConnectionOptions
 from ..exceptions import EngineDied, EngineError, InternalError, TimedOut
+from .hang_probe import answers_until_it_ends, is_silent, require_keys
 from .launcher import USAGE_STATUS, Child, check_keys, engine_command, how_it_ended, option_value
-from .restart_policy import RestartPolicy, stop_timeout_s
+from .restart_policy import RestartPolicy, Restarts
 
 logger = logging.getLogger(__name__)
 _NEVER_AGAIN = (ErrorCode.INVALID_REQUEST, ErrorCode.UNSUPPORTED, ErrorCode.UNSUPPORTED_MODEL)
 """Refused starts that need another configuration. Other reasons may pass, a lack of memory for example."""
 _LAST_LINE = 300
 """Maximum characters of a scheduler's last line in the log."""
-_PROBES_PER_HANG, _LONGEST_PROBE_INTERVAL_S = 4, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +92,8 @@ class Supervisor:
     ) -> None:
         check_keys(keys)
         self._policy = policy = policy or RestartPolicy()
-        asked = policy.hang_timeout_s > 0 and keys.get("curve_server_key") is None
-        if asked and option_value(arguments, "--curve-secret-key-file") is not None:
-            raise click.UsageError(
-                "a scheduler with keys accepts only clients with keys: "
-                "--curve-server-key and --curve-client-key-file are required, or --hang-timeout 0"
-            )
+        if policy.hang_timeout_s > 0:
+            require_keys(arguments, keys)
         self._command = engine_command(*arguments)
         self._cleanup = contextlib.ExitStack()
         has_state_file = option_value(arguments, "--state-file") is not None
@@ -118,17 +110,14 @@ class Supervisor:
         self.name = replica or "the scheduler"
         self._logger = logging.LoggerAdapter(logger, {"replica": replica})
         self._environment = environment
-        given = policy.stop_timeout_s
-        self._stop_timeout_s = stop_timeout_s(arguments) if given is None else given
+        self._stop_timeout_s = policy.stop_s(arguments)
         self._keys = keys
         self._lock = threading.Lock()
         self._state: State | None = None
         self._listeners: list[Listener] = []
         self._child: Child | None = None
         self._stopping = threading.Event()
-        self._restarts: list[float] = []
-        """Times of all restarts."""
-        self._num_waits = 0
+        self._restarts = Restarts(policy)
         self._thread = threading.Thread(target=self._run, name="caesura-supervisor", daemon=True)
 
     def start(self) -> Serving:
@@ -160,7 +149,7 @@ class Supervisor:
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self.signal(signal.SIGTERM)
+        self.hurry()
         self.signal(signal.SIGCONT)  # a stopped process can end in order, too
         if (child := self._child) is not None:
             threading.Thread(target=self._limit_end, args=(child,), name="caesura-stop", daemon=True).start()
@@ -175,17 +164,12 @@ class Supervisor:
     def _limit_end(self, child: Child) -> None:
         """Kill a scheduler that was told to end, if it is silent or takes longer than its time."""
         deadline, silence_s = time.monotonic() + self._stop_timeout_s, self._policy.stop_silence_s
-        try:
-            if self._policy.hang_timeout_s > 0 and self._stop_timeout_s >= silence_s:
-                with self._probing_client(silence_s) as client:
-                    client.status(timeout=silence_s)
-        except TimedOut:
+        asks = self._policy.hang_timeout_s > 0 and self._stop_timeout_s >= silence_s
+        if asks and is_silent(self.endpoint, self._keys, silence_s):
             deadline = 0.0
             if not child.wait(0.0):
                 text = "%s has neither ended nor answered for %g s after SIGTERM, and is killed"
                 self._logger.warning(text, self.name, silence_s)
-        except CaesuraError:  # a refusal is an answer, and so is the end
-            pass
         if not child.wait(max(0.0, deadline - time.monotonic())):
             child.process.kill()
 
@@ -208,22 +192,13 @@ class Supervisor:
 
     def _wait_to_restart(self, failure: _Failure) -> EngineError | None:
         """Wait for the time of the next start; return an error instead after too many."""
-        policy, now = self._policy, time.monotonic()
-        recent = sum(now - at <= policy.restart_window_s for at in self._restarts)
-        if failure.waits:
-            delay, plan = policy.delay(self._num_waits), "next try"
-            self._num_waits += 1
-        elif recent < policy.max_restarts:
-            delay = policy.delay(recent)
-            plan = f"restart {recent + 1} of {policy.max_restarts} within {policy.restart_window_s:g} s,"
-            self._restarts.append(now)
-        else:
-            text = (
-                f"{self.name} {failure.reason}; it was restarted {recent} times "
-                f"within {policy.restart_window_s:g} s: giving up"
-            )
-            return EngineDied(text, restarts=len(self._restarts))
-        self._logger.warning("%s %s; %s in %.1f s", self.name, failure.reason, plan, delay)
+        plan = self._restarts.plan(waits=failure.waits)
+        if plan is None:
+            most, window_s = self._policy.max_restarts, self._policy.restart_window_s
+            told = f"it was restarted {most} times within {window_s:g} s: giving up"
+            return EngineDied(f"{self.name} {failure.reason}; {told}", restarts=len(self._restarts))
+        delay, name = plan
+        self._logger.warning("%s %s; %s in %.1f s", self.name, failure.reason, name, delay)
         self._tell(Down(failure.reason, delay))
         self._stopping.wait(delay)
         return None
@@ -253,9 +228,9 @@ class Supervisor:
         except EngineError as error:
             final = error if not self.started.done() or error.code in _NEVER_AGAIN else None
             return _Failure(f"refused to start: {error}", final, error.code == ErrorCode.STATE_FILE_ERROR)
-        self._num_waits = 0
+        self._restarts.has_started()
         self._tell(Serving(self.endpoint, child.process.pid, len(self._restarts)))
-        if not self._answers_until_it_ends(child, policy.hang_timeout_s):
+        if not answers_until_it_ends(child, self.endpoint, self._keys, policy.hang_timeout_s):
             child.process.kill()
             child.wait(self._stop_timeout_s)
             return _Failure(f"did not answer its status for {policy.hang_timeout_s:g} s and was killed")
@@ -263,34 +238,6 @@ class Supervisor:
             return _Failure(child.ending(_LAST_LINE))
         self._logger.info("%s %s", self.name, how_it_ended(0))
         return None
-
-    def _answers_until_it_ends(self, child: Child, patience: float) -> bool:
-        """Return True when it has ended, or False once it has been silent for ``patience`` seconds, if not 0.
-
-        Two probes must fail: if both were stopped together, the first fails at once when they go on.
-        """
-        if patience <= 0:
-            return child.wait(math.inf)
-        each = patience / _PROBES_PER_HANG
-        with self._probing_client(each) as client:
-            child.report_exit_to(client)
-            answered, missed = time.monotonic(), 0
-            while not child.wait(min(each, _LONGEST_PROBE_INTERVAL_S)):
-                try:
-                    client.status(timeout=each)
-                except (TimedOut, EngineDied):
-                    missed += 1
-                    if missed > 1 and time.monotonic() - answered >= patience and not child.wait(0.0):
-                        return False
-                    continue
-                except CaesuraError:  # a refusal is an answer
-                    pass
-                answered, missed = time.monotonic(), 0
-        return True
-
-    def _probing_client(self, connect_timeout: float) -> ControlClient:
-        options: ConnectionOptions = {**self._keys, "connect_timeout": connect_timeout}
-        return ControlClient(self.endpoint, **options)
 
     def _tell(self, state: State) -> None:
         with self._lock:

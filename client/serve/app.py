@@ -64,9 +64,8 @@ DRAIN_S = 5.0
 
 
 def routes_of(*modules: ModuleType) -> list[HTTPRouteHandler]:
-    return [
-        value for module in modules for value in vars(module).values() if isinstance(value, HTTPRouteHandler)
-    ]
+    values = (value for module in modules for value in vars(module).values())
+    return [value for value in values if isinstance(value, HTTPRouteHandler)]
 
 
 ROUTES = [

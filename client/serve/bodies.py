@@ -187,11 +187,8 @@ def _check_count(field: str, count: int, limit: int) -> None:
 def _ids(field: str, value: bytes) -> list[int]:
     count = value.count(b",") + 1
     if count > MAX_PROMPT_TOKENS:
-        raise PromptTooLong(
-            f"{field}: {count} ids are over the limit of {MAX_PROMPT_TOKENS}",
-            field=field,
-            limit=MAX_PROMPT_TOKENS,
-        )
+        reason = f"{field}: {count} ids are over the limit of {MAX_PROMPT_TOKENS}"
+        raise PromptTooLong(reason, field=field, limit=MAX_PROMPT_TOKENS)
     try:
         return _IDS.decode(value)
     except msgspec.DecodeError as error:

@@ -63,9 +63,8 @@ def serve(context: click.Context, /, **given: Any) -> None:
     if model is not None and os.path.exists(model):  # else the scheduler's refusal quotes what was typed
         given["model"] = os.path.abspath(model)
     if given["restart"] and model is None:
-        raise click.UsageError(
-            "--restart needs --model: a scheduler given by --endpoint was not started by this command"
-        )
+        reason = "--restart needs --model: a scheduler given by --endpoint was not started by this command"
+        raise click.UsageError(reason)
     if given["replicas"] > 1 and model is None:
         raise click.UsageError("--replicas needs --model: a scheduler given by --endpoint is one")
     if endpoint is not None and context.args:

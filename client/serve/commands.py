@@ -58,20 +58,21 @@ def failure(error: CaesuraError) -> Response[bytes]:
 
 
 def command(
-    path: str,
+    path: str | list[str],
     form: Form,
     *methods: HttpMethod,
     name: str | None = None,
     size: str = "",
 ) -> Callable[[Callable[[FrontEnd, BodyT], Awaitable[Any]]], HTTPRouteHandler]:
     """Make a function and a body a route (POST by default); ``name`` is for metrics, ``size`` its limit."""
+    called = name or (path if isinstance(path, str) else path[0]).strip("/")
 
     def decorate(work: Callable[[FrontEnd, BodyT], Awaitable[Any]]) -> HTTPRouteHandler:
         kind: type[BodyT] = work.__annotations__["body"]
 
         async def handle(request: HTTPRequest, front: Front) -> Response[bytes]:
             body = in_session(request, await read_control(request, kind))
-            return await answered(front, name or path.strip("/"), form, body, work(front, body))
+            return await answered(front, called, form, body, work(front, body))
 
         handle.__doc__ = work.__doc__
         opt = {"access": "admin", "body": size, "struct": kind}
@@ -85,10 +86,8 @@ def in_session(request: HTTPRequest, body: BodyT) -> BodyT:
     name = request.headers.get(SESSION_HEADER)
     if isinstance(body, InSession) and name is not None:
         if body.session_id not in (None, name) or not 0 < len(name) <= MAX_ID_LENGTH:
-            raise InvalidRequest(
-                f"{SESSION_HEADER} must be a session id, and equal to session_id if both are given",
-                field="session_id",
-            )
+            reason = f"{SESSION_HEADER} must be a session id, and equal to session_id if both are given"
+            raise InvalidRequest(reason, field="session_id")
         body.session_id = name
     return body
 

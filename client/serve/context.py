@@ -203,7 +203,6 @@ class Admission:
             if self._pausing is not own:
                 raise Busy("POST /resume or another pause came before the last request had ended")
             if status.generation != "running":
-                raise NotIdle(
-                    "the engine is paused, so its requests would never end: call POST /resume first"
-                )
+                reason = "the engine is paused, so its requests would never end: call POST /resume first"
+                raise NotIdle(reason)
             await asyncio.sleep(POLL_S)

@@ -104,11 +104,8 @@ def native_error(error: CaesuraError) -> Response[bytes]:
 
 
 def engine_error(error: CaesuraError, status: int) -> Response[bytes]:
-    body = {
-        **error_object(error.message, status, error.code),
-        "error": error_fields(error.message, error.code),
-    }
-    return json_response(body, status)
+    fields = {"error": error_fields(error.message, error.code)}
+    return json_response(error_object(error.message, status, error.code) | fields, status)
 
 
 def error_object(message: str, status: int, code: str | None = None) -> dict[str, Any]:
@@ -145,10 +142,6 @@ def _plain_error(scope: Scope, message: str, status: int) -> dict[str, Any]:
     return error_object(message, status)
 
 
-def _typed(_: Request[Any, Any, Any], error: CaesuraError) -> Response[bytes]:
-    return native_error(error)
-
-
 def _http(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
     detail = _no_route(request) if isinstance(error, NotFoundException) else error.detail
     allowed = (error.headers or {}).get("allow") if isinstance(error, MethodNotAllowedException) else None
@@ -174,7 +167,7 @@ def _defect(request: Request[Any, Any, Any], error: Exception) -> Response[bytes
 
 
 EXCEPTION_HANDLERS: ExceptionHandlersMap = {
-    CaesuraError: _typed,
+    CaesuraError: lambda _, error: native_error(error),
     HTTPException: _http,
     Exception: _defect,
 }

@@ -1,28 +1,31 @@
 """The generations of one HTTP call, complete or as server-sent events, and clients that disconnect.
 
-Invariants: every prompt is counted when it begins and once when it ends; one chunk is queued for a slow
-reader; closing a stream, or the client's connection, ends the generations that were not read.
+Invariants: every prompt is counted when it begins and once when it ends. Each message of the engine makes
+an event at once, without a task, unless the reader is slow: then one is queued, and what comes meanwhile is
+joined to the next. Closing a stream, or the client's connection, ends the generations that were not read.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import aclosing, contextmanager
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from litestar import Response
 from litestar.response import Stream
 
 from ...io_struct import CaesuraError
-from ..text.tokenizer_manager import Chunk, GenerationRequest, Sample
+from ..text.tokenizer_manager import Chunk, Flow, GenerationRequest, Sample
 from .bodies import HTTPRequest
 from .context import FrontEnd, in_slices
 from .pages.metrics import Metrics
+from .server import CONNECTION, BoundedProtocol
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
-_Queue = asyncio.Queue[tuple[int, Chunk | CaesuraError | None]]
 
 
 class ClientLeft(Exception):  # noqa: N818  nothing went wrong here
@@ -58,13 +61,29 @@ def frame(encoded: bytes) -> bytes:
     return b"data: %b\n\n" % encoded
 
 
+class Events(Protocol):
+    """Makes the events of a stream; one that has nothing to show is empty."""
+
+    async def begin(self) -> None:
+        """Prepare for the first event, while the engine works on it."""
+
+    def event(self, position: int, chunk: Chunk, label: str) -> bytes:
+        """Return the event of a chunk of the prompt at ``position``; ``label`` as of :func:`label_for`."""
+
+    def end(self) -> bytes:
+        """Return what follows the last chunk."""
+
+
 async def streamed(
     request: HTTPRequest,
     front: FrontEnd,
-    frames: AsyncGenerator[bytes, None],
+    requests: Sequence[GenerationRequest],
+    events: Events,
     refusal: Callable[[CaesuraError], Any],
 ) -> Stream:
     """Answer with events until ``[DONE]``; a refusal before the first is the answer, later an event."""
+    extension: Any = (request.scope.get("extensions") or {}).get(CONNECTION, {})
+    frames = EventStream(front, requests, events, extension.get("protocol")).frames()
     try:
         first = await unless_left(request, anext(frames))
     except BaseException:
@@ -86,6 +105,153 @@ async def streamed(
     return Stream(guarded(), media_type="text/event-stream", headers=headers, status_code=200)
 
 
+class EventStream:
+    """The events of one call, of which the task that reads :meth:`frames` sends some.
+
+    These are the first, with which the response begins, those that end a sample, which may have to ask the
+    engine, and what a slow reader waits for. Between them :meth:`serve` writes the others.
+    """
+
+    def __init__(
+        self,
+        front: FrontEnd,
+        requests: Sequence[GenerationRequest],
+        events: Events,
+        connection: BoundedProtocol | None,
+    ) -> None:
+        self._front = front
+        self._requests = requests
+        self._events = events
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        self._prompts: list[_Prompt] = []
+        self._running = 0
+        self._unread: dict[int, None] = {}
+        self._finished: list[tuple[int, Chunk]] = []
+        """Chunks that were read and are the task's to send."""
+        self._failure: Exception | None = None
+        self._serves = False
+        self._changed = asyncio.Event()
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events that :meth:`serve` does not write. If closed early, abort."""
+        begun = False
+        try:
+            await self._start()
+            await self._events.begin()
+            while self._running:
+                self._serves = begun
+                await self._changed.wait()
+                self._serves = False
+                self._changed.clear()
+                finished, self._finished = self._finished, []
+                for position, chunk in chain(finished, self._read()):
+                    label = "" if chunk.finished is None else await label_for(self._front, [chunk.finished])
+                    if event := self._events.event(position, chunk, label):
+                        yield event
+                        begun = True
+            if last := self._events.end():
+                yield last
+        finally:
+            for prompt in self._prompts:
+                prompt.close()
+
+    def serve(self) -> None:
+        """Write what the engine's last messages have brought, or wake the task."""
+        connection = self._connection
+        if not self._serves or connection is None or not connection.writable:
+            self._changed.set()
+            return
+        events = []
+        try:
+            for position, chunk in self._read():
+                if chunk.finished is None:
+                    events.append(self._events.event(position, chunk, ""))
+                else:
+                    self._finished.append((position, chunk))
+        except Exception as error:  # noqa: BLE001  the task raises it
+            self._failure = error
+        if data := b"".join(events):
+            connection.write_chunk(data)
+        if self._finished or self._failure is not None:
+            self._changed.set()
+
+    async def _start(self) -> None:
+        await self._front.admission.check()
+        self._running = len(self._requests)
+        self._prompts = [_Prompt(self._front, request) for request in self._requests]
+        try:
+            async with asyncio.TaskGroup() as starting:
+                async for position, prompt in in_slices(enumerate(self._prompts)):
+                    starting.create_task(prompt.start(partial(self._wake, position)))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    def _wake(self, position: int) -> None:
+        if not self._unread:
+            self._loop.call_soon(self.serve)  # once, after all messages that are there
+        self._unread[position] = None
+
+    def _read(self) -> Iterator[tuple[int, Chunk]]:
+        while self._unread:
+            position = next(iter(self._unread))
+            del self._unread[position]
+            prompt = self._prompts[position]
+            while (chunk := prompt.next_chunk()) is not None:
+                yield position, chunk
+            self._running -= prompt.ends()
+        if self._failure is not None:
+            raise self._failure
+
+
+class _Prompt:
+    """One prompt of a stream, counted when it begins and once when it ends."""
+
+    def __init__(self, front: FrontEnd, request: GenerationRequest) -> None:
+        self._manager = front.manager
+        self._request = request
+        self._count = _Count(front.metrics)
+        self._samples: list[Sample] = []
+        self._flow: Flow | None = None
+        self._ended = False
+
+    async def start(self, wake: Callable[[], None]) -> None:
+        try:
+            self._flow = await self._manager.follow(self._request, wake)
+        except BaseException as error:
+            self.close(error)
+            raise
+
+    def next_chunk(self) -> Chunk | None:
+        chunk = None if self._flow is None else self._flow.next_chunk()
+        if chunk is not None:
+            self._count.heard()
+            if chunk.finished is not None:
+                self._samples.append(chunk.finished)
+        return chunk
+
+    def ends(self) -> bool:
+        """Return True the first time that nothing more will come; raise the error of the generation."""
+        if self._ended or self._flow is None:
+            return False
+        try:
+            self._ended = self._flow.ended()
+        except CaesuraError as error:
+            self.close(error)
+            raise
+        if self._ended:
+            self._count.finished(self._samples)
+        return self._ended
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Abort and count it, unless it has ended."""
+        if not self._ended:
+            self._ended = True
+            self._count.failed(error)
+            if self._flow is not None:
+                self._flow.close()
+
+
 async def whole(front: FrontEnd, requests: Sequence[GenerationRequest]) -> list[list[Sample]]:
     """Return all samples of each prompt; if one is refused or fails, the others are aborted."""
     await front.admission.check()
@@ -104,84 +270,18 @@ async def whole(front: FrontEnd, requests: Sequence[GenerationRequest]) -> list[
     return results
 
 
-async def merged(
-    front: FrontEnd, requests: Sequence[GenerationRequest]
-) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """Yield the chunks of all prompts as they come, each with the position of its prompt."""
-    await front.admission.check()
-    if len(requests) == 1:
-        async with aclosing(_counted(front, requests[0])) as chunks:
-            async for chunk in chunks:
-                yield 0, chunk
-        return
-    queue: _Queue = asyncio.Queue(maxsize=1)
-    tasks: list[asyncio.Task[None]] = []
-    try:
-        async for position, request in in_slices(enumerate(requests)):
-            tasks.append(asyncio.create_task(_pump(front, position, request, queue)))
-        running = len(tasks)
-        while running:
-            position, item = await queue.get()
-            if item is None:
-                running -= 1
-            elif isinstance(item, CaesuraError):
-                raise item
-            else:
-                yield position, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def label_for(front: FrontEnd, samples: Sequence[Sample]) -> str:
     """Return the engine's last known weight version for samples without tokens; empty if all have some."""
     if all(sample.output.output_ids for sample in samples):
         return ""
-    label = await _engine_label(front)
+    label = await engine_label(front)
     return "default" if label is None else label
 
 
-@contextmanager
-def asking_label(front: FrontEnd) -> Iterator[Awaitable[str | None]]:
-    """Ask for the present weight version beside a generation; None if the engine has never answered."""
-    task = asyncio.ensure_future(_engine_label(front))
-    try:
-        yield task
-    finally:
-        task.cancel()
-
-
-async def _engine_label(front: FrontEnd) -> str | None:
+async def engine_label(front: FrontEnd) -> str | None:
+    """Return the engine's present weight version, or None if it has never answered."""
     status = (await front.metrics.engine.look(front.client)).status
     return None if status is None else status.weight_version
-
-
-async def _pump(front: FrontEnd, position: int, request: GenerationRequest, queue: _Queue) -> None:
-    try:
-        async with aclosing(_counted(front, request)) as chunks:
-            async for chunk in chunks:
-                await queue.put((position, chunk))
-    except CaesuraError as error:
-        await queue.put((position, error))
-    else:
-        await queue.put((position, None))
-
-
-async def _counted(front: FrontEnd, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-    count = _Count(front.metrics)
-    samples: list[Sample] = []
-    try:
-        async with aclosing(front.manager.stream(request)) as chunks:
-            async for chunk in chunks:
-                count.heard()
-                if chunk.finished is not None:
-                    samples.append(chunk.finished)
-                yield chunk
-    except BaseException as error:
-        count.failed(error)
-        raise
-    count.finished(samples)
 
 
 class _Count:
@@ -200,7 +300,7 @@ class _Count:
         kinds = {sample.output.finish_reason.type for sample in samples}
         self._end(tokens, next((kind for kind in ("abort", "length") if kind in kinds), "stop"))
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException | None) -> None:
         self._end(0, "error" if isinstance(error, CaesuraError) else "abort")
 
     def _end(self, tokens: int, kind: str) -> None:

@@ -39,6 +39,8 @@ MAX_PIPELINED = 16
 """Maximum requests behind the one that is answered."""
 RESERVED = "caesura.reserved"
 """Extension of a scope whose connection is over the limit: generation is refused."""
+CONNECTION = "caesura.connection"
+"""Extension of a scope: ``protocol`` is its :class:`BoundedProtocol`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,11 +170,21 @@ class BoundedProtocol(HttpToolsProtocol):
         self._until = float("inf")
         self._table.working(self)
         self._await(_Awaited.BODY)
+        self.scope["extensions"] = {CONNECTION: {"protocol": self}}
         if self.reserved:
-            self.scope["extensions"] = {RESERVED: {}}
+            self.scope["extensions"][RESERVED] = {}
         super().on_headers_complete()
         if self.reserved:
             self.cycle.keep_alive = False
+
+    @property
+    def writable(self) -> bool:
+        """True if the peer is there, and reads what it is sent."""
+        return not (self.flow.write_paused or self.transport.is_closing())
+
+    def write_chunk(self, data: bytes) -> None:
+        """Write a part of the response that is being sent in chunks, past the application's ``send``."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def on_body(self, body: bytes) -> None:
         self._held = 0  # the middleware limits bodies

@@ -72,8 +72,6 @@ class _Process:
 
 
 class ChatTemplate:
-    """The chat templates of one model."""
-
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         """Take templates by name (``"default"``, ``"tool_use"``) and special tokens (``bos_token``, ...)."""
         self._sources = dict(sources)
@@ -107,21 +105,16 @@ class ChatTemplate:
         name = next((name for name in names if name in self._sources), None)
         if chat_template is None and name is None:
             has = f"chat templates {sorted(self._sources)} but no default"
-            raise InvalidRequest(
-                f"the model has {has if self._sources else 'no chat template'}", field="messages"
-            )
+            reason = f"the model has {has if self._sources else 'no chat template'}"
+            raise InvalidRequest(reason, field="messages")
         if len(chat_template or "") > MAX_TEMPLATE_CHARACTERS:
-            raise InvalidRequest(
-                f"chat_template is over the limit of {MAX_TEMPLATE_CHARACTERS} characters",
-                field="chat_template",
-            )
+            reason = f"chat_template is over the limit of {MAX_TEMPLATE_CHARACTERS} characters"
+            raise InvalidRequest(reason, field="chat_template")
         end = ""
         if continue_final_message:
             end = f"<{secrets.token_hex(16)}> "  # a template that trims messages takes the space
-            messages = [
-                *messages[:-1],
-                {**messages[-1], "content": (messages[-1].get("content") or "") + end},
-            ]
+            *before, last = messages
+            messages = [*before, {**last, "content": (last.get("content") or "") + end}]
         shown = {
             **self._special_tokens,
             "documents": None,
@@ -138,15 +131,13 @@ class ChatTemplate:
             raise InvalidRequest(f"the messages are not JSON: {error}", field="messages") from error
         answer = self._ask(request)
         if "invalid" in answer and chat_template is not None:
-            raise InvalidRequest(
-                f"chat_template cannot be compiled: {answer['invalid']}", field="chat_template"
-            )
+            reason = f"chat_template cannot be compiled: {answer['invalid']}"
+            raise InvalidRequest(reason, field="chat_template")
         if "invalid" in answer:
             raise CheckpointError(f"the chat template cannot be compiled: {answer['invalid']}")
         if "error" in answer:
-            raise InvalidRequest(
-                f"the chat template refuses the messages: {answer['error']}", field="messages"
-            )
+            reason = f"the chat template refuses the messages: {answer['error']}"
+            raise InvalidRequest(reason, field="messages")
         return _before(end, answer["text"]) if end else answer["text"]
 
     def _ask(self, request: bytes) -> dict[str, str]:
@@ -167,10 +158,8 @@ def _before(end: str, text: str) -> str:
     """Return what comes before the last ``end``, and as little space there as the template left behind it."""
     before, found, after = text.rpartition(end.rstrip())
     if not found:
-        raise InvalidRequest(
-            "the chat template does not show the last message, so it cannot be continued",
-            field="continue_final_message",
-        )
+        reason = "the chat template does not show the last message, so it cannot be continued"
+        raise InvalidRequest(reason, field="continue_final_message")
     return before if after.startswith(" ") else before.rstrip()
 
 

@@ -74,9 +74,7 @@ def _check(stops: Sequence[str]) -> None:
         raise InvalidRequest("stop strings must be strings that are not empty", field="stop")
 
 
-@lru_cache(maxsize=8)  # a batch has one or a few
-def _built(stops: tuple[str, ...]) -> StopStrings:
-    return StopStrings(stops)
+_built = lru_cache(maxsize=8)(StopStrings)  # a batch has one or a few
 
 
 @dataclass(frozen=True, slots=True)

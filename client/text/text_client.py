@@ -8,8 +8,9 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 from ..connection.async_client import AsyncSchedulerClient
 from ..connection.client_options import ConnectionOptions, OutputOptions, seconds
@@ -18,9 +19,6 @@ from ..connection.prompts import Sampling, per_prompt_sampling, require_known_op
 from ..exceptions import EngineDied, TimedOut
 from .tokenizer import TextTokenizer
 from .tokenizer_manager import Chunk, GenerationRequest, TokenizerManager
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 Prompt = str | Sequence[int]
 ResultT = TypeVar("ResultT")
@@ -47,7 +45,9 @@ class AsyncTextClient:
         tokenizer: str | os.PathLike[str] | TextTokenizer,
         **connection: Unpack[ConnectionOptions],
     ) -> None:
-        self.tokenizer = _tokenizer(tokenizer)
+        if not isinstance(tokenizer, TextTokenizer):
+            tokenizer = TextTokenizer.from_folder(os.fspath(tokenizer))
+        self.tokenizer = tokenizer
         """The tokenizer; its ``render_chat`` makes a prompt of a conversation."""
         self.client = AsyncSchedulerClient(endpoint, **connection)
         """The client of the engine, for token ids and commands."""
@@ -210,7 +210,7 @@ class TextClient:
             future.cancel()
             raise
 
-    def _submit(self, work: Callable[[], Coroutine[Any, Any, ResultT]]) -> "Future[ResultT]":
+    def _submit(self, work: Callable[[], Coroutine[Any, Any, ResultT]]) -> Future[ResultT]:
         """Start ``work`` in the loop, unless :meth:`_end` was submitted before."""
         with self._submitting:
             if self._closed:
@@ -228,10 +228,6 @@ class TextClient:
                 await asyncio.wait(others)  # they raise that the client is closed
         finally:
             self._loop.stop()
-
-
-def _tokenizer(given: str | os.PathLike[str] | TextTokenizer) -> TextTokenizer:
-    return given if isinstance(given, TextTokenizer) else TextTokenizer.from_folder(os.fspath(given))
 
 
 def _prompts(given: Any) -> tuple[list[Prompt], bool]:

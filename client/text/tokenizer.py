@@ -65,9 +65,8 @@ class TextTokenizer:
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
-            raise TokenizerMissing(
-                f"{folder} has no tokenizer.json (transformers' save_pretrained writes one)", path=str(file)
-            )
+            reason = f"{folder} has no tokenizer.json (transformers' save_pretrained writes one)"
+            raise TokenizerMissing(reason, path=str(file))
         try:
             tokenizer = Tokenizer.from_str(file.read_text("utf-8"))
         except Exception as error:  # the library raises plain Exception for whatever it cannot parse

@@ -12,10 +12,12 @@ Invariants:
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
+
+import msgspec
 
 from ...io_struct import (
     MAX_LOGIT_BIAS,
@@ -134,8 +136,7 @@ class Sample:
     """Stop string or token id that ended it. None unless the finish reason is ``stop``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The new text and tokens of one sample of a stream."""
 
     index: int
@@ -210,11 +211,14 @@ class _Follower:
         if text is None:
             self._ended = output is not None
             return
-        ids = list(chain.from_iterable(delta.output_ids for delta in arrived))
+        ids = [token for delta in arrived for token in delta.output_ids]
+        if output is None:
+            self._show(text.feed(ids))
+            return
         # A stop token has no text, and comes in one message with the end.
-        last = ids[-1:] if output is not None and output.finish_reason.matched is not None else []
+        last = ids[-1:] if output.finish_reason.matched is not None else []
         self._show(text.feed(ids[: len(ids) - len(last)]))
-        if output is not None and not self._ended:
+        if not self._ended:
             self._ended = True
             keep = self._work.request.no_stop_trim
             self._show(text.finish(last if keep else ()))
@@ -273,17 +277,33 @@ class _Follower:
         return delta.cut(0, known) if known else None
 
 
-class _Flow:
-    def __init__(self, work: _Work, channel: Channel) -> None:
-        self.changed = asyncio.Event()
-        """Set whenever there may be something new for the reader."""
+class Flow:
+    """The samples of one prompt while they are generated, for a reader that takes chunks when it can.
+
+    ``wake`` is called, often more than once, whenever there may be something new.
+    """
+
+    def __init__(self, work: _Work, channel: Channel, wake: Callable[[], object]) -> None:
         self._work = work
+        self._wake = wake
         self._channel = channel
         self._followers: dict[int, _Follower] = {}
         self._unread: dict[int, None] = {}
         self._unsearched: dict[int, None] = {}
         self.generation = channel.start_generation(work.wire, self)
-        self.generation.waiter.add_done_callback(lambda _: self.changed.set())
+        self.generation.waiter.add_done_callback(lambda _: wake())
+
+    def ended(self) -> bool:
+        """Return True if the engine has nothing to add, or raise the error of the generation."""
+        waiter = self.generation.waiter
+        if waiter.done():
+            waiter.result()
+        return waiter.done()
+
+    def close(self) -> None:
+        """Abort what is still generated."""
+        if not self.generation.waiter.done():
+            _abort(self._channel, self.generation)
 
     def on_tokens(self, delta: TokenDelta) -> None:
         follower = self.follower(delta.index)
@@ -314,7 +334,7 @@ class _Flow:
 
     def _note(self, index: int) -> None:
         self._unread[index] = None
-        self.changed.set()
+        self._wake()
         if self._work.stops is not None:
             if not self._unsearched:  # once, after all messages that are there
                 asyncio.get_running_loop().call_soon(self._search)
@@ -362,28 +382,32 @@ class TokenizerManager:
                 follower.end(output)
                 samples.append(follower.sample())
             return samples
-        flow = _Flow(work, self.client.channel)
+        flow = Flow(work, self.client.channel, lambda: None)
         self._started(flow.generation)
         outputs = await self._outputs(flow.generation)
         return [flow.follower(output.index).sample() for output in outputs]
 
+    async def follow(self, request: GenerationRequest, wake: Callable[[], object]) -> Flow:
+        """Start a generation that is read from its :class:`Flow`, which its reader must close."""
+        work = await self._prepare(request, stream=True)
+        flow = Flow(work, self.client.channel, wake)
+        self._started(flow.generation)
+        return flow
+
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """Yield chunks; the last of each sample has its :class:`Sample`. If closed early, abort."""
-        work = await self._prepare(request, stream=True)
-        flow = _Flow(work, self.client.channel)
-        waiter = self._started(flow.generation).waiter
+        changed = asyncio.Event()
+        flow = await self.follow(request, changed.set)
         try:
             while True:
-                flow.changed.clear()
+                changed.clear()
                 while (chunk := flow.next_chunk()) is not None:
                     yield chunk
-                if waiter.done() and not flow.changed.is_set():
-                    waiter.result()
+                if not changed.is_set() and flow.ended():
                     return
-                await flow.changed.wait()
+                await changed.wait()
         finally:
-            if not waiter.done():
-                _abort(self.client.channel, flow.generation)
+            flow.close()
 
     async def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[Sample]]:
         """Return the samples of many prompts, in order; the first failure, with a note, aborts all others."""
@@ -439,19 +463,17 @@ class TokenizerManager:
         tokenizer = self._need_tokenizer(field)
         tokens = self._context_length
         if tokens is not None and len(text) > tokens * tokenizer.longest:
-            raise PromptTooLong(
+            reason = (
                 f"a text of {len(text)} characters is over the limit of {tokens * tokenizer.longest}: "
-                f"{tokens} tokens of at most {tokenizer.longest}",
-                field=field,
-                limit=tokens,
+                f"{tokens} tokens of at most {tokenizer.longest}"
             )
+            raise PromptTooLong(reason, field=field, limit=tokens)
         return tokenizer
 
     def _need_tokenizer(self, field: str) -> TextTokenizer:
         if self.tokenizer is None:
-            raise InvalidRequest(
-                "this engine is served without a tokenizer: only token ids are accepted", field=field
-            )
+            reason = "this engine is served without a tokenizer: only token ids are accepted"
+            raise InvalidRequest(reason, field=field)
         return self.tokenizer
 
     async def _prepare(self, request: GenerationRequest, *, stream: bool) -> _Work:
@@ -496,7 +518,7 @@ def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
     if len(deltas) == 1:
         return first
     logprobs = [delta.output_logprobs or () for delta in deltas]
-    return replace(
+    return msgspec.structs.replace(
         first,
         output_ids=list(chain.from_iterable(delta.output_ids for delta in deltas)),
         output_logprobs=None if first.output_logprobs is None else list(chain.from_iterable(logprobs)),

@@ -69,10 +69,8 @@ def pairs(named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
 
 def _checked(position: int, pair: object) -> tuple[str, Tensor]:
     if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
-        raise InvalidRequest(
-            f"named_tensors[{position}] must be a pair of name and tensor, not a {type(pair).__name__}",
-            field="named_tensors",
-        )
+        reason = f"named_tensors[{position}] must be a pair of name and tensor, not a {type(pair).__name__}"
+        raise InvalidRequest(reason, field="named_tensors")
     name, tensor = pair
     if not isinstance(tensor, Tensor):
         raise _cannot_send(name, f"is a {type(tensor).__name__}, not a torch.Tensor")

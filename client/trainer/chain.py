@@ -15,28 +15,14 @@ from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from ...io_struct import (
-    CaesuraError,
-    TensorSpec,
-    UpdateWeightsFromDistributedReqInput,
-    WeightUpdateReqOutput,
-    new_id,
-)
+from ... import io_struct as wire
+from ...io_struct import CaesuraError
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ...transfer.process_group import Backend, mark_present
 from ..connection.client_options import UpdateOptions
 from ..exceptions import InvalidRequest
+from . import rendezvous
 from .buckets import NamedTensors, bucket_size, manifest, pairs
-from .rendezvous import (
-    GRACE_S,
-    await_ranks,
-    backend_of,
-    common_backend,
-    invite,
-    leave,
-    make_store,
-    ranks_of,
-)
 from .two_phase import TwoPhaseUpdate, require_clients, sessionless_fields
 from .update_group import WeightUpdateGroup, whole
 
@@ -75,7 +61,7 @@ class WeightUpdateChain:
         """Join this process and the engines in a chain; arguments are :meth:`WeightUpdateGroup.create`'s."""
         require_clients(clients)
         links = [group_name, *(f"{group_name}/{number}" for number in range(1, len(clients)))]
-        with_all = backend or common_backend(clients, timeout_s)
+        with_all = backend or rendezvous.common_backend(clients, timeout_s)
         group = WeightUpdateGroup.create(
             clients[:1],
             master_address=master_address,
@@ -102,7 +88,7 @@ class WeightUpdateChain:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
-    ) -> list[WeightUpdateReqOutput]:
+    ) -> list[wire.WeightUpdateReqOutput]:
         """Update all engines with a whole checkpoint; return their replies in the order of the chain.
 
         Raises:
@@ -148,7 +134,7 @@ def clone_weights(
     broadcast_timeout_s: float = CLONE_BROADCAST_TIMEOUT_S,
     timeout: float | None = None,
     **options: Unpack[UpdateOptions],
-) -> list[WeightUpdateReqOutput]:
+) -> list[wire.WeightUpdateReqOutput]:
     """Give the committed weights of ``source`` to ``targets``, and return their replies in order.
 
     All are engines of one model. A target gets the source's label, unless ``weight_version`` is another, and
@@ -167,10 +153,10 @@ def clone_weights(
     tensors = source.weights_manifest(component=component, timeout=timeout).tensors
     specs = [tensor.spec() for tensor in tensors]
     counts = [len(part) for part in whole(specs, bucket_size(bucket_bytes), attrgetter("nbytes"))]
-    links = [f"clone-{new_id()}" for _ in targets]
+    links = [f"clone-{wire.new_id()}" for _ in targets]
     engines = [source, *targets]
-    with_all = backend or backend_of(engines, timeout_s)
-    store, _ = make_store(master_address, master_port, timedelta(seconds=timeout_s))
+    with_all = backend or rendezvous.backend_of(engines, timeout_s)
+    store, _ = rendezvous.make_store(master_address, master_port, timedelta(seconds=timeout_s))
 
     def head(_: Callable[[], bool]) -> str:
         return source.send_weights(
@@ -194,34 +180,36 @@ def join_links(
 ) -> None:
     """Join each engine with the next over ``links``; ``limits`` are seconds for joining and a broadcast."""
     tickets = []
-    receivers = ranks_of(engines[1 : len(links) + 1], limits[0])
+    receivers = rendezvous.ranks_of(engines[1 : len(links) + 1], limits[0])
     for number, (link, ranks) in enumerate(zip(links, receivers, strict=True)):
         pair = engines[number : number + 2]
         mark_present(store, link, backend)
         # one rank of an engine sends, and all receive
-        tickets += invite(pair, address, store.port, link, backend, limits, first_rank=0, ranks=[1, ranks])
-    await_ranks(tickets, limits[0])
+        tickets += rendezvous.invite(
+            pair, address, store.port, link, backend, limits, first_rank=0, ranks=[1, ranks]
+        )
+    rendezvous.await_ranks(tickets, limits[0])
 
 
 def leave_links(engines: "Sequence[ControlClient]", links: Sequence[str]) -> None:
     for number, link in enumerate(links):
-        leave(engines[number : number + 2], link, GRACE_S)
+        rendezvous.leave(engines[number : number + 2], link, rendezvous.GRACE_S)
 
 
 def _update(
     clients: "Sequence[ControlClient]",
     links: Sequence[str],
-    specs: list[TensorSpec],
+    specs: list[wire.TensorSpec],
     counts: Sequence[int],
     options: dict[str, Any],
     head: Head,
     timeout: float | None,
-) -> list[WeightUpdateReqOutput]:
+) -> list[wire.WeightUpdateReqOutput]:
     """Load ``specs`` into every engine, then commit. Engine ``i`` receives from ``links[i]``."""
     update = TwoPhaseUpdate(clients, specs, options, timeout)
     first = update.start(
         [
-            UpdateWeightsFromDistributedReqInput(
+            wire.UpdateWeightsFromDistributedReqInput(
                 specs=specs,
                 group_name=link,
                 relay_to=next_link,

@@ -41,10 +41,8 @@ def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
             continue
         if family not in _SPLIT_FAMILIES and family != _MIXTRAL:
-            raise CaesuraError(
-                ErrorCode.UNSUPPORTED,
-                f"{name!r} holds fused experts of {family!r}, whose checkpoint is not known",
-            )
+            reason = f"{name!r} holds fused experts of {family!r}, whose checkpoint is not known"
+            raise CaesuraError(ErrorCode.UNSUPPORTED, reason)
         gate, up, down = _MIXTRAL_PROJECTIONS if family == _MIXTRAL else _PROJECTIONS
         for number, expert in enumerate(tensor):
             parts = {down: expert} if projection == "down_proj" else dict(zip((gate, up), expert.chunk(2)))

@@ -16,20 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ...io_struct import (
-    BeginWeightUpdateReqInput,
-    BeginWeightUpdateReqOutput,
-    CaesuraError,
-    ControlRequest,
-    EndWeightUpdateReqInput,
-    LoadAdapterReqInput,
-    Reply,
-    SharedMemoryHandle,
-    TensorSpec,
-    UpdateWeightsFromIPCReqInput,
-    UpdateWeightsFromTensorReqInput,
-    WeightUpdateReqOutput,
-)
+from ... import io_struct as wire
+from ...io_struct import CaesuraError
 from ...io_struct.base import MAX_FRAME_BYTES
 from ..exceptions import InvalidRequest, NoSession, WeightMismatch, is_answer
 from .buckets import Bucket, NamedTensors, as_frames, bucket_size, buckets, manifest, pairs
@@ -57,18 +45,19 @@ class Ticket(Protocol):
 class Sender:
     """A client's ways to send and to wait, or those of several clients at once."""
 
-    start: Callable[[ControlRequest, type[Reply], Sequence[memoryview]], Any]
+    start: Callable[[wire.ControlRequest, type[wire.Reply], Sequence[memoryview]], Any]
     """Sends a message, given its reply's type and the frames behind its header."""
-    wait: Callable[[Any, ControlRequest], Awaitable[Any]]
+    wait: Callable[[Any, wire.ControlRequest], Awaitable[Any]]
     """Waits for the reply to a message."""
     run: Callable[[Callable[[], Any]], Awaitable[Any]]
     """Calls a function that may block."""
 
-    def send(self, request: ControlRequest, buffers: Sequence[memoryview] = ()) -> Any:
-        begins = isinstance(request, BeginWeightUpdateReqInput)
-        return self.start(request, BeginWeightUpdateReqOutput if begins else WeightUpdateReqOutput, buffers)
+    def send(self, request: wire.ControlRequest, buffers: Sequence[memoryview] = ()) -> Any:
+        begins = isinstance(request, wire.BeginWeightUpdateReqInput)
+        expects = wire.BeginWeightUpdateReqOutput if begins else wire.WeightUpdateReqOutput
+        return self.start(request, expects, buffers)
 
-    async def call(self, request: ControlRequest, buffers: Sequence[memoryview] = ()) -> Any:
+    async def call(self, request: wire.ControlRequest, buffers: Sequence[memoryview] = ()) -> Any:
         return await self.wait(self.send(request, buffers), request)
 
 
@@ -79,7 +68,7 @@ async def send_tensors(
     *,
     bucket_bytes: int,
     shared: SharedBuckets,
-) -> WeightUpdateReqOutput:
+) -> wire.WeightUpdateReqOutput:
     """Send one update over the socket; ``options`` are fields of ``WeightUpdateOptions``."""
     tensors = list(pairs(named_tensors))
     bucket_bytes = min(bucket_size(bucket_bytes), MAX_FRAME_BYTES)
@@ -101,7 +90,7 @@ async def share_tensors(
     *,
     bucket_bytes: int,
     shared: SharedBuckets,
-) -> WeightUpdateReqOutput:
+) -> wire.WeightUpdateReqOutput:
     """Send one update through shared memory of at most ``bucket_bytes``, or one message for SharedTensors."""
     if isinstance(named_tensors, SharedTensors):
         return await _handed_over(sender, named_tensors, options)
@@ -123,7 +112,7 @@ async def share_tensors(
 
 @contextlib.contextmanager
 def adapter_memory(
-    request: LoadAdapterReqInput, named_tensors: NamedTensors, *, shared: bool
+    request: wire.LoadAdapterReqInput, named_tensors: NamedTensors, *, shared: bool
 ) -> Iterator[list[memoryview]]:
     """Name tensors in ``request``, and yield its frames; ``shared`` ones are in memory until the end."""
     tensors = list(pairs(named_tensors))
@@ -138,7 +127,7 @@ def adapter_memory(
         yield frames
         return
     with SharedBucket(parts[0].nbytes) as memory:
-        assert isinstance(memory.handle, SharedMemoryHandle), "no device was named"
+        assert isinstance(memory.handle, wire.SharedMemoryHandle), "no device was named"
         request.specs, request.handle = memory.fill(parts[0]), memory.handle
         yield []
 
@@ -157,8 +146,8 @@ async def in_one_session(
     tensors: list[tuple[str, Any]],
     options: dict[str, Any],
     num_calls: int,
-    exchanges: Callable[[dict[str, Any]], Awaitable[WeightUpdateReqOutput]],
-) -> WeightUpdateReqOutput:
+    exchanges: Callable[[dict[str, Any]], Awaitable[wire.WeightUpdateReqOutput]],
+) -> wire.WeightUpdateReqOutput:
     """Make ``num_calls`` calls by ``exchanges`` in the session of ``options``, else in one if several."""
     if not num_calls:
         raise InvalidRequest(
@@ -168,7 +157,7 @@ async def in_one_session(
     if num_calls == 1 or options.get("session_id") is not None:
         return await exchanges(options)
     component = options.get("component")
-    begin = BeginWeightUpdateReqInput(manifest=manifest(tensors), component=component)
+    begin = wire.BeginWeightUpdateReqInput(manifest=manifest(tensors), component=component)
     try:
         try:
             await sender.call(begin)
@@ -176,10 +165,10 @@ async def in_one_session(
             if error.detail.get("unexpected") or error.detail.get("mismatched"):
                 raise
             sender.send(_abort_of(begin))  # some of several engines may have opened it
-            begin = BeginWeightUpdateReqInput()
+            begin = wire.BeginWeightUpdateReqInput()
             await sender.call(begin)
         await exchanges({**options, "session_id": begin.id})
-        committed: WeightUpdateReqOutput = await sender.call(_commit_of(begin, options))
+        committed: wire.WeightUpdateReqOutput = await sender.call(_commit_of(begin, options))
     except GeneratorExit:
         raise
     except BaseException as error:
@@ -190,19 +179,19 @@ async def in_one_session(
 
 async def _handed_over(
     sender: Sender, tensors: SharedTensors, options: dict[str, Any]
-) -> WeightUpdateReqOutput:
+) -> wire.WeightUpdateReqOutput:
     """Send one message in a session: after a timeout the engine may read memory changed since."""
-    begin = BeginWeightUpdateReqInput()
+    begin = wire.BeginWeightUpdateReqInput()
     named = options if options.get("session_id") is not None else {**options, "session_id": begin.id}
-    request = UpdateWeightsFromIPCReqInput(handle=tensors.memory.handle, specs=tensors.specs, **named)
+    request = wire.UpdateWeightsFromIPCReqInput(handle=tensors.memory.handle, specs=tensors.specs, **named)
     if named is options:
-        only: WeightUpdateReqOutput = await sender.call(request)
+        only: wire.WeightUpdateReqOutput = await sender.call(request)
         return only
     try:
         opened, written = sender.send(begin), sender.send(request)
         await sender.wait(opened, begin)
         await sender.wait(written, request)
-        committed: WeightUpdateReqOutput = await sender.call(_commit_of(begin, options))
+        committed: wire.WeightUpdateReqOutput = await sender.call(_commit_of(begin, options))
     except GeneratorExit:
         raise
     except BaseException as error:
@@ -211,15 +200,17 @@ async def _handed_over(
     return committed
 
 
-def _commit_of(begin: BeginWeightUpdateReqInput, options: dict[str, Any]) -> EndWeightUpdateReqInput:
-    return EndWeightUpdateReqInput(session_id=begin.id, weight_version=options.get("weight_version"))
+def _commit_of(
+    begin: wire.BeginWeightUpdateReqInput, options: dict[str, Any]
+) -> wire.EndWeightUpdateReqInput:
+    return wire.EndWeightUpdateReqInput(session_id=begin.id, weight_version=options.get("weight_version"))
 
 
-def _abort_of(begin: BeginWeightUpdateReqInput) -> EndWeightUpdateReqInput:
-    return EndWeightUpdateReqInput(commit=False, session_id=begin.id)
+def _abort_of(begin: wire.BeginWeightUpdateReqInput) -> wire.EndWeightUpdateReqInput:
+    return wire.EndWeightUpdateReqInput(commit=False, session_id=begin.id)
 
 
-async def _abort(sender: Sender, begin: BeginWeightUpdateReqInput, error: BaseException) -> None:
+async def _abort(sender: Sender, begin: wire.BeginWeightUpdateReqInput, error: BaseException) -> None:
     """End the session without a commit, whatever its state; wait for that only if the engine has answered."""
     request = _abort_of(begin)
     try:
@@ -232,12 +223,12 @@ async def _abort(sender: Sender, begin: BeginWeightUpdateReqInput, error: BaseEx
         error.add_note(f"aborting the session: {second}")
 
 
-async def _frames(sender: Sender, parts: list[Bucket], options: dict[str, Any]) -> WeightUpdateReqOutput:
+async def _frames(sender: Sender, parts: list[Bucket], options: dict[str, Any]) -> wire.WeightUpdateReqOutput:
     """Send frames of the tensors' own memory; one is copied to the host only when its turn has come."""
 
-    async def send(number: int) -> tuple[Ticket, ControlRequest]:
+    async def send(number: int) -> tuple[Ticket, wire.ControlRequest]:
         specs, frames = as_frames(parts[number])
-        request = UpdateWeightsFromTensorReqInput(specs=specs, **options)
+        request = wire.UpdateWeightsFromTensorReqInput(specs=specs, **options)
         return sender.send(request, frames), request
 
     return await _some_at_a_time(sender, len(parts), send, UNDER_WAY)
@@ -245,13 +236,13 @@ async def _frames(sender: Sender, parts: list[Bucket], options: dict[str, Any]) 
 
 async def _copied(
     sender: Sender, part: Bucket, options: dict[str, Any], shared: SharedBuckets
-) -> WeightUpdateReqOutput:
+) -> wire.WeightUpdateReqOutput:
     """Send one message of one frame, from memory that does not change before the answer is there."""
     memory = shared.take(part.nbytes, None)
-    specs: list[TensorSpec] = await sender.run(lambda: memory.fill(part))
+    specs: list[wire.TensorSpec] = await sender.run(lambda: memory.fill(part))
     frame: memoryview = memory.view(0, part.nbytes).numpy().data
-    request = UpdateWeightsFromTensorReqInput(specs=specs, **options)
-    reply: WeightUpdateReqOutput = await sender.call(request, [frame])
+    request = wire.UpdateWeightsFromTensorReqInput(specs=specs, **options)
+    reply: wire.WeightUpdateReqOutput = await sender.call(request, [frame])
     shared.give_back(memory)
     return reply
 
@@ -263,16 +254,16 @@ async def _shared(
     shared: SharedBuckets,
     device: torch.device | None,
     under_way: int,
-) -> WeightUpdateReqOutput:
+) -> wire.WeightUpdateReqOutput:
     """Fill one slot, in host memory or on ``device``, while the engine copies another out."""
     slot = max(part.nbytes for part in parts)
     memory = shared.take(slot * min(len(parts), under_way), device)
 
-    async def send(number: int) -> tuple[Ticket, ControlRequest]:
-        specs: list[TensorSpec] = await sender.run(
+    async def send(number: int) -> tuple[Ticket, wire.ControlRequest]:
+        specs: list[wire.TensorSpec] = await sender.run(
             lambda: memory.fill(parts[number], number % under_way * slot)
         )
-        request = UpdateWeightsFromIPCReqInput(handle=memory.handle, specs=specs, **options)
+        request = wire.UpdateWeightsFromIPCReqInput(handle=memory.handle, specs=specs, **options)
         return sender.send(request), request
 
     reply = await _some_at_a_time(sender, len(parts), send, under_way, kept=memory)
@@ -283,13 +274,13 @@ async def _shared(
 async def _some_at_a_time(
     sender: Sender,
     count: int,
-    send: Callable[[int], Awaitable[tuple[Ticket, ControlRequest]]],
+    send: Callable[[int], Awaitable[tuple[Ticket, wire.ControlRequest]]],
     under_way: int,
     kept: object = None,
-) -> WeightUpdateReqOutput:
+) -> wire.WeightUpdateReqOutput:
     """Send messages, at most ``under_way`` unanswered; ``kept`` memory lives until the last answer."""
-    pending: list[tuple[Ticket, ControlRequest]] = []
-    reply: WeightUpdateReqOutput | None = None
+    pending: list[tuple[Ticket, wire.ControlRequest]] = []
+    reply: wire.WeightUpdateReqOutput | None = None
     try:
         for number in range(count):
             if len(pending) == under_way:

@@ -52,9 +52,8 @@ class SharedBucket:
         try:
             self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
-            raise CaesuraError(
-                ErrorCode.OUT_OF_MEMORY, f"no {self.nbytes} bytes on {device}", needed_bytes=self.nbytes
-            ) from error
+            reason = f"no {self.nbytes} bytes on {device}"
+            raise CaesuraError(ErrorCode.OUT_OF_MEMORY, reason, needed_bytes=self.nbytes) from error
         handle = cuda_ipc.export(self._bytes)
         self._close = weakref.finalize(self, torch.cuda.ipc_collect)
         self._close.atexit = False  # the process ends anyway, and CUDA may be gone by then
@@ -125,15 +124,12 @@ class SharedTensors:
             if name not in self._tensors:
                 near = nearest(name, list(self._tensors))
                 hint = "" if near is None else f" (did you mean {near!r}?)"
-                raise InvalidRequest(
-                    f"{name!r} is not among these {len(self._tensors)} tensors{hint}", field=name
-                )
+                reason = f"{name!r} is not among these {len(self._tensors)} tensors{hint}"
+                raise InvalidRequest(reason, field=name)
             own = self._tensors[name]
             if tensor.shape != own.shape:
-                raise InvalidRequest(
-                    f"{name!r} has the shape {list(tensor.shape)} and was made with {list(own.shape)}",
-                    field=name,
-                )
+                reason = f"{name!r} has the shape {list(tensor.shape)} and was made with {list(own.shape)}"
+                raise InvalidRequest(reason, field=name)
             own.copy_(tensor.detach())
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

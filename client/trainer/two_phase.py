@@ -15,19 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import msgspec
 
-from ...io_struct import (
-    BeginWeightUpdateReqInput,
-    BeginWeightUpdateReqOutput,
-    CaesuraError,
-    EndWeightUpdateReqInput,
-    ErrorCode,
-    Message,
-    Request,
-    TensorSpec,
-    UpdateWeightsFromIPCReqInput,
-    WeightUpdateOptions,
-    WeightUpdateReqOutput,
-)
+from ... import io_struct as wire
+from ...io_struct import CaesuraError, ErrorCode
 from ..connection.channel import wait_for
 from ..connection.client_options import UpdateOptions, update_fields
 from ..exceptions import EngineError, InvalidRequest, PartialUpdate
@@ -43,7 +32,7 @@ class TwoPhaseUpdate:
     def __init__(
         self,
         clients: "Sequence[ControlClient]",
-        specs: list[TensorSpec],
+        specs: list[wire.TensorSpec],
         options: dict[str, Any],
         timeout: float | None,
     ) -> None:
@@ -51,30 +40,32 @@ class TwoPhaseUpdate:
         self._clients, self._options, self._timeout = clients, options, timeout
         self._errors: dict[int, CaesuraError] = {}
         component = options.get("component")
-        begins = [BeginWeightUpdateReqInput(manifest=specs, component=component) for _ in clients]
+        begins = [wire.BeginWeightUpdateReqInput(manifest=specs, component=component) for _ in clients]
         self._sessions = [begin.id for begin in begins]  # these messages name the sessions as well
-        self._send(enumerate(begins), BeginWeightUpdateReqOutput)
+        self._send(enumerate(begins), wire.BeginWeightUpdateReqOutput)
         self._gather()
         if self._errors:
             self.abort()
             raise self._errors[min(self._errors)]
 
-    def start(self, calls: Sequence[WeightUpdateOptions]) -> Future[Any]:
+    def start(self, calls: Sequence[wire.WeightUpdateOptions]) -> Future[Any]:
         """Send each engine its call, which joins its session, and return the ticket of the first."""
         for call, session in zip(calls, self._sessions, strict=True):
             call.session_id = session
-        self._send(enumerate(calls), WeightUpdateReqOutput)
+        self._send(enumerate(calls), wire.WeightUpdateReqOutput)
         return self._asked[0][1]
 
-    def commit(self, version: str | None = None) -> list[WeightUpdateReqOutput]:
+    def commit(self, version: str | None = None) -> list[wire.WeightUpdateReqOutput]:
         """Wait for the calls, commit what succeeded as ``version``; return replies, or PartialUpdate."""
         given = self._options.get("weight_version")
         label = version if given is None else given
         try:
             loaded = self._gather()
-            ends = (EndWeightUpdateReqInput(session_id=name, weight_version=label) for name in self._sessions)
-            self._send([(n, end) for n, end in enumerate(ends) if n in loaded], WeightUpdateReqOutput)
-            replies: dict[int, WeightUpdateReqOutput] = self._gather()
+            ends = (
+                wire.EndWeightUpdateReqInput(session_id=name, weight_version=label) for name in self._sessions
+            )
+            self._send([(n, end) for n, end in enumerate(ends) if n in loaded], wire.WeightUpdateReqOutput)
+            replies: dict[int, wire.WeightUpdateReqOutput] = self._gather()
         except BaseException:
             self.abort()
             raise
@@ -94,11 +85,11 @@ class TwoPhaseUpdate:
     def abort(self, numbers: Iterable[int] | None = None) -> None:
         """Abort the sessions of the engines ``numbers``, or of all, without waiting."""
         for number in range(len(self._clients)) if numbers is None else numbers:
-            request = EndWeightUpdateReqInput(commit=False, session_id=self._sessions[number])
+            request = wire.EndWeightUpdateReqInput(commit=False, session_id=self._sessions[number])
             with contextlib.suppress(CaesuraError):
-                self._clients[number].start(request, WeightUpdateReqOutput)
+                self._clients[number].start(request, wire.WeightUpdateReqOutput)
 
-    def _send(self, requests: Iterable[tuple[int, Request]], expects: type[Message]) -> None:
+    def _send(self, requests: Iterable[tuple[int, wire.Request]], expects: type[wire.Message]) -> None:
         self._asked = {
             number: (request, started(self._clients[number], request, expects))
             for number, request in requests
@@ -114,7 +105,7 @@ class TwoPhaseUpdate:
                 self._errors[number] = error
         return replies
 
-    def _partial(self, replies: dict[int, WeightUpdateReqOutput]) -> PartialUpdate:
+    def _partial(self, replies: dict[int, wire.WeightUpdateReqOutput]) -> PartialUpdate:
         return PartialUpdate([client.endpoint for client in self._clients], replies, self._errors)
 
 
@@ -124,7 +115,7 @@ def update_from_shared(
     *,
     timeout: float | None = None,
     **options: Unpack[UpdateOptions],
-) -> list[WeightUpdateReqOutput]:
+) -> list[wire.WeightUpdateReqOutput]:
     """Update engines of this host from one export of all tensors, and return their replies in order.
 
     The memory must not change until then; ``timeout`` is in seconds for each wait. Raises CaesuraError if
@@ -141,9 +132,8 @@ def update_from_shared(
     manifest = [msgspec.structs.replace(spec, offset=0) for spec in tensors.specs]
     update = TwoPhaseUpdate(clients, manifest, fields, timeout)
     handle = tensors.memory.handle
-    update.start(
-        [UpdateWeightsFromIPCReqInput(handle=handle, specs=tensors.specs, **fields) for _ in clients]
-    )
+    call = wire.UpdateWeightsFromIPCReqInput
+    update.start([call(handle=handle, specs=tensors.specs, **fields) for _ in clients])
     return update.commit()
 
 
@@ -155,7 +145,7 @@ def sessionless_fields(options: UpdateOptions) -> dict[str, Any]:
     return fields
 
 
-def started(client: "ControlClient", request: Request, expects: type[Message]) -> Future[Any]:
+def started(client: "ControlClient", request: wire.Request, expects: type[wire.Message]) -> Future[Any]:
     """Return the ticket of ``client.start``, which also has its error: others may have been sent theirs."""
     try:
         return client.start(request, expects)
@@ -167,7 +157,5 @@ def started(client: "ControlClient", request: Request, expects: type[Message]) -
 
 def require_clients(clients: object) -> None:
     if not isinstance(clients, Sequence) or not clients:
-        raise InvalidRequest(
-            f"clients must be a list of clients, at least one, not a {type(clients).__name__}",
-            field="clients",
-        )
+        reason = f"clients must be a list of clients, at least one, not a {type(clients).__name__}"
+        raise InvalidRequest(reason, field="clients")

@@ -21,13 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 import torch
 from torch import Tensor
 
-from ...io_struct import (
-    CaesuraError,
-    Message,
-    Request,
-    UpdateWeightsFromDistributedReqInput,
-    WeightUpdateReqOutput,
-)
+from ... import io_struct as wire
+from ...io_struct import CaesuraError
 from ...io_struct.field_errors import one_of
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ...transfer.process_group import (
@@ -42,17 +37,8 @@ from ...transfer.process_group import (
 from ..connection.channel import at_once, finished, wait_for
 from ..connection.client_options import UpdateOptions, must_be, update_fields
 from ..exceptions import EngineError, GroupError, InvalidRequest, Unsupported, is_answer
+from . import rendezvous
 from .buckets import NamedTensors, bucket_size, manifest, pairs
-from .rendezvous import (
-    GRACE_S,
-    await_ranks,
-    beside,
-    common_backend,
-    invite,
-    leave,
-    make_store,
-    ranks_of,
-)
 from .sending import Sender, in_one_session
 from .two_phase import started
 
@@ -126,21 +112,25 @@ class WeightUpdateGroup:
         for client in clients:
             with contextlib.suppress(GroupError):  # there was none
                 client.destroy_weights_update_group(group_name, timeout=timeout_s)
-        ranks = ranks_of(clients, timeout_s)
+        ranks = rendezvous.ranks_of(clients, timeout_s)
         limit, broadcast_limit = timedelta(seconds=timeout_s), timedelta(seconds=broadcast_timeout_s)
-        store, is_local = make_store(master_address, master_port, limit, 1 + sum(ranks))
+        store, is_local = rendezvous.make_store(master_address, master_port, limit, 1 + sum(ranks))
         mark_present(store, group_name, backend)
         limits = timeout_s, broadcast_timeout_s
-        tickets = invite(clients, master_address, store.port, group_name, backend, limits, ranks=ranks)
+        tickets = rendezvous.invite(
+            clients, master_address, store.port, group_name, backend, limits, ranks=ranks
+        )
         member = Membership(group_name, f"{master_address}:{store.port}", 1 + sum(ranks), 0, backend)
         if backend == "nccl":
             limit = broadcast_limit
         listen = master_address if is_local else None
-        joining = beside(partial(make_backend, member, keys_of(member, store)[1], limit, hostname=listen))
+        joining = rendezvous.beside(
+            partial(make_backend, member, keys_of(member, store)[1], limit, hostname=listen)
+        )
         try:
-            await_ranks([*tickets, joining], timeout_s)
+            rendezvous.await_ranks([*tickets, joining], timeout_s)
         except (CaesuraError, RuntimeError) as error:
-            leave(clients, group_name, timeout_s)
+            rendezvous.leave(clients, group_name, timeout_s)
             if isinstance(error, CaesuraError):
                 raise
             raise GroupError(f"this process could not join its group: {error}") from error
@@ -174,7 +164,7 @@ class WeightUpdateGroup:
         load_format: LoadFormat = "flattened_bucket",
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
-    ) -> list[WeightUpdateReqOutput]:
+    ) -> list[wire.WeightUpdateReqOutput]:
         """Update all engines with one broadcast; return their replies in the order of ranks.
 
         If every client has begun a session, the update belongs to these. If one engine fails, its error is
@@ -185,20 +175,20 @@ class WeightUpdateGroup:
         if begun:
             named["session_id"] = clients[0].session_id
 
-        def start(common: Request, expects: type[Message], _: object) -> _Tickets:
+        def start(common: wire.Request, expects: type[wire.Message], _: object) -> _Tickets:
             futures = []
             for client in clients:
                 request = copy.copy(common)
-                if begun and isinstance(request, UpdateWeightsFromDistributedReqInput):
+                if begun and isinstance(request, wire.UpdateWeightsFromDistributedReqInput):
                     request.session_id = client.session_id
                 futures.append(started(client, request, expects))
             return _Tickets(futures)
 
-        def replies(tickets: _Tickets, request: Request) -> list[Any]:
+        def replies(tickets: _Tickets, request: wire.Request) -> list[Any]:
             return _replies(clients, tickets.futures, request, timeout)
 
         sender = Sender(start, at_once(replies), at_once(operator.call))
-        found: list[WeightUpdateReqOutput] = finished(
+        found: list[wire.WeightUpdateReqOutput] = finished(
             self.carry_out(sender, named_tensors, named, bucket_bytes=bucket_bytes, load_format=load_format)
         )
         return found
@@ -206,7 +196,7 @@ class WeightUpdateGroup:
     def close(self) -> None:
         """Leave the group, and have its engines leave. Idempotent."""
         clients, self.clients = self.clients, []
-        leave(clients, self.group_name, GRACE_S)
+        rendezvous.leave(clients, self.group_name, rendezvous.GRACE_S)
         self._die("it was closed")
         self.store = None
 
@@ -227,7 +217,7 @@ class WeightUpdateGroup:
     ) -> Any:
         reply = None
         for part in parts:
-            request = UpdateWeightsFromDistributedReqInput(
+            request = wire.UpdateWeightsFromDistributedReqInput(
                 specs=manifest(part), group_name=self.group_name, load_format=load_format, **options
             )
             ticket = sender.send(request)
@@ -289,7 +279,7 @@ class WeightUpdateGroup:
         holder, self._group = [self._group], None
         # Its end waits for a broadcast that nobody takes, if there is one. A process that ended in between
         # would abort.
-        wait([beside(holder.clear)], _CLOSE_S)
+        wait([rendezvous.beside(holder.clear)], _CLOSE_S)
 
     def _require_alive(self) -> None:
         if self._dead is not None:
@@ -304,7 +294,7 @@ def _backend(clients: "Sequence[ControlClient]", backend: Backend | None, timeou
         )
     if backend is not None and backend not in PREFIXES:
         raise must_be("backend", backend, one_of(sorted(PREFIXES)))
-    backend = backend or common_backend(clients, timeout_s)
+    backend = backend or rendezvous.common_backend(clients, timeout_s)
     if backend == "nccl" and not torch.cuda.is_available():
         raise Unsupported("the backend nccl needs a CUDA device")
     return backend
@@ -315,13 +305,15 @@ class _Tickets:
         self.futures = futures
 
     def done(self) -> bool:
-        return any(f.done() and f.exception() is not None for f in self.futures) or all(
-            f.done() for f in self.futures
-        )
+        done = [future for future in self.futures if future.done()]
+        return len(done) == len(self.futures) or any(future.exception() is not None for future in done)
 
 
 def _replies(
-    clients: "Sequence[ControlClient]", futures: list[Future[Any]], request: Request, timeout: float | None
+    clients: "Sequence[ControlClient]",
+    futures: list[Future[Any]],
+    request: wire.Request,
+    timeout: float | None,
 ) -> list[Any]:
     """Return every engine's reply, or, once all have answered, raise the first error, refusals first."""
     replies: list[Any] = []

@@ -11,14 +11,15 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..cache.pool import MHAPool, MLAPool
 from ..execution.forward import AttentionBackend, CapturableBackend, ForwardBatch, StepLimits
-from ..execution.scratch_steps import scratch_prefill
 from ..kernels import TORCH, best, self_test
 from ..kernels.attention_form import AttentionForm
 from ..layers.rotary import rotate
@@ -60,11 +61,8 @@ def choose(config: EngineConfig, shape: Shape) -> Choice:
             return replace(found, reason="; ".join(reasons) or None)
         reasons.append(f"{name}: {found}")
     if wanted in ("flashinfer", "triton"):
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED,
-            f"attention_backend = {wanted!r}: {reasons[0].partition(': ')[2]}",
-            field="attention_backend",
-        )
+        reason = f"attention_backend = {wanted!r}: {reasons[0].partition(': ')[2]}"
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="attention_backend")
     by = TORCH if wanted != "auto" else best("attention", shape.device, shape.dtype)
     return Choice(by, reason="; ".join(reasons) or None if shape.device.type == "cuda" else None)
 
@@ -181,25 +179,10 @@ def _filled_pool(shape: Shape) -> MHAPool | MLAPool:
 
 
 def _batch(rows: tuple[tuple[int, int], ...], device: torch.device) -> ForwardBatch:
-    lengths = [start + new for start, new in rows]
-    table = torch.zeros((len(rows), max(map(_pages, lengths))), dtype=torch.int32)
-    taken, positions, slots = 1, [], []
-    for row, ((start, _), length) in enumerate(zip(rows, lengths, strict=True)):
-        used = _pages(length)
-        table[row, :used] = torch.arange(taken, taken + used, dtype=torch.int32)
-        positions.append(torch.arange(start, length))
-        slots.append(taken * PAGE_SIZE + torch.arange(start, length))
-        taken += used
-    return replace(
-        scratch_prefill([new for _, new in rows]),
-        num_decode=2,
-        positions=torch.cat(positions).to(device),
-        kv_slots=torch.cat(slots).to(device),
-        page_table=table.to(device),
-        page_table_host=table.numpy(),
-        kv_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-        kv_lens_host=lengths,
-    )
+    ends = accumulate((_pages(start + new) for start, new in rows), initial=1)
+    pages = [np.arange(*span) for span in pairwise(ends)]
+    ids, none = [np.zeros(new) for _, new in rows], np.empty(0, np.int64)
+    return ForwardBatch.of_rows(ids, [start for start, _ in rows], pages, none, device, num_decode=2)
 
 
 def _projected(shape: Shape, tokens: int) -> Tensor:

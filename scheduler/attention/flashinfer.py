@@ -158,15 +158,13 @@ class FormWrappers:
         if kind.softcap is not None:
             self._options["logits_soft_cap"] = kind.softcap
         self.decode = self._with_sinks() if kind.sinks else self._decoding()
-        self.prefill = self._with_sinks() if kind.sinks else self._prefilling()
+        prefilling = self._library.BatchPrefillWithPagedKVCacheWrapper
+        self.prefill = self._with_sinks() if kind.sinks else prefilling(self.workspace, "HND")
 
     def _decoding(self, **options: Any) -> Any:
         return self._library.BatchDecodeWithPagedKVCacheWrapper(
             self.workspace, "HND", use_tensor_cores=self._tensor_cores, **options
         )
-
-    def _prefilling(self) -> Any:
-        return self._library.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "HND")
 
     def _with_sinks(self, **options: Any) -> Any:
         return getattr(self._library, _SINKS)(

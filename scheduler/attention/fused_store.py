@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..cache.pool import MHAPool
 from ..kernels import Elementwise, elementwise_for
-from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
+from ..kernels.attention_form import AttentionForm, HeadNorms
 
 if TYPE_CHECKING:
     from ..execution.forward import ForwardBatch
@@ -27,13 +27,7 @@ class FusedStore:
         self._pool, self._heads, self._attend, self._kernels = pool, num_heads, attend, kernels
 
     def __call__(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        layer: int,
-        norm: HeadNorms | None = None,
-        form: AttentionForm = PLAIN,
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, layer: int, norm: HeadNorms | None, form: AttentionForm
     ) -> Tensor:
         assert self.batch is not None, "plan comes first"
         q, slots = qkv[:, : self._heads], self.batch.slots_in(form)

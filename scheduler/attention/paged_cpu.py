@@ -30,8 +30,6 @@ _PART_HEADS = 12
 
 
 class PagedCpuBackend(AttentionBackend):
-    """Attention over a pool on the CPU."""
-
     def __init__(self, pool: MHAPool | MLAPool, shape: Shape) -> None:
         """Raise ValueError if the pool's pages are not of 16 tokens."""
         if pool.page_size != PAGE_SIZE:
@@ -72,13 +70,7 @@ class PagedCpuBackend(AttentionBackend):
         return self._attend(q, layer, step, form)
 
     def store_and_attend(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        layer: int,
-        norm: HeadNorms | None = None,
-        form: AttentionForm = PLAIN,
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, layer: int, norm: HeadNorms | None, form: AttentionForm
     ) -> Tensor:
         """Do head norms, rotation and store in one pass, then attend: a ``FusedAttention``."""
         step, q = self._planned(form), qkv[:, : self._num_heads]

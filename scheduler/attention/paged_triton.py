@@ -61,13 +61,7 @@ class PagedTritonBackend(SdpaBackend, CapturableBackend):
         self._step = batch
 
     def _store_and_attend(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        layer: int,
-        norm: HeadNorms | None = None,
-        form: AttentionForm = PLAIN,
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, layer: int, norm: HeadNorms | None, form: AttentionForm
     ) -> Tensor:
         """Store and attend; rotated keys stay in ``qkv`` as well, where torch reads those of prompts."""
         assert self._elementwise is not None

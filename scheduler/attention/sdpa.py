@@ -67,8 +67,6 @@ class _Plan:
 
 
 class SdpaBackend(AttentionBackend):
-    """Attention over an MHA pool."""
-
     def __init__(self, pool: MHAPool, shape: Shape) -> None:
         self.pool, self._windows, self._scale = pool, shape.windows, shape.scale
         self._kv_heads = num_kv_heads = shape.num_kv_heads

@@ -57,8 +57,6 @@ class _Group:
 
 
 class LatentBackend(AttentionBackend):
-    """Attention over an MLA pool."""
-
     def __init__(self, pool: MLAPool, shape: Shape) -> None:
         self.pool, self._heads, self._scale = pool, shape.num_heads, shape.scale
         self._device, self._dtype = shape.device, shape.dtype

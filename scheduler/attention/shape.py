@@ -35,7 +35,6 @@ class Shape:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Distinct windows of the layers."""
         return tuple({kind.window: None for kind in self.kinds})
 
     def pool(self, num_layers: int, num_pages: int, **windows: Any) -> MHAPool | MLAPool:

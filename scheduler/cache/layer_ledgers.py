@@ -99,9 +99,8 @@ class WindowPages(_Behind):
         needed = len(pages) - int(stored.sum())
         left = self._allocator.num_free + len(self._idle) - int((unused & stored).sum())
         if needed > left:
-            raise LedgerError(
-                f"a range needs {needed} more of {self._allocator.total} pages, {left} are left"
-            )
+            reason = f"a range needs {needed} more of {self._allocator.total} pages, {left} are left"
+            raise LedgerError(reason)
         for page in pages.tolist():
             if not self._users[page]:
                 self._idle.pop(page, None)
@@ -329,9 +328,8 @@ class StateRows(_Behind):
             raise LedgerError(f"{len(held)} rows of states are held, counted {self._held}")
         pins = Counter(state.source for state in states if state.source != NO_PAGE)
         if pins != self._pins or set(pages.tolist()) != set(self._idle) | set(pins):
-            raise LedgerError(
-                f"states kept for {pages.tolist()}, of them pinned {pins}, counted {self._pins}"
-            )
+            reason = f"states kept for {pages.tolist()}, of them pinned {pins}, counted {self._pins}"
+            raise LedgerError(reason)
         if not set(pages.tolist()) <= set(owned.tolist()):
             raise LedgerError(f"states of free pages: {sorted(set(pages.tolist()) - set(owned.tolist()))}")
 

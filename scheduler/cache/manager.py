@@ -258,9 +258,8 @@ class CacheManager:
         for kv in self._open:
             path = _path_pages(kv.node)
             if not np.array_equal(path, kv.pages[: kv.num_shared]):
-                raise LedgerError(
-                    f"row shares {kv.pages[: kv.num_shared].tolist()}, its node has {path.tolist()}"
-                )
+                reason = f"row shares {kv.pages[: kv.num_shared].tolist()}, its node has {path.tolist()}"
+                raise LedgerError(reason)
 
     def _check_tree(self, nodes: list[Node]) -> None:
         locks: dict[Node, int] = dict.fromkeys(nodes, 0)
@@ -272,9 +271,8 @@ class CacheManager:
                 locks[node.parent] += 1
         for node, count in locks.items():
             if node.lock_ref != count:
-                raise LedgerError(
-                    f"pages {node.pages.tolist()} locked {node.lock_ref} times, used {count} times"
-                )
+                reason = f"pages {node.pages.tolist()} locked {node.lock_ref} times, used {count} times"
+                raise LedgerError(reason)
             if node.epoch < self.epoch and not count:
                 raise LedgerError(f"pages {node.pages.tolist()} of epoch {node.epoch} outlived it unlocked")
 

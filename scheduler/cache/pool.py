@@ -79,9 +79,7 @@ class MHAPool(_PagedPool):
         """``num_pages`` counts scratch page 0; ``window_layers`` have ``window_pages`` with an own table."""
         self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
         self.window_pages = window_pages if window_layers else None
-        pages = [
-            (window_pages if layer in window_layers else None) or num_pages for layer in range(num_layers)
-        ]
+        pages = [(window_pages if each in window_layers else None) or num_pages for each in range(num_layers)]
         sizes = head_size, head_size if value_size is None else value_size
         shapes = [(each, kv_heads, page_size, size) for each in pages for size in sizes]
         super().__init__(shapes, dtype, device)
@@ -94,11 +92,8 @@ class MHAPool(_PagedPool):
         self._by_slot = [(k.permute(0, 2, 1, 3), v.permute(0, 2, 1, 3)) for k, v in self._layers]
 
     @staticmethod
-    def bytes_per_token(
-        num_layers: int, kv_heads: int, head_size: int, dtype: torch.dtype, value_size: int | None = None
-    ) -> int:
-        sizes = head_size + (head_size if value_size is None else value_size)
-        return num_layers * kv_heads * sizes * dtype.itemsize
+    def bytes_per_token(num_layers: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
+        return num_layers * kv_heads * 2 * head_size * dtype.itemsize
 
     def split_slots(self, kv_slots: Tensor) -> tuple[Tensor, Tensor]:
         pages = torch.div(kv_slots, self.page_size, rounding_mode="floor")
@@ -188,9 +183,8 @@ class StatePool:
         device: torch.device | str = "cpu",
     ) -> None:
         if min(num_layers, num_rows) < 1:
-            raise ValueError(
-                f"every size of a state pool is at least 1, got {num_layers} layers of {num_rows} rows"
-            )
+            reason = f"every size of a state pool is at least 1, got {num_layers} layers of {num_rows} rows"
+            raise ValueError(reason)
         self.num_rows, self.shape = num_rows, shape
         self._layers = [
             (
@@ -218,16 +212,14 @@ class RoutingPool:
         num_pages: int,
         device: torch.device | str = "cpu",
         device_module: DeviceModule | None = None,
-        page_size: int = PAGE_SIZE,
     ) -> None:
         """``dtype`` is uint8 or int16; ``num_pages`` are the KV pool's, scratch included."""
         self.num_layers, self.top_k, self.dtype = num_layers, top_k, dtype
         self.numpy_dtype = np.dtype(torch_name(dtype))
-        self._page_size = page_size
         on_host = torch.device(device).type == "cpu"
         self._streams = None if device_module is None or on_host else streams_of(device_module)
         self._stream = None if self._streams is None else self._streams.Stream()
-        page = (page_size, num_layers, top_k)
+        page = (PAGE_SIZE, num_layers, top_k)
         self.pages = residency.allocate((num_pages, *page), dtype, device)
         staged = min(STAGED_PAGES, num_pages)
         self._staging = residency.allocate((staged, *page), dtype, device)
@@ -247,7 +239,7 @@ class RoutingPool:
 
     def read(self, pages: np.ndarray, start: int, end: int) -> np.ndarray:
         """Return rows [end - start, layers, top_k] of a request whose KV lies in ``pages``, on the host."""
-        size = self._page_size
+        size = PAGE_SIZE
         first, last = start // size, -(-end // size)
         rows = np.empty(((last - first) * size, self.num_layers, self.top_k), self.numpy_dtype)
         for at in range(first, last, STAGED_PAGES):

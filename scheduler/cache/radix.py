@@ -158,9 +158,8 @@ class RadixTree:
     def lock(self, node: Node) -> None:
         """Protect the path from the root to ``node`` from eviction; as many unlocks undo it."""
         if node.epoch < self.first_epoch:
-            raise LedgerError(
-                f"lock of a node of epoch {node.epoch}, first living epoch is {self.first_epoch}"
-            )
+            reason = f"lock of a node of epoch {node.epoch}, first living epoch is {self.first_epoch}"
+            raise LedgerError(reason)
         step: Node | None = node
         while step is not None:
             step.lock_ref += 1

@@ -4,29 +4,7 @@ and its sender. ``messaging/message_dispatcher.py`` answers the other message ty
 
 from typing import TYPE_CHECKING, Any
 
-from ...io_struct import (
-    BeginWeightUpdateReqInput,
-    ContinueGenerationReqInput,
-    ControlRequest,
-    DestroyWeightsUpdateGroupReqInput,
-    EndWeightUpdateReqInput,
-    FlushCacheReqInput,
-    InitWeightsUpdateGroupReqInput,
-    LoadAdapterReqInput,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-    SendWeightsReqInput,
-    StartProfileReqInput,
-    StopProfileReqInput,
-    UnloadAdapterReqInput,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromCheckpointEngineReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromIPCReqInput,
-    UpdateWeightsFromTensorReqInput,
-    WeightsCheckerReqInput,
-)
+from ... import io_struct as wire
 from .adapters import load_adapter, unload_adapter
 from .engine_state import Sender
 from .memory_occupation import release_memory, resume_memory
@@ -41,39 +19,37 @@ if TYPE_CHECKING:
 
     from ..runtime.engine import Engine
 
-COMMANDS: "dict[type[ControlRequest], Callable[[Engine, Any, Sender], Operation]]" = {
-    PauseGenerationReqInput: pause,
-    ContinueGenerationReqInput: continue_generation,
-    FlushCacheReqInput: flush,
-    ReleaseMemoryOccupationReqInput: release_memory,
-    ResumeMemoryOccupationReqInput: resume_memory,
-    WeightsCheckerReqInput: check_weights,
-    UnloadAdapterReqInput: unload_adapter,
-    StartProfileReqInput: start_profile,
-    StopProfileReqInput: stop_profile,
-    BeginWeightUpdateReqInput: lambda engine, request, sender: engine.updates.begin(request, sender),
-    EndWeightUpdateReqInput: lambda engine, request, sender: engine.updates.end(request, sender),
-    UpdateWeightFromDiskReqInput: lambda engine, request, sender: engine.updates.from_disk(request, sender),
-    UpdateWeightsFromIPCReqInput: lambda engine, request, sender: engine.updates.from_ipc(request, sender),
-    UpdateWeightsFromDistributedReqInput: lambda engine, request, sender: engine.updates.from_distributed(
-        request, sender
+COMMANDS: "dict[type[wire.ControlRequest], Callable[[Engine, Any, Sender], Operation]]" = {
+    wire.PauseGenerationReqInput: pause,
+    wire.ContinueGenerationReqInput: continue_generation,
+    wire.FlushCacheReqInput: flush,
+    wire.ReleaseMemoryOccupationReqInput: release_memory,
+    wire.ResumeMemoryOccupationReqInput: resume_memory,
+    wire.WeightsCheckerReqInput: check_weights,
+    wire.UnloadAdapterReqInput: unload_adapter,
+    wire.StartProfileReqInput: start_profile,
+    wire.StopProfileReqInput: stop_profile,
+    wire.BeginWeightUpdateReqInput: lambda engine, *call: engine.updates.begin(*call),
+    wire.EndWeightUpdateReqInput: lambda engine, *call: engine.updates.end(*call),
+    wire.UpdateWeightFromDiskReqInput: lambda engine, *call: engine.updates.from_disk(*call),
+    wire.UpdateWeightsFromIPCReqInput: lambda engine, *call: engine.updates.from_ipc(*call),
+    wire.UpdateWeightsFromDistributedReqInput: lambda engine, *call: engine.updates.from_distributed(*call),
+    wire.UpdateWeightsFromCheckpointEngineReqInput: lambda engine, *call: engine.parameter_server.update(
+        *call
     ),
-    UpdateWeightsFromCheckpointEngineReqInput: lambda engine, request, sender: engine.parameter_server.update(
-        request, sender
-    ),
-    SendWeightsReqInput: lambda engine, request, sender: engine.sending.send(request),
-    InitWeightsUpdateGroupReqInput: init_group,
-    DestroyWeightsUpdateGroupReqInput: destroy_group,
+    wire.SendWeightsReqInput: lambda engine, request, sender: engine.sending.send(request),
+    wire.InitWeightsUpdateGroupReqInput: init_group,
+    wire.DestroyWeightsUpdateGroupReqInput: destroy_group,
 }
 
 
 def operation(
-    engine: "Engine", client: bytes, message: ControlRequest, buffers: list[memoryview]
+    engine: "Engine", client: bytes, message: wire.ControlRequest, buffers: list[memoryview]
 ) -> Operation:
     """Return the operation for ``message``; only destroying a group acts before it is advanced."""
     sender = Sender(client, message.owner)
-    if isinstance(message, UpdateWeightsFromTensorReqInput):
+    if isinstance(message, wire.UpdateWeightsFromTensorReqInput):
         return engine.updates.from_tensor(message, sender, buffers)
-    if isinstance(message, LoadAdapterReqInput):
+    if isinstance(message, wire.LoadAdapterReqInput):
         return load_adapter(engine, message, sender, buffers)
     return COMMANDS[type(message)](engine, message, sender)

@@ -331,6 +331,5 @@ def _lock(path: str) -> int:
 
 
 def _unusable(path: str, reason: str) -> CaesuraError:
-    return CaesuraError(
-        ErrorCode.STATE_FILE_ERROR, f"state_file = {path!r}: {reason}", path=path, reason=reason
-    )
+    message = f"state_file = {path!r}: {reason}"
+    return CaesuraError(ErrorCode.STATE_FILE_ERROR, message, path=path, reason=reason)

@@ -11,17 +11,8 @@ from dataclasses import dataclass, replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from ...io_struct import (
-    CaesuraError,
-    ErrorCode,
-    GenerationState,
-    MemoryTag,
-    PauseGenerationReqInput,
-    PauseMode,
-    PauseTotal,
-    UpdateTotal,
-    WeightsState,
-)
+from ... import io_struct as wire
+from ...io_struct import CaesuraError, ErrorCode
 from ...io_struct.control import LeaseAction
 from ..scheduling.request import WeightStamp
 
@@ -68,7 +59,7 @@ class PauseOwnership:
     def owner(self) -> str | None:
         return None if self.sender is None else self.sender.owner
 
-    def take(self, sender: Sender, request: PauseGenerationReqInput) -> None:
+    def take(self, sender: Sender, request: wire.PauseGenerationReqInput) -> None:
         """Record a completed pause. The first sender stays the owner, and may change its token and lease."""
         if self.sender is None or (self.sender.owner is None and self.sender.client == sender.client):
             self.sender = sender
@@ -86,9 +77,8 @@ class PauseOwnership:
     def require_continue(self, sender: Sender, force: bool) -> None:
         """Raise ``not_owner`` unless ``sender`` may end the pause; anybody may end one without a token."""
         if self.owner is not None and sender.owner != self.owner and not force:
-            raise CaesuraError(
-                ErrorCode.NOT_OWNER, f"the pause belongs to {self.owner!r}; use force", owner=self.owner
-            )
+            reason = f"the pause belongs to {self.owner!r}; use force"
+            raise CaesuraError(ErrorCode.NOT_OWNER, reason, owner=self.owner)
 
     def is_owner(self, sender: Sender) -> bool:
         return self.sender is not None and self.sender.is_same(sender)
@@ -100,22 +90,22 @@ class EngineState:
     def __init__(self, engine: "Engine", stamp: WeightStamp, lost: str | None) -> None:
         """``lost`` says which committed weights could not be restored at this start."""
         self._engine = engine
-        self.generation: GenerationState = "running"
-        self.pause_mode: PauseMode | None = None
+        self.generation: wire.GenerationState = "running"
+        self.pause_mode: wire.PauseMode | None = None
         self.ownership = PauseOwnership()
-        self.weights: WeightsState = "valid"
+        self.weights: wire.WeightsState = "valid"
         self.weights_detail: str | None = None
         """Reason why the weights are poisoned or invalid."""
         self.stamp = stamp
-        self.released: frozenset[MemoryTag] = frozenset()
+        self.released: frozenset[wire.MemoryTag] = frozenset()
         self.step = 0
         """Number of the last launched step; 0 before the first."""
         self._lost = lost
         self._paused_at: float | None = None
         self._lease_ended_at: float | None = None
         self._mode_entered_at = 0.0
-        self._pauses: Counter[PauseMode] = Counter()
-        self._pause_s: dict[PauseMode, float] = {}
+        self._pauses: Counter[wire.PauseMode] = Counter()
+        self._pause_s: dict[wire.PauseMode, float] = {}
         self._commits: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         if lost is not None and engine.config.on_lost_weights == "serve_initial":
@@ -138,7 +128,7 @@ class EngineState:
         if self.generation == "running":
             self.generation = "pausing"
 
-    def complete_pause(self, request: PauseGenerationReqInput, sender: Sender) -> None:
+    def complete_pause(self, request: wire.PauseGenerationReqInput, sender: Sender) -> None:
         """Enter the mode of ``request``. A pause of a paused engine changes the mode."""
         self.generation = "paused"
         self._enter(request.mode)
@@ -185,20 +175,20 @@ class EngineState:
         lease = self.ownership.lease
         return None if lease is None else lease.expires - monotonic()
 
-    def pause_totals(self) -> list[PauseTotal]:
+    def pause_totals(self) -> list[wire.PauseTotal]:
         return [
-            PauseTotal(mode=mode, count=count, seconds=self._seconds_in(mode))
+            wire.PauseTotal(mode=mode, count=count, seconds=self._seconds_in(mode))
             for mode, count in self._pauses.items()
         ]
 
-    def _enter(self, mode: PauseMode | None) -> None:
+    def _enter(self, mode: wire.PauseMode | None) -> None:
         if self.pause_mode is not None:
             self._pause_s[self.pause_mode] = self._seconds_in(self.pause_mode)
         if mode is not None and mode != self.pause_mode:
             self._pauses[mode] += 1
         self.pause_mode, self._mode_entered_at = mode, monotonic()
 
-    def _seconds_in(self, mode: PauseMode) -> float:
+    def _seconds_in(self, mode: wire.PauseMode) -> float:
         lasting = monotonic() - self._mode_entered_at if mode == self.pause_mode else 0.0
         return self._pause_s.get(mode, 0.0) + lasting
 
@@ -213,9 +203,8 @@ class EngineState:
         """Raise ``weights_poisoned`` or ``weights_invalid`` if they are; an update under way is no reason."""
         codes = {"poisoned": ErrorCode.WEIGHTS_POISONED, "invalid": ErrorCode.WEIGHTS_INVALID}
         if (code := codes.get(self.weights)) is not None:
-            raise CaesuraError(
-                code, f"{what}: weights are {self.weights} ({self.weights_detail}); send a complete update"
-            )
+            reason = f"{what}: weights are {self.weights} ({self.weights_detail}); send a complete update"
+            raise CaesuraError(code, reason)
 
     def require_epoch(self, minimum: int | None) -> None:
         """Raise ``epoch_behind`` if weights are older than ``minimum``, or initial in place of lost ones."""
@@ -223,12 +212,8 @@ class EngineState:
         if minimum is None or (minimum <= epoch and (self._lost is None or minimum <= 0)):
             return
         lost = "" if self._lost is None else f" ({self._lost})"
-        raise CaesuraError(
-            ErrorCode.EPOCH_BEHIND,
-            f"weights epoch is {epoch}{lost}, the request needs {minimum}",
-            weights_epoch=epoch,
-            min_weights_epoch=minimum,
-        )
+        reason = f"weights epoch is {epoch}{lost}, the request needs {minimum}"
+        raise CaesuraError(ErrorCode.EPOCH_BEHIND, reason, weights_epoch=epoch, min_weights_epoch=minimum)
 
     def start_writing(self) -> None:
         """Close the gate for steps until the commit; called before the first byte of an update is written."""
@@ -261,9 +246,9 @@ class EngineState:
     def count_failed_update(self, source: str) -> None:
         self._failures[source] += 1
 
-    def update_totals(self) -> list[UpdateTotal]:
+    def update_totals(self) -> list[wire.UpdateTotal]:
         return [
-            UpdateTotal(source=source, committed=self._commits[source], failed=self._failures[source])
+            wire.UpdateTotal(source=source, committed=self._commits[source], failed=self._failures[source])
             for source in {**self._commits, **self._failures}
         ]
 
@@ -274,15 +259,12 @@ class EngineState:
         """True if a release of the weights' memory keeps their values."""
         return self._engine.config.weights_cpu_backup or self._engine.residency.nbytes("weights") == 0
 
-    def require_resident(self, tag: MemoryTag) -> None:
+    def require_resident(self, tag: wire.MemoryTag) -> None:
         if tag in self.released:
-            raise CaesuraError(
-                ErrorCode.MEMORY_RELEASED,
-                f"the memory of {tag} is released: resume it first",
-                released=sorted(self.released),
-            )
+            reason = f"the memory of {tag} is released: resume it first"
+            raise CaesuraError(ErrorCode.MEMORY_RELEASED, reason, released=sorted(self.released))
 
-    def set_released(self, released: frozenset[MemoryTag]) -> None:
+    def set_released(self, released: frozenset[wire.MemoryTag]) -> None:
         """Set the released tags. A release of weights whose values are not kept makes them invalid."""
         if "weights" in released - self.released and not self.keeps_weights:
             self.weights = "invalid"

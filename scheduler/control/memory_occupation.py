@@ -15,15 +15,8 @@ from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from ...io_struct import (
-    CaesuraError,
-    ErrorCode,
-    MemoryTag,
-    ReleaseMemoryOccupationReqInput,
-    ReleaseMemoryOccupationReqOutput,
-    ResumeMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqOutput,
-)
+from ... import io_struct as wire
+from ...io_struct import CaesuraError, ErrorCode
 from ..memory.residency import MEMORY_TAGS
 from .engine_state import Sender
 from .operations import SLICE_S, Operation, Wait, barrier, is_idle, pending, waiting
@@ -36,12 +29,14 @@ logger = logging.getLogger(__name__)
 _END: Any = object()
 
 
-def release_memory(engine: "Engine", request: ReleaseMemoryOccupationReqInput, sender: Sender) -> Operation:
+def release_memory(
+    engine: "Engine", request: wire.ReleaseMemoryOccupationReqInput, sender: Sender
+) -> Operation:
     state = engine.state
     requested = _requested_tags(request.tags) - state.released
     tags = requested - {"cuda_graph"} if engine.graphs is None else requested
     before = after = engine.device_cache.reserved
-    freed: dict[MemoryTag, int] = {}
+    freed: dict[wire.MemoryTag, int] = {}
     if requested:
         _require_releasable(engine, requested)
     if tags:
@@ -63,7 +58,7 @@ def release_memory(engine: "Engine", request: ReleaseMemoryOccupationReqInput, s
         with engine.stages.stage("release.empty_cache"):
             after = engine.device_cache.empty("release", reserved_before=before).reserved_after
         engine.history.note("release", ", ".join(sorted(tags)), returned=before - after)
-    return ReleaseMemoryOccupationReqOutput(
+    return wire.ReleaseMemoryOccupationReqOutput(
         id=request.id,
         released_tags=sorted(state.released),
         freed_bytes=freed,
@@ -73,7 +68,7 @@ def release_memory(engine: "Engine", request: ReleaseMemoryOccupationReqInput, s
     )
 
 
-def _close_gate(engine: "Engine", tags: frozenset[MemoryTag]) -> Generator[Wait, None, None]:
+def _close_gate(engine: "Engine", tags: frozenset[wire.MemoryTag]) -> Generator[Wait, None, None]:
     """Mark ``tags`` as released, and copy what is backed up to the host. A failure changes nothing."""
     state = engine.state
     before = state.released
@@ -92,7 +87,9 @@ def _close_gate(engine: "Engine", tags: frozenset[MemoryTag]) -> Generator[Wait,
         raise
 
 
-def resume_memory(engine: "Engine", request: ResumeMemoryOccupationReqInput, sender: Sender) -> Operation:
+def resume_memory(
+    engine: "Engine", request: wire.ResumeMemoryOccupationReqInput, sender: Sender
+) -> Operation:
     """Allocate released memory again: all requested tags or none. Only backed up weights have values."""
     state = engine.state
     tags = _requested_tags(request.tags) & state.released
@@ -111,12 +108,12 @@ def resume_memory(engine: "Engine", request: ResumeMemoryOccupationReqInput, sen
             "resume_memory: %s, weights are %s%s",
             ", ".join(sorted(tags)), state.weights, rest,
         )  # fmt: skip
-    return ResumeMemoryOccupationReqOutput(
+    return wire.ResumeMemoryOccupationReqOutput(
         id=request.id, released_tags=sorted(state.released), resumed_bytes=_sizes(engine, tags)
     )
 
 
-def _resume(engine: "Engine", tags: frozenset[MemoryTag]) -> Generator[Wait, None, None]:
+def _resume(engine: "Engine", tags: frozenset[wire.MemoryTag]) -> Generator[Wait, None, None]:
     """Resume on every rank or on none: the workers first, which release again if one rank fails."""
     yield from waiting(engine.executor.call("resume", sorted(tags)))
     try:
@@ -147,7 +144,7 @@ def _advance(
             yield Wait.SLICE
 
 
-def _require_releasable(engine: "Engine", tags: Collection[MemoryTag]) -> None:
+def _require_releasable(engine: "Engine", tags: Collection[wire.MemoryTag]) -> None:
     state = engine.state
     if engine.sessions.is_explicit or state.weights == "updating":
         raise CaesuraError(
@@ -157,33 +154,27 @@ def _require_releasable(engine: "Engine", tags: Collection[MemoryTag]) -> None:
         )
     counts = pending(engine)
     if "kv_cache" in tags and counts["held_tokens"]:
-        raise CaesuraError(
-            ErrorCode.NOT_IDLE,
-            "cannot release kv_cache: live requests hold KV; abort or retract them",
-            **counts,
-        )
+        reason = "cannot release kv_cache: live requests hold KV; abort or retract them"
+        raise CaesuraError(ErrorCode.NOT_IDLE, reason, **counts)
     if not {"weights", "cuda_graph"}.isdisjoint(tags) and not (
         state.generation == "paused" or is_idle(engine)
     ):
-        raise CaesuraError(
-            ErrorCode.NOT_IDLE,
-            "cannot release weights or cuda_graph: pause first, or let requests end",
-            **counts,
-        )
+        reason = "cannot release weights or cuda_graph: pause first, or let requests end"
+        raise CaesuraError(ErrorCode.NOT_IDLE, reason, **counts)
 
 
-def _occupied(engine: "Engine", tag: MemoryTag) -> int:
+def _occupied(engine: "Engine", tag: wire.MemoryTag) -> int:
     if tag == "cuda_graph":
         return 0 if engine.graphs is None else engine.graphs.nbytes
     return engine.residency.occupied_bytes(tag)
 
 
-def _sizes(engine: "Engine", tags: Collection[MemoryTag]) -> dict[MemoryTag, int]:
+def _sizes(engine: "Engine", tags: Collection[wire.MemoryTag]) -> dict[wire.MemoryTag, int]:
     sizes = {tag: engine.residency.nbytes(tag) for tag in sorted(tags)}
     if engine.graphs is not None and "cuda_graph" in sizes:
         sizes["cuda_graph"] = engine.graphs.nbytes
     return sizes
 
 
-def _requested_tags(tags: list[MemoryTag] | None) -> frozenset[MemoryTag]:
+def _requested_tags(tags: list[wire.MemoryTag] | None) -> frozenset[wire.MemoryTag]:
     return frozenset(MEMORY_TAGS if tags is None else tags)

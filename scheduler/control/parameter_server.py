@@ -75,19 +75,14 @@ class ParameterServerUpdates:
             )
         device = torch.device(engine.config.device)
         if device.type not in ("cpu", "cuda"):
-            raise CaesuraError(
-                ErrorCode.UNSUPPORTED, f"checkpoint-engine updates on {device.type} are not built"
-            )
+            reason = f"checkpoint-engine updates on {device.type} are not built"
+            raise CaesuraError(ErrorCode.UNSUPPORTED, reason)
         uuid = uuid_of(device) if device.type == "cuda" else ""
         key = f"GPU-{uuid}" if uuid else "cpu"
         if key not in request.zmq_handles:
             known = sorted(request.zmq_handles)[:16]
-            raise CaesuraError(
-                ErrorCode.INVALID_REQUEST,
-                f"zmq_handles has no address for this engine's device {key!r}, only for {known}",
-                field="zmq_handles",
-                value=known,
-            )
+            reason = f"zmq_handles has no address for this engine's device {key!r}, only for {known}"
+            raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="zmq_handles", value=known)
         self.close()
         self._conversation = Conversation(request.zmq_handles[key], uuid, request.timeout_s)
         return self._conversation
@@ -122,12 +117,8 @@ class ParameterServerUpdates:
                 tensors += len(turn)
             elif turn is Marker.CLOSING:
                 if not tensors:
-                    raise CaesuraError(
-                        ErrorCode.INVALID_REQUEST,
-                        "the parameter server sent no tensors",
-                        field="specs",
-                        value=0,
-                    )
+                    reason = "the parameter server sent no tensors"
+                    raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="specs", value=0)
                 memory.close()
 
     def _load(

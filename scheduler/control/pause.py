@@ -8,16 +8,8 @@ from collections.abc import Generator
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from ...io_struct import (
-    CaesuraError,
-    ContinueGenerationReqInput,
-    ContinueGenerationReqOutput,
-    ErrorCode,
-    FlushCacheReqInput,
-    FlushCacheReqOutput,
-    PauseGenerationReqInput,
-    PauseGenerationReqOutput,
-)
+from ... import io_struct as wire
+from ...io_struct import CaesuraError, ErrorCode
 from ..memory.device_memory import EmptyCacheReport
 from ..runtime.engine_config import PAGE_SIZE
 from .engine_state import Sender
@@ -29,12 +21,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def pause(engine: "Engine", request: PauseGenerationReqInput, sender: Sender) -> Operation:
+def pause(engine: "Engine", request: wire.PauseGenerationReqInput, sender: Sender) -> Operation:
     """Pause at a step boundary; see docs/reference/lifecycle.md."""
     if request.lease_s is not None and request.owner is None:
-        raise CaesuraError(
-            ErrorCode.INVALID_REQUEST, "lease_s needs an owner: any name", field="owner", value=None
-        )
+        reason = "lease_s needs an owner: any name"
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="owner", value=None)
     state, aborted = engine.state, 0
     state.begin_pause()
     with engine.stages.stage("pause"):
@@ -51,7 +42,7 @@ def pause(engine: "Engine", request: PauseGenerationReqInput, sender: Sender) ->
         request.mode, state.step, holding, kind if kind != "KV" else f"{held_tokens} tokens of KV", waiting,
     )  # fmt: skip
     engine.history.note("pause", f"{request.mode}, {holding} requests hold {kind}")
-    return PauseGenerationReqOutput(
+    return wire.PauseGenerationReqOutput(
         id=request.id,
         mode=request.mode,
         step=state.step,
@@ -63,11 +54,13 @@ def pause(engine: "Engine", request: PauseGenerationReqInput, sender: Sender) ->
     )
 
 
-def continue_generation(engine: "Engine", request: ContinueGenerationReqInput, sender: Sender) -> Operation:
+def continue_generation(
+    engine: "Engine", request: wire.ContinueGenerationReqInput, sender: Sender
+) -> Operation:
     """Empty the device cache while still paused, then run. Has no effect if the engine runs already."""
     state = engine.state
     if state.generation == "running":
-        return ContinueGenerationReqOutput(id=request.id, was_paused=False)
+        return wire.ContinueGenerationReqOutput(id=request.id, was_paused=False)
     state.ownership.require_continue(sender, request.force)
     if engine.sessions.is_explicit:
         raise CaesuraError(ErrorCode.SESSION_OPEN, "a weight session is open: end it before continuing")
@@ -80,19 +73,16 @@ def continue_generation(engine: "Engine", request: ContinueGenerationReqInput, s
     fields = _reserved(report)
     if report is not None:
         fields |= {"freed": report.freed, "ranks": list(report.others)}
-    return ContinueGenerationReqOutput(id=request.id, was_paused=True, **fields)
+    return wire.ContinueGenerationReqOutput(id=request.id, was_paused=True, **fields)
 
 
-def flush(engine: "Engine", request: FlushCacheReqInput, sender: Sender) -> Operation:
+def flush(engine: "Engine", request: wire.FlushCacheReqInput, sender: Sender) -> Operation:
     """Clear the prefix cache once the engine is idle, and commit an implicit session; refuse if too late."""
     deadline = monotonic() + request.timeout_s
     while not is_idle(engine):
         if monotonic() >= deadline:
-            raise CaesuraError(
-                ErrorCode.NOT_IDLE,
-                f"flush_cache needs an idle engine: requests are pending, or hold {held_kind(engine)}",
-                **pending(engine),
-            )
+            reason = f"flush_cache needs an idle engine: requests are pending, or hold {held_kind(engine)}"
+            raise CaesuraError(ErrorCode.NOT_IDLE, reason, **pending(engine))
         yield Wait.CHANGE
     yield from _commit_implicit_session(engine, sender, request.force)
     freed = engine.cache.flush() * PAGE_SIZE
@@ -100,7 +90,7 @@ def flush(engine: "Engine", request: FlushCacheReqInput, sender: Sender) -> Oper
         engine.prompts.clear()
     report = engine.device_cache.empty("flush") if request.torch_empty_cache else None
     engine.history.note("flush", f"{freed} tokens", returned=None if report is None else report.freed)
-    return FlushCacheReqOutput(id=request.id, freed_tokens=freed, **_reserved(report))
+    return wire.FlushCacheReqOutput(id=request.id, freed_tokens=freed, **_reserved(report))
 
 
 def expire_lease(engine: "Engine") -> None:

@@ -2,14 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from ...io_struct import (
-    CaesuraError,
-    ErrorCode,
-    StartProfileReqInput,
-    StartProfileReqOutput,
-    StopProfileReqInput,
-    StopProfileReqOutput,
-)
+from ... import io_struct as wire
+from ...io_struct import CaesuraError, ErrorCode
 from .engine_state import Sender
 from .operations import Operation, Wait
 
@@ -17,22 +11,21 @@ if TYPE_CHECKING:
     from ..runtime.engine import Engine
 
 
-def start_profile(engine: "Engine", request: StartProfileReqInput, sender: Sender) -> Operation:
+def start_profile(engine: "Engine", request: wire.StartProfileReqInput, sender: Sender) -> Operation:
     trace = engine.trace
     while not trace.is_loaded:
         yield Wait.CHANGE
     limit = trace.start(request, engine.state.step)
-    return StartProfileReqOutput(id=request.id, path=str(trace.path), num_steps=limit)
+    return wire.StartProfileReqOutput(id=request.id, path=trace.path, num_steps=limit)
 
 
-def stop_profile(engine: "Engine", request: StopProfileReqInput, sender: Sender) -> Operation:
+def stop_profile(engine: "Engine", request: wire.StopProfileReqInput, sender: Sender) -> Operation:
     """End the trace, or wait until it ends; then wait for its file."""
     trace = engine.trace
-    if trace.path is None:
+    if not trace.path:
         raise CaesuraError(ErrorCode.INVALID_REQUEST, "no trace was started")
     if not request.wait:
         trace.stop()
-    path = trace.path
     while not trace.is_written:
         yield Wait.CHANGE
-    return StopProfileReqOutput(id=request.id, path=str(path), steps=trace.steps)
+    return wire.StopProfileReqOutput(id=request.id, path=trace.path, steps=trace.steps)

@@ -17,24 +17,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ...io_struct import (
-    CaesuraError,
-    ControlRequest,
-    DestroyWeightsUpdateGroupReqInput,
-    DestroyWeightsUpdateGroupReqOutput,
-    EndWeightUpdateReqInput,
-    ErrorCode,
-    GetWeightsManifestReqInput,
-    GetWeightsManifestReqOutput,
-    InitWeightsUpdateGroupReqInput,
-    InitWeightsUpdateGroupReqOutput,
-    ReleaseMemoryOccupationReqInput,
-    SendWeightsReqInput,
-    SendWeightsReqOutput,
-    StoredTensor,
-    WeightsCheckerReqInput,
-    WeightUpdateOptions,
-)
+from ... import io_struct as wire
+from ...io_struct import CaesuraError, ErrorCode
 from ..layers.parameters import WeightSlot
 from ..runtime.dtypes import NAMES
 from ..weights.mismatches import Mismatches
@@ -51,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def init_group(engine: "Engine", request: InitWeightsUpdateGroupReqInput, sender: Sender) -> Operation:
+def init_group(engine: "Engine", request: wire.InitWeightsUpdateGroupReqInput, sender: Sender) -> Operation:
     group = engine.process_groups.join(request)
     elsewhere = engine.executor.call("join_group", request) if request.rank_offset else None
     try:
@@ -74,10 +58,12 @@ def init_group(engine: "Engine", request: InitWeightsUpdateGroupReqInput, sender
         "joined weight update group %r at %s as rank %d of %d (%s)",
         member.group_name, member.address, member.rank, member.world_size, member.backend,
     )  # fmt: skip
-    return InitWeightsUpdateGroupReqOutput(id=request.id, rank=member.rank, world_size=member.world_size)
+    return wire.InitWeightsUpdateGroupReqOutput(id=request.id, rank=member.rank, world_size=member.world_size)
 
 
-def destroy_group(engine: "Engine", request: DestroyWeightsUpdateGroupReqInput, sender: Sender) -> Operation:
+def destroy_group(
+    engine: "Engine", request: wire.DestroyWeightsUpdateGroupReqInput, sender: Sender
+) -> Operation:
     """Leave a process group; an init or update that waits in it fails, as it may wait for ever."""
     with contextlib.suppress(CaesuraError):  # there is none: said in its turn
         group = engine.process_groups.find(request.group_name)
@@ -86,13 +72,13 @@ def destroy_group(engine: "Engine", request: DestroyWeightsUpdateGroupReqInput, 
     return _left(engine, request)
 
 
-def _left(engine: "Engine", request: DestroyWeightsUpdateGroupReqInput) -> Operation:
+def _left(engine: "Engine", request: wire.DestroyWeightsUpdateGroupReqInput) -> Operation:
     group, limit = engine.process_groups.leave(request.group_name), monotonic() + LEAVE_S
     elsewhere = engine.executor.call("leave_group", request.group_name, None)
     while group.is_leaving and monotonic() < limit:
         yield Wait.CHANGE
     yield from waiting(elsewhere, Wait.CHANGE)
-    return DestroyWeightsUpdateGroupReqOutput(id=request.id)
+    return wire.DestroyWeightsUpdateGroupReqOutput(id=request.id)
 
 
 class WeightSending:
@@ -100,34 +86,34 @@ class WeightSending:
         self._engine = engine
         self._under_way = 0
 
-    def holds_back(self, message: ControlRequest) -> bool:
+    def holds_back(self, message: wire.ControlRequest) -> bool:
         """Return True if ``message`` may change or release weights that are being sent."""
         if not self._under_way:
             return False
-        if isinstance(message, WeightsCheckerReqInput):
+        if isinstance(message, wire.WeightsCheckerReqInput):
             return message.action == "reset_tensors"
-        if isinstance(message, ReleaseMemoryOccupationReqInput):
+        if isinstance(message, wire.ReleaseMemoryOccupationReqInput):
             return message.tags is None or "weights" in message.tags
-        return isinstance(message, WeightUpdateOptions | EndWeightUpdateReqInput)
+        return isinstance(message, wire.WeightUpdateOptions | wire.EndWeightUpdateReqInput)
 
-    def manifest(self, request: GetWeightsManifestReqInput) -> GetWeightsManifestReqOutput:
+    def manifest(self, request: wire.GetWeightsManifestReqInput) -> wire.GetWeightsManifestReqOutput:
         """Return all tensors of a component as they are stored, under their names in its checkpoint."""
         stamp = self._engine.state.stamp
-        return GetWeightsManifestReqOutput(
+        return wire.GetWeightsManifestReqOutput(
             id=request.id,
             tensors=[_stored(name, slot) for name, slot in self._slots(request.component).items()],
             weights_epoch=stamp.epoch,
             weight_version=stamp.version,
         )
 
-    def send(self, request: SendWeightsReqInput) -> Operation:
+    def send(self, request: wire.SendWeightsReqInput) -> Operation:
         try:
             return (yield from self._send(request))
         except BaseException as error:
             self._engine.process_groups.out_of_step(request.group_name, f"sending weights failed: {error}")
             raise
 
-    def _send(self, request: SendWeightsReqInput) -> Operation:
+    def _send(self, request: wire.SendWeightsReqInput) -> Operation:
         engine = self._engine
         self._require_committed()
         slots = self._slots(request.component)
@@ -158,7 +144,7 @@ class WeightSending:
             "sent weights: %d tensors, %.1f MiB, epoch %d, version %r, over group %r, %.1f ms",
             len(request.specs), total / 2**20, stamp.epoch, stamp.version, request.group_name, 1e3 * seconds,
         )  # fmt: skip
-        return SendWeightsReqOutput(
+        return wire.SendWeightsReqOutput(
             id=request.id,
             weights_epoch=stamp.epoch,
             weight_version=stamp.version,
@@ -205,10 +191,9 @@ class WeightSending:
         engine.state.require_resident("weights")
         engine.state.require_serviceable("cannot send weights")
         if engine.state.weights != "valid":
+            reason = "cannot send weights: an update has written some of them, and has not committed"
             raise CaesuraError(
-                ErrorCode.SESSION_OPEN,
-                "cannot send weights: an update has written some of them, and has not committed",
-                kind="explicit" if engine.sessions.is_explicit else "implicit",
+                ErrorCode.SESSION_OPEN, reason, kind="explicit" if engine.sessions.is_explicit else "implicit"
             )
 
 
@@ -230,6 +215,6 @@ def _require_stored(batches: list[Batch], slots: dict[str, WeightSlot]) -> None:
     found.raise_if_any(given=seen)
 
 
-def _stored(name: str, slot: WeightSlot) -> StoredTensor:
+def _stored(name: str, slot: WeightSlot) -> wire.StoredTensor:
     nbytes = prod(slot.shape) * slot.dtype.itemsize
-    return StoredTensor(name=name, dtype=NAMES[slot.dtype], shape=list(slot.shape), nbytes=nbytes)
+    return wire.StoredTensor(name=name, dtype=NAMES[slot.dtype], shape=list(slot.shape), nbytes=nbytes)

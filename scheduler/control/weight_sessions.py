@@ -15,15 +15,8 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal
 
-from ...io_struct import (
-    BeginWeightUpdateReqInput,
-    CaesuraError,
-    EndWeightUpdateReqInput,
-    ErrorCode,
-    SessionStatus,
-    WeightUpdateOptions,
-    new_id,
-)
+from ... import io_struct as wire
+from ...io_struct import CaesuraError, ErrorCode
 from ..observability.stage_profiler import StageProfiler
 from ..weights.loader import LoadCounts
 from .engine_state import Sender
@@ -48,7 +41,7 @@ class Session:
     """Message id of its ``begin``, which is accepted as its id, too."""
     manifest: frozenset[str] | None = None
     """Names of the tensors that must be written before a commit."""
-    id: str = field(default_factory=new_id)
+    id: str = field(default_factory=wire.new_id)
     client: bytes = b""
     """Socket of the last message that belonged to it."""
     orphaned_at: float | None = None
@@ -78,9 +71,9 @@ class Session:
     def is_named(self, session_id: str | None) -> bool:
         return session_id is not None and session_id in (self.id, self.begin_id)
 
-    def status(self) -> SessionStatus:
+    def status(self) -> wire.SessionStatus:
         now = monotonic()
-        return SessionStatus(
+        return wire.SessionStatus(
             kind=self.kind,
             session_id=self.id,
             owner=self.sender.owner,
@@ -131,12 +124,12 @@ class Sessions:
         limits = [] if orphan is None or self.is_working else [orphan + self.orphan_s]
         return min([*limits, *([] if session.deadline is None else [session.deadline])], default=None)
 
-    def status(self) -> SessionStatus | None:
+    def status(self) -> wire.SessionStatus | None:
         return None if self.current is None else self.current.status()
 
     def begin(
         self,
-        request: BeginWeightUpdateReqInput,
+        request: wire.BeginWeightUpdateReqInput,
         sender: Sender,
         manifest: frozenset[str] | None,
         stages: StageProfiler,
@@ -155,7 +148,7 @@ class Sessions:
         if self.current is not session:
             raise CaesuraError(ErrorCode.DEADLINE_EXCEEDED, "the session expired during the update")
 
-    def find(self, request: WeightUpdateOptions, sender: Sender, route: Route) -> Session | None:
+    def find(self, request: wire.WeightUpdateOptions, sender: Sender, route: Route) -> Session | None:
         """Return the open session that a call belongs to; raises ``no_session`` or ``session_open``."""
         if request.session_id is not None:
             return self._named(request.session_id)
@@ -183,7 +176,7 @@ class Sessions:
     def join(
         self,
         found: Session | None,
-        request: WeightUpdateOptions,
+        request: wire.WeightUpdateOptions,
         sender: Sender,
         route: Route,
         *,
@@ -201,12 +194,11 @@ class Sessions:
         found.version = request.weight_version if request.weight_version is not None else found.version
         return found
 
-    def to_end(self, request: EndWeightUpdateReqInput, sender: Sender) -> Session:
+    def to_end(self, request: wire.EndWeightUpdateReqInput, sender: Sender) -> Session:
         """Return the session that ``request`` may end; raises ``no_session`` or ``session_open``."""
         if request.force and request.commit:
-            raise CaesuraError(
-                ErrorCode.INVALID_REQUEST, "force aborts: it needs commit=false", field="force", value=True
-            )
+            reason = "force aborts: it needs commit=false"
+            raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="force", value=True)
         session = self.current
         if request.session_id is not None and not request.force:
             return self._named(request.session_id)
@@ -226,12 +218,11 @@ class Sessions:
         if session is None or session.kind != "implicit":
             return None
         if not (may_commit or session.sender.is_same(sender)):
-            raise _refused(
-                session,
-                sender,
+            reason = (
                 "an implicit weight session of another sender is open: that sender must commit it, or use "
-                "force",
+                "force"
             )
+            raise _refused(session, sender, reason)
         return session
 
     def protects(self, route: Route, error: BaseException) -> bool:
@@ -240,7 +231,9 @@ class Sessions:
         refused = isinstance(error, CaesuraError) and error.code in codes
         return refused and self.current is not None and self.current.route == route
 
-    def note_message(self, request: WeightUpdateOptions | EndWeightUpdateReqInput, sender: Sender) -> None:
+    def note_message(
+        self, request: wire.WeightUpdateOptions | wire.EndWeightUpdateReqInput, sender: Sender
+    ) -> None:
         """Record that a message was received; if it belongs to the open session, its client is alive."""
         session = self.current
         if session is None:

@@ -22,21 +22,8 @@ from dataclasses import asdict
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from ...io_struct import (
-    BeginWeightUpdateReqInput,
-    BeginWeightUpdateReqOutput,
-    CaesuraError,
-    EndWeightUpdateReqInput,
-    ErrorCode,
-    StageTimes,
-    UpdateProgress,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromIPCReqInput,
-    UpdateWeightsFromTensorReqInput,
-    WeightUpdateOptions,
-    WeightUpdateReqOutput,
-)
+from ... import io_struct as wire
+from ...io_struct import CaesuraError, ErrorCode
 from ..memory.workspace import Workspace
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
@@ -85,11 +72,11 @@ class WeightUpdates:
         if self._engine.sessions.current is None:
             self.maps.collect()
 
-    def progress(self) -> UpdateProgress | None:
+    def progress(self) -> wire.UpdateProgress | None:
         if self._progress is None:
             return None
         source, started = self._progress
-        return UpdateProgress(
+        return wire.UpdateProgress(
             source=source.name,
             written_bytes=self._engine.loader.counts.written_bytes,
             total_bytes=source.total_bytes,
@@ -99,7 +86,7 @@ class WeightUpdates:
     def profiler(self) -> StageProfiler:
         return StageProfiler(self._engine.stages, "update.")
 
-    def begin(self, request: BeginWeightUpdateReqInput, sender: Sender) -> Operation:
+    def begin(self, request: wire.BeginWeightUpdateReqInput, sender: Sender) -> Operation:
         """Open an explicit session; generation goes on until the first byte is written."""
         engine = self._engine
         yield from ()
@@ -109,17 +96,15 @@ class WeightUpdates:
             specs = renamed(request.manifest, chosen(engine.model.components, request.component))
             manifest = frozenset(engine.loader.check(specs, complete=True))
         session = engine.sessions.begin(request, sender, manifest, self.profiler())
-        return BeginWeightUpdateReqOutput(
+        return wire.BeginWeightUpdateReqOutput(
             id=request.id, session_id=session.id, weights_epoch=engine.state.stamp.epoch
         )
 
-    def from_disk(self, request: UpdateWeightFromDiskReqInput, sender: Sender) -> Operation:
+    def from_disk(self, request: wire.UpdateWeightFromDiskReqInput, sender: Sender) -> Operation:
         if request.load_format not in (None, "auto", "safetensors"):
+            reason = f"load_format {request.load_format!r}: only safetensors is read"
             raise CaesuraError(
-                ErrorCode.INVALID_REQUEST,
-                f"load_format {request.load_format!r}: only safetensors is read",
-                field="load_format",
-                value=request.load_format,
+                ErrorCode.INVALID_REQUEST, reason, field="load_format", value=request.load_format
             )
         engine = self._engine
 
@@ -132,16 +117,18 @@ class WeightUpdates:
         return (yield from self._update(request, sender, ("disk", None), open_source, in_thread=True))
 
     def from_tensor(
-        self, request: UpdateWeightsFromTensorReqInput, sender: Sender, frames: Sequence[memoryview]
+        self, request: wire.UpdateWeightsFromTensorReqInput, sender: Sender, frames: Sequence[memoryview]
     ) -> Operation:
         return self._update(
             request, sender, ("tensor", None), lambda: BufferSource("tensor", request.specs, frames)
         )
 
-    def from_ipc(self, request: UpdateWeightsFromIPCReqInput, sender: Sender) -> Operation:
+    def from_ipc(self, request: wire.UpdateWeightsFromIPCReqInput, sender: Sender) -> Operation:
         return self._update(request, sender, ("ipc", None), lambda: self.maps.open(request))
 
-    def from_distributed(self, request: UpdateWeightsFromDistributedReqInput, sender: Sender) -> Operation:
+    def from_distributed(
+        self, request: wire.UpdateWeightsFromDistributedReqInput, sender: Sender
+    ) -> Operation:
         """Update from rank 0's broadcasts, and relay them if asked.
 
         Rank 0 broadcasts even if this engine refuses, so a failed call ends both groups, unless it is foreign
@@ -163,13 +150,13 @@ class WeightUpdates:
                     engine.process_groups.out_of_step(name, reason)
                 engine.executor.call("leave_group", request.group_name, reason)
             raise
-        assert isinstance(reply, WeightUpdateReqOutput)
+        assert isinstance(reply, wire.WeightUpdateReqOutput)
         reply.relay_error = opened[-1].relay_error
         return reply
 
     def _update(
         self,
-        request: WeightUpdateOptions,
+        request: wire.WeightUpdateOptions,
         sender: Sender,
         route: Route,
         open_source: Callable[[], WeightSource],
@@ -221,7 +208,7 @@ class WeightUpdates:
             raise
 
     def join(
-        self, found: Session | None, request: WeightUpdateOptions, sender: Sender, route: Route
+        self, found: Session | None, request: wire.WeightUpdateOptions, sender: Sender, route: Route
     ) -> Session:
         engine = self._engine
         engine.state.require_resident("weights")
@@ -339,7 +326,7 @@ class WeightUpdates:
         flushed = committed and session.flush
         return self._reply(message_id, counts, stages, started, committed=committed, flushed=flushed)
 
-    def end(self, request: EndWeightUpdateReqInput, sender: Sender) -> Operation:
+    def end(self, request: wire.EndWeightUpdateReqInput, sender: Sender) -> Operation:
         engine = self._engine
         session = engine.sessions.to_end(request, sender)
         stages, started = session.stages, session.opened
@@ -420,19 +407,17 @@ class WeightUpdates:
         if not missing and not engine.state.serviceable:
             missing = engine.loader.missing(written)
         if missing:
-            raise CaesuraError(
-                ErrorCode.WEIGHT_MISMATCH, f"the session lacks {len(missing)} tensors", missing=missing
-            )
+            reason = f"the session lacks {len(missing)} tensors"
+            raise CaesuraError(ErrorCode.WEIGHT_MISMATCH, reason, missing=missing)
 
     def _require_flushable(self, flush: bool) -> None:
         engine = self._engine
         if flush and engine.state.generation == "paused" and engine.batcher.num_holding > 0:
-            raise CaesuraError(
-                ErrorCode.NOT_IDLE,
+            reason = (
                 "flush_cache cannot be honoured: requests are frozen in place with their"
-                f" {held_kind(engine)}; send flush_cache=false",
-                **pending(engine),
+                f" {held_kind(engine)}; send flush_cache=false"
             )
+            raise CaesuraError(ErrorCode.NOT_IDLE, reason, **pending(engine))
 
     def expire(self) -> None:
         """Abort the open session, because its deadline has passed or its client is gone."""
@@ -486,17 +471,17 @@ class WeightUpdates:
         *,
         committed: bool,
         flushed: bool = False,
-    ) -> WeightUpdateReqOutput:
+    ) -> wire.WeightUpdateReqOutput:
         engine = self._engine
         each = {name: stages.seconds(name) for name in ("receive", "copy", "derive", "flush")}
-        times = StageTimes(**each, total=monotonic() - started)
+        times = wire.StageTimes(**each, total=monotonic() - started)
         stamp = engine.state.stamp
         logger.info(
             "weight update: %d tensors, %.1f MiB, %d changed, %s, epoch %d, version %r, %.1f ms",
             counts.written_tensors, counts.written_bytes / 2**20, counts.changed_tensors,
             "committed" if committed else "not committed", stamp.epoch, stamp.version, 1e3 * times.total,
         )  # fmt: skip
-        return WeightUpdateReqOutput(
+        return wire.WeightUpdateReqOutput(
             id=message_id,
             committed=committed,
             durable=engine.weights_file.durable if committed else None,

@@ -23,7 +23,6 @@ from ..memory.device_memory import MinReduce, get_available_memory
 from ..memory.device_module import device_module_for
 from ..memory.residency import ComponentResidencyManager, nobody
 from ..models.config import load_model_config
-from ..models.decoder import state_shape
 from ..models.registry import build_model
 from ..parallel.group import SINGLE, TensorParallel
 from ..runtime.dtypes import by_torch_name
@@ -62,14 +61,13 @@ def load_model(
     model_config = load_model_config(config.model_path, config.model_backend)
     possible = model_config.max_position_embeddings
     if config.context_len is not None and config.context_len > possible:
-        raise CaesuraError(
-            ErrorCode.INVALID_REQUEST,
+        reason = (
             f"context_len = {config.context_len} is beyond the {possible} tokens of this model "
             "(max_position_embeddings in "
-            f"{config.model_path}/config.json): give at most that, or leave it out",
-            field="context_len",
-            value=config.context_len,
-            limit=possible,
+            f"{config.model_path}/config.json): give at most that, or leave it out"
+        )
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST, reason, field="context_len", value=config.context_len, limit=possible
         )
     dtype = model_config.dtype if config.dtype == "auto" else by_torch_name(config.dtype)
     device = torch.device(config.device)
@@ -133,7 +131,8 @@ def state_row_bytes(loaded: LoadedModel) -> int:
 
 
 def _state_shape(loaded: LoadedModel) -> StateShape:
-    return state_shape(loaded.config).divided(loaded.parallel.size)
+    assert loaded.config.delta is not None
+    return loaded.config.delta.state.divided(loaded.parallel.size)
 
 
 def build_states(pool: MHAPool | MLAPool) -> StateRows | None:
@@ -170,12 +169,8 @@ def build_pool(
     if config.kv_pool_tokens is not None:
         pages = pages_for(config.kv_pool_tokens)
     elif left is None:
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED,
-            f"device {config.device} does not report its free memory: set kv_pool_tokens",
-            field="kv_pool_tokens",
-            value=None,
-        )
+        reason = f"device {config.device} does not report its free memory: set kv_pool_tokens"
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="kv_pool_tokens", value=None)
     else:
         usable = config.sizes.rows * pages_for(context_len)
         share = max(0, left - step_bytes(config, loaded)) * config.sizes.kv_fraction
@@ -190,13 +185,11 @@ def build_pool(
             rows = max(1, min(rows, int((left - needed) * config.sizes.kv_fraction) // row_bytes))
         needed += (rows + 1) * row_bytes
     if left is not None and needed > left:  # an overcommitted allocation never fails, its first use does
-        raise CaesuraError(
-            ErrorCode.OUT_OF_MEMORY,
+        reason = (
             f"a KV pool of {max(pages, 1)} pages{f' and {rows} rows of states' if rows else ''} needs "
-            f"{needed} bytes, {left} are free",
-            needed_bytes=needed,
-            free_bytes=left,
+            f"{needed} bytes, {left} are free"
         )
+        raise CaesuraError(ErrorCode.OUT_OF_MEMORY, reason, needed_bytes=needed, free_bytes=left)
     if group is not None:
         pages = group.all_reduce_min(pages)
         windows = min(max(pages, 1), most_windows)
@@ -297,11 +290,8 @@ def require_deterministic(loaded: LoadedModel) -> None:
     """Refuse (``unsupported``) products by torch, whose bits change with the number of rows; name them."""
     reason = why_torch(loaded)
     if reason is not None:
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED,
-            f"deterministic needs the compiled CPU kernels for every operation: {reason}",
-            serving=serving(loaded.device, loaded.dtype),
-        )
+        message = f"deterministic needs the compiled CPU kernels for every operation: {reason}"
+        raise CaesuraError(ErrorCode.UNSUPPORTED, message, serving=serving(loaded.device, loaded.dtype))
 
 
 def build_backend(

@@ -34,12 +34,10 @@ class Column(NamedTuple):
 
 
 def column(per: Literal["token", "row", "sample"], dtype: torch.dtype, padding: int = 0) -> dict[str, Column]:
-    """Return the metadata of a field that is a :class:`Column`."""
     return {"column": Column(per, dtype, padding)}
 
 
 def columns_of(kind: type[Any]) -> dict[str, Column]:
-    """Return the columns of a dataclass by name."""
     return {each.name: each.metadata["column"] for each in fields(kind) if each.metadata}
 
 
@@ -75,6 +73,8 @@ class SpecialRows:
     """int64 [E, A], padded with the row's first: `restricted` rows have no other tokens. None: no row."""
     restricted: Tensor | None = None
     """bool [E]; None as `allowed_ids`."""
+    word_ends: Tensor | None = None
+    """int64 [E, W, 2], padded with -1: after the first token the second is not sampled. None: no row."""
     wants: Tensor
     """int64 [N], ascending: those of the E rows that want :class:`FurtherLogprobs`."""
     wants_host: np.ndarray
@@ -155,6 +155,14 @@ class SamplingBatch:
     """Largest top-k of the filtered rows, or None if it may be the whole vocabulary."""
     special: SpecialRows | None = None
     want_last_kept: bool = False
+
+    @classmethod
+    def of_none(cls, device: torch.device | str = "cpu") -> "SamplingBatch":
+        """Return the inputs of a step that samples nothing."""
+        none: dict[str, Any] = {
+            name: torch.empty(0, dtype=each.dtype, device=device) for name, each in columns_of(cls).items()
+        }
+        return cls(**none, any_sampled=False, any_filtered=False, want_raw=False, want_sampled=False)
 
     def select(self, index: Tensor) -> "SamplingBatch":
         """Return the rows ``index`` (int64), none of them special any more."""
@@ -239,6 +247,53 @@ class ForwardBatch:
     """None if no layer keeps a state, or the step is nobody's."""
     adapters: AdapterRows = ()
 
+    @classmethod
+    def of_rows(
+        cls,
+        ids: Sequence[np.ndarray],
+        begins: Sequence[int],
+        pages: Sequence[np.ndarray],
+        sampled: np.ndarray,
+        device: torch.device,
+        *,
+        num_decode: int = 0,
+    ) -> "ForwardBatch":
+        """Return a step of rows that no request has.
+
+        ``ids``: tokens of each row; ``begins``: the first one's position; ``pages``: at least those of the
+        row; ``sampled``: indices of the tokens whose results are taken.
+        """
+        lengths = [len(row) for row in ids]
+        ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
+        positions = [np.arange(*span) for span in zip(begins, ends, strict=True)]
+        slots = [
+            held[at // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + at % PAGE_SIZE
+            for held, at in zip(pages, positions, strict=True)
+        ]
+        table = np.zeros((len(ids), -(-max(ends) // PAGE_SIZE)), np.int32)
+        for row, held, end in zip(table, pages, ends, strict=True):
+            used = held[: -(-end // PAGE_SIZE)]
+            row[: len(used)] = used
+
+        def to_device(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        return cls(
+            num_decode=num_decode,
+            input_ids=to_device(np.concatenate(ids).astype(np.int64)),
+            positions=to_device(np.concatenate(positions)),
+            kv_slots=to_device(np.concatenate(slots)),
+            page_table=to_device(table),
+            kv_lens=to_device(np.asarray(ends, np.int32)),
+            q_lens_host=lengths,
+            kv_lens_host=ends,
+            page_table_host=table,
+            slots=to_device(np.arange(len(ids))),
+            sample_tokens=to_device(sampled),
+            sample_slots=to_device(sampled),
+            sampling=SamplingBatch.of_none(device),
+        )
+
     def slots_in(self, form: AttentionForm) -> Tensor:
         return self.kv_slots if form.window is None or self.window_slots is None else self.window_slots
 
@@ -302,8 +357,6 @@ class ForwardOutput(Protocol):
 
 
 class Runner(Protocol):
-    """Executes steps."""
-
     def execute(self, batch: ForwardBatch) -> ForwardOutput: ...
 
     def set_last_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:

@@ -17,7 +17,6 @@ from ..kernels.delta import LARGEST_HEAD, computable
 from ..kernels.linear import packable, scalable
 from ..kernels.native import why_not
 from ..layers.fp8_products import dense_for, experts_for
-from ..models.decoder import state_shape
 from ..runtime.engine_config import EngineConfig
 from ..weights.loaded_model import LoadedModel
 
@@ -80,7 +79,7 @@ def _name_layers(by: dict[str, str], loaded: LoadedModel) -> None:
     """Add what only some models' layers have; drop the fused decoder if layers are computed part by part."""
     if loaded.config.delta is None:
         del by["linear_attention"]
-    elif not computable(state_shape(loaded.config)):
+    elif not computable(loaded.config.delta.state):
         by["linear_attention"] = TORCH
     if by["decoder"] != TORCH and not loaded.model.in_one_call:
         del by["decoder"]
@@ -102,7 +101,7 @@ def why_torch(loaded: LoadedModel) -> str | None:
         return why_not() or "there are none for this device and dtype"
     if config.transformers_config is not None:
         return "transformers computes some of what lies between the products"
-    if config.delta is not None and not computable(state_shape(config)):
+    if config.delta is not None and not computable(config.delta.state):
         return f"heads of linear attention have more than {LARGEST_HEAD} elements"
     if (reason := _unpacked_fp8(loaded)) is not None:
         return reason
@@ -148,5 +147,5 @@ def _projections(loaded: LoadedModel) -> set[int]:
         sizes.add(config.moe.intermediate_size // ranks)
         sizes |= {config.moe.shared_size // ranks} - {0}
     if config.delta is not None:
-        sizes.add(config.delta.value_heads * config.delta.value_size)
+        sizes.add(config.delta.state.value_heads * config.delta.state.value_size)
     return sizes

@@ -10,8 +10,8 @@ Invariants:
 
 Definitions, in SGLang's order: frequency and presence penalties are taken off; the repetition penalty divides
 positive logits and multiplies negative ones (Keskar et al., CTRL, 2019); biases are added, -inf for what must
-not end a sample yet; what is not allowed becomes -inf. Then the sampler's own. Further log-probabilities are
-of its log-softmax.
+not end a sample yet; what is not allowed, and what would complete a bad word, becomes -inf. Then the
+sampler's own. Further log-probabilities are of its log-softmax.
 """
 
 from collections.abc import Callable
@@ -77,7 +77,10 @@ class SpecialSampler:
         self._in_torch: Sampler | None = None
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, batch: SamplingBatch, rows: SpecialRows) -> SamplerOutput:
+    def sample(
+        self, logits: Tensor, batch: SamplingBatch, rows: SpecialRows, before: Tensor | None = None
+    ) -> SamplerOutput:
+        """Sample from ``logits`` [S, V]; ``before``, int64 [S], are the tokens before, for ``word_ends``."""
         self._counters.begin(rows)
         if len(rows.rows) < len(logits):
             out = self._ordinary.sample(logits, batch)
@@ -86,7 +89,7 @@ class SpecialSampler:
         further: list[FurtherLogprobs] = []
         for start in range(0, len(rows.rows), self.chunk_rows):
             part = slice(start, min(start + self.chunk_rows, len(rows.rows)))
-            further += self._sample_part(logits, batch, rows, part, out)
+            further += self._sample_part(logits, batch, rows, part, out, before)
         if len(rows.counters):
             tokens = out.token_ids[rows.rows[: len(rows.counters)]]
             self._counters.add(rows, tokens.clamp_min(0))  # -1: the request ends, whatever is counted
@@ -101,7 +104,13 @@ class SpecialSampler:
             passing.sample(torch.zeros((1, self._vocab_size), device=self._device), batch)
 
     def _sample_part(
-        self, logits: Tensor, batch: SamplingBatch, rows: SpecialRows, part: slice, out: SamplerOutput
+        self,
+        logits: Tensor,
+        batch: SamplingBatch,
+        rows: SpecialRows,
+        part: slice,
+        out: SamplerOutput,
+        before: Tensor | None,
     ) -> list[FurtherLogprobs]:
         index = rows.rows[part]
         edited = logits.index_select(0, index).float()
@@ -114,6 +123,10 @@ class SpecialSampler:
             ids = rows.allowed_ids[part]
             alone = torch.full_like(edited, -torch.inf).scatter_(1, ids, edited.gather(1, ids))
             torch.where(rows.restricted[part, None], alone, edited, out=edited)
+        if rows.word_ends is not None and before is not None:
+            first, last = rows.word_ends[part].unbind(2)
+            completed = first == before[index, None]
+            edited.scatter_add_(1, last.clamp_min(0), torch.where(completed, -torch.inf, 0.0))
         selected = batch.select(index)
         selected.want_raw = False
         wanting = rows.wants_host.searchsorted([part.start, part.stop])

@@ -218,7 +218,8 @@ class ModelRunner:
         if special is None:
             sampled = self.sampler.sample(logits, batch.sampling)
         else:
-            sampled = self._special.sample(logits, batch.sampling, special)
+            before = None if special.word_ends is None else batch.input_ids[batch.sample_tokens]
+            sampled = self._special.sample(logits, batch.sampling, special, before)
         # -1 marks a row without finite logits; its surplus step must still read a valid embedding.
         self.last_tokens[batch.sample_slots] = sampled.token_ids.clamp_min(0)
         return sampled, logits

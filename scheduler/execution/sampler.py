@@ -97,7 +97,6 @@ class SamplerOutput:
 
     @classmethod
     def empty(cls, rows: int, device: torch.device, batch: SamplingBatch) -> "SamplerOutput":
-        """Return memory for the results that ``batch`` wants."""
         values = torch.empty((3, rows), device=device)
         return cls(
             token_ids=torch.empty(rows, dtype=torch.int64, device=device),

@@ -37,7 +37,7 @@ def scratch_decode(rows: int, slot: int, **sampling: Any) -> ForwardBatch:
         num_decode=rows,
         sample_tokens=torch.arange(rows),
         sample_slots=torch.full((rows,), slot),
-        sampling=replace(scratch_prefill([]).sampling, **{**columns, **sampling}),
+        sampling=replace(SamplingBatch.of_none(), **{**columns, **sampling}),
     )
 
 
@@ -46,9 +46,6 @@ def scratch_prefill(lengths: list[int]) -> ForwardBatch:
     tokens = sum(lengths)
     pages = -(-max(lengths, default=1) // PAGE_SIZE)
     none = torch.empty(0, dtype=torch.int64)
-    columns: dict[str, Any] = {
-        name: torch.empty(0, dtype=each.dtype) for name, each in columns_of(SamplingBatch).items()
-    }
     zeros = torch.zeros(tokens, dtype=torch.int64)
     return ForwardBatch(
         num_decode=0,
@@ -62,7 +59,5 @@ def scratch_prefill(lengths: list[int]) -> ForwardBatch:
         slots=torch.zeros(len(lengths), dtype=torch.int64),
         sample_tokens=none,
         sample_slots=none,
-        sampling=SamplingBatch(
-            **columns, any_sampled=False, any_filtered=False, want_raw=False, want_sampled=False
-        ),
+        sampling=SamplingBatch.of_none(),
     )

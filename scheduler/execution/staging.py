@@ -169,8 +169,7 @@ class OutputStaging:
             if values is not None:
                 getattr(block, name)[:rows].copy_(values, non_blocking=True)
         further, inputs = (
-            None if values is None else moved(values, self._to_host)
-            for values in (sampled.further, sampled.inputs)
+            None if each is None else moved(each, self._to_host) for each in (sampled.further, sampled.inputs)
         )
         block.arrived.record()
         return PendingOutput(block, sampled, self._free, further, inputs)

@@ -119,10 +119,8 @@ class Executor:
         """Sockets and descriptors that wake the engine's loop, and what it calls then."""
         if self._connection is None:
             return {}
-        return {
-            self._connection.socket: self.receive,
-            self._connection.alarm.fd: self._connection.require_all,
-        }
+        connection = self._connection
+        return {connection.socket: self.receive, connection.alarm.fd: connection.require_all}
 
     def call(
         self, method: str, *arguments: object, frames: Sequence[bytes | memoryview] = (), reply: Any = None

@@ -125,9 +125,8 @@ def failure_of(error: BaseException) -> Failure:
 
 def raise_failures(answers: dict[int, Answer], own: CaesuraError | None = None) -> None:
     """Raise the error of the first rank to fail by itself (``own``: rank 0's); ``ranks`` has each reason."""
-    failures = {
-        rank: answer.failure for rank, answer in sorted(answers.items()) if answer.failure is not None
-    }
+    by_rank = ((rank, answer.failure) for rank, answer in sorted(answers.items()))
+    failures = {rank: failure for rank, failure in by_rank if failure is not None}
     if not failures:
         if own is not None:
             raise own

@@ -50,11 +50,9 @@ def device_of(config: EngineConfig, rank: int) -> str:
         return config.device
     index, count = int(first or 0) + rank, torch.get_device_module(kind).device_count()
     if index >= count:
-        raise CaesuraError(
-            ErrorCode.INVALID_REQUEST,
+        reason = (
             f"tp = {config.tp} from {config.device} on needs {kind}:{index}, "
-            f"and this host has {count} devices",
-            field="tp",
-            value=config.tp,
+            f"and this host has {count} devices"
         )
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="tp", value=config.tp)
     return f"{kind}:{index}"

@@ -33,8 +33,6 @@ _LINGER_MS = 500
 
 
 class WorkerSocket:
-    """A bound ROUTER socket."""
-
     def __init__(self, config: EngineConfig, on_lost: Callable[[str], None]) -> None:
         """Call ``on_lost(reason)`` in a thread when a connection breaks after :meth:`shut`."""
         self._on_lost = on_lost
@@ -76,9 +74,8 @@ class WorkerSocket:
         try:
             self.socket.bind(self.address)
         except zmq.ZMQError as error:
-            raise CaesuraError(
-                ErrorCode.ENDPOINT_IN_USE, f"workers cannot join at {self.address}: {error}"
-            ) from error
+            reason = f"workers cannot join at {self.address}: {error}"
+            raise CaesuraError(ErrorCode.ENDPOINT_IN_USE, reason) from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def command(self) -> list[str]:
@@ -148,6 +145,5 @@ def _checked(address: str, *, has_keys: bool) -> str:
         problem = "is open to others: it needs curve_secret_key_file and curve_authorized_clients"
     if problem is None:
         return address
-    raise CaesuraError(
-        ErrorCode.INVALID_REQUEST, f"tp_address = {address!r} {problem}", field="tp_address", value=address
-    )
+    reason = f"tp_address = {address!r} {problem}"
+    raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="tp_address", value=address)

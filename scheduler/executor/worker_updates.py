@@ -184,11 +184,9 @@ class WorkerUpdates:
             yield True
         found = opening.result()
         if found.digest != folder.digest:
+            reason = f"{folder.path} has other files here than on rank 0, by name, size, time or header"
             raise CaesuraError(
-                ErrorCode.CHECKPOINT_ERROR,
-                f"{folder.path} has other files here than on rank 0, by name, size, time or header",
-                path=folder.path,
-                reason="other files than on rank 0",
+                ErrorCode.CHECKPOINT_ERROR, reason, path=folder.path, reason="other files than on rank 0"
             )
         return found
 

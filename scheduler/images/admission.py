@@ -108,9 +108,8 @@ class ImageAdmission:
         grid = self._family.sigmas(message.num_inference_steps, message.shift, shape)
         if not (np.isfinite(grid).all() and (np.diff(grid) < 0).all() and 0 < grid[0] <= 1 and grid[-1] == 0):
             field = "num_inference_steps" if message.shift is None else "shift"
-            raise invalid(
-                field, getattr(message, field), "the scheduler's sigmas do not fall from at most 1 to 0"
-            )
+            reason = "the scheduler's sigmas do not fall from at most 1 to 0"
+            raise invalid(field, getattr(message, field), reason)
         return grid
 
     def _conditioning(self, message: GenerateImagesReqInput, buffers: list[memoryview]) -> Conditioning:
@@ -123,9 +122,8 @@ class ImageAdmission:
             raise invalid("negative_prompt", message.negative_prompt, f"{family.pipeline} takes none")
         given = [message.prompt is not None, message.prompt_ids is not None, embeds is not None]
         if sum(given) != 1:
-            raise invalid(
-                "prompt", None, "give exactly one of prompt, prompt_ids and the tensor prompt_embeds"
-            )
+            reason = "give exactly one of prompt, prompt_ids and the tensor prompt_embeds"
+            raise invalid("prompt", None, reason)
         ids = self._ids(message.prompt, message.prompt_ids, "prompt_ids", message)
         if not guided:
             return Conditioning(Prompt(ids, embeds), None, message.max_sequence_length)
@@ -143,17 +141,13 @@ class ImageAdmission:
         if ids is not None and against is not None:
             ids, against = family.align(ids, against)
             if [*map(len, ids)] != [*map(len, against)]:
-                raise invalid(
-                    "negative_prompt_ids", [*map(len, against)], "must have the lengths of prompt_ids"
-                )
+                reason = "must have the lengths of prompt_ids"
+                raise invalid("negative_prompt_ids", [*map(len, against)], reason)
         longest = message.max_sequence_length
         tokens = [self._tokens(embeds, ids, longest), self._tokens(negative, against, longest)]
         if tokens[0] != tokens[1]:
-            raise invalid(
-                "negative_prompt",
-                message.negative_prompt,
-                f"makes embeddings of {tokens[1]} tokens, and the prompt has {tokens[0]}",
-            )
+            reason = f"makes embeddings of {tokens[1]} tokens, and the prompt has {tokens[0]}"
+            raise invalid("negative_prompt", message.negative_prompt, reason)
         return Conditioning(Prompt(ids, embeds), Prompt(against, negative), longest)
 
     def _measure(self, conditioning: Conditioning) -> None:
@@ -202,9 +196,8 @@ class ImageAdmission:
         }
         for field, each in (("prompt_embeds", found), (f"{_NEGATIVE}prompt_embeds", negative)):
             if each and each.keys() != set(family.embed_names):
-                raise invalid(
-                    "tensors", sorted(each), f"{field}: a prompt has {', '.join(family.embed_names)}"
-                )
+                reason = f"{field}: a prompt has {', '.join(family.embed_names)}"
+                raise invalid("tensors", sorted(each), reason)
             mask = each.get("prompt_embeds_mask")
             if mask is not None and len(mask) != len(each["prompt_embeds"]):
                 raise invalid("tensors", len(mask), "the mask has another length than prompt_embeds")
@@ -214,9 +207,8 @@ class ImageAdmission:
         family, name, shape = self._family, spec.name, tuple(spec.shape)
         plain = name.removeprefix(_NEGATIVE)
         if plain not in family.embed_names:
-            raise invalid(
-                "tensors", name, f"is none of {', '.join(family.embed_names)}, nor one with {_NEGATIVE}"
-            )
+            reason = f"is none of {', '.join(family.embed_names)}, nor one with {_NEGATIVE}"
+            raise invalid("tensors", name, reason)
         if not family.embed_shape(plain, shape):
             raise invalid("tensors", name, f"of shape {[*shape]} does not fit the transformer")
         if plain == "prompt_embeds" and shape[0] > MAX_EMBED_TOKENS:
@@ -260,11 +252,8 @@ def _kept_steps(
     kept = frozenset(range(steps) if message.return_steps is None else message.return_steps)
     nbytes = _places(kept) * _latent_bytes(shape)
     if nbytes > MAX_RESULT_BYTES:
-        raise invalid(
-            "return_steps",
-            len(kept),
-            f"the latents of these steps take {nbytes} bytes, the limit is {MAX_RESULT_BYTES}",
-        )
+        reason = f"the latents of these steps take {nbytes} bytes, the limit is {MAX_RESULT_BYTES}"
+        raise invalid("return_steps", len(kept), reason)
     return kept
 
 

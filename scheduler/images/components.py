@@ -17,11 +17,9 @@ import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -38,25 +36,20 @@ from ..memory.residency import ComponentResidencyManager
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.dtypes import DTYPES
 from ..runtime.engine_config import EngineConfig
-from ..runtime.files import PIPELINE_INDEX, checkpoint_error, read_small
+from ..runtime.files import PIPELINE_INDEX, checkpoint_error, read_json
 from ..weights.transports.disk import Checkpoint, open_checkpoint
 from .image_request import Kind
 
 _MAX_INDEX_BYTES = 1 << 20
-_NOT_FORWARD = (
-    "_name_or_path",
-    "_diffusers_version",
-    "transformers_version",
-    "torch_dtype",
-    "dtype",
-    "architectures",
+_NOT_FORWARD = {
+    "_name_or_path", "_diffusers_version", "transformers_version", "torch_dtype", "dtype", "architectures",
     "_commit_hash",
-)
+}  # fmt: skip
 """Fields of a component's config.json that change nothing of what it computes."""
 
 
 def read_index(folder: str | Path) -> dict[str, Any]:
-    return _read_json(Path(folder) / PIPELINE_INDEX)
+    return read_json(Path(folder) / PIPELINE_INDEX, _MAX_INDEX_BYTES)
 
 
 def class_names(index: dict[str, Any]) -> dict[str, str]:
@@ -133,29 +126,26 @@ def build_component(
 ) -> tuple[Component, Checkpoint]:
     """Return the component in ``folder``, still without values, and its checkpoint; dtype None: as saved."""
     checkpoint = open_checkpoint(folder)
-    saved = next(
-        (DTYPES[spec.dtype] for spec in checkpoint.specs if spec.dtype.startswith(("F", "BF"))), None
-    )
+    floats = (spec.dtype for spec in checkpoint.specs if spec.dtype.startswith(("F", "BF")))
+    saved = next((DTYPES[name] for name in floats), None)
     with _without_values():
         module = _make_module(class_path, folder)
     names = [spec.name for spec in checkpoint.specs]
-    return Component(
-        name, folder, module, dtype or saved or torch.float32, device, names, movable
-    ), checkpoint
+    dtype = dtype or saved or torch.float32
+    return Component(name, folder, module, dtype, device, names, movable), checkpoint
 
 
 def config_difference(ours: Path, theirs: Path) -> list[str]:
-    a, b = _read_json(ours / "config.json"), _read_json(theirs / "config.json")
-    return sorted(
-        name for name in a.keys() | b.keys() if name not in _NOT_FORWARD and a.get(name) != b.get(name)
-    )
+    a, b = (read_json(folder / "config.json", _MAX_INDEX_BYTES) for folder in (ours, theirs))
+    names = (a.keys() | b.keys()) - _NOT_FORWARD
+    return sorted(name for name in names if a.get(name) != b.get(name))
 
 
 def _make_module(class_path: str, folder: Path) -> nn.Module:
     library, _, name = class_path.partition(".")
     kind = getattr(importlib.import_module(library), name)
     config_file = folder / "config.json"
-    config = _read_json(config_file)
+    config = read_json(config_file, _MAX_INDEX_BYTES)
     try:
         if library == "transformers":
             return _as_module(kind(kind.config_class.from_dict(config)))
@@ -171,9 +161,8 @@ def _as_module(made: Any) -> nn.Module:
 
 def _names_in_file(module: nn.Module, saved: Iterable[str]) -> dict[str, str]:
     """Return the file's name of each tensor that the renamings of the module's class change."""
-    renamings = getattr(module, "_checkpoint_conversion_mapping", {}) or _RENAMED.get(
-        type(module).__name__, {}
-    )
+    renamings = getattr(module, "_checkpoint_conversion_mapping", {})
+    renamings = renamings or _RENAMED.get(type(module).__name__, {})
     names = {}
     for name in saved:
         key = name
@@ -219,14 +208,6 @@ def _replace(module: nn.Module, old: Tensor, data: Tensor) -> None:
                 owner._buffers[key] = data
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    data = read_small(path, _MAX_INDEX_BYTES)
-    try:
-        return msgspec.json.decode(data, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise checkpoint_error(path, f"is not a JSON object: {error}") from error
-
-
 class Blocks:
     """Blocks of one module, in the order of computation as far as its kind tells."""
 
@@ -234,13 +215,10 @@ class Blocks:
         self.before: Callable[[int], None] = lambda number: None
         self._modules = list(_blocks_of(module))
         for number, block in enumerate(self._modules):
-            block.register_forward_pre_hook(partial(self._called, number))
+            block.register_forward_pre_hook(lambda *_, number=number: self.before(number))
 
     def tensors(self) -> list[list[Tensor]]:
         return [[*block.parameters(), *block.buffers()] for block in self._modules]
-
-    def _called(self, number: int, block: nn.Module, args: Any) -> None:
-        self.before(number)
 
 
 def _blocks_of(module: nn.Module) -> Iterator[nn.Module]:

@@ -188,9 +188,7 @@ class ImageBatcher:
         ready = [sample for sample in self.running if sample.is_denoised]
         if not ready:
             return None
-        alike = [
-            sample for sample in ready if sample.shape == ready[0].shape and sample.size == ready[0].size
-        ]
+        alike = [each for each in ready if each.shape == ready[0].shape and each.size == ready[0].size]
         return ImageBatch(kind="decode", samples=self._limited(alike, DECODED_IMAGES), prompts=[])
 
     def _encode(self) -> ImageBatch | None:

@@ -66,12 +66,10 @@ class MemoryLimit:
         prompts = {id(sample.conditioning): sample.conditioning.sent_bytes for sample in live}
         there, limit = sum(prompts.values()), int(self.device * SENT_SHARE)
         if there and there + nbytes > limit:
-            raise CaesuraError(
-                ErrorCode.QUEUE_FULL,
-                f"embeddings of other requests take {there} bytes and these {nbytes}, the limit is {limit}",
-                waiting=there,
-                limit=limit,
+            reason = (
+                f"embeddings of other requests take {there} bytes and these {nbytes}, the limit is {limit}"
             )
+            raise CaesuraError(ErrorCode.QUEUE_FULL, reason, waiting=there, limit=limit)
 
 
 def _share(module: DeviceModule, fraction: float, kept_free: int) -> int | None:
@@ -153,12 +151,10 @@ class Footprint:
             return
         known = free_and_total(self._module)
         if known is not None and least > known[1]:
-            raise CaesuraError(
-                ErrorCode.OUT_OF_MEMORY,
-                f"{what} takes at least {least} bytes beside the weights, and this machine has {known[1]}",
-                needed=least,
-                total=known[1],
+            reason = (
+                f"{what} takes at least {least} bytes beside the weights, and this machine has {known[1]}"
             )
+            raise CaesuraError(ErrorCode.OUT_OF_MEMORY, reason, needed=least, total=known[1])
 
 
 def _least_of_encoder(encoder: Any, rows: int, length: int) -> int:

@@ -155,11 +155,8 @@ def open_component(path: str, component: Component) -> Checkpoint:
     checkpoint = open_checkpoint(folder)
     differing = config_difference(component.folder, folder)
     if differing:
-        raise CaesuraError(
-            ErrorCode.WEIGHT_MISMATCH,
-            f"{folder}/config.json differs in what the {component.name} computes: {', '.join(differing)}",
-            config=differing,
-        )
+        reason = f"{folder}/config.json differs in what the {component.name} computes: {', '.join(differing)}"
+        raise CaesuraError(ErrorCode.WEIGHT_MISMATCH, reason, config=differing)
     return checkpoint
 
 
@@ -168,9 +165,8 @@ def family_of(index: Mapping[str, Any], root: Path) -> type[Family]:
     name = index.get("_class_name")
     kind = FAMILIES.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise _refused(
-            f"pipeline {name!r} is not supported; supported are {', '.join(FAMILIES)}", "_class_name"
-        )
+        reason = f"pipeline {name!r} is not supported; supported are {', '.join(FAMILIES)}"
+        raise _refused(reason, "_class_name")
     found = class_names(dict(index))
     for component, allowed in kind.classes.items():
         given = found.get(component)

@@ -116,12 +116,11 @@ class Family(ABC):
             text = encoder.config.get_text_config()
             longest = getattr(text, "max_position_embeddings", MAX_IDS)
             if not row or max(row) >= text.vocab_size or len(row) > longest:
-                raise invalid(
-                    field,
-                    len(row),
+                reason = (
                     f"has {len(row)} ids for a text encoder with {text.vocab_size} tokens and "
-                    f"at most {longest} of them",
+                    f"at most {longest} of them"
                 )
+                raise invalid(field, len(row), reason)
 
     @abstractmethod
     def encoded_tokens(self, ids: Sequence[Sequence[int]], max_sequence_length: int) -> int:
@@ -235,13 +234,8 @@ class PackedFamily(Family):
 
 def to_pixels(images: Tensor) -> Tensor:
     """Return what :meth:`Family.decode` returns as uint8 [rows, height, width, 3]."""
-    return (
-        ((images.float() / 2 + 0.5).clamp(0, 1) * 255)
-        .round()
-        .to(torch.uint8)
-        .permute(0, 2, 3, 1)
-        .contiguous()
-    )
+    levels = ((images.float() / 2 + 0.5).clamp(0, 1) * 255).round()
+    return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
 def vae_scale(vae: nn.Module) -> int:
@@ -258,11 +252,9 @@ def padded_ids(tokenizer: Any, text: str, length: int) -> list[int]:
 def invalid(field: str, value: object, requirement: str) -> CaesuraError:
     """Return the error of a field of a request; a long value is shortened: answers and logs repeat it."""
     said = _SHORT.repr(value)
+    reason = f"{field} = {said}: {requirement}"
     return CaesuraError(
-        ErrorCode.INVALID_REQUEST,
-        f"{field} = {said}: {requirement}",
-        field=field,
-        value=value if said == repr(value) else said,
+        ErrorCode.INVALID_REQUEST, reason, field=field, value=value if said == repr(value) else said
     )
 
 

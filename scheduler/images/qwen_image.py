@@ -50,9 +50,8 @@ class QwenImage(PackedFamily):
         return int(self.vae.config.base_dim)
 
     def tokenize(self, text: str, max_sequence_length: int) -> list[list[int]]:
-        found = self.tokenizers[0](
-            [_TEMPLATE.format(text)], max_length=max_sequence_length + _CUT, truncation=True
-        )
+        length = max_sequence_length + _CUT
+        found = self.tokenizers[0]([_TEMPLATE.format(text)], max_length=length, truncation=True)
         return [found["input_ids"][0]]
 
     def align(
@@ -76,11 +75,8 @@ class QwenImage(PackedFamily):
             logits_to_keep=1,  # nobody reads them, and those of all tokens are the largest tensor there is
         )
         mask = mask[:, _CUT:]
-        return {
-            "prompt_embeds": found.hidden_states[-1][:, _CUT:]
-            * mask[..., None].to(found.hidden_states[-1].dtype),
-            "prompt_embeds_mask": mask,
-        }
+        last = found.hidden_states[-1][:, _CUT:]
+        return {"prompt_embeds": last * mask[..., None].to(last.dtype), "prompt_embeds_mask": mask}
 
     def velocity(
         self, x: Tensor, sigma: Tensor, embeds: Embeds, guidance: Tensor, size: tuple[int, int]

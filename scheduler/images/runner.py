@@ -96,7 +96,8 @@ class ImageRunner:
                 encoded = self._encode(batch.prompts)
                 return Launched(lambda: encoded)
             if batch.kind == "decode":
-                images = self._decode(batch.samples)
+                latents = torch.stack([each.latent for each in batch.samples if each.latent is not None])
+                images = to_pixels(self._decoded(latents, batch.samples[0].size))
                 return Launched(lambda: images.cpu().numpy())
             return Launched(self._denoise(batch.samples))
 
@@ -154,12 +155,9 @@ class ImageRunner:
 
     def _guided(self, samples: list[ImageRequest], x: Tensor) -> Tensor:
         family, size = self.family, samples[0].size
-        sigma = torch.from_numpy(np.stack([sample.sigmas[sample.step] for sample in samples])).to(
-            self._device
-        )
-        scale = torch.tensor(
-            [s.message.guidance_scale for s in samples], dtype=torch.float32, device=self._device
-        )
+        sigma = torch.from_numpy(np.stack([each.sigmas[each.step] for each in samples])).to(self._device)
+        scales = [sample.message.guidance_scale for sample in samples]
+        scale = torch.tensor(scales, dtype=torch.float32, device=self._device)
         given = [sample.conditioning for sample in samples]
         prompts = [each.prompt for each in given]
         negative = [each.negative for each in given if each.negative is not None]
@@ -170,10 +168,6 @@ class ImageRunner:
             x.repeat(2, *[1] * (x.dim() - 1)), sigma.repeat(2), both, scale.repeat(2), size
         ).chunk(2)
         return family.guide(against, towards, scale.view(-1, *[1] * (x.dim() - 1)))
-
-    def _decode(self, samples: list[ImageRequest]) -> Tensor:
-        latents = torch.stack([sample.latent for sample in samples if sample.latent is not None])
-        return to_pixels(self._decoded(latents, samples[0].size))
 
 
 def _stacked(prompts: list[Prompt]) -> Embeds:

@@ -40,10 +40,7 @@ class StableDiffusion3(Family):
         """Return ids padded to CLIP's fixed length, and to the request's length for T5."""
         clip = self.tokenizers[0].model_max_length
         ids = [padded_ids(tokenizer, text, clip) for tokenizer in self.tokenizers[:2]]
-        return [
-            *ids,
-            *(padded_ids(tokenizer, text, max_sequence_length) for tokenizer in self.tokenizers[2:]),
-        ]
+        return ids + [padded_ids(t5, text, max_sequence_length) for t5 in self.tokenizers[2:]]
 
     def check_ids(self, ids: Sequence[Sequence[int]], field: str) -> None:
         """Require as many ids for both CLIPs, whose tokens stand beside each other."""
@@ -71,10 +68,8 @@ class StableDiffusion3(Family):
         else:
             further = embeds.new_zeros((len(embeds), max_sequence_length, width))
         embeds = torch.cat([embeds, further], dim=-2)
-        return {
-            "prompt_embeds": embeds,
-            "pooled_prompt_embeds": torch.cat([each[0] for each in clip], dim=-1),
-        }
+        pooled = torch.cat([each[0] for each in clip], dim=-1)
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         scale = vae_scale(self.vae)

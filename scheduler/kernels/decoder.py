@@ -87,11 +87,8 @@ class _Regions:
                 "rows": (k * hidden, 0), "expert_gate_up": (2 * k * size * item, 0),
                 "expert_gated": (k * size * item, 0),
             }  # fmt: skip
-            self._common |= {
-                "hit": (0, of_layers),
-                "starts": (0, of_layers),
-                "count": (0, len(kinds) * _INT64),
-            }
+            self._common |= dict.fromkeys(("hit", "starts"), (0, of_layers))
+            self._common["count"] = 0, len(kinds) * _INT64
         self._for: tuple[int, int] = 0, 0
         self._offsets: dict[str, int] = {}
 

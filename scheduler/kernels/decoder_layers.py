@@ -241,9 +241,10 @@ class LayerShape:
     ) -> None:
         """Raise ValueError for whatever the kernel would misread."""
         products, vectors = self._products(kind), self._vectors(kind, head_norms=head_norms)
-        tensors = layer._asdict()
+        tensors, experts = layer._asdict(), kind.experts
+        in_groups = experts is not None and experts.in_groups is not None
         for name, tensor in tensors.items():
-            wanted = torch.float32 if name == "router_bias" and _in_groups(kind) else dtype
+            wanted = torch.float32 if name == "router_bias" and in_groups else dtype
             if tensor is None:
                 fits = name in _OPTIONAL or not (name in products or name in vectors)
             elif name in products:
@@ -251,15 +252,13 @@ class LayerShape:
                 scales = None if lines is None else Scales(lines, self.scale_columns)
                 fits = holds(tensor, scales, *products[name], dtype)
             elif name.endswith(_SCALES):  # they have been seen with their weight
-                fits = (
-                    tensors[name.removesuffix(_SCALES)] is not None and name.removesuffix(_SCALES) in products
-                )
+                weight = name.removesuffix(_SCALES)
+                fits = tensors[weight] is not None and weight in products
             else:
                 fits = tensor.shape == vectors.get(name) and tensor.is_contiguous() and tensor.dtype == wanted
             if not fits:
                 described = None if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise ValueError(f"no layer {number} of {self} in {dtype}: {name} is {described}")
-        experts = kind.experts
         if experts is None:
             fits = kind.intermediate > 0
         else:
@@ -277,10 +276,6 @@ _OPTIONAL = frozenset({
     "qkv_bias", "o_bias", "behind_attention", "behind_mlp", "shared_gate",
     "router_bias", "experts_gate_up_bias", "experts_down_bias",
 })  # fmt: skip
-
-
-def _in_groups(kind: LayerKind) -> bool:
-    return kind.experts is not None and kind.experts.in_groups is not None
 
 
 def choosable(groups: int, top_groups: int, experts: int, top_k: int, *, best_two: bool) -> bool:

@@ -114,14 +114,8 @@ class GroupedProduct(Packed):
             and x.is_contiguous()
             and out.is_contiguous()
             and len(groups.starts) == self._count + 1
-            and (
-                bias is None
-                or (
-                    bias.shape == (self._count, self._outputs)
-                    and bias.dtype == x.dtype
-                    and bias.is_contiguous()
-                )
-            )
+            and (bias is None or (bias.shape, bias.dtype) == ((self._count, self._outputs), x.dtype))
+            and (bias is None or bias.is_contiguous())
         ):
             raise native.misfit(f"no product with packed rows of {self._inputs}", x, out)
         self._compute(

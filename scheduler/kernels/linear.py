@@ -109,11 +109,12 @@ class Packed:
     def __init__(
         self,
         weight: Tensor,
-        count: int,
         outputs: int,
         inputs: int,
         scales: Scales | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        count: int = 1,
     ) -> None:
         """Hold ``count`` times the rows that outputs are padded to; ``scales`` of FP8 part by part."""
         self._dtype = weight.dtype if dtype is None else dtype
@@ -128,16 +129,6 @@ class Product(Packed):
     """``x @ w.T + bias`` for one packed ``w`` [N, K]."""
 
     _kernels = _PRODUCTS
-
-    def __init__(
-        self,
-        weight: Tensor,
-        outputs: int,
-        inputs: int,
-        scales: Scales | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(weight, 1, outputs, inputs, scales, dtype)
 
     def __call__(
         self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, wide: bool = False
@@ -194,13 +185,6 @@ class BatchedProduct(Packed):
 
 def address(scales: Scales | None) -> tuple[int | None, int]:
     return (None, 0) if scales is None else (scales.lines.data_ptr(), scales.columns)
-
-
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, scales: Scales | None = None
-) -> Tensor:
-    dtype = None if scales is None else x.dtype
-    return Product(weight, out.shape[1], x.shape[1], scales, dtype)(x, bias, out)
 
 
 def pack_rows(weight: Tensor, rows: Tensor, start: int) -> None:

@@ -20,8 +20,6 @@ from .sharding import head_windows, sharded
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """Sizes and variants of an attention block."""
-
     hidden_size: int
     num_heads: int
     num_kv_heads: int

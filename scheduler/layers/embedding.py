@@ -15,8 +15,8 @@ from .parameters import Parameter, Placement, WeightSlot
 from .sharding import rounded_up, sharded
 
 
-class OutputHead:
-    """A table [vocab, hidden], of which this rank has some rows; ``packed`` to multiply by it."""
+class Embedding:
+    """A table [vocab, hidden] of embeddings, of the output head or of both; this rank has some rows."""
 
     def __init__(
         self,
@@ -25,43 +25,24 @@ class OutputHead:
         vocab_size: int,
         hidden_size: int,
         *,
-        packed: bool = True,
+        projects: bool,
+        scale: float = 1.0,
         place: Placement,
     ) -> None:
-        """Refuse a vocabulary too small for every rank to have some of it (UNSUPPORTED_MODEL)."""
+        """Refuse a vocabulary too small for every rank to have some of it (UNSUPPORTED_MODEL).
+
+        ``projects``: it is a head. ``scale``: factor of embeddings, rounded to the model's dtype before; the
+        head is not scaled.
+        """
         self._checkpoint = checkpoint
         self._window = rounded_up(vocab_size, place.parallel, "vocab_size")
-        self._weight = Matrix(f"{name}.weight", self._window.length, hidden_size, place, packed=packed)
+        self._weight = Matrix(f"{name}.weight", self._window.length, hidden_size, place, packed=projects)
+        self._parallel = place.parallel
+        self._scale = float(torch.tensor(scale, dtype=place.dtype))
 
     def project(self, x: Tensor, out: Tensor) -> Tensor:
         """Write [S, hidden] times this rank's rows of the table to ``out`` and return it."""
         return self._weight.product(x, None, out)
-
-    def slots(self) -> Iterator[WeightSlot]:
-        yield sharded(self._weight.slot(f"{self._checkpoint}.weight"), self._window)
-
-    def parameters(self) -> Iterator[Parameter]:
-        yield self._weight.parameter
-
-
-class Embedding(OutputHead):
-    """The table of embeddings; if it is ``tied``, it is the output head, too."""
-
-    def __init__(
-        self,
-        name: str,
-        checkpoint: str,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        tied: bool,
-        scale: float = 1.0,
-        place: Placement,
-    ) -> None:
-        """``scale``: factor of embeddings, rounded to the model's dtype before; the head is not scaled."""
-        super().__init__(name, checkpoint, vocab_size, hidden_size, packed=tied, place=place)
-        self._parallel = place.parallel
-        self._scale = float(torch.tensor(scale, dtype=place.dtype))
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map int64 [T] to [T, hidden]: fresh memory, which the caller may overwrite."""
@@ -80,3 +61,9 @@ class Embedding(OutputHead):
     def read(self) -> Tensor:
         """Return this rank's rows of the table as [rows, hidden]."""
         return self._weight.read()
+
+    def slots(self) -> Iterator[WeightSlot]:
+        yield sharded(self._weight.slot(f"{self._checkpoint}.weight"), self._window)
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._weight.parameter

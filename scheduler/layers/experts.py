@@ -58,7 +58,8 @@ class ExpertMatrix(Stored):
         self._product: kernel.GroupedProduct | None = None
         if packed:
             data = self.parameter.data
-            self._product = kernel.GroupedProduct(data, count, *self._shape, self._scales, place.dtype)
+            sizes = *self._shape, self._scales, place.dtype
+            self._product = kernel.GroupedProduct(data, *sizes, count=count)
 
     def packed_product(
         self, x: Tensor, groups: kernel.Groups, out: Tensor, bias: Tensor | None = None
@@ -154,7 +155,9 @@ class Experts:
         result.
         """
         if self._fp8 is not None:
-            out = self._fp8(x, expert_ids, weights, *self._quantized())
+            assert isinstance(self._gate_up, Fp8ExpertMatrix)
+            assert isinstance(self._down, Fp8ExpertMatrix)
+            out = self._fp8(x, expert_ids, weights, self._gate_up.blocks, self._down.blocks)
             return out if addend is None else out.add_(addend)
         if self._triton is not None:
             rows, places, ends = self._sorted(x, expert_ids, self._triton)
@@ -227,22 +230,14 @@ class Experts:
     def _take(self, purpose: str, expert_ids: Tensor, width: int, x: Tensor) -> Tensor:
         return self._workspace.take(f"experts.{purpose}", (expert_ids.numel(), width), x.dtype, x.device)
 
-    def _quantized(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        assert isinstance(self._gate_up, Fp8ExpertMatrix)
-        assert isinstance(self._down, Fp8ExpertMatrix)
-        return self._gate_up.blocks, self._down.blocks
-
     def slots(self) -> Iterator[WeightSlot]:
         experts = [self._expert_slots(expert) for expert in range(self.count)]
         if not self._names.stacked:
             for parts in experts:
                 yield from chain.from_iterable(parts)
             return
-        stacked = {
-            "gate_up": [parts[0] + parts[1] for parts in experts],
-            "down": [parts[2] for parts in experts],
-        }
-        for number, (part, slots) in enumerate(stacked.items()):
+        gate_up, down = [gate + up for gate, up, _ in experts], [down for _, _, down in experts]
+        for number, (part, slots) in enumerate((("gate_up", gate_up), ("down", down))):
             name = f"{self._prefix}.{part}_proj"
             yield StackedSlot(name, slots[0][0].parameter, slots)
             if self._biases is not None:

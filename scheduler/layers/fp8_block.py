@@ -316,9 +316,8 @@ def require_blocks(
         reason = f"sizes in multiples of {BLOCK}, not {[*part_rows]} x {in_features} of {name}"
     else:
         return
-    raise CaesuraError(
-        ErrorCode.UNSUPPORTED, f"FP8 on {place.device} needs {reason}", field="quantization_config"
-    )
+    message = f"FP8 on {place.device} needs {reason}"
+    raise CaesuraError(ErrorCode.UNSUPPORTED, message, field="quantization_config")
 
 
 def chunks(rows: int, width: int) -> Iterator[tuple[int, int]]:

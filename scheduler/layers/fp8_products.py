@@ -274,12 +274,8 @@ def _first(
         logger.warning("FP8 %s are not multiplied by %s: %s", what, kind.by, failure)
         reasons.append(f"{kind.by}: {failure}")
     known = "; ".join(reasons) or "there are kernels for Hopper and Blackwell only"
-    raise CaesuraError(
-        ErrorCode.UNSUPPORTED,
-        f"FP8 {what} need FlashInfer or another library with products by block on {device}: {known}",
-        field="quantization_config",
-        device=str(device),
-    )
+    reason = f"FP8 {what} need FlashInfer or another library with products by block on {device}: {known}"
+    raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="quantization_config", device=str(device))
 
 
 def try_dense(kind: Dense, device: torch.device) -> Iterator[float]:

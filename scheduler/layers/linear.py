@@ -45,7 +45,10 @@ class Linear:
         windows are each divided by itself.
         """
         self._columns = as_window(in_features)
-        self._parts = {part: _as_windows(size) for part, size in parts.items()}
+        self._parts = {
+            part: stacked((as_window(size),) if isinstance(size, int | Window) else size)
+            for part, size in parts.items()
+        }
         lengths = [_length(rows) for rows in self._parts.values()]
         self.in_features, self.out_features = self._columns.length, sum(lengths)
         self._weight: Matrix | Fp8Matrix
@@ -112,10 +115,6 @@ class Linear:
             yield self._bias
 
 
-def _as_windows(size: int | Window | Sequence[Window]) -> tuple[Window, ...]:
-    return stacked((as_window(size),) if isinstance(size, int | Window) else size)
-
-
 def _length(windows: Iterable[Window]) -> int:
     return sum(window.length for window in windows)
 
@@ -139,9 +138,8 @@ def fp8_blocks(modules: Iterable[str], place: Placement) -> Fp8Blocks | None:
         return None
     converted = {module: place.fp8.converts(module) for module in modules}
     if len(set(converted.values())) > 1:
+        reason = f"modules that are one product must be FP8 or not together: {converted}"
         raise CaesuraError(
-            ErrorCode.UNSUPPORTED_MODEL,
-            f"modules that are one product must be FP8 or not together: {converted}",
-            fields=["quantization_config.modules_to_not_convert"],
+            ErrorCode.UNSUPPORTED_MODEL, reason, fields=["quantization_config.modules_to_not_convert"]
         )
     return place.fp8 if all(converted.values()) else None

@@ -37,7 +37,7 @@ LATENT_EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class LatentShape:
-    """Sizes and variants of latent attention; names as in config.json."""
+    """Names are those of config.json."""
 
     q_lora_rank: int | None
     """Width of the queries' own latent, or None if queries are projected at once."""
@@ -136,7 +136,7 @@ class UpProjection:
         self._products: list[kernel.BatchedProduct] | None = None
         if packed:
             self._products = [
-                kernel.BatchedProduct(weight.data, heads.length, *shape)
+                kernel.BatchedProduct(weight.data, *shape, count=heads.length)
                 for weight, shape in zip(self._weights, shapes.values(), strict=True)
             ]
         self._quantized: Fp8Matrix | None = None
@@ -216,7 +216,7 @@ class LatentAttention(CompositeLayer):
         ``bias``: the projections down to latents have one, and the output's; needs ``q_lora_rank``.
         """
         heads = even(num_heads, place.parallel, "num_attention_heads")
-        self._layer, self._shape, self._heads = layer, shape, heads.length
+        self._layer, self.shape, self.heads = layer, shape, heads.length
         self._parallel = place.parallel
         self.form = PLAIN
         latent = shape.kv_lora_rank
@@ -250,15 +250,14 @@ class LatentAttention(CompositeLayer):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         """Map [T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, qk_rope_head_dim / 2]."""
-        shape = self._shape
-        latent, heads, interleaved = shape.kv_lora_rank, self._heads, shape.rope_interleave
+        shape = self.shape
+        latent, heads, interleaved = shape.kv_lora_rank, self.heads, shape.rope_interleave
         down = self._down.forward(x)
         q, kv = down.tensor_split([down.shape[-1] - latent - shape.qk_rope_head_dim], dim=-1)
         if self._q_up is not None and self._q_norm is not None:
             q = self._q_up.forward(self._q_norm.forward(q))
-        q_nope, q_rope = q.unflatten(-1, (heads, -1)).split(
-            [shape.qk_nope_head_dim, shape.qk_rope_head_dim], dim=-1
-        )
+        sizes = [shape.qk_nope_head_dim, shape.qk_rope_head_dim]
+        q_nope, q_rope = q.unflatten(-1, (heads, -1)).split(sizes, dim=-1)
         if self._kernels is not None:
             return self._forward_fused(q_nope, q_rope, kv, (cos, sin), backend, self._kernels)
         absorbed = x.new_empty((x.shape[0], heads, latent))
@@ -270,14 +269,11 @@ class LatentAttention(CompositeLayer):
 
     def _attend(self, queries: Tensor, keys: Tensor, backend: AttentionBackend) -> Tensor:
         """Attend with queries [T, heads, width] and keys [T, 1, width]; return [T, hidden]."""
-        tokens, heads, latent = queries.shape[0], self._heads, self._shape.kv_lora_rank
+        tokens, heads, latent = queries.shape[0], self.heads, self.shape.kv_lora_rank
         attended = backend.forward(queries, keys, keys[..., :latent], self._layer).view(-1, heads, latent)
-        values = queries.new_empty((tokens, heads, self._shape.v_head_dim))
+        values = queries.new_empty((tokens, heads, self.shape.v_head_dim))
         self._kv_up.raise_(attended, values)
-        return self._out(values.flatten(1))
-
-    def _out(self, values: Tensor) -> Tensor:
-        out = self._o.forward(values)
+        out = self._o.forward(values.flatten(1))
         if self._parallel.size > 1:
             self._parallel.all_reduce(out)
         return out
@@ -292,21 +288,18 @@ class LatentAttention(CompositeLayer):
         kernels: Elementwise,
     ) -> Tensor:
         """Compute the same from the projections on; products are written where they are read next."""
-        tokens, heads, latent, width = kv.shape[0], self._heads, self._shape.kv_lora_rank, kv.shape[1]
+        tokens, heads, latent, width = kv.shape[0], self.heads, self.shape.kv_lora_rank, kv.shape[1]
         queries, keys = kv.new_empty((tokens, heads, width)), kv.new_empty((tokens, 1, width))
         self._kv_up.absorb(q_nope, queries[..., :latent])
-        norm, interleaved = (self._kv_norm.weight, self._kv_norm.eps), self._shape.rope_interleave
+        norm, interleaved = (self._kv_norm.weight, self._kv_norm.eps), self.shape.rope_interleave
         kernels.rotate_latents(q_rope, kv, *angles, norm, queries, keys.squeeze(1), interleaved=interleaved)
         return self._attend(queries, keys, backend)
 
     @property
     def packed(self) -> PackedTensors | None:
         """Return the weights for the fused decoder kernel, or None if they are stored otherwise."""
-        down, o, up = (
-            self._down.packed_as("qkv", bias=True),
-            self._o.packed_as("o", bias=True),
-            self._kv_up.packed,
-        )
+        down, o = self._down.packed_as("qkv", bias=True), self._o.packed_as("o", bias=True)
+        up = self._kv_up.packed
         q_up: PackedTensors | None = {}
         if self._q_up is not None and self._q_norm is not None:
             q_up = self._q_up.packed_as("q_up")
@@ -314,14 +307,6 @@ class LatentAttention(CompositeLayer):
             return None
         q_norm = None if self._q_norm is None else self._q_norm.weight
         return down | o | up | q_up | {"q_norm": q_norm, "k_norm": self._kv_norm.weight}
-
-    @property
-    def shape(self) -> LatentShape:
-        return self._shape
-
-    @property
-    def heads(self) -> int:
-        return self._heads
 
     def parts(self) -> Iterator[Layer]:
         yield self._down

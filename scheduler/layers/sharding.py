@@ -113,13 +113,8 @@ def require_borders(module: str, field: str, window: Window, block: int) -> None
 
 
 def _indivisible(field: str, value: int, size: int, reason: str) -> CaesuraError:
-    return CaesuraError(
-        ErrorCode.UNSUPPORTED_MODEL,
-        f"{size} ranks cannot divide this model: {field} = {value} {reason}",
-        fields=[field],
-        value=value,
-        ranks=size,
-    )
+    message = f"{size} ranks cannot divide this model: {field} = {value} {reason}"
+    return CaesuraError(ErrorCode.UNSUPPORTED_MODEL, message, fields=[field], value=value, ranks=size)
 
 
 class ShardedSlot(WeightSlot):

@@ -118,12 +118,8 @@ def refuse_defeating_settings(environ: Mapping[str, str]) -> None:
         for setting in environ.get(name, "").split(","):
             key, _, value = setting.partition(":")
             if key.strip() == "expandable_segments" and value.strip().lower() in ("true", "1"):
-                raise CaesuraError(
-                    ErrorCode.INVALID_REQUEST,
-                    f"{name} sets expandable_segments, which defeats the memory saver: unset it",
-                    field=name,
-                    value=environ[name],
-                )
+                reason = f"{name} sets expandable_segments, which defeats the memory saver: unset it"
+                raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field=name, value=environ[name])
 
 
 EmptyCachePlace = Literal[

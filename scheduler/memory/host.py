@@ -70,10 +70,8 @@ class HostDevice:
 
 
 class GlibcHostDevice(HostDevice):
-    def __init__(
-        self, libc: ctypes.CDLL, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
-    ) -> None:
-        super().__init__(proc, cgroup)
+    def __init__(self, libc: ctypes.CDLL) -> None:
+        super().__init__()
         self._trim = libc.malloc_trim
         self._trim.argtypes = [ctypes.c_size_t]
         self._trim.restype = ctypes.c_int

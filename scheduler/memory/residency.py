@@ -91,7 +91,8 @@ class ComponentResidencyManager:
         self._make_storage = make_component or _plain(self._device)
         if make_component is None:
             make_component = _plain(self._device)
-            if self._device.type == "cuda" and _saver_is_active(environ):
+            saver = "torch_memory_saver"
+            if self._device.type == "cuda" and saver in environ.get("LD_PRELOAD", "") and find_spec(saver):
                 refuse_defeating_settings(environ)
                 make_component = SavedComponent
         self.components: dict[str, Component] = {tag: make_component(tag) for tag in MEMORY_TAGS}
@@ -227,11 +228,8 @@ class ComponentResidencyManager:
                 yield from self._moving("keep", tag, copy.save(self.components[tag].tensors))
             except (OSError, RuntimeError) as error:
                 needed = self.nbytes(tag)
-                raise CaesuraError(
-                    ErrorCode.OUT_OF_MEMORY,
-                    f"a copy of {tag} on the host, {needed} bytes, failed: {error}",
-                    needed_bytes=needed,
-                ) from error
+                reason = f"a copy of {tag} on the host, {needed} bytes, failed: {error}"
+                raise CaesuraError(ErrorCode.OUT_OF_MEMORY, reason, needed_bytes=needed) from error
             self._copies[tag] = copy
 
     def give_up(self, tags: Collection[MemoryTag]) -> None:
@@ -331,12 +329,6 @@ def _log(event: str, component: str, nbytes: int, seconds: float) -> None:
 
 def _plain(device: torch.device) -> MakeComponent:
     return MappedComponent if device.type == "cpu" and sys.platform == "linux" else StorageComponent
-
-
-def _saver_is_active(environ: Mapping[str, str]) -> bool:
-    return (
-        "torch_memory_saver" in environ.get("LD_PRELOAD", "") and find_spec("torch_memory_saver") is not None
-    )
 
 
 def _names(tags: Collection[MemoryTag]) -> str:

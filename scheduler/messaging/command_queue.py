@@ -13,15 +13,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from ...io_struct import (
-    BeginWeightUpdateReqInput,
-    CaesuraError,
-    ControlRequest,
-    ErrorCode,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-    UpdateWeightFromDiskReqInput,
-)
+from ... import io_struct as wire
+from ...io_struct import CaesuraError, ErrorCode
 from ..control.command_table import operation
 from ..control.operations import SLICE_S, Operation, Wait
 from ..runtime.guard import defect
@@ -34,16 +27,16 @@ logger = logging.getLogger(__name__)
 MAX_PENDING_COMMANDS = 1024
 
 _EXCLUSIVE = (
-    BeginWeightUpdateReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-    UpdateWeightFromDiskReqInput,
+    wire.BeginWeightUpdateReqInput,
+    wire.ReleaseMemoryOccupationReqInput,
+    wire.ResumeMemoryOccupationReqInput,
+    wire.UpdateWeightFromDiskReqInput,
 )
 
 
 @dataclass(slots=True)
 class _PendingCommand:
-    message: ControlRequest
+    message: wire.ControlRequest
     operation: Operation
     has_begun: bool = False
 
@@ -80,7 +73,7 @@ class CommandQueue:
     def message_ids(self) -> list[str]:
         return [command.message.id for command in (*self._queue, *self._stepped_aside)]
 
-    def add(self, client: bytes, message: ControlRequest, buffers: list[memoryview]) -> None:
+    def add(self, client: bytes, message: wire.ControlRequest, buffers: list[memoryview]) -> None:
         """Queue a command, or raise ``queue_full``, ``busy``, or what its function refuses at once."""
         pending, limit = len(self._queue) + len(self._stepped_aside), MAX_PENDING_COMMANDS
         if pending >= limit:

@@ -17,39 +17,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ... import __version__
-from ...io_struct import (
-    WIRE_VERSION,
-    AbortReq,
-    AbortReqOutput,
-    CaesuraError,
-    ControlRequest,
-    EndWeightUpdateReqInput,
-    ErrorCode,
-    ErrorReply,
-    FetchResultReqInput,
-    FetchResultReqOutput,
-    GenerateImagesReqInput,
-    GenerateImagesReqOutput,
-    GenerateReqInput,
-    GenerateReqOutput,
-    GetMemoryHistoryReqInput,
-    GetStatusReqInput,
-    GetWeightsManifestReqInput,
-    HelloReqInput,
-    HelloReqOutput,
-    LoadAdapterReqInput,
-    Message,
-    RenewPauseLeaseReqInput,
-    RenewPauseLeaseReqOutput,
-    Request,
-    ScoreReqInput,
-    ShutdownReqInput,
-    ShutdownReqOutput,
-    UpdateWeightsFromTensorReqInput,
-    WeightUpdateOptions,
-    decode_request,
-    encode,
-)
+from ... import io_struct as wire
+from ...io_struct import CaesuraError, ErrorCode, decode_request
 from ..control.engine_state import Sender
 from ..runtime.guard import defect
 from .status import status
@@ -94,7 +63,7 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001  an unforeseen error of the decoder must be answered, too
             send(client, defect("decoding a message", "", error))
             return
-        answers: list[Message] | None = None
+        answers: list[wire.Message] | None = None
         name, is_attached, failed = type(message).__name__, False, False
         try:
             answers = self._known(client, message, header, buffers)
@@ -138,41 +107,41 @@ class Dispatcher:
         engine.commands.refuse_rest(message, code)
 
     def _known(
-        self, client: bytes, message: Request, frame: bytes, buffers: list[memoryview]
-    ) -> list[Message] | None:
+        self, client: bytes, message: wire.Request, frame: bytes, buffers: list[memoryview]
+    ) -> list[wire.Message] | None:
         engine = self._engine
-        if isinstance(message, ControlRequest):
+        if isinstance(message, wire.ControlRequest):
             engine.state.renew_lease(message.owner)
-        if isinstance(message, WeightUpdateOptions | EndWeightUpdateReqInput):
+        if isinstance(message, wire.WeightUpdateOptions | wire.EndWeightUpdateReqInput):
             engine.sessions.note_message(message, Sender(client, message.owner))
         if (query := _QUERIES.get(type(message))) is not None:
             return [query(engine, message)]
         # Tensors of a prompt are few; those of an update are the weights, and take as long as writing them.
-        compared = buffers if isinstance(message, GenerateImagesReqInput) else ()
+        compared = buffers if isinstance(message, wire.GenerateImagesReqInput) else ()
         return engine.answers.attach(client, message.id, frame, compared)
 
-    def _begin(self, client: bytes, message: Request, buffers: list[memoryview]) -> list[Message]:
+    def _begin(self, client: bytes, message: wire.Request, buffers: list[memoryview]) -> list[wire.Message]:
         engine = self._engine
         if (answer_at_once := _AT_ONCE.get(type(message))) is not None:
             return [answer_at_once(engine, message)]
-        if isinstance(message, GenerateReqInput | GenerateImagesReqInput):
+        if isinstance(message, wire.GenerateReqInput | wire.GenerateImagesReqInput):
             _generate(engine, client, message, buffers)
-        elif isinstance(message, ScoreReqInput):
+        elif isinstance(message, wire.ScoreReqInput):
             engine.shutdown.refuse_work()
             if engine.scoring is None:
                 reason = "no reference is loaded: start the engine with reference_model_path"
                 raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="reference_model_path")
             engine.scoring.accept(message)
         else:
-            assert isinstance(message, ControlRequest)
+            assert isinstance(message, wire.ControlRequest)
             engine.commands.add(client, message, buffers)
         return []
 
 
-_WITH_FRAMES = UpdateWeightsFromTensorReqInput | GenerateImagesReqInput | LoadAdapterReqInput
+_WITH_FRAMES = wire.UpdateWeightsFromTensorReqInput | wire.GenerateImagesReqInput | wire.LoadAdapterReqInput
 
 
-def _decode(header: bytes, buffers: list[memoryview]) -> Request:
+def _decode(header: bytes, buffers: list[memoryview]) -> wire.Request:
     message = decode_request(header)
     if buffers and not isinstance(message, _WITH_FRAMES):
         reason = f"{type(message).__name__} takes one frame, got {1 + len(buffers)}"
@@ -180,21 +149,21 @@ def _decode(header: bytes, buffers: list[memoryview]) -> Request:
     return message
 
 
-def _renew_lease(engine: "Engine", message: RenewPauseLeaseReqInput) -> RenewPauseLeaseReqOutput:
+def _renew_lease(engine: "Engine", message: wire.RenewPauseLeaseReqInput) -> wire.RenewPauseLeaseReqOutput:
     state = engine.state
     left = state.lease_left_s if message.owner == state.ownership.owner else None
-    return RenewPauseLeaseReqOutput(id=message.id, renewed=left is not None, lease_left_s=left)
+    return wire.RenewPauseLeaseReqOutput(id=message.id, renewed=left is not None, lease_left_s=left)
 
 
-def _shut_down(engine: "Engine", message: ShutdownReqInput) -> ShutdownReqOutput:
+def _shut_down(engine: "Engine", message: wire.ShutdownReqInput) -> wire.ShutdownReqOutput:
     sender = message.requested_by or "a client that does not say who it is"
     engine.shutdown.request(
         f"shutdown message from {sender}", drain=message.drain, timeout_s=message.timeout_s
     )
-    return ShutdownReqOutput(id=message.id, drain_s=engine.shutdown.left_s)
+    return wire.ShutdownReqOutput(id=message.id, drain_s=engine.shutdown.left_s)
 
 
-Generate = GenerateReqInput | GenerateImagesReqInput
+Generate = wire.GenerateReqInput | wire.GenerateImagesReqInput
 
 
 def _generate(engine: "Engine", client: bytes, message: Generate, buffers: list[memoryview]) -> None:
@@ -211,7 +180,7 @@ def _generate(engine: "Engine", client: bytes, message: Generate, buffers: list[
     if engine.state.generation != "running" and engine.config.requests_while_paused == "refuse":
         raise CaesuraError(ErrorCode.PAUSED, "the engine is paused and configured to refuse requests")
     engine.state.require_epoch(message.min_weights_epoch)
-    adapter = engine.adapters.named(message.adapter) if isinstance(message, GenerateReqInput) else None
+    adapter = engine.adapters.named(message.adapter) if isinstance(message, wire.GenerateReqInput) else None
     requests = engine.admit(message, buffers, client, len(engine.waiting))
     engine.answers.begin_generation(message.id, rid, body, samples=len(requests))
     if adapter is not None:
@@ -231,33 +200,34 @@ def _join(engine: "Engine", client: bytes, message: Generate, rid: str, body: by
             engine.replies.send_answer(client, answer, message.id)
         return True
     kept = engine.answers.kept(rid, body)
-    samples = message.sampling_params.n if isinstance(message, GenerateReqInput) else message.n
+    samples = message.sampling_params.n if isinstance(message, wire.GenerateReqInput) else message.n
     if len(kept) < samples or any(r.finish_reason.type == "abort" for r in kept):
         return False
     engine.replies.answer(message.id, *map(engine.replies.result, kept))
     return True
 
 
-def _abort(engine: "Engine", message: AbortReq) -> AbortReqOutput:
+def _abort(engine: "Engine", message: wire.AbortReq) -> wire.AbortReqOutput:
     if message.abort_all:
-        return AbortReqOutput(id=message.id, aborted=engine.outputs.abort_all("Aborted"))
+        return wire.AbortReqOutput(id=message.id, aborted=engine.outputs.abort_all("Aborted"))
     if message.rid is None:
         reason = "abort needs a rid, or abort_all"
         raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="rid", value=None)
-    samples = engine.live.samples(message.rid)
+    rids = [message.rid] if isinstance(message.rid, str) else dict.fromkeys(message.rid)
+    samples = [sample for rid in rids for sample in engine.live.samples(rid)]
     if message.index is not None:
         samples = [sample for sample in samples if sample.index == message.index]
-    return AbortReqOutput(id=message.id, aborted=engine.outputs.abort(samples, "Aborted"))
+    return wire.AbortReqOutput(id=message.id, aborted=engine.outputs.abort(samples, "Aborted"))
 
 
-def _fetch(engine: "Engine", message: FetchResultReqInput) -> FetchResultReqOutput:
+def _fetch(engine: "Engine", message: wire.FetchResultReqInput) -> wire.FetchResultReqOutput:
     live = len(engine.live.samples(message.rid))
     kept = engine.answers.kept(message.rid)
-    if any(isinstance(result, GenerateImagesReqOutput) for result in kept):
+    if any(isinstance(result, wire.GenerateImagesReqOutput) for result in kept):
         reason = "results of images are fetched by repeating the request"
         raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="rid")
-    tokens = [result for result in kept if isinstance(result, GenerateReqOutput)]
-    return FetchResultReqOutput(id=message.id, results=tokens, live=live)
+    tokens = [result for result in kept if isinstance(result, wire.GenerateReqOutput)]
+    return wire.FetchResultReqOutput(id=message.id, results=tokens, live=live)
 
 
 def _client_gone(engine: "Engine", client: bytes) -> None:
@@ -277,14 +247,14 @@ def _client_gone(engine: "Engine", client: bytes) -> None:
 
 
 def _body_of(message: Generate, buffers: list[memoryview]) -> bytes:
-    digest = hashlib.blake2b(encode(msgspec.structs.replace(message, id="-")), digest_size=16)
+    digest = hashlib.blake2b(wire.encode(msgspec.structs.replace(message, id="-")), digest_size=16)
     for buffer in buffers:
         digest.update(buffer)
     return digest.digest()
 
 
-def answer_hello(message: HelloReqInput, incarnation: str) -> HelloReqOutput | ErrorReply:
-    major, minor = WIRE_VERSION
+def answer_hello(message: wire.HelloReqInput, incarnation: str) -> wire.HelloReqOutput | wire.ErrorReply:
+    major, minor = wire.WIRE_VERSION
     logger.debug("hello from %s: wire %d.%d", message.client or "?", message.wire_major, message.wire_minor)
     if message.wire_major != major:
         ours, theirs = f"{major}.{minor}", f"{message.wire_major}.{message.wire_minor}"
@@ -293,7 +263,7 @@ def answer_hello(message: HelloReqInput, incarnation: str) -> HelloReqOutput | E
         return CaesuraError(ErrorCode.VERSION_MISMATCH, reason, engine=ours, client=theirs).to_reply(
             message.id
         )
-    return HelloReqOutput(
+    return wire.HelloReqOutput(
         id=message.id,
         wire_major=major,
         wire_minor=minor,
@@ -303,18 +273,18 @@ def answer_hello(message: HelloReqInput, incarnation: str) -> HelloReqOutput | E
     )
 
 
-_QUERIES: "dict[type, Callable[[Engine, Any], Message]]" = {
-    HelloReqInput: lambda engine, message: answer_hello(message, engine.state.stamp.incarnation),
-    GetStatusReqInput: lambda engine, message: status(engine, message.id),
-    GetMemoryHistoryReqInput: lambda engine, message: engine.history.answer(message),
-    GetWeightsManifestReqInput: lambda engine, message: engine.sending.manifest(message),
+_QUERIES: "dict[type, Callable[[Engine, Any], wire.Message]]" = {
+    wire.HelloReqInput: lambda engine, message: answer_hello(message, engine.state.stamp.incarnation),
+    wire.GetStatusReqInput: lambda engine, message: status(engine, message.id),
+    wire.GetMemoryHistoryReqInput: lambda engine, message: engine.history.answer(message),
+    wire.GetWeightsManifestReqInput: lambda engine, message: engine.sending.manifest(message),
 }
 """Messages that change nothing; a retry is answered anew, not from the store."""
 
-_AT_ONCE: "dict[type, Callable[[Engine, Any], Message]]" = {
-    AbortReq: _abort,
-    FetchResultReqInput: _fetch,
-    RenewPauseLeaseReqInput: _renew_lease,
-    ShutdownReqInput: _shut_down,
+_AT_ONCE: "dict[type, Callable[[Engine, Any], wire.Message]]" = {
+    wire.AbortReq: _abort,
+    wire.FetchResultReqInput: _fetch,
+    wire.RenewPauseLeaseReqInput: _renew_lease,
+    wire.ShutdownReqInput: _shut_down,
 }
 """Messages answered at once; other control requests are commands (``control/command_table.py``)."""

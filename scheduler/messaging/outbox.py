@@ -69,9 +69,7 @@ def _details_of(tokens: Sequence[TokenDetails | None]) -> DeltaDetails | None:
     if not any(tokens):
         return None
     numbers: dict[DeltaWeights, int] = {}
-    sampled_by = [
-        -1 if token is None else numbers.setdefault(token.weights, len(numbers)) for token in tokens
-    ]
+    sampled_by = [-1 if each is None else numbers.setdefault(each.weights, len(numbers)) for each in tokens]
 
     def column(name: str) -> bytes:
         return np.asarray(

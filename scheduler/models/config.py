@@ -18,14 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, cast
 
-import msgspec
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..layers.parameters import Fp8Blocks
 from ..layers.rotary import RopeParameters
 from ..runtime.dtypes import by_torch_name
-from ..runtime.files import checkpoint_error, read_small, require_folder
+from ..runtime.files import checkpoint_error, read_json, require_folder
 from .config_attention import (
     DeltaConfig,
     MlaConfig,
@@ -108,9 +107,9 @@ def load_model_config(path: str | Path, backend: ModelBackend = "native") -> Mod
     if os.access(folder, os.R_OK | os.X_OK) and not os.path.lexists(folder / "config.json"):
         raise checkpoint_error(folder, f"has no config.json{_elsewhere(folder)}")
     source = str(folder / "config.json")
-    config = language_config(_read_json(folder / "config.json"), source)
+    config = language_config(read_json(folder / "config.json", MAX_CONFIG_BYTES), source)
     generation_path = folder / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.exists() else {}
+    generation = read_json(generation_path, MAX_CONFIG_BYTES) if generation_path.exists() else {}
     if backend == "transformers":
         return _parse_by_transformers(config, generation, source)
     try:
@@ -127,11 +126,8 @@ def load_model_config(path: str | Path, backend: ModelBackend = "native") -> Mod
 
 def _parse_by_transformers(config: dict[str, Any], generation: dict[str, Any], source: str) -> ModelConfig:
     if find_spec("transformers") is None:
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED_MODEL,
-            "transformers, which has more models, is not installed: pip install 'caesura[transformers]'",
-            fields=["architectures"],
-        )
+        reason = "transformers, which has more models, is not installed: pip install 'caesura[transformers]'"
+        raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["architectures"])
     eos = _eos(ConfigReader(config, source), config, generation)
     return cast("ModelConfig", _of_transformers().parse(config, source, eos))
 
@@ -142,10 +138,8 @@ def _of_transformers() -> ModuleType:
 
 def _elsewhere(folder: Path) -> str:
     """Return a hint where config.json may lie: a Hugging Face cache has a folder for each revision."""
-    found = next(
-        iter(sorted(folder.glob("snapshots/*/config.json")) or sorted(folder.glob("*/config.json"))), None
-    )
-    return "" if found is None else f"; {found.parent} has one"
+    found = sorted(folder.glob("snapshots/*/config.json")) or sorted(folder.glob("*/config.json"))
+    return f"; {found[0].parent} has one" if found else ""
 
 
 def parse_model_config(
@@ -218,24 +212,15 @@ def config_difference(a: ModelConfig, b: ModelConfig) -> list[str]:
     return [name for name in names if getattr(a, name) != getattr(b, name)]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    data = read_small(path, MAX_CONFIG_BYTES)
-    try:
-        return msgspec.json.decode(data, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise checkpoint_error(path, f"is not a JSON object: {error}") from error
-
-
 def _architecture(config: dict[str, Any]) -> str:
     named = config.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
     if not isinstance(architecture, str) or architecture not in families():
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED_MODEL,
+        reason = (
             f"architecture {architecture!r} is not supported; supported are "
-            f"{', '.join([*families(), *LANGUAGE_MODELS])}",
-            fields=["architectures"],
+            f"{', '.join([*families(), *LANGUAGE_MODELS])}"
         )
+        raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["architectures"])
     return architecture
 
 
@@ -323,22 +308,15 @@ def _is_supported(name: str, value: object, widened: bool) -> bool:
     if widened:
         return name in _SKIPPED or value in _MXFP4.get(name, ())
     if name == "weight_block_size":
-        return (
-            isinstance(value, list)
-            and len(value) == 2
-            and all(type(size) is int and size > 0 for size in value)
-        )
+        sizes = value if isinstance(value, list) and len(value) == 2 else [0]
+        return all(type(size) is int and size > 0 for size in sizes)
     if name in _SKIPPED:  # names; transformers would also take regular expressions
-        return isinstance(value, list) and all(
-            isinstance(module, str) and _MODULE.fullmatch(module) for module in value
-        )
+        names = value if isinstance(value, list) else [None]
+        return all(isinstance(name, str) and _MODULE.fullmatch(name) for name in names)
     return value in _FIXED.get(name, ())
 
 
 def _unsupported(source: str, refused: dict[str, Any]) -> CaesuraError:
     named = ", ".join(f"{name} = {value!r}" for name, value in refused.items())
-    return CaesuraError(
-        ErrorCode.UNSUPPORTED_MODEL,
-        f"{source} asks for what this engine does not do: {named}",
-        fields=list(refused),
-    )
+    reason = f"{source} asks for what this engine does not do: {named}"
+    return CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=list(refused))

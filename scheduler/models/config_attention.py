@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ..cache.pool import StateShape
 from ..layers.mla import LatentShape
 from ..layers.rotary import RopeParameters
 from .config_reader import ConfigReader
@@ -215,12 +216,8 @@ class DeltaConfig:
 
     layers: tuple[bool, ...]
     """True for each layer with linear attention; the others' is full."""
-    key_heads: int
-    value_heads: int
-    key_size: int
-    value_size: int
-    kernel: int
-    """Positions that the convolution before the rule sees, its own included."""
+    state: StateShape
+    """State of a layer, over all ranks."""
 
 
 def parse_delta(reader: ConfigReader, num_layers: int) -> DeltaConfig:
@@ -236,11 +233,11 @@ def parse_delta(reader: ConfigReader, num_layers: int) -> DeltaConfig:
     value_heads = reader.count("linear_num_value_heads", 32)
     if value_heads % key_heads:
         raise reader.invalid("linear_num_key_heads", "does not divide linear_num_value_heads")
-    return DeltaConfig(
-        layers=layers,
+    state = StateShape(
         key_heads=key_heads,
         value_heads=value_heads,
         key_size=reader.count("linear_key_head_dim", 128),
         value_size=reader.count("linear_value_head_dim", 128),
         kernel=reader.count("linear_conv_kernel_dim", 4),
     )
+    return DeltaConfig(layers=layers, state=state)

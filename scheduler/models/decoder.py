@@ -15,12 +15,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..cache.pool import StateShape
 from ..execution.forward import AttentionBackend, ForwardBatch
 from ..kernels.attention_form import AttentionForm, Bend
 from ..kernels.decoder_layers import GroupRouting
 from ..layers.attention import Attention, AttentionShape
-from ..layers.embedding import Embedding, OutputHead
+from ..layers.embedding import Embedding
 from ..layers.experts import ExpertNames, Experts
 from ..layers.gated_delta import DeltaShape, GatedDelta
 from ..layers.logits_processor import LogitsProcessor
@@ -139,15 +138,8 @@ class DecoderForCausalLM(CausalLM):
         self.routing = routing
         vocab, hidden = config.vocab_size, config.hidden_size
         tied = config.tie_word_embeddings
-        self._embed = Embedding(
-            "embed",
-            "model.embed_tokens",
-            vocab,
-            hidden,
-            tied=tied,
-            scale=variants.embedding_scale,
-            place=place,
-        )
+        table, scale = ("embed", "model.embed_tokens", vocab, hidden), variants.embedding_scale
+        self._embed = Embedding(*table, projects=tied, scale=scale, place=place)
         self._layers = [
             DecoderLayer(i, config, *blocks, variants=variants, place=place)
             for i, blocks in enumerate(zip(attention, mlp, strict=True))
@@ -155,10 +147,10 @@ class DecoderForCausalLM(CausalLM):
         self._norm = RMSNorm(
             "norm", "model.norm", hidden, config.rms_norm_eps, from_one=variants.norm_from_one, place=place
         )
-        self._head: OutputHead | None = None
+        self._head: Embedding | None = None
         project = self._embed.project
         if not tied:
-            self._head = OutputHead("lm_head", "lm_head", vocab, hidden, place=place)
+            self._head = Embedding("lm_head", "lm_head", vocab, hidden, projects=True, place=place)
             project = self._head.project
         rotary = {rope: RotaryEmbedding(rope, config.rotary_dim, place=place) for rope in set(config.ropes)}
         self._rotary = [rotary[rope] for rope in config.ropes]
@@ -280,10 +272,11 @@ def sparse_mlp(
     names: SparseNames = SparseNames(),
     bias: bool = False,
     bend: Bend = "silu",
-) -> tuple[list[FeedForward], RoutedExperts]:
-    """Return the block of every layer, and the experts' record; ``bias``: of routers and experts."""
+) -> tuple[list[FeedForward], RoutedExperts | None]:
+    """Return the block of every layer, and the experts' record if any; ``bias``: of routers and experts."""
     moe = config.moe
-    assert moe is not None, "an architecture with experts has a config of them"
+    if moe is None:
+        return [*dense_mlp(config, place)], None
     routing = RoutedExperts(config.num_layers, moe.top_k, moe.num_experts, place=place)
 
     def block(layer: int) -> FeedForward:
@@ -338,22 +331,6 @@ def _shared(
     return GatedShared(f"{name}.shared_gate", f"{prefix}.{names.shared_gate}", hidden, mlp, place=place)
 
 
-_NEXT_TOKENS = "mtp."
-
-
-def state_shape(config: ModelConfig) -> StateShape:
-    """Return the state of the linear-attention layers, over all ranks; the config has some."""
-    delta = config.delta
-    assert delta is not None, "a hybrid has layers of linear attention"
-    return StateShape(
-        key_heads=delta.key_heads,
-        value_heads=delta.value_heads,
-        key_size=delta.key_size,
-        value_size=delta.value_size,
-        kernel=delta.kernel,
-    )
-
-
 def hybrid_attention(config: ModelConfig, place: Placement, *, by_key_head: bool) -> list[AttentionBlock]:
     """Return the block of every layer; those with KV and those with a state are counted apart."""
     bias = config.attention_bias
@@ -361,7 +338,7 @@ def hybrid_attention(config: ModelConfig, place: Placement, *, by_key_head: bool
     assert config.delta is not None
     delta = DeltaShape(
         hidden_size=config.hidden_size,
-        state=state_shape(config),
+        state=config.delta.state,
         eps=config.rms_norm_eps,
         by_key_head=by_key_head,
     )
@@ -377,22 +354,3 @@ def hybrid_attention(config: ModelConfig, place: Placement, *, by_key_head: bool
                 Attention(name, f"{module}.self_attn", number, shape, form=AttentionForm(), place=place)
             )
     return blocks
-
-
-class HybridForCausalLM(DecoderForCausalLM):
-    """Factors of all norms are ``1 + weight``; the head of multi-token prediction is ignored."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        attention: Sequence[AttentionBlock],
-        mlp: Sequence[FeedForward],
-        *,
-        place: Placement,
-        routing: RoutedExperts | None = None,
-    ) -> None:
-        variants = Variants(norm_from_one=True)
-        super().__init__(config, attention, mlp, place=place, routing=routing, variants=variants)
-
-    def is_skipped(self, name: str) -> bool:
-        return name.startswith(_NEXT_TOKENS) or super().is_skipped(name)

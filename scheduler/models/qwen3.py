@@ -12,8 +12,7 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
     """Queries and keys are RMS-normalised per head before they are rotated."""
 
     def __init__(self, config: ModelConfig, *, place: Placement) -> None:
-        shape = attention_shape(
-            config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, qk_norm=True
-        )
+        bias = config.attention_bias
+        shape = attention_shape(config, qkv_bias=bias, o_bias=bias, qk_norm=True)
         attention = dense_attention(config, shape, place)
         super().__init__(config, attention, dense_mlp(config, place), place=place)

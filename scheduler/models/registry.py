@@ -44,13 +44,11 @@ def require_ranks(config: "ModelConfig", ranks: int) -> None:
     if ranks == 1:
         return
     if config.transformers_config is not None:
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED_MODEL,
+        reason = (
             f"{config.architecture} is computed by transformers' modules, which are not divided among "
-            "ranks: start it with tp = 1",
-            fields=["architectures"],
-            ranks=ranks,
+            "ranks: start it with tp = 1"
         )
+        raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["architectures"], ranks=ranks)
     wide = replace(config, fp8=None)  # products of FP8 weights are for real devices
     build_model(wide, config.dtype, torch.device("meta"), TensorParallel(ranks - 1, ranks))
 

@@ -12,14 +12,7 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from ...io_struct import (
-    GetMemoryHistoryReqInput,
-    GetMemoryHistoryReqOutput,
-    MemoryByTag,
-    MemoryCause,
-    MemoryEvent,
-    MemoryStretch,
-)
+from ... import io_struct as wire
 from ..memory.device_memory import DeviceMemoryReading
 from ..memory.device_module import DeviceModule
 from ..memory.residency import ComponentResidencyManager
@@ -30,12 +23,12 @@ SAMPLE_S = 5.0
 STEADY_BYTES = 1 << 20
 DETAIL_BYTES = 96
 
-_TAGS = MemoryByTag.__struct_fields__
-_CAUSES: tuple[MemoryCause, ...] = get_args(MemoryCause)
-_AWAITED: tuple[MemoryCause, ...] = ("pause", "continue", "lease_expiry")
+_TAGS = wire.MemoryByTag.__struct_fields__
+_CAUSES: tuple[wire.MemoryCause, ...] = get_args(wire.MemoryCause)
+_AWAITED: tuple[wire.MemoryCause, ...] = ("pause", "continue", "lease_expiry")
 """Causes whose reading generation waits for: microseconds, unless the cache was emptied."""
 _NONE = int(np.iinfo(np.int64).min)
-_Read = tuple[DeviceMemoryReading, MemoryByTag]
+_Read = tuple[DeviceMemoryReading, wire.MemoryByTag]
 _EVENT = np.dtype(
     [
         *((name, "i8") for name in ("seq", "step", "epoch", "reserved", "allocated", "returned", "residual")),
@@ -47,7 +40,7 @@ _EVENT = np.dtype(
 )
 _STRETCH = np.dtype(
     [("start", "f8"), ("end", "f8")]
-    + [(name, "i8") for name in MemoryStretch.__struct_fields__ if name not in ("start", "end")]
+    + [(name, "i8") for name in wire.MemoryStretch.__struct_fields__ if name not in ("start", "end")]
 )
 
 
@@ -104,7 +97,7 @@ class MemoryGauges:
         for name, nbytes in sizes.items():  # readings at different times may add up to more than the total
             sizes[name] = max(0, min(nbytes, rest))
             rest -= sizes[name]
-        return reading, MemoryByTag(**sizes, other=rest)
+        return reading, wire.MemoryByTag(**sizes, other=rest)
 
     def describe(self) -> str:
         reading = DeviceMemoryReading.of(self._module)
@@ -134,7 +127,7 @@ class MemoryHistory:
         # The wall clock may be set while the engine runs; events stay in order.
         self._epoch = time() - monotonic()
 
-    def note(self, cause: MemoryCause, detail: str = "", *, returned: int | None = None) -> None:
+    def note(self, cause: wire.MemoryCause, detail: str = "", *, returned: int | None = None) -> None:
         now = monotonic()
         thorough = cause not in _AWAITED or returned is not None
         read = self._read(thorough)
@@ -162,16 +155,16 @@ class MemoryHistory:
         self._append(now, read, "sample", "")
 
     @property
-    def by_tag(self) -> MemoryByTag | None:
+    def by_tag(self) -> wire.MemoryByTag | None:
         last = self._ring[(self._seq - 1) % len(self._ring)]
-        return MemoryByTag(**{tag: int(last[tag]) for tag in _TAGS}) if self._seq else None
+        return wire.MemoryByTag(**{tag: int(last[tag]) for tag in _TAGS}) if self._seq else None
 
-    def answer(self, request: GetMemoryHistoryReqInput) -> GetMemoryHistoryReqOutput:
+    def answer(self, request: wire.GetMemoryHistoryReqInput) -> wire.GetMemoryHistoryReqOutput:
         events, more = self.events(request.after, request.limit)
         older = self.older(request.after)
-        return GetMemoryHistoryReqOutput(id=request.id, events=events, more=more, older=older)
+        return wire.GetMemoryHistoryReqOutput(id=request.id, events=events, more=more, older=older)
 
-    def events(self, after: int, limit: int) -> tuple[list[MemoryEvent], bool]:
+    def events(self, after: int, limit: int) -> tuple[list[wire.MemoryEvent], bool]:
         """Return at most ``limit`` events after number ``after``, and whether there are more."""
         if after >= self._seq:
             return [], False
@@ -180,7 +173,7 @@ class MemoryHistory:
         rows = self._ring[np.arange(first - 1, last) % len(self._ring)]
         return [_event(row) for row in rows.tolist()], last < self._seq
 
-    def older(self, after: int) -> list[MemoryStretch]:
+    def older(self, after: int) -> list[wire.MemoryStretch]:
         return self._older.list() if after < self._oldest - 1 else []
 
     @property
@@ -191,7 +184,7 @@ class MemoryHistory:
         self,
         now: float,
         read: _Read,
-        cause: MemoryCause,
+        cause: wire.MemoryCause,
         detail: str,
         returned: int = _NONE,
         residual: int = _NONE,
@@ -236,10 +229,10 @@ class _Stretches:
         self._table[self._used] = one[0]
         self._used += 1
 
-    def list(self) -> list[MemoryStretch]:
+    def list(self) -> list[wire.MemoryStretch]:
         names = _STRETCH.names or ()
         rows = self._table[: self._used].tolist()
-        return [MemoryStretch(**dict(zip(names, row, strict=True))) for row in rows]
+        return [wire.MemoryStretch(**dict(zip(names, row, strict=True))) for row in rows]
 
 
 def _merged(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -253,9 +246,9 @@ def _merged(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return result
 
 
-def _event(row: tuple[Any, ...]) -> MemoryEvent:
+def _event(row: tuple[Any, ...]) -> wire.MemoryEvent:
     seq, step, epoch, reserved, allocated, returned, residual, *tags, at, until, cause, detail = row
-    return MemoryEvent(
+    return wire.MemoryEvent(
         seq=seq,
         at=at,
         until=until,
@@ -265,7 +258,7 @@ def _event(row: tuple[Any, ...]) -> MemoryEvent:
         weights_epoch=epoch,
         reserved=reserved,
         allocated=allocated,
-        by_tag=MemoryByTag(**dict(zip(_TAGS, tags, strict=True))),
+        by_tag=wire.MemoryByTag(**dict(zip(_TAGS, tags, strict=True))),
         returned=None if returned == _NONE else returned,
         residual=None if residual == _NONE else residual,
     )

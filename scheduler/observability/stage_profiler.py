@@ -64,13 +64,17 @@ class StageProfiler:
         self._prefix = prefix
         self._log = log
         self._describe_memory = describe_memory
+        self._on_begin: Callable[[str], None] | None = None
         self._on_end: Callable[[str, float], None] | None = self._log_end if log else None
 
     def stage(self, name: str) -> _Stage:
         return _Stage(self, name)
 
-    def call_at_ends(self, call: Callable[[str], None] | None) -> None:
+    def call_at_ends(
+        self, call: Callable[[str], None] | None, at_begins: Callable[[str], None] | None = None
+    ) -> None:
         """Call ``call`` with the name of each stage that ends, from now on; None: no longer."""
+        self._on_begin = at_begins
 
         def logged(name: str, seconds: float) -> None:
             if self._log:
@@ -83,6 +87,8 @@ class StageProfiler:
     def begin(self, name: str) -> None:
         if self._log:
             logger.info("stage %s begins", name)
+        if self._on_begin is not None:
+            self._on_begin(name)
         if self._parent is not None:
             self._parent.begin(self._prefix + name)
 

@@ -19,8 +19,6 @@ TIMEOUT_S = 600.0
 
 
 class HostGroup(TensorParallel):
-    """Processes of one host."""
-
     def __init__(self, collective: Collective) -> None:
         super().__init__(collective.rank, collective.size)
         self.compiled = self._collective = collective
@@ -68,9 +66,8 @@ def found(size: int) -> tuple[int, str]:
     if reason is None and size > MAX_RANKS:
         reason = f"at most {MAX_RANKS} ranks, not {size}"
     if reason is not None:
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED, f"ranks cannot share memory: {reason}", reason=reason, size=size
-        )
+        message = f"ranks cannot share memory: {reason}"
+        raise CaesuraError(ErrorCode.UNSUPPORTED, message, reason=reason, size=size)
     fd = create(size)
     return fd, f"/proc/{os.getpid()}/fd/{fd}"
 
@@ -84,8 +81,7 @@ def join(memory: int | str, rank: int, size: int, timeout_s: float = TIMEOUT_S) 
         fd = memory if isinstance(memory, int) else os.open(memory, os.O_RDWR | os.O_CLOEXEC)
         collective = Collective(fd, rank, size, timeout_s)
     except (OSError, ValueError) as error:
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED, f"rank {rank} of {size} cannot share memory: {error}", reason=str(error)
-        ) from error
+        reason = f"rank {rank} of {size} cannot share memory: {error}"
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, reason=str(error)) from error
     collective.assemble()
     return HostGroup(collective)

@@ -166,12 +166,11 @@ def join(
     except RuntimeError as error:
         raise RankLostError(rank, 0, str(error)) from error
     if mine != theirs:
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED,
+        reason = (
             f"rank {rank} would sample other tokens than rank 0: "
-            f"it computes with {mine}, rank 0 with {theirs}",
-            rank=rank,
+            f"it computes with {mine}, rank 0 with {theirs}"
         )
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, rank=rank)
     return TorchGroup(store, rank, size, device, timeout_s)
 
 

@@ -62,7 +62,9 @@ class EngineConfig(EngineOptions):
                 raise _invalid(name, value, f"must be at least {least}")
         for name, choices in _choices().items():
             if getattr(self, name) not in choices:
-                raise _invalid(name, getattr(self, name), f"must be {_listed(choices)}")
+                *others, last = (str(choice) for choice in choices if choice is not None)
+                reason = f"must be {', '.join(others)} or {last}"
+                raise _invalid(name, getattr(self, name), reason)
         if not 0 <= self.tp_joined < self.tp:
             raise _invalid("tp_joined", self.tp_joined, f"must be at least 0 and below tp = {self.tp}")
         if self.tp_joined and self.tp_address is None:
@@ -146,11 +148,6 @@ def _choices() -> dict[str, tuple[object, ...]]:
     hints = get_type_hints(EngineConfig).items()
     literals = {name: get_args(hint) for name, hint in hints if get_origin(hint) is Literal}
     return literals | {"pipeline_depth": (None, 0, 1)}
-
-
-def _listed(choices: tuple[object, ...]) -> str:
-    *others, last = (str(choice) for choice in choices if choice is not None)
-    return f"{', '.join(others)} or {last}"
 
 
 def _invalid(field: str, value: object, requirement: str) -> CaesuraError:

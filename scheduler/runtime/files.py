@@ -6,6 +6,9 @@ import os
 import re
 import stat
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from ...io_struct import CaesuraError, ErrorCode
 
@@ -74,3 +77,11 @@ def read_small(path: str | Path, limit: int) -> bytes:
     finally:
         os.close(descriptor)
     return data
+
+
+def read_json(path: str | Path, limit: int) -> dict[str, Any]:
+    """Return the object in a file of at most ``limit`` bytes, or raise ``checkpoint_error``."""
+    try:
+        return msgspec.json.decode(read_small(path, limit), type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise checkpoint_error(path, f"is not a JSON object: {error}") from error

@@ -199,6 +199,8 @@ class SamplingColumns:
         self.stops = _Ids(slots)
         self.bias = _Ids(slots)
         self.allowed = _Ids(slots)
+        self.words: dict[int, list[np.ndarray]] = {}
+        """Words of the slots that have any, each as token ids."""
         self.top = np.zeros(slots, np.int64)
         self.token_ids = _Ids(slots)
         self.masked = np.zeros(slots, np.bool_)
@@ -241,13 +243,17 @@ class SamplingColumns:
         self.penalised[slot] = penalised = any(penalties)
         if penalised:
             self.counter[slot] = self._take_counter()
+        words = params.bad_words_ids or ()
+        if words:
+            self.words[slot] = [np.asarray(word, np.int64) for word in words]
         wanting = masked or (record is not None and record.wants_outputs)
-        self.special[slot] = bool(penalised or bias or allowed or stops or wanting)
+        self.special[slot] = bool(penalised or bias or allowed or words or stops or wanting)
 
     def release(self, slot: int) -> None:
         if self.penalised[slot]:
             heapq.heappush(self._free_counters, int(self.counter[slot]))
         self.penalised[slot] = self.special[slot] = False
+        self.words.pop(slot, None)
 
     def _take_counter(self) -> int:
         if self._free_counters:
@@ -322,6 +328,7 @@ def _special_rows(table: "RequestTable", slots: np.ndarray, positions: np.ndarra
     prompts, outputs = _history(table, restarted)
     bias_ids, bias = _biases(columns, slots, positions)
     allowed = columns.allowed.first_padded(slots)
+    ends = _word_ends(table, slots, positions) if columns.words else None
     top, num_token_ids, masked = columns.top[slots], columns.token_ids.count[slots], columns.masked[slots]
     wants = np.flatnonzero((top > 0) | (num_token_ids > 0) | masked)
     return SpecialRows(
@@ -337,6 +344,7 @@ def _special_rows(table: "RequestTable", slots: np.ndarray, positions: np.ndarra
         bias=torch.from_numpy(bias),
         allowed_ids=torch.from_numpy(allowed) if allowed.shape[1] else None,
         restricted=torch.from_numpy(columns.allowed.count[slots] > 0) if allowed.shape[1] else None,
+        word_ends=None if ends is None else torch.from_numpy(ends),
         wants=torch.from_numpy(wants),
         wants_host=wants,
         top=int(top.max(initial=0)),
@@ -358,6 +366,27 @@ def _biases(
         return ids, values
     forbidden = np.where(too_early[:, None], forbidden, np.float32(0.0))
     return np.concatenate([ids, stop_ids], 1), np.concatenate([values, forbidden], 1)
+
+
+def _word_ends(table: "RequestTable", slots: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
+    """Return the last two tokens of words whose other tokens end the output before them, [E, W, 2].
+
+    The token before the sampled one may be in flight: the sampler compares it. None if there is no such word.
+    """
+    found: list[np.ndarray] = []
+    for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
+        known = table.tokens[slot, table.sampling.output_start[slot] : position - 1]
+        ends = [
+            word[-2:]
+            for word in table.sampling.words.get(slot, ())
+            if position > table.sampling.output_start[slot]
+            and len(known) >= len(word) - 2
+            and (known[len(known) - len(word) + 2 :] == word[:-2]).all()
+        ]
+        found.append(np.stack(ends) if ends else np.empty((0, 2), np.int64))
+    width = max(map(len, found), default=0)
+    padded = [np.pad(ends, ((0, width - len(ends)), (0, 0)), constant_values=-1) for ends in found]
+    return np.stack(padded) if width else None
 
 
 def _history(table: "RequestTable", slots: np.ndarray) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import secrets
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from time import monotonic
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -58,6 +58,7 @@ class AdmissionLimits:
             ("sampling_params.stop_token_ids", params.stop_token_ids),
             ("sampling_params.logit_bias", list(params.logit_bias or ())),
             ("sampling_params.allowed_token_ids", params.allowed_token_ids or []),
+            ("sampling_params.bad_words_ids", list(chain.from_iterable(params.bad_words_ids or ()))),
         ):
             _check_ids(field, ids, self.vocab_size)
         if prompt_len == 0:
@@ -101,11 +102,9 @@ class AdmissionLimits:
         if needed > self.pool_tokens and max_new_tokens is None and prompt_len <= self.pool_tokens:
             return self.pool_tokens + 1
         if needed > self.pool_tokens:
+            reason = f"the request needs KV for {needed} tokens, the whole pool holds {self.pool_tokens}"
             raise CaesuraError(
-                ErrorCode.EXCEEDS_KV_POOL,
-                f"the request needs KV for {needed} tokens, the whole pool holds {self.pool_tokens}",
-                needed_tokens=needed,
-                total_tokens=self.pool_tokens,
+                ErrorCode.EXCEEDS_KV_POOL, reason, needed_tokens=needed, total_tokens=self.pool_tokens
             )
         return prompt_len + new_tokens
 

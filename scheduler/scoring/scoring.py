@@ -18,26 +18,19 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...io_struct import (
-    CaesuraError,
-    ErrorCode,
-    ErrorReply,
-    ReferenceStatus,
-    Residency,
-    ScoreReqInput,
-    ScoreReqOutput,
-)
+from ... import io_struct as wire
+from ...io_struct import CaesuraError, ErrorCode
 from ...io_struct.generate import GREEDY_BELOW
 from ..cache.allocator import PageAllocator
 from ..execution.build import build_backend, load_model, longest_context, make_pool, require_deterministic
-from ..execution.forward import ForwardBatch, SamplingBatch, StepLimits
+from ..execution.forward import ForwardBatch, StepLimits
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import device_module_for, streams_of
 from ..memory.host_copy import exhaust
@@ -67,7 +60,7 @@ _ROW_BYTES = 128 << 20
 
 _Ids = npt.NDArray[np.int64]
 _LAYER = re.compile(r"layers\.(\d+)\.")
-_STRATEGIES: dict[Residency, tuple[Strategy, Strategy]] = {
+_STRATEGIES: dict[wire.Residency, tuple[Strategy, Strategy]] = {
     "resident": (ResidentStrategy(), ResidentStrategy(preserve=False)),
     "offload": (ComponentOffloadStrategy(), ComponentOffloadStrategy(preserve=False)),
     "layerwise": (LayerwiseOffloadStrategy(), ComponentOffloadStrategy(preserve=False)),
@@ -108,12 +101,11 @@ class Scoring:
         with residency.component(WEIGHTS):
             loaded = load_model(replace(config, model_path=model_path, context_len=None))
         if loaded.config.delta is not None:
-            raise CaesuraError(
-                ErrorCode.UNSUPPORTED_MODEL,
+            reason = (
                 f"{loaded.config.architecture} cannot be the reference model: its linear attention keeps a "
-                "state per sequence, which scoring does not have",
-                fields=["architectures"],
+                "state per sequence, which scoring does not have"
             )
+            raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["architectures"])
         residency.registered[WEIGHTS].divide(_layers(loaded.model))
         if config.deterministic:
             require_deterministic(loaded)
@@ -140,7 +132,7 @@ class Scoring:
         self._queue: deque[_Sequence] = deque()
         self._messages: dict[str, _Message] = {}
         self._work: Generator[None, None, None] | None = None
-        self._answers: list[ScoreReqOutput | ErrorReply] = []
+        self._answers: list[wire.ScoreReqOutput | wire.ErrorReply] = []
         self._scored_tokens = 0
         self.waits = False
         """True if scoring can go on only when the device has finished."""
@@ -149,7 +141,7 @@ class Scoring:
     def has_work(self) -> bool:
         return bool(self._work is not None or self._queue or self._answers)
 
-    def accept(self, message: ScoreReqInput) -> None:
+    def accept(self, message: wire.ScoreReqInput) -> None:
         """Queue all sequences of a message, or none."""
         self._engine.state.require_resident("weights")
         pending, limit = len(self._queue), self._engine.config.max_waiting_requests
@@ -170,7 +162,7 @@ class Scoring:
         self._messages[message.id] = job
         self._answer_if_complete(job)
 
-    def _check(self, message: ScoreReqInput) -> None:
+    def _check(self, message: wire.ScoreReqInput) -> None:
         if not 0.0 <= message.temperature <= 1e4:
             raise _invalid("temperature", repr(message.temperature), "must be finite and in [0, 10000]")
         if len(message.start) != len(message.input_ids):
@@ -200,7 +192,7 @@ class Scoring:
                     total_tokens=pool_tokens,
                 )
 
-    def advance(self) -> list[ScoreReqOutput | ErrorReply]:
+    def advance(self) -> list[wire.ScoreReqOutput | wire.ErrorReply]:
         engine = self._engine
         started, self.waits = perf_counter(), False
         if "weights" in engine.state.released:
@@ -227,14 +219,14 @@ class Scoring:
         answers, self._answers = self._answers, []
         return answers
 
-    def end(self, message: str, code: ErrorCode) -> list[ScoreReqOutput | ErrorReply]:
+    def end(self, message: str, code: ErrorCode) -> list[wire.ScoreReqOutput | wire.ErrorReply]:
         self._fail_all(CaesuraError(code, message))
         answers, self._answers = self._answers, []
         return answers
 
-    def status(self) -> ReferenceStatus:
+    def status(self) -> wire.ReferenceStatus:
         engine = self._engine
-        return ReferenceStatus(
+        return wire.ReferenceStatus(
             model_path=self._model_path,
             residency=engine.config.reference_residency,
             weights=engine.residency.nbytes(WEIGHTS),
@@ -354,8 +346,8 @@ class Scoring:
 
     def _answer_if_complete(self, message: _Message) -> None:
         if message.unfinished == 0 and self._messages.pop(message.id, None) is not None:
-            wire = [values.astype("<f4", copy=False).tobytes() for values in message.logprobs]
-            self._answers.append(ScoreReqOutput(id=message.id, logprobs=wire))
+            logprobs = [values.astype("<f4", copy=False).tobytes() for values in message.logprobs]
+            self._answers.append(wire.ScoreReqOutput(id=message.id, logprobs=logprobs))
 
     def _fail(self, message_ids: set[str], error: CaesuraError) -> None:
         for sequence in self._queue:
@@ -404,46 +396,16 @@ def _invalid(name: str, value: object, requirement: str) -> CaesuraError:
 
 
 def _batch(chunk: Sequence[_Span], device: torch.device) -> tuple[ForwardBatch, Tensor]:
-    positions = [np.arange(span.begin, span.end) for span in chunk]
-    q_lens, kv_lens = [span.end - span.begin for span in chunk], [span.end for span in chunk]
-    kv_slots = [
-        span.sequence.pages[where // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + where % PAGE_SIZE
-        for span, where in zip(chunk, positions, strict=True)
-    ]
-    page_table = np.zeros((len(chunk), pages_for(max(kv_lens))), np.int32)
-    for row, span in enumerate(chunk):
-        used = span.sequence.pages[: pages_for(span.end)]
-        page_table[row, : len(used)] = used
     sampled, targets, offset = [], [], 0
     for span in chunk:
         begin, end = span.scored
         sampled.append(np.arange(begin, end) - span.begin + offset)
         targets.append(span.sequence.ids[begin + 1 : end + 1])
         offset += span.end - span.begin
-
-    def to_device(array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-    rows, none = np.arange(len(chunk)), torch.empty(0, device=device)
-    batch = ForwardBatch(
-        num_decode=0,
-        input_ids=to_device(np.concatenate([span.sequence.ids[span.begin : span.end] for span in chunk])),
-        positions=to_device(np.concatenate(positions)),
-        kv_slots=to_device(np.concatenate(kv_slots)),
-        page_table=to_device(page_table),
-        kv_lens=to_device(np.asarray(kv_lens, np.int32)),
-        q_lens_host=q_lens,
-        kv_lens_host=kv_lens,
-        page_table_host=None if device.type == "cpu" else page_table,
-        slots=to_device(rows),
-        sample_tokens=to_device(np.concatenate(sampled)),
-        sample_slots=to_device(np.concatenate(sampled)),
-        sampling=SamplingBatch(
-            temperature=none, greedy=none, top_k=none, top_p=none, uniforms=none,
-            any_sampled=False, any_filtered=False, want_raw=False, want_sampled=False,
-        ),
-    )  # fmt: skip
-    return batch, to_device(np.concatenate(targets))
+    ids = [span.sequence.ids[span.begin : span.end] for span in chunk]
+    begins, pages = [span.begin for span in chunk], [span.sequence.pages for span in chunk]
+    batch = ForwardBatch.of_rows(ids, begins, pages, np.concatenate(sampled), device)
+    return batch, torch.from_numpy(np.concatenate(targets)).to(device)
 
 
 def _scales(chunk: Sequence[_Span], device: torch.device) -> Tensor:

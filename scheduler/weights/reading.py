@@ -93,11 +93,10 @@ def require_placeable(slots: Iterator[WeightSlot]) -> None:
         width = prod(slot.shape[1:]) if columns is None else len(columns)
         first = slot.owned[0]
         if slot.shape and first and slot.read(first.start, first.start + 1).numel() != width:
-            raise CaesuraError(
-                ErrorCode.UNSUPPORTED,
-                f"several ranks cannot send {slot.name}: each holds columns that are interleaved with others",
-                name=slot.name,
+            reason = (
+                f"several ranks cannot send {slot.name}: each holds columns that are interleaved with others"
             )
+            raise CaesuraError(ErrorCode.UNSUPPORTED, reason, name=slot.name)
 
 
 def checksums(model: Weights) -> Generator[None, None, dict[str, str]]:

@@ -71,9 +71,8 @@ def chosen(known: tuple[str, ...], named: str | None) -> str | None:
         return known[0] if known else None
     if named not in known:
         said = f"is none of {', '.join(known)}" if known else "is given, and this model has no components"
-        raise CaesuraError(
-            ErrorCode.INVALID_REQUEST, f"component = {named!r} {said}", field="component", value=named
-        )
+        reason = f"component = {named!r} {said}"
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="component", value=named)
     return named
 
 
@@ -194,6 +193,5 @@ def _require_fitting(spec: TensorSpec, buffers: Sequence[memoryview | Tensor]) -
 
 
 def _invalid(spec: TensorSpec, problem: str) -> CaesuraError:
-    return CaesuraError(
-        ErrorCode.INVALID_REQUEST, f"tensor {spec.name!r} {problem}", field="specs", value=spec.name
-    )
+    reason = f"tensor {spec.name!r} {problem}"
+    return CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="specs", value=spec.name)

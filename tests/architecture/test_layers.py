@@ -231,7 +231,7 @@ def test_the_launcher_offers_every_option_of_the_engine():
     assert offered - of_the_launcher == fields - {"model_path"}
 
 
-def test_every_option_of_a_generation_is_a_keyword_of_both_clients():
+def test_every_option_is_a_keyword_of_both_clients():
     explicit = {"id", "rid", "input_ids", "sampling_params", "stream"}
     assert set(GenerateReqInput.__struct_fields__) - explicit == set(GenerateOptions.__annotations__)
     for client in (SchedulerClient, AsyncSchedulerClient):

@@ -6,9 +6,11 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import generate_python
+import generate_routes
 import pytest
 import yaml
 from generate_configuration import PARTS
@@ -119,7 +121,16 @@ def test_the_options_are_those_of_the_commands():
     assert generate(page, PARTS) == page, "run: python docs/generate_configuration.py"
 
 
-def test_the_reference_lists_every_field_of_parameters_and_results():
+def test_the_routes_of_clients_are_those_that_tests_recorded():
+    page = generate_routes.DOCUMENT.read_text(encoding="utf-8")
+    assert generate(page, generate_routes.PARTS) == page, "run: python docs/generate_routes.py"
+    for test in chain.from_iterable(known["tests"] for known in generate_routes.record().values()):
+        file, _, name = test.partition("::")
+        source = (ROOT / "tests" / "integrations" / file).read_text(encoding="utf-8")
+        assert f"def {name.partition('[')[0]}(" in source, f"{test} is recorded, and is not there any more"
+
+
+def test_the_reference_lists_every_field():
     page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
     assert generate(page, generate_python.PARTS) == page, "run: python docs/generate_python.py"
     generated = page.partition("<!-- generated: parameters -->")[2].partition("<!-- end of results -->")[0]
@@ -171,7 +182,7 @@ def test_a_recipe_names_the_files_of_its_example(recipe, name, folders, tests):
     assert tests <= where(name, "tests")
 
 
-def test_every_error_code_has_a_remedy_and_every_quoted_log_line_exists():
+def test_error_codes_have_remedies_and_log_lines_exist():
     page = (ROOT / "docs" / "howto" / "troubleshoot.md").read_text(encoding="utf-8")
     _, codes, lines = re.findall(r"\|---\|.*\n((?:\|.*\n)+)", page)
     named = [code for row in codes.splitlines() for code in re.findall(r"`(\w+)`", row.split("|")[1])]

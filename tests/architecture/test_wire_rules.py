@@ -102,7 +102,7 @@ def structs_in(root: object) -> set[type]:
     return found
 
 
-def test_an_unknown_field_is_refused_in_requests_and_skipped_in_replies():
+def test_unknown_fields_are_refused_or_skipped():
     asked, told = structs_in(ToScheduler), structs_in(ToClient)
     assert all(kind.__struct_config__.forbid_unknown_fields for kind in asked)
     assert [kind for kind in told if kind.__struct_config__.forbid_unknown_fields] == []

@@ -81,9 +81,7 @@ def test_rewriting_a_folder_leaves_no_stale_shard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"shape": "huge"}, {"dtype": "int8"}, {"shards": 0}, {"shards": 1000}])
-def test_impossible_wishes_are_refused_before_anything_is_written(
-    tmp_path: Path, wrong: dict[str, object]
-) -> None:
+def test_impossible_wishes_write_nothing(tmp_path: Path, wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(wrong.values())))):
         checkpoints.write_checkpoint(tmp_path / "model", **{"shape": SMALL, **wrong})
     assert not (tmp_path / "model").exists()

@@ -110,7 +110,7 @@ def test_only_successors_of_aborted_requests_are_awaited(feeder, submitted, reas
     assert feeder.answer() is None
 
 
-def test_steps_around_a_pause_are_told_apart_by_number_not_by_time(feeder, submitted):
+def test_steps_around_a_pause_are_told_apart_by_number(feeder, submitted):
     rids = [request.id for request in submitted.requests]
     feeder.ask(Steady(0))
     for step in (5, 6):

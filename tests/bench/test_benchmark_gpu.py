@@ -66,7 +66,7 @@ def test_the_limit_is_the_better_bandwidth():
     assert Ceilings(2.0, 3.0, 1.0).bandwidth == 3.0
 
 
-def test_a_rollout_takes_its_prompts_once_and_each_step_the_slower_of_reading_and_computing():
+def test_a_step_takes_the_slower_of_reading_and_computing():
     made = MADE
     work = replace(WORKLOADS["rl"], requests=2, samples=3, prompt_tokens=5, new_tokens=3)
     prompts, weights = prefill_flops(made, 2, 5), streamed_weight_bytes(made, 2)
@@ -78,7 +78,7 @@ def test_a_rollout_takes_its_prompts_once_and_each_step_the_slower_of_reading_an
     assert computing == pytest.approx((prompts + 6 * (2 * weights + scores)) / 100)
 
 
-def test_a_hybrid_has_kv_in_each_fourth_layer_and_a_state_in_the_others():
+def test_a_hybrid_has_kv_in_each_fourth_layer():
     made, work = ARCHITECTURES["hybrid"], WORKLOADS["hybrid"]
     assert kv_bytes_per_token(made, 2) == work.kv_bytes_per_token
     without, states = replace(made, linear_key_head_dim=1), 4 * 6 * 8 * 64 * 64
@@ -104,7 +104,7 @@ def test_one_latent_is_cached_for_all_heads():
     )
 
 
-def test_a_step_reads_the_experts_that_its_rows_meet_and_fp8_as_one_byte():
+def test_a_step_reads_the_experts_that_its_rows_meet():
     dense, experts = SMOKE.shape, SMOKE.experts
     assert step_bytes(dense, 1) == step_bytes(dense, 64) == streamed_weight_bytes(dense, 2)
     sizes = {name: torch.Size(size).numel() for name, size in experts.tensor_shapes().items()}
@@ -139,7 +139,7 @@ def make_run(tmp_path: Path, **options: float) -> Run:
     return Run(SMOKE, torch.device("cpu"), tmp_path, tmp_path / "found.json", **options)
 
 
-def test_a_section_that_fails_or_takes_too_long_says_so_and_the_next_one_runs(tmp_path, monkeypatch):
+def test_the_next_section_runs_after_a_failure_or_a_timeout(tmp_path, monkeypatch):
     run, never = make_run(tmp_path), threading.Event()
     monkeypatch.setattr("gpu.run.SECTION_S", 1)
     run.section("breaks", lambda run: 1 // 0)

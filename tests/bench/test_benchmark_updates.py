@@ -48,7 +48,7 @@ def test_references_put_every_byte_into_its_place(weights, kind, bucket_bytes, t
         bare.close()
 
 
-def test_a_peak_is_seen_after_it_has_passed_and_forgotten_at_a_reset():
+def test_a_peak_is_seen_until_it_is_reset():
     pid = os.getpid()
     reset_peak(pid)
     before = read_memory(pid).resident

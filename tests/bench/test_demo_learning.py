@@ -66,7 +66,7 @@ def test_the_reward_of_a_token_ignores_earlier_tokens():
     assert first[1] == second[1] == 0.0
 
 
-def test_collate_puts_every_token_under_the_position_that_predicts_it():
+def test_collate_aligns_tokens_with_their_predictions():
     spans = [
         Span(version=3, start=0, end=1, stale_kv=False),
         Span(version=4, start=1, end=3, stale_kv=True),

@@ -23,7 +23,7 @@ def finished(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_trajectories_are_paused_updated_and_recomputed_to_the_same_logprobs(finished):
+def test_recomputed_trajectories_have_the_same_logprobs(finished):
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["updates"] == 3
     assert summary["images"] == 3 * 4 * len(TRAINED)
@@ -90,7 +90,7 @@ def batch_of(learner: Learner, settings: ImageSettings, rewards: list[float]) ->
     return batch
 
 
-def test_the_check_sees_a_logprob_that_is_off_and_one_that_is_no_number():
+def test_the_check_sees_logprobs_that_are_off_or_nan():
     settings = ImageSettings.quick(samples_per_prompt=2, chunk=7)
     learner = Learner(build(0).transformer, settings)
     batch = batch_of(learner, settings, [0.1, 0.9])

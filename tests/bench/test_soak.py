@@ -117,7 +117,7 @@ def test_most_growth_compares_the_greatest_of_blocks():
 @pytest.mark.skipif(
     not hasattr(HOST, "empty_cache"), reason="malloc is not glibc's: there is nothing to empty"
 )
-def test_a_fragmenting_derivation_grows_memory_unless_the_cache_is_emptied(small, tmp_path, capsys):
+def test_emptying_bounds_a_fragmenting_derivation(small, tmp_path, capsys):
     count, written = 2 * cycles.SETTLED, tmp_path / "out.json"
     asked = ["--cycles", str(count), "--modes", "in_place", "--allocations", "fragmenting"]
     costs = ["--cost-cycles", "4", "--cost-shapes", "tiny"]
@@ -155,7 +155,7 @@ def test_a_fragmenting_derivation_grows_memory_unless_the_cache_is_emptied(small
     assert len(drawing) < 100_000
 
 
-def test_every_transport_and_mode_leaves_rollouts_that_score_the_same_again(folders, monkeypatch):
+def test_rollouts_score_the_same_after_every_transport(folders, monkeypatch):
     monkeypatch.setattr(soak_rollouts, "RESCORED_EVERY", 5)
     monkeypatch.setattr(soak_rollouts, "UPDATE_EVERY_S", 0.2)
     found = asyncio.run(soak_rollouts.soak(folders, 0.12))

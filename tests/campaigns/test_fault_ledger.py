@@ -133,7 +133,7 @@ def test_a_refusal_is_quoted():
 
 
 @pytest.mark.parametrize(("ends", "expected"), [(0, []), (2, ["doubled"])])
-def test_an_engine_that_was_killed_owes_nothing_but_may_not_have_doubled(ends, expected):
+def test_a_killed_engine_may_not_have_doubled(ends, expected):
     ledger = asked()
     for _ in range(ends):
         ledger.ended(whole())
@@ -141,7 +141,7 @@ def test_an_engine_that_was_killed_owes_nothing_but_may_not_have_doubled(ends, e
     assert harms(ledger.close(alive=0)) == expected
 
 
-def test_an_update_in_the_midst_of_a_request_is_followed_token_by_token():
+def test_an_update_amid_a_request_is_followed_by_token():
     first = A.after(9, 3)
     tokens = first + B.after(first[-1], 4)
     spans = [SpanFacts("A", 0, 3), SpanFacts("B", 3, 7)]
@@ -218,7 +218,7 @@ def test_a_fault_is_drawn_from_seed_and_number_alone():
     assert campaign.draw(5)[1].random() == Campaign([], seed=3).draw(5)[1].random()
 
 
-def test_the_table_counts_harms_by_kind_and_a_failure_says_how_to_repeat_it():
+def test_harms_are_counted_and_a_fault_can_be_repeated():
     outcomes = [
         Outcome(0, "client-kill", recovery=0.5),
         Outcome(1, "client-kill", recovery=1.5, problems=[Problem("lost", "r"), Problem("torn", "r")]),

@@ -82,7 +82,7 @@ def replaced(source, place):
 NEW = {"+": "-", ">": ">=", " number": " 1 1", "LIMIT": "LIMIT"}
 
 
-def test_annotations_decorators_aliases_signatures_and_type_checking_are_never_drawn():
+def test_annotations_and_signatures_are_never_drawn():
     assert len(places_of("|")) == 4
     for text in ("|", "@cache", "TYPE_CHECKING:", "*,"):
         assert places_of(text)
@@ -122,7 +122,7 @@ def test_the_statement_around_a_line(line, lines):
     assert statement_lines(SOURCE, line) == lines
 
 
-def test_an_equivalent_is_known_by_module_function_and_both_lines():
+def test_an_equivalent_is_known_by_function_and_lines():
     mutant = Mutant.of(
         "thing.py", SOURCE, SOURCE.replace("number > LIMIT", "number >= LIMIT"), Place((22, 14), ">", 0)
     )

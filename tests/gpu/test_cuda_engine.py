@@ -207,7 +207,7 @@ def assert_close(found, expected) -> None:
         assert logprobs[:agreed] == pytest.approx(expected_logprobs[:agreed], rel=0, abs=TOLERANCE)
 
 
-def test_replayed_steps_equal_eager_ones_across_updates_and_releases(paths, backend):
+def test_replays_equal_eager_steps_after_updates(paths, backend):
     expected = []
     for path in paths:
         with capturing(path, cuda_graphs=False, attention_backend="sdpa") as driver:
@@ -270,7 +270,7 @@ def test_replayed_steps_sample_like_eager_ones(paths, backend):
         assert_close(sampled(driver), expected)
 
 
-def test_releasing_the_tag_frees_graph_memory_and_replays_allocate_none(paths, backend):
+def test_graph_memory_is_freed_and_replays_allocate_none(paths, backend):
     with capturing(paths[0], attention_backend=backend) as driver:
         generate(driver)
         reserved = []

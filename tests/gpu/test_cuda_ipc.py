@@ -60,7 +60,7 @@ def push(engine, memory: SharedBucket, weights: dict[str, torch.Tensor]) -> int:
     return len(parts)
 
 
-def test_updates_through_one_export_equal_cold_loads_and_hold_no_memory(engine, models, cold):
+def test_updates_through_one_export_equal_cold_loads(engine, models, cold):
     weights = [device_weights(path) for path in models]
     with SharedBucket(BUCKET_BYTES, DEVICE) as memory:
         free = []

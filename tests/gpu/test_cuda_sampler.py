@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
+from support.forward_batches import sampling_rows
 
 from caesura.scheduler import kernels
 from caesura.scheduler.execution import sampler as sampler_module
@@ -32,20 +33,17 @@ def by(request, monkeypatch):
 
 def batch_of(vocab_size: int) -> SamplingBatch:
     rng, kind = np.random.default_rng(vocab_size), np.arange(ROWS) % 7
-    greedy = torch.as_tensor(kind == 0)
-    temperature = torch.as_tensor(np.where(kind % 2, 1.0, rng.uniform(0.4, 2, ROWS)), dtype=torch.float32)
+    temperature = np.where(kind % 2, 1.0, rng.uniform(0.4, 2, ROWS))
     some_k = np.minimum(rng.integers(1, 3000, ROWS), vocab_size)
-    return SamplingBatch(
-        temperature=torch.where(greedy, 1.0, temperature),
-        greedy=greedy,
-        top_k=torch.as_tensor(np.where((kind == 3) | (kind == 6), some_k, vocab_size)),
-        top_p=torch.as_tensor(np.where(kind % 3 == 1, rng.uniform(0.3, 1, ROWS), 1.0), dtype=torch.float32),
-        min_p=torch.as_tensor(np.where(kind == 5, rng.uniform(0, 0.2, ROWS), 0.0), dtype=torch.float32),
-        uniforms=torch.as_tensor(rng.random(ROWS)),
-        any_sampled=True,
-        any_filtered=True,
-        want_raw=True,
-        want_sampled=True,
+    return sampling_rows(
+        ROWS,
+        vocab_size,
+        temperature=temperature,
+        greedy=kind == 0,
+        top_k=np.where((kind == 3) | (kind == 6), some_k, vocab_size),
+        top_p=np.where(kind % 3 == 1, rng.uniform(0.3, 1, ROWS), 1.0),
+        min_p=np.where(kind == 5, rng.uniform(0, 0.2, ROWS), 0.0),
+        uniforms=rng.random(ROWS),
     )
 
 

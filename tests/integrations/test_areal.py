@@ -44,20 +44,20 @@ def server(models):
         yield engine
 
 
-def engine_of(server: ServedEngine, root: Path, **options: object):
+def engine_of(url: str, root: Path, **options: object):
     config = cli_args.InferenceEngineConfig(
         backend="sglang:d1", experiment_name=f"caesura-{root.name}", trial_name="test", fileroot=str(root),
         max_concurrent_rollouts=4, consumer_batch_size=1, setup_timeout=30.0, request_timeout=60.0,
         request_retries=1, **options,
     )  # fmt: skip
     engine = remote.RemoteSGLangEngine(config)
-    engine.initialize(addr=server.url.removeprefix("http://"), train_data_parallel_size=1)
+    engine.initialize(addr=url.removeprefix("http://"), train_data_parallel_size=1)
     return engine
 
 
 @pytest.fixture
-def engine(server, tmp_path):
-    engine = engine_of(server, tmp_path)
+def engine(server, recorded, tmp_path):
+    engine = engine_of(recorded("AReaL", "areal", server.url), tmp_path)
     yield engine
     engine.destroy()
 
@@ -154,11 +154,12 @@ def test_offload_and_onload(server, engine):
     assert generate(engine).output_tokens == before
 
 
-def test_routing_of_a_model_with_experts(pool, tmp_path):
+def test_routing_of_a_model_with_experts(pool, recorded, tmp_path):
     """Also where an abort came before the first token: no rows, which the client must be able to read."""
     make_checkpoint(tmp_path / "experts", "qwen3-moe", seed=2)
     with served("--model", str(tmp_path / "experts")) as server:
-        engine = engine_of(server, tmp_path, return_routed_experts=True)
+        url = recorded("AReaL", "areal", server.url)
+        engine = engine_of(url, tmp_path, return_routed_experts=True)
         server.ok("/pause_generation", {"mode": "in_place"})
         waiting = pool.submit(generate, engine, 5)
         eventually(lambda: load(server)["num_waiting_reqs"] == 1)

@@ -36,9 +36,9 @@ def served(tmp_path_factory) -> Iterator[Served]:
         yield served
 
 
-def rollout(served, prompt=PROMPT, **options):
+def rollout(url, prompt=PROMPT, **options):
     async def one():
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="secret", max_retries=0) as sender:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as sender:
             return await client.generate(
                 client=sender, renderer=Renderer(), messages=[], model=NAME, prompt_ids=prompt, **options
             )
@@ -46,9 +46,14 @@ def rollout(served, prompt=PROMPT, **options):
     return asyncio.run(one())
 
 
-def test_a_rollout_is_the_engines(served):
+def test_a_rollout_is_the_engines(served, recorded):
     sampling = {"max_tokens": 20, "temperature": 1.0, "top_p": 1.0, "seed": 5, "return_routed_experts": True}
-    found = rollout(served, sampling_params=sampling, cache_salt="3", priority=2)
+    found = rollout(
+        recorded("prime-rl, renderers", "renderers", served.url),
+        sampling_params=sampling,
+        cache_salt="3",
+        priority=2,
+    )
     params = SamplingParams(max_new_tokens=20, seed=5, stop_token_ids=(1,))
     expected = served.engine.generate(PROMPT, sampling_params=params, return_logprob=True)
     assert found["completion_ids"] == list(expected.output_ids)
@@ -61,4 +66,4 @@ def test_a_rollout_is_the_engines(served):
 
 def test_a_prompt_that_is_too_long_is_not_even_sent(served):
     with pytest.raises(client.OverlongPromptError):
-        rollout(served, prompt=[5] * 600)
+        rollout(served.url, prompt=[5] * 600)

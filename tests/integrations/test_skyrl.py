@@ -66,7 +66,8 @@ class InitInfo:
         }
 
 
-def test_rollouts_pauses_and_chunked_updates(engine, models):
+def test_rollouts_pauses_and_chunked_updates(engine, models, recorded):
+    url = recorded("SkyRL", "skyrl", engine.url)
     tensors = list(load_file(models[1] / "model.safetensors").items())
     update_info = {
         "names": [name for name, _ in tensors],
@@ -90,7 +91,7 @@ def test_rollouts_pauses_and_chunked_updates(engine, models):
     }
 
     async def rollouts() -> list[Any]:
-        client = remote.RemoteInferenceClient(engine.url, [engine.url], 1, model_name="policy")
+        client = remote.RemoteInferenceClient(url, [url], 1, model_name="policy")
         async with client:
             found = [await client.generate(asked)]
             await client.init_weight_update_communicator(InitInfo(store.port))

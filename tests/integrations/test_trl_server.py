@@ -12,7 +12,9 @@ from support.checkpoints import make_checkpoint
 from support.http_serve import ServedEngine, served
 from support.tokenizers import make_byte_level
 
-pytest.importorskip("trl", reason="trl comes with the extra `trl`")
+trl = pytest.importorskip("trl", reason="trl comes with the extra `trl`")
+TEMPLATE = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
+"""One of those that TRL knows how to parse the answers of."""
 STAND_IN = Path(vllm_stand_in.__path__[0])
 ROOT = Path(__file__).parents[2]
 
@@ -75,13 +77,65 @@ assert len(ratios) == 3 and all(abs(ratio - 1) < 0.02 for ratio in ratios), trai
 """
 
 
+LOOP = """
+import sys
+import types
+from itertools import pairwise
+import datasets
+import torch
+from transformers import AutoTokenizer
+from trl.experimental import async_grpo
+from trl.experimental.async_grpo import packing
+
+torch.cuda.get_device_name = lambda device: ""
+
+
+def attention(query, key, value, starts, key_starts, *_, softmax_scale, causal, window_size):
+    assert causal and window_size == (-1, -1)
+    found = []
+    for rows, columns in zip(pairwise(starts), pairwise(key_starts), strict=True):
+        parts = query[slice(*rows)], key[slice(*columns)], value[slice(*columns)]
+        q, k, v = (part.transpose(0, 1)[None] for part in parts)
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        attend = torch.nn.functional.scaled_dot_product_attention
+        found.append(attend(q, k, v, seen, scale=softmax_scale, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+# In the place of FlashAttention 3, which TRL takes from a hub, and which runs on CUDA devices only.
+packing._flash_attn = lambda: types.SimpleNamespace(flash_attn_varlen_func=attention)
+
+
+def reward(completions, **_):
+    return [float(len(set(completion[0]["content"]))) for completion in completions]
+
+
+if __name__ == "__main__":  # the worker's process imports this file again
+    url, model, output = sys.argv[1:]
+    config = async_grpo.AsyncGRPOConfig(
+        output_dir=output, per_device_train_batch_size=4, num_generations=4, max_steps=3, learning_rate=1e-3,
+        gradient_accumulation_steps=1, token_budget=128, max_completion_length=12, vllm_server_base_url=url,
+        report_to="none", save_strategy="no", use_cpu=True, bf16=False, seed=1,
+    )
+    rows = [{"prompt": [{"role": "user", "content": f"Count to {n}."}]} for n in range(8)]
+    trainer = async_grpo.AsyncGRPOTrainer(
+        model=model, reward_funcs=reward, args=config, train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+    trainer.train()
+    steps = [row for row in trainer.state.log_history if "kl" in row]
+    assert len(steps) == 3, trainer.state.log_history
+    assert steps[0]["sample/staleness_max"] == 0 and steps[0]["kl"] < 1e-6, steps[0]
+"""
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("trl")
     paths = [root / "one", root / "two"]
     for seed, path in enumerate(paths):
         make_checkpoint(path, "qwen3", tied=True, seed=seed, vocab_size=512, pad_token_id=0)
-        make_byte_level(path, pad_token="</s>")
+        make_byte_level(path, pad_token="</s>", chat_template=TEMPLATE.read_text(encoding="utf-8"))
     return paths
 
 
@@ -91,26 +145,36 @@ def engine(models: list[Path]) -> Iterator[ServedEngine]:
         yield engine
 
 
-def run(script: str, *arguments: object) -> None:
+def run(folder: Path, script: str, *arguments: object) -> None:
+    file = folder / "script.py"
+    file.write_text(script, encoding="utf-8")
     path = os.pathsep.join([str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, str(file), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": path, "TRL_EXPERIMENTAL_SILENCE": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def test_the_async_trainers_weight_transfer(engine, models):
+def test_the_async_trainers_weight_transfer(engine, models, recorded, tmp_path):
     before = engine.get("/weight_version").json()["weights_epoch"]
-    run(ASYNC, engine.url, models[1])
+    run(tmp_path, ASYNC, recorded("TRL, asynchronous", "trl", engine.url), models[1])
     assert engine.get("/weight_version").json()["weights_epoch"] == before + 2
     sent = engine.generate([5, 6, 7])["output_ids"]
     engine.ok("/update_weights_from_disk", {"model_path": str(models[1])})
     assert engine.generate([5, 6, 7])["output_ids"] == sent
 
 
-def test_a_grpo_trainer_in_server_mode(engine, models, tmp_path):
-    run(SYNC, engine.url, models[1], tmp_path)
+def test_a_grpo_trainer_in_server_mode(engine, models, recorded, tmp_path):
+    run(tmp_path, SYNC, recorded("TRL", "trl", engine.url), models[1], tmp_path)
     assert engine.get("/weight_version").json()["weights_epoch"] >= 3
+
+
+def test_the_loop_of_the_async_trainer(engine, models, recorded, tmp_path):
+    """Samples of the trainer's own weights are on its policy: their importance ratios are 1."""
+    pytest.importorskip("aiohttp", reason="TRL's worker needs aiohttp")
+    before = engine.get("/weight_version").json()["weights_epoch"]
+    run(tmp_path, LOOP, recorded("TRL, asynchronous", "trl", engine.url), models[0], tmp_path)
+    assert engine.get("/weight_version").json()["weights_epoch"] >= before + 3

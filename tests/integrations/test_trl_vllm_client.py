@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.http_server import listening
 from support.openai_server import CONTEXT, Served, serve_openai
+from support.recorded_routes import Recorded
 
 from caesura.client import SamplingParams
 
@@ -29,7 +30,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[Any]:
+def url(served: Served) -> Iterator[str]:
     """TRL's client sends no key; it asks whether vLLM is installed, and imports nothing of it to generate."""
     package = types.ModuleType("vllm")
     package.__spec__ = importlib.machinery.ModuleSpec("vllm", None)
@@ -42,7 +43,12 @@ def client(served: Served) -> Iterator[Any]:
             context_length=CONTEXT,
             max_batch=16,
         ) as door:
-            yield vllm_client.VLLMClient(base_url=door.url)
+            yield door.url
+
+
+@pytest.fixture
+def client(url: str, recorded: Recorded) -> Any:
+    return vllm_client.VLLMClient(base_url=recorded("TRL", "trl", url))
 
 
 def test_generate(served, client):

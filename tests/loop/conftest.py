@@ -20,6 +20,16 @@ def driver(tiny_model: Path) -> Iterator[EngineDriver]:
         yield driver
 
 
+@pytest.fixture(scope="session")
+def broken_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint that lacks a layer of the other models."""
+    from support.checkpoints import make_checkpoint  # imports transformers, for seconds
+
+    path = tmp_path_factory.mktemp("models") / "broken"
+    make_checkpoint(path, "qwen3", tied=True, seed=2, num_hidden_layers=1)
+    return path
+
+
 @pytest.fixture(params=["mapped", "storage"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Release memory as a machine does that has the mapping for it, and as one that has not."""

@@ -63,7 +63,7 @@ def expected(paths):
     return found
 
 
-def test_generation_pause_and_update_are_those_of_an_eager_engine(paths, expected, device):
+def test_captures_generate_pause_and_update_as_eager_does(paths, expected, device):
     with driver_of(paths[0], pipeline_depth=1) as driver:
         assert device.captures == GRAPHS
         assert_same(driver.finish(submit(driver)), expected[0])
@@ -118,14 +118,10 @@ def test_the_tag_of_graphs_releases_and_resumes_them(paths, expected, device):
         assert_same(driver.finish(submit(driver)), expected[0])
 
 
-def test_an_engine_starts_where_kernels_cannot_be_compiled(paths, expected, device, monkeypatch, caplog):
-    no_compiler, kernels = (
-        RuntimeError("Could not find nvcc"),
-        fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper,
-    )
-    Fault(monkeypatch, kernels, "plan", no_compiler, range(1000))
+def test_an_engine_starts_without_a_compiler_of_kernels(paths, expected, device, caplog):
+    kernels, error = fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper, RuntimeError("Could not find nvcc")
     backends.failure_of.cache_clear()
-    with driver_of(paths[0], pipeline_depth=1) as driver:
+    with Fault(kernels, "plan", error, range(1000)), driver_of(paths[0], pipeline_depth=1) as driver:
         assert "flashinfer: a step with it fails: RuntimeError: Could not find nvcc" in caplog.text
         assert driver.status().kernels["attention"] == "torch"
         assert_same(driver.finish(submit(driver)), expected[0])
@@ -153,7 +149,7 @@ def test_graphs_can_be_declined(paths, expected, device):
     assert (device.captures, device.replays) == (0, 0)
 
 
-def test_edits_and_further_logprobs_are_those_of_an_eager_engine(paths, monkeypatch):
+def test_captures_edit_logits_as_eager_does(paths, monkeypatch):
     def run(driver: EngineDriver) -> list[GenerateReqOutput]:
         params = SamplingParams(
             max_new_tokens=20, temperature=0.8, seed=5, ignore_eos=True, min_p=0.02, frequency_penalty=0.9,
@@ -191,7 +187,7 @@ def test_edits_and_further_logprobs_are_those_of_an_eager_engine(paths, monkeypa
                     assert read_floats(rows.logprobs) == pytest.approx(read_floats(others.logprobs), abs=1e-4)
 
 
-def test_a_kernel_that_stores_reads_its_slots_where_each_step_has_them(paths, expected, device, monkeypatch):
+def test_a_kernel_that_stores_reads_each_steps_slots(paths, expected, device, monkeypatch):
     monkeypatch.setattr(fused_store, "elementwise_for", lambda *of: fake_elementwise)
     monkeypatch.setattr(fake_flashinfer, "append_paged_kv_cache", None)
     backends.failure_of.cache_clear()

@@ -4,6 +4,7 @@ import logging
 import re
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -65,11 +66,28 @@ def judging(tiny_model):
         yield driver, allocator_of(driver)
 
 
+class Scratch:
+    """A tensor of work that failed, and whether it was alive at each emptying."""
+
+    tensor: weakref.ref | None = None
+
+    def __init__(self) -> None:
+        self.alive: list[bool] = []
+
+    def fail(self, make: Callable[[], Exception]) -> None:
+        temporary = torch.zeros(10)
+        self.tensor = weakref.ref(temporary)
+        raise make()  # no name here may keep the error, which keeps this frame
+
+    def look(self) -> None:
+        self.alive.append(self.tensor() is not None)
+
+
 def emptied(driver: EngineDriver) -> dict[str, tuple[int, int]]:
     return {each.place: (each.count, each.freed_bytes) for each in driver.status().totals.emptied}
 
 
-def test_a_start_empties_leftovers_of_loading_and_bytes_are_counted_by_place(driver, allocator):
+def test_emptyings_are_counted_by_place(driver, allocator):
     for call in (driver.flush, driver.flush, driver.pause, driver.go_on):
         call()
     found = emptied(driver)
@@ -110,7 +128,7 @@ def test_new_allocations_do_not_count_as_freed(driver, allocator):
     assert (reply.reserved_before, reply.reserved_after, reply.freed) == (8 * MIB - 4096, 8 * MIB, 0)
 
 
-def test_continue_empties_nothing_where_it_is_told_not_to_or_nothing_is_paused(driver, allocator, caplog):
+def test_continue_empties_only_a_paused_engine_that_asks(driver, allocator, caplog):
     with caplog.at_level(logging.INFO, logger="caesura"):
         reply = driver.go_on()
         assert (reply.was_paused, reply.freed) == (False, None)
@@ -151,22 +169,23 @@ def test_one_call_of_a_session_that_asks_is_enough(driver, allocator, other_mode
     assert allocator.log == (["running 1"] if any(asks) else [])
 
 
-def test_a_failed_step_empties_once_and_when_the_step_is_forgotten(driver, allocator):
-    kept: list[weakref.ref] = []
-    alive: list[bool] = []
+@pytest.fixture
+def scratch(allocator) -> Scratch:
+    found = Scratch()
+    allocator.on_empty = found.look
+    return found
 
+
+def test_a_failed_step_empties_once_it_is_forgotten(driver, scratch):
     def fail(batch: ForwardBatch) -> None:
-        if not kept:
-            temporary = torch.zeros(10)
-            kept.append(weakref.ref(temporary))
-            raise torch.OutOfMemoryError("out of memory")
+        if scratch.tensor is None:
+            scratch.fail(torch.OutOfMemoryError)
 
     driver.generate([5, 6, 7], 20)
     driver.tick(3)
     driver.runner.before = fail
-    allocator.on_empty = lambda: alive.append(kept[0]() is not None)
     driver.run_until_idle()
-    assert alive == [False]
+    assert scratch.alive == [False]
 
 
 def test_idle_sleep_empties_once_per_idle_period(driver, allocator, monkeypatch):
@@ -197,9 +216,7 @@ def test_a_pause_is_never_emptied_however_long_it_lasts(driver, allocator, monke
 
 
 @pytest.mark.parametrize("log_stages", [True, False])
-def test_looking_empties_nothing_and_stages_are_logged_where_that_is_configured(
-    tiny_model, caplog, log_stages
-):
+def test_looking_empties_nothing_and_stages_are_logged(tiny_model, caplog, log_stages):
     caplog.set_level(logging.DEBUG, logger="caesura")
     with EngineDriver(str(tiny_model), log_stages=log_stages) as driver:
         module = allocator_of(driver)
@@ -226,11 +243,11 @@ def test_looking_empties_nothing_and_stages_are_logged_where_that_is_configured(
         pytest.param(lambda e: e.residency, "leave", OSError("no space"), id="the reference cannot leave"),
     ],
 )
-def test_a_failed_score_empties(judging, monkeypatch, part, method, error):
+def test_a_failed_score_empties(judging, part, method, error):
     driver, module = judging
-    Fault(monkeypatch, part(driver.engine), method, error, range(100))
     driver.send(ScoreReqInput(input_ids=[[1, 2, 3]], start=[1]))
-    driver.tick(20)
+    with Fault(part(driver.engine), method, error, range(100)):
+        driver.tick(20)
     assert module.log == ["running 0"]
 
 
@@ -245,35 +262,26 @@ def test_emptying_waits_for_a_score_on_the_forward_stream(judging):
 
 
 @pytest.fixture
-def answers(driver, allocator, monkeypatch):
+def answers(driver, allocator):
     """Log each answer, too."""
     replies = driver.engine.replies
     answer = replies.send_answer
-    monkeypatch.setattr(
-        replies, "send_answer", lambda *said: (allocator.log.append("answered"), answer(*said))[1]
-    )
+    replies.send_answer = lambda *said: (allocator.log.append("answered"), answer(*said))[1]
 
 
-@pytest.mark.parametrize("code", [ErrorCode.OUT_OF_MEMORY, ErrorCode.WEIGHT_MISMATCH])
+@pytest.mark.parametrize(
+    ("make", "code"), [(MemoryError, "out_of_memory"), (partial(CaesuraError, "busy", "half"), "busy")]
+)
 def test_a_commit_that_fails_empties_before_it_answers(
-    driver, allocator, answers, other_model, monkeypatch, code
+    driver, allocator, answers, scratch, other_model, monkeypatch, make, code
 ):
-    scratch: list[weakref.ref] = []
-
-    def derive() -> None:
-        temporary = torch.zeros(10)
-        scratch.append(weakref.ref(temporary))
-        raise MemoryError if code == ErrorCode.OUT_OF_MEMORY else CaesuraError(code, "half a tensor")
-
     # pytest keeps records, exceptions included.
     monkeypatch.setattr(logging.getLogger("caesura"), "propagate", False)
-    monkeypatch.setattr(driver.engine.model, "finalize_weights", derive)
-    alive: list[bool] = []
-    allocator.on_empty = lambda: alive.append(scratch[0]() is not None)
+    driver.engine.model.finalize_weights = lambda: scratch.fail(make)
     assert driver.update(other_model).code == code
     assert allocator.log == ["running 0", "answered"]
-    if code == ErrorCode.OUT_OF_MEMORY:
-        assert alive == [False]
+    if code == "out_of_memory":
+        assert scratch.alive == [False]
     assert driver.status().weights == "poisoned"
 
 
@@ -282,10 +290,10 @@ def test_a_refused_command_empties_nothing(driver, allocator, tmp_path):
     assert allocator.log == []
 
 
-def test_a_message_that_fails_at_once_empties_before_it_is_answered(driver, allocator, answers, monkeypatch):
-    Fault(monkeypatch, driver.engine.answers, "attach", MemoryError(), {0})
+def test_a_message_that_fails_at_once_empties_and_answers(driver, allocator, answers):
     driver.send(PauseGenerationReqInput())
-    driver.tick(2)
+    with Fault(driver.engine.answers, "attach", MemoryError()):
+        driver.tick(2)
     assert allocator.log == ["running 0", "answered"]
 
 
@@ -325,7 +333,7 @@ def test_the_pool_is_sized_for_the_rank_that_has_the_least(tiny_model, monkeypat
     assert total * per_token <= MIB // 2 < (total + 16) * per_token
 
 
-def test_a_backend_that_does_not_tell_its_free_memory_needs_the_size_of_the_pool(tiny_model, monkeypatch):
+def test_a_device_of_unknown_free_memory_needs_a_pool_size(tiny_model, monkeypatch):
     monkeypatch.setattr("caesura.scheduler.memory.device_memory.free_and_total", lambda module: None)
     with pytest.raises(CaesuraError, match="set kv_pool_tokens") as refusal:
         EngineDriver(str(tiny_model), kv_pool_tokens=None)

@@ -8,7 +8,6 @@ All of it holds for a model with states per sequence, too (``test_states.py`` ha
 these): that is long, but for what depends on where its steps write them.
 """
 
-from collections.abc import Callable
 from itertools import pairwise
 from math import log2
 
@@ -19,6 +18,7 @@ from support.faults import (
     BUG,
     NO_MEMORY,
     PROMPTS,
+    STAGES,
     Fault,
     another,
     check_everybody,
@@ -33,7 +33,6 @@ from support.scripted import EngineDriver, tokens_of
 from caesura.io_struct import GenerateReqInput, SamplingParams
 from caesura.scheduler.execution.forward import ForwardBatch
 from caesura.scheduler.runtime.engine_config import PAGE_SIZE
-from caesura.scheduler.scheduling import sampling
 
 
 @pytest.fixture(scope="module")
@@ -67,35 +66,16 @@ def new_weights(driver, request):
     return request.getfixturevalue("other_model")
 
 
-STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
-    "schedule": lambda driver: (driver.engine.batcher, "schedule"),
-    "open": lambda driver: (driver.engine.cache, "open"),
-    "extend": lambda driver: (driver.engine.cache, "extend"),
-    "bind": lambda driver: (driver.engine.batcher.table, "bind"),
-    "noise": lambda driver: (sampling, "noise"),
-    "build": lambda driver: (driver.engine.batcher, "_build"),
-    "execute": lambda driver: (driver.runner, "before"),
-    "outputs": lambda driver: (driver.runner, "after"),
-    "fetch": lambda driver: (driver.runner, "on_fetch"),
-    "record": lambda driver: (driver.engine.outputs, "record"),
-    "spans": lambda driver: (driver.engine.outputs, "_open_spans"),
-    "ends": lambda driver: (driver.engine.outputs, "_end_finished"),
-    "stream": lambda driver: (driver.engine.outputs, "_stream"),
-    "result": lambda driver: (driver.engine.outputs, "_result"),
-    "donate": lambda driver: (driver.engine.cache, "donate"),
-    "send": lambda driver: (driver.engine.outbox, "_send"),
-}
 BUILDING = ("schedule", "open", "extend", "bind", "noise", "build")
 COMPUTING = ("execute", "outputs", "fetch")
 
 
 @pytest.mark.parametrize("error", [BUG, NO_MEMORY[1]], ids=["bug", "memory"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_that_fails_once(driver, monkeypatch, stage, error):
+def test_a_stage_that_fails_once(driver, stage, error):
     failures = 0
     for number in (0, 1, 2, 4, 7):
-        with monkeypatch.context() as patch:
-            fault = Fault(patch, *STAGES[stage](driver), error, {number})
+        with Fault(*STAGES[stage](driver), error, {number}) as fault:
             results = results_of(driver, submit(driver))
         check_everybody(driver, {})
         assert fault.raised or number > 2, "the stage was not reached"
@@ -117,9 +97,8 @@ def test_a_stage_that_fails_once(driver, monkeypatch, stage, error):
 
 
 @pytest.mark.parametrize("stage", every([*BUILDING, *COMPUTING, "record", "spans", "ends", "donate"], 3))
-def test_a_stage_that_fails_for_some_time(driver, monkeypatch, stage):
-    with monkeypatch.context() as patch:
-        Fault(patch, *STAGES[stage](driver), BUG, range(1000))
+def test_a_stage_that_fails_for_some_time(driver, stage):
+    with Fault(*STAGES[stage](driver), BUG, range(1000)):
         rids = submit(driver, n=2)
         driver.run_until_idle(max_ticks=500)
         for rid in rids:
@@ -133,17 +112,10 @@ def test_a_stage_that_fails_for_some_time(driver, monkeypatch, stage):
 @pytest.mark.parametrize("stage", quick(COMPUTING))
 def test_memory_that_is_short_once_ends_no_request(driver, stage, error):
     for number in range(12):
-        raised, due = [], len(driver.runner.launches) + number
-
-        def fail(batch: ForwardBatch, raised=raised, due=due) -> None:
-            if len(driver.runner.launches) >= due and not raised:
-                raised.append(batch)
-                raise another(error)
-
         rids = submit(driver, new_tokens=10)
-        setattr(driver.runner, {"execute": "before", "outputs": "after", "fetch": "on_fetch"}[stage], fail)
-        results = check_everybody(driver, rids)
-        assert len(raised) == 1
+        with Fault(*STAGES[stage](driver), error, {number}) as fault:
+            results = check_everybody(driver, rids)
+        assert fault.raised == 1
         assert {result.finish_reason.type for result in results} == {"length"}
         driver.flush(torch_empty_cache=False)
     failures = driver.status().step_failures
@@ -191,28 +163,24 @@ def test_decoding_rows_take_turns(driver):
 
 
 @of_hybrids_too
-def test_a_prompt_waits_for_decoding_rows_and_then_ends_alone(driver):
+def test_a_prompt_waits_for_decoding_rows_and_ends_alone(driver):
     small = driver.generate([5, 6, 7], 30)
     driver.tick(3)
 
-    def refuse(batch: ForwardBatch) -> None:
-        if batch.num_decode < batch.num_rows:
-            raise another(NO_MEMORY[0])
-
-    driver.runner.before = refuse
-    result = driver.complete(PROMPTS[1], 5)
+    prefills = {"calls": range(1000), "only": lambda batch: batch.num_decode < batch.num_rows}
+    with Fault(driver.runner, "before", NO_MEMORY[0], **prefills):
+        result = driver.complete(PROMPTS[1], 5)
     assert driver.result(small).finish_reason.type == "length"
     driver.check(small)
     reason = result.finish_reason
     assert (reason.type, reason.code) == ("error", "out_of_memory")
     assert "Tried to allocate" in reason.message
     assert tokens_of(result) == []
-    limited(driver, 1000)
     check_everybody(driver, submit(driver))
 
 
 @of_hybrids_too
-def test_without_any_memory_everybody_is_told_after_a_bounded_number_of_attempts(driver):
+def test_without_memory_everybody_is_told_soon(driver):
     rids = submit(driver, new_tokens=30, n=2)
     driver.tick(6)
     running = driver.status().running_requests
@@ -252,17 +220,10 @@ def test_the_step_after_a_lost_one_ends_no_request(tiny_model):
     with EngineDriver(str(tiny_model), pipeline_depth=1, chunked_prefill_size=32) as driver:
         guilty = driver.generate(PROMPTS[0], 20)
         driver.tick(5)
-        steps = []
-
-        def fail(batch: ForwardBatch) -> None:
-            steps.append(batch)
-            if len(steps) == 1:
-                raise another(BUG)
-
-        driver.runner.on_fetch = fail
-        driver.tick()  # launches the step that will fail
-        innocent = driver.generate(PROMPTS[1], 6)
-        driver.run_until_idle()
+        with Fault(driver.runner, "on_fetch", BUG):
+            driver.tick()  # launches the step that will fail
+            innocent = driver.generate(PROMPTS[1], 6)
+            driver.run_until_idle()
         assert driver.result(guilty).finish_reason.type == "error"
         result = driver.check(innocent)
         assert result.finish_reason.type == "length"
@@ -270,19 +231,18 @@ def test_the_step_after_a_lost_one_ends_no_request(tiny_model):
         check_nothing_is_left(driver)
 
 
-def test_a_device_that_cannot_be_told_the_last_tokens(driver, monkeypatch):
+def test_a_device_that_cannot_be_told_the_last_tokens(driver):
     rids = submit(driver)
     driver.tick(6)
-    Fault(monkeypatch, driver.runner, "after", NO_MEMORY[0], {0})
-    fault = Fault(monkeypatch, driver.runner, "set_last_tokens", BUG, {0})
-    results = check_everybody(driver, rids)
+    with Fault(driver.runner, "after", NO_MEMORY[0]), Fault(driver.runner, "set_last_tokens", BUG) as fault:
+        results = check_everybody(driver, rids)
     assert fault.raised == (driver.engine.cache.states is None)
     assert {result.finish_reason.type for result in results} == {"length"}
     assert sum(result.num_retractions for result in results) > 0
 
 
 @pytest.mark.parametrize("failures", [2, 3, 4, 5])
-def test_results_that_make_no_message(driver, monkeypatch, failures):
+def test_results_that_make_no_message(driver, failures):
     params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     message = GenerateReqInput(input_ids=PROMPTS[0], sampling_params=params)
     driver.send(message)
@@ -290,22 +250,14 @@ def test_results_that_make_no_message(driver, monkeypatch, failures):
     driver.hear()
     results = driver.engine.outbox
     identity = driver.engine.live.samples(message.id)[0].client
-    original, attempts = results._send, []
-
-    def send(client, output):
-        if client == identity and len(attempts) < failures:
-            attempts.append(output)
-            raise another(BUG)
-        original(client, output)
-
-    monkeypatch.setattr(results, "_send", send)
-    driver.tick(2)
-    driver.client("other").poll(1000)
-    driver.collect()
-    assert (other, 0) in driver.results
-    driver.run_until_idle()
-    driver.tick(3)
-    assert len(attempts) == failures
+    with Fault(results, "_send", BUG, range(failures), only=lambda client, _: client == identity) as fault:
+        driver.tick(2)
+        driver.client("other").poll(1000)
+        driver.collect()
+        assert (other, 0) in driver.results
+        driver.run_until_idle()
+        driver.tick(3)
+    assert fault.raised == failures
     assert not results.has_undelivered
     sent = [result.finish_reason.type for result in driver.results.get((message.id, 0), [])]
     assert sent == {2: ["length"], 3: ["length"], 4: ["error"], 5: []}[failures]
@@ -325,24 +277,16 @@ def test_a_pause_after_a_lost_step(driver, new_weights, mode):
     for ticks in range(1, 7):
         rids = submit(driver)
         driver.tick(ticks)
-        failed = []
-
-        def fail(batch: ForwardBatch, failed=failed) -> None:
-            if not failed:
-                failed.append(batch)
-                raise another(NO_MEMORY[0])
-
-        driver.runner.on_fetch = fail
-        driver.tick()
-        reply = driver.pause(mode)
-        driver.runner.on_fetch = lambda batch: None
+        with Fault(driver.runner, "on_fetch", NO_MEMORY[0]) as fault:
+            driver.tick()
+            reply = driver.pause(mode)
+        assert fault.raised == 1
         assert not driver.engine.batcher.in_flight
         assert reply.held_tokens == driver.status().kv.held
         assert driver.update(new_weights, flush_cache=mode != "in_place").committed
         assert driver.go_on(torch_empty_cache=False).was_paused
         results = check_everybody(driver, rids)
         assert {result.finish_reason.type for result in results} <= {"length", "abort"}
-        assert len(failed) == 1
 
 
 @settings(

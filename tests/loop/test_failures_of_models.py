@@ -77,28 +77,31 @@ HOST_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
 }
 
 
+def fail_at(driver: EngineDriver, stage: tuple[object, str], numbers: tuple[int, ...]) -> None:
+    """Run out of memory in these calls of a stage, one at a time, before and after what they do."""
+    expected = play(driver)
+    for number in numbers:
+        for after in (False, True):
+            with Fault(*stage, NO_MEMORY[0], {number}, after=after) as fault:
+                assert_same(play(driver), expected)
+            assert fault.raised
+    assert driver.status().step_failures.failed == 2 * len(numbers)
+    assert_same(play(driver), expected)
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("stage", every(HOST_STAGES, 2))
-def test_a_stage_without_memory(model, monkeypatch, stage, depth):
+def test_a_stage_without_memory(model, stage, depth):
     with EngineDriver(model, scripted=False, pipeline_depth=depth, chunked_prefill_size=32) as driver:
-        expected = play(driver)
-        for number in (0, 1, 2, 9):
-            for after in (False, True):
-                with monkeypatch.context() as patch:
-                    fault = Fault(patch, *HOST_STAGES[stage](driver), NO_MEMORY[0], {number}, after=after)
-                    assert_same(play(driver), expected)
-                assert fault.raised
-        assert driver.status().step_failures.failed == 8
-        assert_same(play(driver), expected)
+        fail_at(driver, HOST_STAGES[stage](driver), (0, 1, 2, 9))
 
 
 @pytest.mark.parametrize("stage", HOST_STAGES)
-def test_a_stage_with_a_defect(model, monkeypatch, stage):
+def test_a_stage_with_a_defect(model, stage):
     with EngineDriver(model, scripted=False, chunked_prefill_size=32) as driver:
         expected = play(driver)
         driver.flush(torch_empty_cache=False)
-        with monkeypatch.context() as patch:
-            Fault(patch, *HOST_STAGES[stage](driver), BUG, {4})
+        with Fault(*HOST_STAGES[stage](driver), BUG, {4}):
             rids = submit(driver, False)
             driver.run_until_idle()
         for rid, (ids, _, _) in zip(rids, expected, strict=True):
@@ -110,12 +113,11 @@ def test_a_stage_with_a_defect(model, monkeypatch, stage):
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_experts_are_recorded_once(moe_model, monkeypatch, depth):
+def test_experts_are_recorded_once(moe_model, depth):
     with EngineDriver(moe_model, scripted=False, pipeline_depth=depth, chunked_prefill_size=32) as driver:
         expected = play(driver, routed=True)
         for number in (0, 1, 2, 9):
-            with monkeypatch.context() as patch:
-                Fault(patch, runner_of(driver).sampler, "sample", NO_MEMORY[0], {number}, after=True)
+            with Fault(runner_of(driver).sampler, "sample", NO_MEMORY[0], {number}, after=True):
                 assert_same(play(driver, routed=True), expected)
 
 
@@ -134,13 +136,6 @@ def test_a_stage_of_an_accelerator_without_memory(model, monkeypatch, stage):
     record_graphs(monkeypatch)
     options = {"max_running_requests": 10, "chunked_prefill_size": 32, "pipeline_depth": 1}
     with EngineDriver(model, scripted=False, **options) as driver:
-        expected = play(driver)
-        for number in (0, 5):
-            for after in (False, True):
-                with monkeypatch.context() as patch:
-                    fault = Fault(patch, *DEVICE_STAGES[stage](driver), NO_MEMORY[0], {number}, after=after)
-                    assert_same(play(driver), expected)
-                assert fault.raised
+        fail_at(driver, DEVICE_STAGES[stage](driver), (0, 5))
         blocks = len(runner_of(driver)._outputs._free)
         assert blocks <= 6, "results that are never fetched keep their room"
-        assert_same(play(driver), expected)

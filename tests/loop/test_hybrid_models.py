@@ -105,7 +105,7 @@ def check(models, rids, which=0):
     models.driver.engine.cache.check()
 
 
-def test_every_position_of_a_prompt_in_chunks_and_beside_others(models):
+def test_prompts_in_chunks_and_beside_others(models):
     driver, prompts = models.driver, [prompt_of(length, length) for length in (3, 130, 16, 71)]
     rids = {send(driver, prompt, 20, seed=number): prompt for number, prompt in enumerate(prompts)}
     driver.tick(3)
@@ -128,7 +128,7 @@ def test_a_kept_prefix_equals_its_recomputation(models):
     assert [driver.result(rid).cached_tokens for rid in rids] == [80, 112, 0]
 
 
-def test_in_place_pauses_change_nothing_and_retracted_requests_compute_the_same(models):
+def test_pauses_change_no_token(models):
     driver, prompt = models.driver, prompt_of(40, 2)
     found = []
     for mode in (None, "in_place", "retract"):
@@ -176,7 +176,7 @@ def test_a_state_outlives_an_update_in_place(models):
     assert driver.result(again).cached_tokens == 0
 
 
-def test_an_update_from_disk_is_a_cold_load_and_states_survive_neither_it_nor_a_release(models):
+def test_no_state_survives_an_update_or_a_release(models):
     driver, prompt = models.driver, prompt_of(60, 6)
     send(driver, prompt, 3)
     driver.run_until_idle()
@@ -215,15 +215,13 @@ def test_an_aborted_request_leaves_no_state_behind(models):
     check(models, rids)
 
 
-def test_a_step_that_ran_out_of_memory_between_two_layers(models, monkeypatch):
+def test_a_step_that_ran_out_of_memory_between_two_layers(models):
     driver, prompts = models.driver, [prompt_of(60, 11), prompt_of(20, 12)]
     rids = {send(driver, prompt, 20): prompt for prompt in prompts}
     driver.tick(9)
-    backend = models.runner.backend
-    with monkeypatch.context() as patch:
-        fault = Fault(patch, backend, "delta" if why_not() else "compiled", NO_MEMORY[1], {2})
+    with Fault(models.runner.backend, "delta" if why_not() else "compiled", NO_MEMORY[1], {2}) as fault:
         driver.tick(1)
-        assert fault.raised
+    assert fault.raised
     driver.run_until_idle()
     check(models, rids)
     assert {driver.result(rid).finish_reason.type for rid in rids} == {"length"}
@@ -232,7 +230,7 @@ def test_a_step_that_ran_out_of_memory_between_two_layers(models, monkeypatch):
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("family", "plain"), [("qwen3-next", ["ba"]), ("qwen3.5", ["b", "a"])])
-def test_fp8_checkpoints_that_leave_the_narrow_projections_as_they_are(family, plain, tp, tmp_path):
+def test_fp8_checkpoints_with_plain_narrow_projections(family, plain, tp, tmp_path):
     blocks, skipped = (2, 4), (*(f"in_proj_{name}" for name in plain), "mlp.shared_expert_gate")
     make_checkpoint(tmp_path / "plain", family, dtype=torch.bfloat16)
     make_fp8_checkpoint(tmp_path / "plain", tmp_path / "fp8", blocks, skipped)
@@ -245,14 +243,8 @@ def test_fp8_checkpoints_that_leave_the_narrow_projections_as_they_are(family, p
             driver.run_until_idle()
             found.append(driver.result(rid))
     assert tokens_of(found[0]) == tokens_of(found[1])
-    assert (
-        float(
-            (vocabulary_of(found[0].output_top_logprobs) - vocabulary_of(found[1].output_top_logprobs))
-            .abs()
-            .max()
-        )
-        < TOLERANCE
-    )
+    wide, narrow = (vocabulary_of(each.output_top_logprobs) for each in found)
+    assert float((wide - narrow).abs().max()) < TOLERANCE
 
 
 def refused(folder, **options):

@@ -3,6 +3,7 @@
 import json
 import shutil
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,28 +11,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.scripted import EngineDriver
 
-from caesura.io_struct import CaesuraError, GenerateImagesReqInput, SdeParams
+from caesura.io_struct import CaesuraError, SdeParams
 
 pytest.importorskip("diffusers")
 from diffusers import FluxPipeline, QwenImagePipeline, StableDiffusion3Pipeline
+from support.image_requests import refusal, request
+from support.image_requests import run as run_request
 from support.pipelines import load_pipeline, make_flux, make_qwen_image, make_sd3, tensors_of
 
 STEPS, TEXT = 4, 6
 
 
 def run(driver, **fields):
-    message = GenerateImagesReqInput(
-        prompt="a red",
-        width=24,
-        height=16,
-        num_inference_steps=STEPS,
-        seed=5,
-        return_steps=None,
-        **{"max_sequence_length": TEXT, "sde": SdeParams(type="ode"), **fields},
-    )
-    rid = driver.send(message)
-    driver.run_until_idle()
-    return [driver.images[rid, index][0] for index in range(message.n)]
+    options = {"width": 24, "num_inference_steps": STEPS, "seed": 5, "max_sequence_length": TEXT, **fields}
+    return run_request(driver, request(**options))
 
 
 def guided(guidance, **options):
@@ -81,21 +74,17 @@ def test_images_are_those_of_diffusers(tmp_path, make, pipeline, guidance, optio
 
 def test_flux_takes_no_negative_prompt(tmp_path):
     with EngineDriver(str(make_flux(tmp_path / "flux")), scripted=False) as driver:
-        driver.send(GenerateImagesReqInput(prompt="a", negative_prompt="red", id="x"))
-        driver.tick()
-        assert driver.replies.pop("x").detail["field"] == "negative_prompt"
+        assert refusal(driver, request(negative_prompt="red")).detail["field"] == "negative_prompt"
 
 
-def test_a_prompt_without_tokens_behind_the_template_is_refused(tmp_path):
+def test_a_prompt_without_tokens_of_its_own_is_refused(tmp_path):
     """The transformer would have no token to attend to."""
     with EngineDriver(str(make_qwen_image(tmp_path / "qwen")), scripted=False) as driver:
         for field, fields in (
-            ("max_sequence_length", {"prompt": "a", "max_sequence_length": 0}),
-            ("prompt_ids", {"prompt_ids": [[1] * 34]}),
+            ("max_sequence_length", {"max_sequence_length": 0}),
+            ("prompt_ids", {"prompt": None, "prompt_ids": [[1] * 34]}),
         ):
-            rid = driver.send(GenerateImagesReqInput(width=16, height=16, **fields))
-            driver.tick()
-            assert driver.replies.pop(rid).detail["field"] == field
+            assert refusal(driver, request(**fields)).detail["field"] == field
 
 
 def test_a_text_encoder_that_an_older_library_saved(tmp_path):
@@ -134,31 +123,29 @@ def start(path, **options):
     return refused.value
 
 
+UNSERVED = {
+    "video": ("unsupported_model", {"_class_name": "WanPipeline"}, "WanPipeline"),
+    "scheduler": ("unsupported_model", {"scheduler": ["diffusers", "DDIMScheduler"]}, "DDIMScheduler"),
+    "module": ("unsupported_model", {"vae": ["os", "system"]}, "vae"),
+}
+
+
 def test_unserved_features_are_refused_by_name(tmp_path):
     whole = make_sd3(tmp_path / "sd3")
 
-    def changed(name, **entries):
-        path = tmp_path / name
-        shutil.copytree(whole, path)
-        index = json.loads((path / "model_index.json").read_text())
-        (path / "model_index.json").write_text(json.dumps(index | entries))
+    def changed(name, file="model_index.json", **entries):
+        path = Path(shutil.copytree(whole, tmp_path / name))
+        text = (path / file).read_text()
+        (path / file).write_text(json.dumps(json.loads(text) | entries) if entries else "{")
         return path
 
-    error = start(changed("video", _class_name="WanPipeline"))
-    assert (error.code, "WanPipeline" in error.message) == ("unsupported_model", True)
-    error = start(changed("scheduler", scheduler=["diffusers", "DDIMScheduler"]))
-    assert (error.code, "DDIMScheduler" in error.message) == ("unsupported_model", True)
-    error = start(changed("vae", vae=["os", "system"]))
-    assert (error.code, error.detail["fields"]) == ("unsupported_model", ["vae"])
-    path = changed("lacking")
-    shutil.rmtree(path / "vae")
-    assert start(path).code == "checkpoint_error"
-    path = changed("broken")
-    (path / "model_index.json").write_text("{")
-    assert start(path).code == "checkpoint_error"
-    path = changed("odd")
-    config = json.loads((path / "transformer" / "config.json").read_text())
-    (path / "transformer" / "config.json").write_text(json.dumps(config | {"num_layers": "many"}))
-    assert start(path).code == "checkpoint_error"
-    assert start(whole, reference_model_path=str(whole)).detail["field"] == "reference_model_path"
-    assert start(whole, deterministic=True).detail["field"] == "deterministic"
+    for name, (code, entries, word) in UNSERVED.items():
+        error = start(changed(name, **entries))
+        assert (error.code, word in error.message) == (code, True)
+    lacking = changed("lacking", _class_name="StableDiffusion3Pipeline")
+    shutil.rmtree(lacking / "vae")
+    odd = changed("odd", "transformer/config.json", num_layers="many")
+    for path in (lacking, changed("broken"), odd):
+        assert start(path).code == "checkpoint_error"
+    for option, value in (("reference_model_path", str(whole)), ("deterministic", True)):
+        assert start(whole, **{option: value}).detail["field"] == option

@@ -164,7 +164,7 @@ def test_a_step_that_cannot_fit_is_not_begun(driver, memory):
     assert run(driver, request())[0].type == "length"
 
 
-def test_prompts_that_do_not_fit_together_are_encoded_apart(driver, memory, monkeypatch):
+def test_prompts_that_do_not_fit_together_are_encoded_apart(driver, memory):
     runner, steps = driver.engine.runner, []
     encode = runner._encode
 
@@ -174,7 +174,7 @@ def test_prompts_that_do_not_fit_together_are_encoded_apart(driver, memory, monk
             memory[0] = 1 << 40  # what comes after takes more
         return encode(prompts)
 
-    monkeypatch.setattr(runner, "_encode", encoded)
+    runner._encode = encoded
     memory[0] = runner.footprint.least_encoding(2, [8, 8, TEXT])
     messages = [request(prompt=text) for text in ("a red", "a blue", "a green", "a red circle")]
     driver.run(*messages)
@@ -182,8 +182,8 @@ def test_prompts_that_do_not_fit_together_are_encoded_apart(driver, memory, monk
     assert steps == [2, 2]
 
 
-def test_a_sample_whose_steps_fail_apart_goes_on(driver, monkeypatch):
-    Fault(monkeypatch, driver.engine.runner, "execute", MemoryError("not enough"), range(0, 1000, 2))
-    (reason,) = run(driver, request(sde=SdeParams(type="sde")))
+def test_a_sample_whose_steps_fail_apart_goes_on(driver):
+    with Fault(driver.engine.runner, "execute", MemoryError("not enough"), range(0, 1000, 2)):
+        (reason,) = run(driver, request(sde=SdeParams(type="sde")))
     assert reason.type == "length"
     assert driver.status().step_failures.failed == STEPS + 2

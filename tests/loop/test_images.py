@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.faults import BUG, Fault
 from support.lanes import every, quick
 from support.scripted import EngineDriver
 from support.waiting import eventually
@@ -236,7 +237,7 @@ def test_trajectory_owns_its_tensors(driver):
 
 
 @pytest.mark.parametrize("given", ["", "negative_"])
-def test_prompts_in_two_forms_must_make_embeddings_of_one_length(driver, given):
+def test_prompts_in_two_forms_must_have_one_length(driver, given):
     """Two tensors of other lengths are no batch: the step would fail, for those that share it, too."""
     text = "negative_prompt" if given == "" else "prompt"
     other = driver.send(request(guidance_scale=2.0))
@@ -326,8 +327,7 @@ def test_an_update_is_a_cold_load(driver, other_sd3, traced_at_once):
     }
     assert changed == {"transformer"}
     for component in ("vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
-        path = str(other_sd3 / component)
-        assert driver.update(path, component=component).committed
+        assert driver.update(other_sd3 / component, component=component).committed
     updated = tensors_of(run(driver, request(sde=SdeParams(type="sde")))[0])
     checksums = driver.check_weights()
     with EngineDriver(str(other_sd3), scripted=False, max_running_requests=8) as cold:
@@ -347,32 +347,21 @@ def test_a_running_engine_begins_its_samples_again(driver, other_sd3):
         assert result.num_retractions == 1
 
 
-def test_a_changed_text_encoder_encodes_waiting_prompts_again(driver, other_sd3):
-    begun = driver.send(request())
+def test_a_changed_text_encoder_encodes_what_has_not_begun(driver, other_sd3):
+    begun = driver.send(request(n=10))  # 8 run at once
     driver.tick(3)
     driver.pause("in_place")
     waiting = driver.send(request())
-    path = str(other_sd3 / "text_encoder")
+    path = other_sd3 / "text_encoder"
     assert driver.update(path, component="text_encoder", flush_cache=False).committed
     driver.go_on()
     driver.run_until_idle()
-    old, new = (tensors_of(image(driver, rid))["prompt_embeds"] for rid in (begun, waiting))
-    assert not np.array_equal(old, new)
-
-
-def test_a_changed_text_encoder_leaves_a_prompt_that_a_sample_began_with(driver, other_sd3):
-    rid = driver.send(request(n=10))  # 8 run at once
-    driver.tick(3)
-    driver.pause("in_place")
-    path = str(other_sd3 / "text_encoder")
-    assert driver.update(path, component="text_encoder", flush_cache=False).committed
-    driver.go_on()
-    driver.run_until_idle()
-    embeds = [tensors_of(image(driver, rid, index))["prompt_embeds"] for index in range(10)]
+    embeds = [tensors_of(image(driver, begun, index))["prompt_embeds"] for index in range(10)]
     assert all(np.array_equal(each, embeds[0]) for each in embeds)
+    assert not np.array_equal(tensors_of(image(driver, waiting))["prompt_embeds"], embeds[0])
 
 
-def test_poisoned_weights_make_nothing_until_their_component_is_complete(driver, sd3, other_sd3):
+def test_poisoned_components_make_nothing_until_complete(driver, sd3, other_sd3):
     rid = driver.send(request())
     driver.tick(2)
     driver.check_weights("reset_tensors")
@@ -382,8 +371,7 @@ def test_poisoned_weights_make_nothing_until_their_component_is_complete(driver,
         step = driver.status().step
         driver.tick(3)
         assert driver.status().step == step
-        path = str(sd3 / component)
-        driver.update(path, component=component)
+        driver.update(sd3 / component, component=component)
     assert driver.status().weights == "valid"
     driver.run_until_idle()
     assert image(driver, rid).finish_reason.type == "length"
@@ -429,7 +417,7 @@ def test_a_session_may_write_several_components(driver, other_sd3):
     assert all(found[name] == expected[name] for name in found if name.startswith(("transformer.", "vae.")))
 
 
-def test_a_restart_goes_on_with_the_transformer_of_the_last_update(sd3, other_sd3, tmp_path):
+def test_a_restart_goes_on_with_the_last_transformer(sd3, other_sd3, tmp_path):
     state = str(tmp_path / "state.json")
     with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
         driver.update(other_sd3, weight_version="v5")
@@ -437,14 +425,13 @@ def test_a_restart_goes_on_with_the_transformer_of_the_last_update(sd3, other_sd
     with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
         driver.assert_status(weights="valid", weight_version="v5", weights_epoch=2)
         assert driver.check_weights().checksums == before
-        path = str(other_sd3 / "vae")
-        driver.update(path, component="vae")
+        driver.update(other_sd3 / "vae", component="vae")
     with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
         assert driver.status().weights == "invalid", "the VAE's update is in no record"
         assert driver.update(sd3).weights == "valid"
 
 
-def test_a_restart_does_not_take_other_components_for_those_that_were_committed(sd3, other_sd3, tmp_path):
+def test_a_restart_does_not_restore_other_components(sd3, other_sd3, tmp_path):
     state = str(tmp_path / "state.json")
     with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
         driver.update(other_sd3 / "vae", component="vae")
@@ -504,9 +491,15 @@ def test_a_refusal_does_not_repeat_a_long_value(driver, fields):
 
 
 def test_embeddings_that_do_not_fit_are_refused(driver):
+    """A piece would be taken for the whole, and of two with one name one would be lost, without a word."""
     zeros = [bytes(4 * 40 * 3), bytes(4 * 24)]
     pooled = spec("pooled_prompt_embeds", [24], 1)
     nan = np.full((3, 40), np.nan, np.float32).tobytes()
+    rows = {"name": "prompt_embeds", "dtype": "F32"}
+    first = TensorSpec(shape=[3, 40], nbytes=160, **rows)
+    rest = TensorSpec(shape=[3, 40], nbytes=320, offset=160, start_row=1, **rows)
+    last = TensorSpec(shape=[3, 40], nbytes=160, start_row=2, **rows)
+    long = MAX_EMBED_TOKENS + 1
     for specs, buffers in (
         ([spec("prompt_embeds", [3, 40])], zeros),
         ([spec("prompt_embeds", [3, 41]), pooled], [bytes(4 * 41 * 3), bytes(96)]),
@@ -516,31 +509,17 @@ def test_embeddings_that_do_not_fit_are_refused(driver):
         ([spec("prompt_embeds", [3, 40]), pooled], [nan, bytes(96)]),
         ([spec("prompt_embeds", [3, 40], dtype="I32"), pooled], zeros),
         ([spec("prompt_embeds", [3, 40], dtype="F64"), pooled], [np.full(120, 1e300).tobytes(), bytes(96)]),
+        ([first, pooled], zeros),
+        ([last, pooled], zeros),
+        ([first, rest, pooled], zeros),
+        ([spec("prompt_embeds", [3, 40]), spec("prompt_embeds", [1, 40]), pooled], zeros),
+        ([TensorSpec(shape=[0, 2**63 - 1, 2**63 - 1], **rows), pooled], zeros),
+        ([spec("prompt_embeds", [long, 40]), pooled], [bytes(160 * long), bytes(96)]),
     ):
         reply = refusal(driver, request(prompt=None, tensors=specs), buffers)
-        assert reply.code == "invalid_request"
+        assert (reply.code, reply.detail["field"]) == ("invalid_request", "tensors")
     specs = [spec("prompt_embeds", [3, 40]), pooled]
     assert run(driver, request(prompt=None, tensors=specs), zeros)[0].finish_reason.type == "length"
-
-
-def test_embeddings_are_whole_tensors_of_bounded_length(driver):
-    """A piece would be taken for the whole, and of two with one name one would be lost, without a word."""
-    pooled = spec("pooled_prompt_embeds", [24], 1)
-    rows = {"name": "prompt_embeds", "dtype": "F32"}
-    first = TensorSpec(shape=[3, 40], nbytes=160, **rows)
-    rest = TensorSpec(shape=[3, 40], nbytes=320, offset=160, start_row=1, **rows)
-    last = TensorSpec(shape=[3, 40], nbytes=160, start_row=2, **rows)
-    long = MAX_EMBED_TOKENS + 1
-    for specs, size in (
-        ([first, pooled], 480),
-        ([last, pooled], 480),
-        ([first, rest, pooled], 480),
-        ([spec("prompt_embeds", [3, 40]), spec("prompt_embeds", [1, 40]), pooled], 480),
-        ([TensorSpec(shape=[0, 2**63 - 1, 2**63 - 1], **rows), pooled], 480),
-        ([spec("prompt_embeds", [long, 40]), pooled], 160 * long),
-    ):
-        reply = refusal(driver, request(prompt=None, tensors=specs), [bytes(size), bytes(96)])
-        assert (reply.code, reply.detail["field"]) == ("invalid_request", "tensors")
 
 
 def test_an_id_belongs_to_its_tensors_too(driver):
@@ -555,13 +534,9 @@ def test_an_id_belongs_to_its_tensors_too(driver):
     assert tensors_of(image(driver, message.id))["image"].tobytes() == tensors_of(first)["image"].tobytes()
 
 
-def test_frames_without_a_description_are_refused(driver):
+def test_undescribed_frames_and_tokens_are_refused(driver):
     assert refusal(driver, request(), [b"junk"]).detail["field"] == "tensors"
-
-
-def test_an_image_engine_takes_no_tokens(driver):
-    reply = refusal(driver, GenerateReqInput(input_ids=[1, 2]))
-    assert reply.code == "unsupported"
+    assert refusal(driver, GenerateReqInput(input_ids=[1, 2])).code == "unsupported"
 
 
 def test_a_language_engine_makes_no_images(tiny_model):
@@ -571,20 +546,19 @@ def test_a_language_engine_makes_no_images(tiny_model):
         assert (reply.code, reply.detail["field"]) == ("invalid_request", "component")
 
 
-def test_latents_that_are_not_finite_fail_their_sample_alone(driver):
-    message, other = request(), request(seed=3)
-    real = driver.engine.runner.family.velocity
+def test_latents_that_are_not_finite_fail_their_sample(driver):
+    family = driver.engine.runner.family
+    real = family.velocity
 
-    def broken(x, sigma, embeds, guidance, size):
-        velocity = real(x, sigma, embeds, guidance, size)
+    def broken(*arguments):
+        family.velocity = real
+        velocity = real(*arguments)
         velocity[0] = torch.nan
         return velocity
 
-    rid, second = driver.send(message), driver.send(other)
+    rid, second = driver.send(request()), driver.send(request(seed=3))
     driver.tick(3)
-    driver.engine.runner.family.velocity = broken
-    driver.tick()
-    driver.engine.runner.family.velocity = real
+    family.velocity = broken
     driver.run_until_idle()
     reason = image(driver, rid).finish_reason
     assert (reason.type, "not finite" in reason.message) == ("error", True)
@@ -592,19 +566,13 @@ def test_latents_that_are_not_finite_fail_their_sample_alone(driver):
 
 
 @pytest.mark.parametrize("failures", [1, 3])
-def test_a_step_without_memory_is_made_again_in_halves(driver, monkeypatch, failures):
+def test_a_step_without_memory_is_made_again_in_halves(driver, failures):
+    def several(batch):
+        return batch.kind == "denoise" and len(batch.samples) > 1
+
     expected = [tensors_of(each) for each in run(driver, request(n=4, sde=SdeParams(type="sde")))]
-    runner = driver.engine.runner
-    execute, left = runner.execute, [failures]
-
-    def short(batch):
-        if batch.kind == "denoise" and len(batch.samples) > 1 and left[0]:
-            left[0] -= 1
-            raise MemoryError("not enough")
-        return execute(batch)
-
-    monkeypatch.setattr(runner, "execute", short)
-    results = run(driver, request(n=4, sde=SdeParams(type="sde")))
+    with Fault(driver.engine.runner, "execute", MemoryError("not enough"), range(failures), only=several):
+        results = run(driver, request(n=4, sde=SdeParams(type="sde")))
     for result, tensors in zip(results, expected, strict=True):
         np.testing.assert_allclose(tensors_of(result)["latents"], tensors["latents"], rtol=0, atol=1e-5)
     status = driver.status().step_failures
@@ -614,12 +582,10 @@ def test_a_step_without_memory_is_made_again_in_halves(driver, monkeypatch, fail
     assert driver.status().step_failures.token_limit is None
 
 
-def test_a_step_that_fails_ends_its_samples_and_no_others(driver, monkeypatch):
-    runner = driver.engine.runner
+def test_a_step_that_fails_ends_its_samples_and_no_others(driver):
     first = driver.send(request())
     driver.tick(3)
-    with monkeypatch.context() as patch:
-        patch.setattr(runner, "_velocity", lambda *_: 1 / 0)
+    with Fault(driver.engine.runner, "_velocity", BUG):
         driver.tick()
     second = driver.send(request())
     driver.run_until_idle()
@@ -628,30 +594,26 @@ def test_a_step_that_fails_ends_its_samples_and_no_others(driver, monkeypatch):
     assert image(driver, second).finish_reason.type == "length"
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no"), MemoryError("not enough")])
-def test_a_prompt_that_cannot_be_encoded_ends_all_its_samples_at_once(driver, monkeypatch, error):
-    def fail(*_):
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(driver.engine.runner, "_encode", fail)
+@pytest.mark.parametrize(
+    ("error", "ticks", "code"), [(BUG, 1, "internal"), (MemoryError("not enough"), 2, "out_of_memory")]
+)
+def test_a_prompt_that_cannot_be_encoded_ends_its_samples(driver, error, ticks, code):
+    with Fault(driver.engine.runner, "_encode", error, range(1000)):
         rid = driver.send(request(n=12, prompt="a blue"))  # more than may run
-        driver.tick(2 if isinstance(error, MemoryError) else 1)
+        driver.tick(ticks)
         ended = [image(driver, rid, index).finish_reason for index in range(12)]
-    code = "out_of_memory" if isinstance(error, MemoryError) else "internal"
     assert {(reason.type, reason.code) for reason in ended} == {("error", code)}
     assert run(driver, request())[0].finish_reason.type == "length"
 
 
-def test_small_steps_take_one_thread_of_an_engines_several(driver, monkeypatch):
+def test_small_steps_take_one_thread_of_an_engines_several(driver):
     family, seen = driver.engine.runner.family, {}
+
+    def watch(kind, call):
+        setattr(family, kind, lambda *a: (seen.update({kind: torch.get_num_threads()}), call(*a))[1])
+
     for kind in ("velocity", "decode", "encode"):
-        call = getattr(family, kind)
-        monkeypatch.setattr(
-            family,
-            kind,
-            lambda *a, kind=kind, call=call: (seen.update({kind: torch.get_num_threads()}), call(*a))[1],
-        )
+        watch(kind, getattr(family, kind))
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

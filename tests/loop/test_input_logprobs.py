@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.edited_logits import edited, log_softmax, logits_of, with_logits
+from support.faults import Fault
 from support.scripted import EngineDriver, cell, next_token, prompt_of, tokens_of
 
 from caesura.io_struct import GenerateReqOutput, SamplingParams
@@ -35,7 +36,7 @@ def commit(driver: EngineDriver, path: object) -> None:
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_logprobs_of_a_prompt_are_of_the_weights_that_sample(tiny_model, other_model, mode, parts):
+def test_logprobs_of_a_prompt_are_of_weights_that_sample(tiny_model, other_model, mode, parts):
     with engine(tiny_model, 32 // parts) as driver:
         rid = driver.generate(PROMPT, 4, return_logprob=True, logprob_start_len=1, top_logprobs_num=1)
         driver.tick(1)
@@ -52,7 +53,7 @@ def test_logprobs_of_a_prompt_are_of_the_weights_that_sample(tiny_model, other_m
         )
 
 
-def test_logprobs_of_a_prompt_stay_with_the_tokens_sampled_after_it(tiny_model, other_model):
+def test_logprobs_of_a_prompt_outlive_an_update(tiny_model, other_model):
     with engine(tiny_model) as driver:
         expected = input_logprobs(driver)
         rid = driver.generate(PROMPT, 8, return_logprob=True, logprob_start_len=1)
@@ -75,9 +76,7 @@ def aborted_after_a_retract(driver: EngineDriver, ticks: int) -> GenerateReqOutp
 
 
 @pytest.mark.parametrize("ticks", [1, 2])
-def test_an_abort_after_a_retract_gives_no_logprobs_of_a_prompt_that_was_not_computed_to_its_end(
-    tiny_model, ticks
-):
+def test_an_abort_of_a_retracted_prompt_has_no_logprobs(tiny_model, ticks):
     with engine(tiny_model, 8) as driver:
         result = aborted_after_a_retract(driver, ticks)
     assert (result.num_retractions, result.output_ids, result.output_logprobs) == (1, b"", b"")
@@ -86,7 +85,7 @@ def test_an_abort_after_a_retract_gives_no_logprobs_of_a_prompt_that_was_not_com
     assert result.weight_versions == []
 
 
-def test_an_abort_after_a_retract_gives_the_logprobs_of_the_tokens_sampled_and_no_others(tiny_model):
+def test_an_abort_after_a_retract_has_the_sampled_logprobs(tiny_model):
     with engine(tiny_model) as driver:
         whole = driver.generate(PROMPT, 50, **EVERY_LOGPROB)
         driver.run_until_idle()
@@ -111,11 +110,14 @@ def greedy(**penalties) -> SamplingParams:
     return SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True, **penalties)
 
 
+LIKELIEST = [int(logits_of(kind, vocab_size=VOCAB).argmax()) for kind in range(3)]
+PAIRS = [[one, other] for one in LIKELIEST for other in LIKELIEST if one != other]
+"""Words of two tokens; the model's likeliest tokens make samples that meet them, and those of three."""
 PARAMS = [
     greedy(),
     greedy(frequency_penalty=1.7, repetition_penalty=1.4),
     greedy(presence_penalty=2.0, logit_bias={7: 3.5}),
-    greedy(repetition_penalty=0.7),
+    greedy(repetition_penalty=0.7, bad_words_ids=[*PAIRS[:2], *([one, one, one] for one in LIKELIEST)]),
 ]
 
 
@@ -184,8 +186,8 @@ def test_preempted_requests_start_their_counters_anew(tiny_model, depth):
 def test_a_lost_step_is_counted_once(tiny_model, depth, lost):
     with EngineDriver(str(tiny_model), pipeline_depth=depth, chunked_prefill_size=32) as driver:
         rids = start(driver)
-        driver.runner.lose_step(lost)
-        driver.run_until_idle()
+        with Fault(driver.runner, "on_fetch", MemoryError(), {lost}):
+            driver.run_until_idle()
         check_all(driver, rids)
         assert driver.status().step_failures.failed == 1
 

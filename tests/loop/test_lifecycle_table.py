@@ -8,16 +8,6 @@ from support.lanes import every
 from support.scripted import EngineDriver, one_piece_per_slice
 from support.state_table import STATES, TABLE, Recipes
 
-
-@pytest.fixture(scope="module")
-def broken_model(tmp_path_factory, other_model):
-    from support.checkpoints import make_checkpoint
-
-    path = tmp_path_factory.mktemp("models") / "broken"
-    make_checkpoint(path, "qwen3", tied=True, seed=2, num_hidden_layers=1)
-    return path
-
-
 CELLS = list(product(TABLE, STATES))
 
 

@@ -16,7 +16,6 @@ from support.scripted import EngineDriver
 from support.waiting import eventually
 
 from caesura.io_struct import ErrorReply, PauseGenerationReqInput, UpdateWeightFromDiskReqInput
-from caesura.scheduler.executor.executor import Executor
 from caesura.scheduler.runtime.guard import EngineEndsError
 
 pytestmark = pytest.mark.slow  # a worker takes seconds to start
@@ -119,16 +118,17 @@ def test_a_step_in_a_collective_is_broken_off(driver, worker):
     assert_all_told(driver, rids)
 
 
-def test_a_command_that_waits_for_an_answer_is_told(driver, worker, monkeypatch):
+def test_a_command_that_waits_for_an_answer_is_told(driver, worker):
     rid = driver.generate([1, 2, 3], 100)
     driver.tick(5)
-    waits, within = Executor.wait, threading.Event()
+    executor, within = driver.engine.executor, threading.Event()
+    waits = executor.wait
 
-    def entered(self: Executor, *arguments: Any) -> None:
+    def entered(*arguments: Any) -> None:
         within.set()
-        waits(self, *arguments)
+        waits(*arguments)
 
-    monkeypatch.setattr(Executor, "wait", entered)
+    executor.wait = entered
     stop(worker)
     # Nothing is launched before this is looked at: the pause is what meets the worker that does not answer.
     command = driver.send(PauseGenerationReqInput(mode="in_place"))

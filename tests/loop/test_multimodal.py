@@ -108,14 +108,8 @@ def test_fully_ignored_updates_change_nothing(paused, tmp_path):
         result = driver.result(rid)
         assert (result.finish_reason.type, result.num_retractions) == ("length", 0)
         assert driver.status().weights_epoch == 0
-
-
-def test_fully_ignored_updates_commit_nothing_when_poisoned(tmp_path):
-    make_multimodal_checkpoint(tmp_path, QWEN)
-    tensors = load_file(tmp_path / "model.safetensors")
-    with started(tmp_path) as driver:
         driver.engine.updates.poison("for this test")
-        with SharedTensors([each for each in tensors.items() if "visual" in each[0]]) as shared:
+        with SharedTensors(towers) as shared:
             message = UpdateWeightsFromIPCReqInput(specs=shared.specs, handle=shared.memory.handle)
             reply = driver.call(message)
         assert (reply.committed, reply.weights) == (False, "poisoned")
@@ -165,7 +159,7 @@ def test_a_folder_of_the_language_model_alone_is_an_update(tmp_path):
     assert before.keys() == after.keys()
 
 
-def test_a_tower_alone_and_one_spelling_beside_another_are_refused(tmp_path):
+def test_a_tower_alone_and_two_spellings_are_refused(tmp_path):
     make_multimodal_checkpoint(tmp_path, QWEN)
     tensors = load_file(tmp_path / "model.safetensors")
     norm = "model.language_model.norm.weight"
@@ -204,7 +198,7 @@ def test_fields_that_published_configs_leave_out(tmp_path):
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "model."])
 @pytest.mark.parametrize("level", ["whole", "text", "alone"])
-def test_modules_that_are_not_quantised_are_named_as_the_tensors_are(prefix, level, tmp_path):
+def test_plain_modules_are_named_as_their_tensors(prefix, level, tmp_path):
     blocks, path = (4, 4), tmp_path / "model.safetensors"
     make_multimodal_checkpoint(tmp_path, QWEN)
     tensors, skipped = load_file(path), []
@@ -247,7 +241,7 @@ def test_modules_that_are_not_quantised_are_named_as_the_tensors_are(prefix, lev
         {"architectures": [QWEN], "text_config": {}},
     ],
 )
-def test_a_whole_model_without_a_language_model_is_no_checkpoint(config, tmp_path):
+def test_a_model_without_a_language_model_is_refused(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CaesuraError) as caught:
         load_model_config(tmp_path, "auto")

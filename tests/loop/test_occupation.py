@@ -11,14 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.buckets_by_hand import Sender
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
-from support.faults import full_disk
+from support.faults import Fault, full_disk
 from support.properties import examples
 from support.scripted import EngineDriver, assert_error, ok, one_piece_per_slice, tokens_of
 
 from caesura.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
-    ErrorReply,
     FlushCacheReqInput,
     GenerateReqInput,
     MemoryTag,
@@ -62,10 +61,6 @@ def keeping(models, backend):
         yield driver
 
 
-def checksum(driver: EngineDriver) -> str:
-    return ok(driver.check_weights()).total
-
-
 @pytest.fixture
 def cold(models) -> list[int]:
     with EngineDriver(str(models[1]), scripted=False) as driver:
@@ -83,7 +78,7 @@ def resume(driver: EngineDriver, *tags: MemoryTag) -> list[MemoryTag]:
 # -- the orders that trainers use ----------------------------------------------------------------------------
 
 
-def test_flush_release_all_then_weights_update_and_continue_before_the_cache_is_back(real, models, cold):
+def test_an_engine_continues_before_its_cache_is_back(real, models, cold):
     assert generate(real) != cold
     ok(real.flush())
     assert release(real) == ALL
@@ -116,7 +111,7 @@ def test_buckets_fill_invalid_weights_of_a_running_engine(real, models, cold):
     assert generate(real) == cold
 
 
-def test_a_frozen_request_goes_on_under_weights_that_were_released(driver, other_model):
+def test_a_frozen_request_outlives_a_release_of_weights(driver, other_model):
     rid = driver.generate(PROMPT, 30)
     driver.tick(5)
     driver.pause("in_place")
@@ -189,7 +184,7 @@ def test_no_tags_at_all_is_harmless_even_under_load(driver):
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_requests_wait_while_the_cache_is_away_and_the_loop_sleeps(tiny_model, depth):
+def test_requests_wait_while_the_cache_is_away(tiny_model, depth):
     with EngineDriver(str(tiny_model), pipeline_depth=depth) as driver:
         release(driver, "kv_cache")
         rid = driver.generate(PROMPT, 8)
@@ -201,7 +196,7 @@ def test_requests_wait_while_the_cache_is_away_and_the_loop_sleeps(tiny_model, d
         driver.check(rid)
 
 
-def test_the_gate_closes_before_the_memory_goes_and_opens_after_it_is_back(driver, monkeypatch):
+def test_no_step_runs_while_memory_goes_or_comes(driver, monkeypatch):
     one_piece_per_slice(monkeypatch)
     physics, synchronized = Physics(driver), []
     driver.runner.synchronize = lambda: synchronized.append(set(physics.gone))
@@ -229,7 +224,7 @@ def test_the_gate_closes_before_the_memory_goes_and_opens_after_it_is_back(drive
 # -- refusals ------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_without_captured_graphs_serves_while_their_tag_is_released(real, models, cold):
+def test_the_tag_of_graphs_that_there_are_not_is_harmless(real, models, cold):
     assert release(real) == ALL
     assert resume(real, "weights", "kv_cache") == []
     assert real.status().memory == "resident"
@@ -305,7 +300,7 @@ def test_a_resume_without_enough_memory_changes_nothing(driver):
 
 
 def test_a_server_without_updates_serves_again(keeping):
-    before, total = generate(keeping), checksum(keeping)
+    before, total = generate(keeping), keeping.checksum()
     sizes = keeping.status().device_memory
     for _ in range(3):
         reply = ok(keeping.release())
@@ -320,7 +315,7 @@ def test_a_server_without_updates_serves_again(keeping):
         ok(keeping.resume())
         keeping.run_until_idle()
         assert tokens_of(keeping.result(rid)) == before == generate(keeping)
-        assert checksum(keeping) == total
+        assert keeping.checksum() == total
         assert keeping.status().device_memory.weights_backup == 0
         assert keeping.status().weights_epoch == 0
 
@@ -331,12 +326,12 @@ def test_the_copy_is_that_of_the_last_update(keeping, models):
     assert_error(keeping.update(models[1]), "memory_released")
     ok(keeping.resume("weights"))
     ok(keeping.update(models[1]))
-    updated, total = generate(keeping), checksum(keeping)
+    updated, total = generate(keeping), keeping.checksum()
     ok(keeping.release("weights"))
     ok(keeping.resume("weights"))
-    assert (generate(keeping), checksum(keeping)) == (updated, total)
+    assert (generate(keeping), keeping.checksum()) == (updated, total)
     with EngineDriver(str(models[1]), scripted=False) as cold:
-        assert (generate(cold), checksum(cold)) == (updated, total)
+        assert (generate(cold), cold.checksum()) == (updated, total)
 
 
 def test_poisoned_weights_stay_poisoned(keeping, models):
@@ -349,19 +344,20 @@ def test_poisoned_weights_stay_poisoned(keeping, models):
     assert keeping.status().weights == "valid"
 
 
-def test_nothing_commits_while_the_weights_are_away(keeping):
-    total = checksum(keeping)
+def test_nothing_commits_or_compares_released_weights(keeping):
+    total = keeping.checksum()
     ok(keeping.release("weights"))
+    for action in ("snapshot", "compare", "checksum"):
+        assert_error(keeping.check_weights(action), "memory_released")
     session = keeping.begin()
     assert_error(keeping.end(session_id=session, weight_version="new"), "memory_released")
     ok(keeping.resume("weights"))
     ok(keeping.end(session_id=session, weight_version="new"))
-    assert (checksum(keeping), keeping.status().weight_version) == (total, "new")
+    assert (keeping.checksum(), keeping.status().weight_version) == (total, "new")
 
 
-def test_a_copy_that_does_not_fit_leaves_the_weights_where_they_are(keeping):
+def test_a_copy_that_does_not_fit_leaves_the_weights(keeping):
     before = generate(keeping)
-
     with full_disk():
         error = assert_error(keeping.release(), "out_of_memory")
     assert "File too large" in error.message
@@ -373,20 +369,14 @@ def test_a_copy_that_does_not_fit_leaves_the_weights_where_they_are(keeping):
     assert generate(keeping) == before
 
 
-def test_a_resume_that_fails_half_way_keeps_the_copy(keeping, monkeypatch):
+def test_a_resume_that_fails_half_way_keeps_the_copy(keeping):
     """The KV cannot be allocated after the weights have come back."""
     before = generate(keeping)
     ok(keeping.release())
-
-    def refuse():
-        yield
-        raise RuntimeError("out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(keeping.engine.residency.components["kv_cache"], "resume", refuse)
+    with Fault(keeping.engine.residency.components["kv_cache"], "resume", MemoryError()):
         assert_error(keeping.resume("weights", "kv_cache"), "out_of_memory")
-        status = keeping.status()
-        assert (status.memory, status.device_memory.weights_backup > 0) == ("released", True)
+    status = keeping.status()
+    assert (status.memory, status.device_memory.weights_backup > 0) == ("released", True)
     ok(keeping.resume())
     assert generate(keeping) == before
 
@@ -499,23 +489,20 @@ class Trial:
             "reset": lambda: WeightsCheckerReqInput(action="reset_tensors"),
         }[command]()
 
+    @staticmethod
+    def tags_of(argument) -> set[MemoryTag]:
+        return set(MEMORY_TAGS if argument is None else argument)
+
     def probe(self):
         return engine_status(self.driver.engine, "probe")
 
     def expected(self, command: str, argument) -> str:
         status = self.probe()
         held = status.kv.held > 0
-        idle = (
-            not held
-            and self.driver.ongoing is None
-            and (self.mode is not None or not status.waiting_requests)
-        )
+        waits = self.mode is None and status.waiting_requests > 0
+        idle = not held and not waits and self.driver.ongoing is None
         broken = {"valid": "ok", "invalid": "weights_invalid", "poisoned": "weights_poisoned"}[self.weights]
-        new = (
-            set(MEMORY_TAGS if argument is None else argument) - self.released
-            if command == "release"
-            else set()
-        )
+        new = self.tags_of(argument) - self.released if command == "release" else set()
         if "kv_cache" in new and held:
             return "not_idle"
         if new - {"kv_cache"} and self.mode is None and not idle:
@@ -531,9 +518,7 @@ class Trial:
         return "ok"
 
     def apply(self, command: str, argument) -> None:
-        tags = (
-            set(MEMORY_TAGS if argument is None else argument) if command in ("release", "resume") else set()
-        )
+        tags = self.tags_of(argument) if command in ("release", "resume") else set()
         if command == "release":
             lost = "weights" in tags - self.released and not self.driver.config.weights_cpu_backup
             self.weights = "invalid" if lost else self.weights
@@ -559,24 +544,18 @@ class Trial:
                 self.accepted[driver.send(message)] = message
                 driver.tick()
             elif expected == "ok":
-                # A commit is known to the watcher when the reply is: no step may come between.
-                self.commit_watch(command)
+                if command == "update":  # what is committed may be computed with before the reply
+                    driver.engine.state.commit_weights = self.committed
                 ok(driver.call(message))
                 self.apply(command, argument)
             else:
                 assert_error(driver.call(message), expected)
         self.check()
 
-    def commit_watch(self, command: str) -> None:
-        if command == "update":
-            lifecycle = self.driver.engine.state
-            commit = type(lifecycle).commit_weights
-
-            def committed(version, source):
-                commit(lifecycle, version, source)
-                self.physics.invalid = False
-
-            lifecycle.commit_weights = committed
+    def committed(self, version, source) -> None:
+        state = self.driver.engine.state
+        type(state).commit_weights(state, version, source)
+        self.physics.invalid = False
 
     def check(self) -> None:
         assert not self.physics.violations
@@ -600,59 +579,12 @@ class Trial:
         assert driver.status().kv.held == 0
 
 
-def a_driver(model: Path, depth: int, backup: bool) -> EngineDriver:
-    return EngineDriver(
-        str(model), pipeline_depth=depth, kv_pool_tokens=160, chunked_prefill_size=24, max_running_requests=4,
-        weights_cpu_backup=backup,
-    )  # fmt: skip
-
-
 @settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
 @given(commands=st.lists(COMMANDS, min_size=4, max_size=25), depth=st.integers(0, 1), backup=st.booleans())
 def test_any_order_one_command_at_a_time(tiny_model, other_model, commands, depth, backup):
-    with a_driver(tiny_model, depth, backup) as driver:
+    options = {"kv_pool_tokens": 160, "chunked_prefill_size": 24, "max_running_requests": 4}
+    with EngineDriver(str(tiny_model), pipeline_depth=depth, weights_cpu_backup=backup, **options) as driver:
         trial = Trial(driver, other_model)
         for command, argument in commands:
             trial.step(command, argument)
-        trial.bring_back()
-
-
-@settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
-@given(
-    commands=st.lists(st.lists(COMMANDS, min_size=1, max_size=5), min_size=2, max_size=6),
-    depth=st.integers(0, 1),
-    backup=st.booleans(),
-)
-def test_any_order_without_waiting_for_answers(tiny_model, other_model, commands, depth, backup):
-    with pytest.MonkeyPatch.context() as patch, a_driver(tiny_model, depth, backup) as driver:
-        one_piece_per_slice(patch, writes=True)
-        trial = Trial(driver, other_model)
-        trial.commit_watch("update")
-        sent: dict[str, Message] = {}
-        for burst in commands:
-            for command, argument in burst:
-                if command == "tick":
-                    driver.tick(argument)
-                    continue
-                message = trial.message(command, argument)
-                sent[driver.send(message)] = message
-            driver.tick()
-            assert not trial.physics.violations
-        while driver.engine.commands.is_busy:
-            driver.tick()
-        driver.pause("abort")
-        for message_id, message in sent.items():
-            reply = driver.replies.pop(message_id, None)
-            if isinstance(reply, ErrorReply):
-                assert reply.code in (
-                    "busy", "not_idle", "memory_released", "weights_invalid", "weights_poisoned",
-                    "session_open",
-                ), reply  # fmt: skip
-            elif isinstance(message, GenerateReqInput):
-                trial.accepted[message_id] = message
-            else:
-                assert reply is not None, message
-        status = driver.status()
-        trial.mode, trial.weights, trial.released = "abort", status.weights, set(status.released_tags)
-        trial.check()
         trial.bring_back()

@@ -32,7 +32,7 @@ def operations(path: str) -> list[dict]:
     return [event for event in events if event.get("cat") == "cpu_op"]
 
 
-def test_a_trace_ends_after_its_steps_and_has_their_operations(driver, folder):
+def test_a_trace_has_the_operations_of_its_steps(driver, folder):
     started = driver.call(Start(num_steps=3, record_shapes=True))
     assert (started.num_steps, Path(started.path).parent) == (3, folder)
     driver.generate([5, 6, 7], 3)
@@ -56,21 +56,13 @@ def test_stop_ends_a_trace_and_says_again_which_it_was(driver):
 
 
 def test_a_second_trace_begins_when_the_first_is_written(driver):
-    first = driver.call(Start(output_dir="first"))
-    assert_error(driver.call(Start()), "busy")
-    driver.call(Stop(), max_ticks=20_000)
-    second = driver.call(Start(output_dir="second"))
-    driver.call(Stop(), max_ticks=20_000)
-    assert [Path(each.path).parent.name for each in (first, second)] == ["first", "second"]
-
-
-def test_traces_of_the_same_second_and_step_are_two_files(driver):
     paths = []
-    for _ in range(2):
-        driver.call(Start())
+    for folder in ("first", "first", "second"):
+        driver.call(Start(output_dir=folder))
+        assert_error(driver.call(Start()), "busy")
         paths.append(Path(driver.call(Stop(), max_ticks=20_000).path))
-    assert paths[0] != paths[1]
-    assert all(path.exists() for path in paths)
+    assert [path.parent.name for path in paths] == ["first", "first", "second"]
+    assert len({path for path in paths if path.exists()}) == 3, "of the same second and step, too"
 
 
 def test_every_step_of_an_image_counts(tmp_path, folder):
@@ -107,20 +99,16 @@ def test_a_folder_outside_is_refused(driver, folder, wanted):
     (folder / "link").symlink_to("/tmp")
     error = assert_error(driver.call(Start(output_dir=wanted)), "invalid_request")
     assert error.detail["field"] == "output_dir"
+    assert_error(driver.call(Start(activities=["GPU"])), "invalid_request")  # there is none
     assert_error(driver.call(Stop()), "invalid_request")
 
 
-def test_a_file_that_cannot_be_written_is_an_error_and_no_end_of_tracing(driver, folder):
+def test_a_trace_that_cannot_be_written_is_an_error(driver, folder):
     driver.call(Start(output_dir="gone"))
     (folder / "gone").rmdir()
     assert "could not be written" in assert_error(driver.call(Stop(), max_ticks=20_000), "internal").message
     driver.call(Start(output_dir="new"))
     assert Path(driver.call(Stop(), max_ticks=20_000).path).exists()
-
-
-def test_a_device_that_there_is_not_is_refused(driver):
-    assert_error(driver.call(Start(activities=["GPU"])), "invalid_request")
-    assert_error(driver.call(Stop()), "invalid_request")
 
 
 def test_by_default_traces_are_private(tiny_model):
@@ -130,3 +118,43 @@ def test_by_default_traces_are_private(tiny_model):
     assert path.parent.stat().st_mode & 0o777 == 0o700
     path.unlink()
     path.parent.rmdir()
+
+
+def test_a_trace_begins_at_its_first_step(driver):
+    started = driver.call(Start(num_steps=2, start_step=4, prefix="late"))
+    driver.generate([5, 6, 7], 8)
+    ended = driver.call(Stop(wait=True), max_ticks=20_000)
+    assert (ended.path, ended.steps) == (started.path, 2)
+    name = Path(ended.path).name
+    assert name.startswith("late-caesura-") and name.endswith("-step4.trace.json.gz")
+    assert operations(ended.path)
+    driver.call(Start(start_step=10**6))
+    assert_error(driver.call(Stop()), "invalid_request")
+    driver.call(Start(start_step=1))
+    assert Path(driver.call(Stop(), max_ticks=20_000).path).exists()
+
+
+def test_stages_have_a_file_each_as_sglang_names_them(driver, folder):
+    started = driver.call(Start(num_steps=2, stages=["prefill", "decode"], profile_id="7", prefix="p"))
+    names = ["p-7-TP-0-EXTEND.trace.json.gz", "p-7-TP-0-DECODE.trace.json.gz"]
+    assert started.path == ", ".join(str(folder / name) for name in names)
+    assert_error(driver.call(Start()), "busy")
+    stop = driver.send(Stop(wait=True))
+    # Steps of one request after another, until the first file is written and decode steps come after it.
+    while stop not in driver.replies:
+        driver.generate([5, 6, 7], 6)
+        driver.tick(8)
+    ended = driver.replies[stop]
+    assert ended.path == started.path
+    assert 2 <= ended.steps <= 3  # the prompt is one step, and the next prompt ends the other file
+    assert all(operations(str(folder / name)) for name in names)
+
+
+def test_a_stage_without_steps_is_given_up_at_stop(driver, folder):
+    driver.call(Start(stages=["decode"], profile_id="none"))
+    assert_error(driver.call(Stop()), "invalid_request")
+    driver.call(Start(stages=["decode", "prefill"], profile_id="some"))
+    driver.generate([5, 6, 7], 6)
+    driver.tick(2)
+    ended = driver.call(Stop(), max_ticks=20_000)
+    assert ended.path == str(folder / "some-TP-0-EXTEND.trace.json.gz")

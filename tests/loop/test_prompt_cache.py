@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from support.scripted import EngineDriver
 
-from caesura.io_struct import CaesuraError, GenerateImagesReqInput
+from caesura.io_struct import CaesuraError
 
 pytest.importorskip("diffusers")
+from support import image_requests
 from support.pipelines import tensors_of
 
 from caesura.scheduler.images.prompt_cache import ENTRY_BYTES
@@ -23,8 +24,8 @@ def driver(painter):
 
 
 def request(prompt="a red", **fields):
-    fields = {"num_inference_steps": 2, "max_sequence_length": LENGTH, "return_steps": None, **fields}
-    return GenerateImagesReqInput(prompt=prompt, width=16, height=16, seed=3, **fields)
+    options = {"num_inference_steps": 2, "max_sequence_length": LENGTH, "seed": 3, **fields}
+    return image_requests.request(prompt=prompt, **options)
 
 
 def run(driver, *asked):
@@ -58,7 +59,7 @@ def test_equal_prompts_that_come_together_are_encoded_once(driver):
     assert not np.array_equal(one["prompt_embeds"], two["prompt_embeds"])
 
 
-def test_guidance_finds_its_negative_prompt_and_encodes_the_rest(driver):
+def test_guidance_finds_its_negative_prompt(driver):
     run(driver, request(guidance_scale=2.0))
     assert counts(driver) == (0, 2, 2)
     part = run(driver, request("a blue", guidance_scale=2.0))[0]
@@ -75,13 +76,11 @@ def test_differing_tokens_are_not_found(driver):
     hits, misses, _ = counts(driver)
     assert (hits, misses) == (0, 4)
     ids = driver.engine.runner.family.tokenize("a red", LENGTH)
-    run(driver, GenerateImagesReqInput(prompt_ids=ids, width=16, height=16, max_sequence_length=LENGTH))
+    run(driver, request(None, prompt_ids=ids))
     assert counts(driver)[0] == 1, "text and its ids are the same prompt"
 
 
-def test_an_update_of_an_encoder_makes_old_entries_unreachable_and_one_of_the_transformer_does_not(
-    driver, other_sd3
-):
+def test_only_an_update_of_an_encoder_ends_entries(driver, other_sd3):
     before = run(driver, request())[0]
     assert driver.update(other_sd3).flushed
     kept = run(driver, request())[0]

@@ -5,6 +5,8 @@ After each command the answer is the model's, status is the model's, and every t
 that the model names: nothing that was refused has written, nothing that was written is lost.
 """
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from safetensors.torch import load_file
+from support.lanes import quick
 from support.properties import examples
 from support.protocol_model import Protocol, Sender
 from support.scripted import EngineDriver, assert_error
@@ -28,8 +31,6 @@ from caesura.io_struct import (
     RenewPauseLeaseReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-
-pytestmark = pytest.mark.long
 
 SENDERS = st.sampled_from(
     [Sender("main", "a"), Sender("main"), Sender("other", "b"), Sender("third"), Sender("third", "a")]
@@ -71,6 +72,16 @@ class ProtocolMachine(RuleBasedStateMachine):
             self.stale.append(session.id)
         return reply
 
+    def command(
+        self,
+        call: Callable[..., Message],
+        sender: Sender,
+        expected: str,
+        *arguments: object,
+        **fields: object,
+    ) -> Message:
+        return self.check(call(*arguments, client=sender.client, owner=sender.owner, **fields), expected)
+
     def name_of(self, kind: str) -> str | None:
         session = self.model.session
         if kind == "session" and session is not None:
@@ -87,32 +98,19 @@ class ProtocolMachine(RuleBasedStateMachine):
     @rule(sender=SENDERS, mode=MODES, lease=st.sampled_from([None, None, "continue", "abort", "stay"]))
     def pause(self, sender, mode, lease):
         expected = self.model.pause(sender, mode, lease)
-        self.check(
-            self.driver.pause(
-                mode,
-                client=sender.client,
-                owner=sender.owner,
-                lease_s=None if lease is None else 600.0,
-                on_lease_expiry=lease or "stay",
-            ),
-            expected,
-        )
+        options = {"lease_s": None if lease is None else 600.0, "on_lease_expiry": lease or "stay"}
+        reply = self.command(self.driver.pause, sender, expected, mode, **options)
+        assert expected != "ok" or (reply.mode, reply.owner) == (mode, self.model.pauser.owner)
 
     @rule(sender=SENDERS, force=RARELY)
     def go_on(self, sender, force):
         expected = self.model.go_on(sender, force)
-        self.check(
-            self.driver.go_on(client=sender.client, owner=sender.owner, force=force, torch_empty_cache=False),
-            expected,
-        )
+        self.command(self.driver.go_on, sender, expected, force=force, torch_empty_cache=False)
 
     @rule(sender=SENDERS, force=RARELY)
     def flush(self, sender, force):
         expected = self.model.flush(sender, force)
-        self.check(
-            self.driver.flush(client=sender.client, owner=sender.owner, force=force, torch_empty_cache=False),
-            expected,
-        )
+        self.command(self.driver.flush, sender, expected, force=force, torch_empty_cache=False)
 
     @rule(sender=SENDERS)
     def begin(self, sender):
@@ -138,32 +136,15 @@ class ProtocolMachine(RuleBasedStateMachine):
     def disk(self, sender, kind, label, which):
         name = self.name_of(kind)
         expected = self.model.piece(sender, name, "disk", label, self.model.names, which)
-        self.check(
-            self.driver.update(
-                self.folders[which],
-                client=sender.client,
-                owner=sender.owner,
-                session_id=name,
-                weight_version=label,
-            ),
-            expected,
-        )
+        fields = {"session_id": name, "weight_version": label}
+        self.command(self.driver.update, sender, expected, self.folders[which], **fields)
 
     @rule(sender=SENDERS, kind=NAMES, commit=st.booleans(), force=RARELY, label=LABELS)
     def end(self, sender, kind, commit, force, label):
         name = self.name_of(kind)
         expected = self.model.end(sender, name, commit, force, label)
-        self.check(
-            self.driver.end(
-                client=sender.client,
-                owner=sender.owner,
-                session_id=name,
-                commit=commit,
-                force=force,
-                weight_version=label,
-            ),
-            expected,
-        )
+        fields = {"session_id": name, "commit": commit, "force": force, "weight_version": label}
+        self.command(self.driver.end, sender, expected, **fields)
 
     @rule(sender=SENDERS)
     def renew(self, sender):
@@ -193,11 +174,8 @@ class ProtocolMachine(RuleBasedStateMachine):
         assert status.pause_mode == model.mode
         assert status.pause_owner == (None if model.pauser is None else model.pauser.owner)
         assert (status.lease_left_s is not None) == (model.lease is not None)
-        assert (status.weights, status.weights_epoch, status.weight_version) == (
-            model.weights,
-            model.epoch,
-            model.label,
-        )
+        committed = (status.weights, status.weights_epoch, status.weight_version)
+        assert committed == (model.weights, model.epoch, model.label)
         if model.session is None:
             assert status.session is None
         else:
@@ -213,7 +191,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.driver.__exit__()
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", quick([0, 1]))
 def test_any_order_of_commands_by_anybody(tiny_model, other_model, depth):
     folders = [str(tiny_model), str(other_model)]
     run_state_machine_as_test(

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoints import make_checkpoint
+from support.faults import BUG, Fault
 from support.lanes import quick
 from support.plain_trainer import PlainTrainer, update_message, weights_of
 from support.rank_updates import UPDATES, checksums
@@ -43,7 +44,7 @@ def sampled(path: str, tp: int) -> tuple[list[list[int]], np.ndarray]:
 
 
 @pytest.mark.parametrize("family", quick(["gemma3", "gpt-oss"]))
-def test_layers_with_a_window_have_their_own_pages_on_every_rank(family, tmp_path):
+def test_layers_with_a_window_have_pages_on_every_rank(family, tmp_path):
     make_checkpoint(tmp_path, family, seed=1)
     tokens, logprobs = sampled(str(tmp_path), 1)
     found, close = sampled(str(tmp_path), 2)
@@ -132,19 +133,11 @@ def test_a_rank_that_fails_ends_the_wait_of_the_others(driver, model, monkeypatc
     assert driver.engine.executor.answers == {}
 
 
-def test_failure_on_rank_0_leaves_no_worker_answers(driver, monkeypatch):
+def test_failure_on_rank_0_leaves_no_worker_answers(driver):
     steps = driver.engine.runner
-
-    def fails(*_):
-        raise RuntimeError("an injected defect")
-
-    for name, arguments in (
-        ("synchronize", ()),
-        ("set_last_tokens", (np.zeros(1, np.int64), np.zeros(1, np.int32))),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(steps.own, name, fails)
-            with pytest.raises(RuntimeError, match="injected"):
-                getattr(steps, name)(*arguments)
+    last = np.zeros(1, np.int64), np.zeros(1, np.int32)
+    for name, arguments in (("synchronize", ()), ("set_last_tokens", last)):
+        with Fault(steps.own, name, BUG), pytest.raises(RuntimeError, match="injected"):
+            getattr(steps, name)(*arguments)
     steps.synchronize()  # every rank has come to the end of what it was told
     assert driver.engine.executor.answers == {}

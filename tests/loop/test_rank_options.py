@@ -3,12 +3,12 @@
 import json
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import msgspec
 import pytest
 import torch
-from support.faults import full_disk
+from support.faults import Fault, full_disk
 from support.lanes import quick
 from support.plain_trainer import free_port, weights_of
 from support.scripted import EngineDriver, assert_error, ok, tokens_of
@@ -90,30 +90,29 @@ def test_released_weights_come_back_on_every_rank(driver, other_model):
         assert tokens_of(driver.result(rid)) == tokens == generate(driver)
 
 
-def workers_fail_at(patch: pytest.MonkeyPatch, refused: str) -> None:
+@contextmanager
+def workers_fail_at(refused: str) -> Iterator[None]:
     """Let the workers fail in ``refused``: they are told something else that they cannot do."""
     call = Executor.call
 
     def changed(self, method, *arguments, **options):
         return call(self, "write") if method == refused else call(self, method, *arguments, **options)
 
-    patch.setattr(Executor, "call", changed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "call", changed)
+        yield
 
 
 @pytest.mark.parametrize(("where", "code"), [("another rank", "internal"), ("rank 0", "out_of_memory")])
-def test_a_resume_that_one_rank_cannot_do_keeps_every_copy(driver, monkeypatch, where, code):
+def test_a_resume_that_one_rank_cannot_do_keeps_every_copy(driver, where, code):
     before = checksums(driver)
     ok(driver.release())
-
-    def full(tags):
-        yield
-        raise CaesuraError("out_of_memory", "there is no room")
-
-    with monkeypatch.context() as patch:
-        if where == "rank 0":
-            patch.setattr(driver.engine.residency, "resume", full)
-        else:
-            workers_fail_at(patch, "resume")
+    failing = (
+        Fault(driver.engine.residency, "resume", MemoryError())
+        if where == "rank 0"
+        else workers_fail_at("resume")
+    )
+    with failing:
         error = assert_error(driver.resume(), code)
     assert where == "rank 0" or "rank 0 has opened no source" in error.detail["ranks"]["1"]
     assert driver.status().memory == "released"
@@ -131,16 +130,10 @@ def copies_of(pid: int) -> int:
 
 
 @pytest.mark.parametrize("where", ["rank 0", "another rank"])
-def test_a_copy_that_one_rank_cannot_make_is_dropped_by_all(driver, monkeypatch, where):
+def test_a_copy_that_one_rank_cannot_make_is_dropped_by_all(driver, where):
     worker = driver.status().ranks[0].pid
-
-    if where == "rank 0":
-        with full_disk():
-            assert_error(driver.release(), "out_of_memory")
-    else:
-        with monkeypatch.context() as patch:
-            workers_fail_at(patch, "keep")
-            assert_error(driver.release(), "internal")
+    with full_disk() if where == "rank 0" else workers_fail_at("keep"):
+        assert_error(driver.release(), "out_of_memory" if where == "rank 0" else "internal")
     assert driver.status().memory == "resident"
     checksums(driver)  # every rank has come to the end of what it was told
     assert (copies_of(os.getpid()), copies_of(worker)) == (0, 0)
@@ -149,7 +142,7 @@ def test_a_copy_that_one_rank_cannot_make_is_dropped_by_all(driver, monkeypatch,
     ok(driver.resume())
 
 
-def test_a_group_that_could_not_be_joined_leaves_nothing_behind(driver):
+def test_a_group_that_is_not_joined_leaves_nothing_behind(driver):
     join = InitWeightsUpdateGroupReqInput(
         master_address="127.0.0.1", master_port=free_port(), rank_offset=1, world_size=3,
         group_name="nobody's",
@@ -164,7 +157,7 @@ def test_a_group_that_could_not_be_joined_leaves_nothing_behind(driver):
 
 
 @pytest.mark.skipif(not DETERMINISTIC, reason="no compiled kernels on this machine")
-def test_deterministic_ranks_sample_the_same_bits_beside_others(driver):
+def test_deterministic_ranks_sample_the_same_bits(driver):
     def bits(beside: int, *, paused: bool = False) -> tuple[bytes, bytes]:
         ok(driver.flush())
         rid, *_ = [

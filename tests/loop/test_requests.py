@@ -38,7 +38,7 @@ def running(driver: EngineDriver) -> dict[str, int]:
     return counts
 
 
-def test_a_large_request_does_not_starve_those_it_would_have_overtaken(tiny_model):
+def test_a_large_request_does_not_starve_earlier_ones(tiny_model):
     with engine(tiny_model, kv_pool_tokens=16 * PAGE_SIZE) as driver:
         group = driver.generate(PREFIX, 4 * PAGE_SIZE, n=3)
         large = driver.generate([5 + i % 80 for i in range(12 * PAGE_SIZE)], 4)
@@ -78,7 +78,7 @@ def test_samples_start_together_once_their_prefix_is_there(driver):
 
 
 @pytest.mark.parametrize("start", [0, 2, PAGE_SIZE - 1])
-def test_samples_that_cannot_use_the_prefix_do_not_wait_for_it(driver, start):
+def test_samples_wait_only_for_a_prefix_that_they_can_use(driver, start):
     prompt = PREFIX[: PAGE_SIZE + 4]
     rid = driver.generate(prompt, 60, n=4, return_logprob=True, logprob_start_len=start)
     driver.hear()
@@ -88,7 +88,7 @@ def test_samples_that_cannot_use_the_prefix_do_not_wait_for_it(driver, start):
     assert running(driver) == {rid: 4}
 
 
-def test_an_engine_that_is_paused_forgets_requests_that_were_aborted(driver):
+def test_a_paused_engine_forgets_aborted_requests(driver):
     driver.pause("retract")
     stays = driver.generate(PREFIX, 4)
     for number in range(300):
@@ -104,7 +104,7 @@ def test_an_engine_that_is_paused_forgets_requests_that_were_aborted(driver):
 
 @pytest.mark.parametrize("error", [BUG, NO_MEMORY[2]], ids=["bug", "memory"])
 @pytest.mark.parametrize("stage", ["open", "extend", "bind"])
-def test_a_request_that_cannot_be_started_ends_alone(driver, monkeypatch, stage, error):
+def test_a_request_that_cannot_be_started_ends_alone(driver, stage, error):
     runs = driver.generate([5, 6, 7], 40)
     driver.tick(4)
     batcher = driver.engine.batcher
@@ -114,31 +114,23 @@ def test_a_request_that_cannot_be_started_ends_alone(driver, monkeypatch, stage,
         "bind": (batcher.table, lambda request, *rest: np.array_equal(request.prompt, PREFIX)),
     }[stage]
     bad, behind = driver.generate(PREFIX, 5), driver.generate([9, 10], 5)
-    original = getattr(owner, stage)
-
-    def fail(*arguments):
-        if is_bad(*arguments):
-            raise error
-        return original(*arguments)
-
-    monkeypatch.setattr(owner, stage, fail)
-    driver.run_until_idle()
+    with Fault(owner, stage, error, range(1000), only=is_bad):
+        driver.run_until_idle()
     assert driver.result(bad).finish_reason.type == "error"
     assert driver.result(bad).finish_reason.code == ("internal" if error is BUG else "out_of_memory")
     for rid, count in ((runs, 40), (behind, 5)):
         result = driver.check(rid)
         assert result.finish_reason.type == "length"
         assert len(tokens_of(result)) == count
-    monkeypatch.undo()
     check_nothing_is_left(driver)
 
 
-def test_a_start_that_fails_once_ends_no_request(driver, monkeypatch):
+def test_a_start_that_fails_once_ends_no_request(driver):
     runs = driver.generate([5, 6, 7], 40)
     driver.tick(4)
     rid = driver.generate(PREFIX, 5)
-    fault = Fault(monkeypatch, driver.engine.batcher.table, "bind", BUG, {0})
-    driver.run_until_idle()
+    with Fault(driver.engine.batcher.table, "bind", BUG) as fault:
+        driver.run_until_idle()
     assert fault.raised == 1
     assert {driver.result(each).finish_reason.type for each in (runs, rid)} == {"length"}
 
@@ -156,7 +148,7 @@ def test_a_start_that_fails_once_ends_no_request(driver, monkeypatch):
     {"routed_experts_start_len": 2**64 - 1},
     {"min_weights_epoch": 2**64 - 1},
 ], ids=str)  # fmt: skip
-def test_numbers_that_nothing_can_hold_end_their_own_request_only(driver, fields):
+def test_numbers_that_nothing_holds_end_their_own_request(driver, fields):
     runs = driver.generate([5, 6, 7], 40)
     driver.tick(3)
     message = GenerateReqInput(input_ids=[5, 6], **fields)
@@ -176,7 +168,7 @@ def test_numbers_that_nothing_can_hold_end_their_own_request_only(driver, fields
     SamplingParams(max_new_tokens=3, frequency_penalty=5e-324, presence_penalty=-1e-310),
     SamplingParams(max_new_tokens=3, seed=2**63 - 1, top_k=2**31 - 1, logit_bias={5: 5e-324}),
 ], ids=str)  # fmt: skip
-def test_numbers_at_the_ends_of_their_ranges_are_sampled_with(tiny_model, params):
+def test_numbers_at_the_ends_of_their_ranges_work(tiny_model, params):
     with EngineDriver(str(tiny_model), scripted=False) as driver:
         result = driver.complete([5, 6, 7, 7, 7], sampling_params=params)
         assert result.finish_reason.type in ("length", "stop"), result.finish_reason
@@ -223,7 +215,7 @@ def generate(driver: EngineDriver, messages: list[GenerateReqInput], client: str
     eventually(answered)  # the socket does not hold all of them at once
 
 
-def test_a_large_batch_sent_again_is_answered_and_not_generated(tiny_model):
+def test_a_batch_sent_again_is_answered_and_not_generated(tiny_model):
     with EngineDriver(str(tiny_model)) as driver:
         messages = batch(1500)
         generate(driver, messages)
@@ -235,36 +227,24 @@ def test_a_large_batch_sent_again_is_answered_and_not_generated(tiny_model):
         assert driver.status().step == steps, "nothing was computed again"
 
 
-def test_an_answer_that_is_not_stored_any_more_is_no_second_generation(tiny_model):
-    with EngineDriver(str(tiny_model), result_bytes=8 << 10) as driver:
-        messages = batch(40)
-        generate(driver, messages)
-        steps, generated = driver.status().step, driver.status().generated_tokens
-        driver.results.clear()
-        for message in messages[:16]:
-            assert_error(driver.call(message), "answer_forgotten")
-        generate(driver, messages[-10:])
-        assert len(driver.results) == 10
-        driver.assert_status(step=steps, generated_tokens=generated)
-        pause = driver.pause(id="a new one")
-        assert pause.step == steps
-
-
-@pytest.mark.parametrize(("limit", "fewest", "most"), [(0, 0, 0), (4 << 10, 4, 12)])
+@pytest.mark.parametrize(("limit", "fewest", "most"), [(0, 0, 0), (4 << 10, 4, 12), (8 << 10, 10, 24)])
 def test_answers_are_stored_within_the_configured_bytes(tiny_model, limit, fewest, most):
+    """What is not stored any more is no second generation."""
     with EngineDriver(str(tiny_model), result_bytes=limit) as driver:
-        messages = batch(20)
+        messages = batch(40)
         for message in messages:
             generate(driver, [message])
+        steps, generated = driver.status().step, driver.status().generated_tokens
         driver.results.clear()
         generate(driver, messages)
         assert fewest <= len(driver.results) <= most
-        assert len(driver.results) + len(driver.replies) == 20
+        assert len(driver.results) + len(driver.replies) == 40
         assert {reply.code for reply in driver.replies.values()} == {"answer_forgotten"}
+        driver.assert_status(step=steps, generated_tokens=generated)
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_a_message_that_joined_a_generation_is_answered_again_as_well(tiny_model, live):
+def test_a_message_that_joined_is_answered_again(tiny_model, live):
     with EngineDriver(str(tiny_model)) as driver:
         params = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True, n=2)
         messages = [GenerateReqInput(rid="r", input_ids=[5, 6, 7], sampling_params=params) for _ in range(2)]
@@ -310,20 +290,24 @@ def test_drain_finishes_requests_and_refuses_new_ones(draining):
         assert draining.result(rid).finish_reason.type == "length"
 
 
-@pytest.mark.parametrize("order", [{"drain": False}, {"drain": True, "timeout_s": 0.0}])
-def test_a_second_message_ends_the_drain(draining, order):
-    rid = draining.generate(PROMPT, 200)
-    draining.tick()
-    first = draining.send(ShutdownReqInput())
-    draining.tick(2)
-    second = draining.send(ShutdownReqInput(**order))
-    draining.engine.scheduler.run()
-    draining.collect()
-    assert draining.replies.pop(first).drain_s > 0
-    assert draining.replies.pop(second).drain_s == 0
-    result = draining.result(rid)
-    assert result.finish_reason.message == "the engine is shutting down"
-    assert len(result.output_ids) > 0, "with what it had"
+@pytest.mark.parametrize("order", [{}, {"drain": False}, {"drain": True, "timeout_s": 0.0}])
+def test_the_end_comes_at_once_by_default_or_second_order(tiny_model, order):
+    """An engine that is not configured to drain ends with the first message."""
+    options = {"shutdown_mode": "drain", "drain_timeout_s": LONG} if order else {}
+    with EngineDriver(str(tiny_model), **options) as driver:
+        rid = driver.generate(PROMPT, 200)
+        driver.tick(3)
+        if order:
+            first = driver.send(ShutdownReqInput())
+            driver.tick(2)
+        last = driver.send(ShutdownReqInput(**order))
+        driver.engine.scheduler.run()
+        driver.collect()
+        assert not order or driver.replies.pop(first).drain_s > 0
+        assert driver.replies.pop(last).drain_s == 0
+        result = driver.result(rid)
+        assert result.finish_reason.message == "the engine is shutting down"
+        assert len(result.output_ids) > 0, "with what it had"
 
 
 def test_the_deadline_ends_the_remaining_requests(draining):
@@ -338,7 +322,7 @@ def test_the_deadline_ends_the_remaining_requests(draining):
     assert_error(draining.replies.pop(parked), "shutting_down")
 
 
-def test_a_retry_of_live_work_and_control_are_served_while_it_drains(draining):
+def test_retries_and_control_are_served_while_it_drains(draining):
     rid = draining.generate(PROMPT, 50, rid="r")
     draining.tick()
     draining.send(ShutdownReqInput())
@@ -352,13 +336,3 @@ def test_a_retry_of_live_work_and_control_are_served_while_it_drains(draining):
     assert again == rid
     found = [result for _, output in draining.outputs for result in output.finished if result.rid == rid]
     assert len(found) == 2, "to each of the two that asked"
-
-
-def test_by_default_a_message_ends_everything_at_once(driver):
-    rid = driver.generate(PROMPT, 200)
-    driver.tick()
-    asked = driver.send(ShutdownReqInput())
-    driver.engine.scheduler.run()
-    driver.collect()
-    assert driver.replies.pop(asked).drain_s == 0
-    assert driver.result(rid).finish_reason.message == "the engine is shutting down"

@@ -8,7 +8,7 @@ from support.clock import clock_of
 from support.scripted import EngineDriver, expected_tokens, tokens_of
 
 from caesura.io_struct import SamplingParams, WeightVersionSpan
-from caesura.scheduler.scheduling.request import OutputArrays, Request, RequestTable
+from caesura.scheduler.scheduling.request import OutputArrays, Request
 
 VOCAB = 97
 PROMPT = [3 + i * 7 % 90 for i in range(20)]
@@ -31,7 +31,7 @@ def ints(data: bytes) -> list[int]:
 @pytest.mark.parametrize(
     "fields", [(), ("return_logprob",), ("return_raw_logprob",), ("return_sampled_logprob",)]
 )
-def test_each_kind_of_logprobs_is_in_the_result_where_it_was_asked_for(driver, fields):
+def test_each_kind_of_logprobs_is_there_if_asked_for(driver, fields):
     result = driver.complete(PROMPT, 6, **dict.fromkeys(fields, True))
     tokens = tokens_of(result)
     assert tokens == expected_tokens(PROMPT, result, VOCAB)
@@ -141,7 +141,9 @@ def test_a_stop_token_at_the_limit_is_a_stop(driver, stop):
 
 
 @pytest.mark.parametrize("last", ["in_place", "retract"])
-def test_spans_begin_where_weights_changed_and_say_where_kv_was_recomputed(driver, other_model, last):
+def test_spans_begin_where_weights_changed(driver, other_model, last):
+    for number in range(100):
+        driver.engine.state.commit_weights(f"v{number}", "")
     rid = driver.generate(PROMPT, 40)
     driver.tick(6)
     for version, mode in (("one", "in_place"), ("two", last)):
@@ -153,13 +155,13 @@ def test_spans_begin_where_weights_changed_and_say_where_kv_was_recomputed(drive
     result = driver.check(rid)
     spans = result.weight_versions
     assert [(span.version, span.epoch, span.stale_kv) for span in spans] == [
-        (spans[0].version, 0, False), ("one", 1, True), ("two", 2, last == "in_place"),
+        ("v99", 100, False), ("one", 101, True), ("two", 102, last == "in_place"),
     ]  # fmt: skip
     assert [span.start for span in spans] == [0, spans[0].end, spans[1].end]
     assert spans[-1].end == 40
 
 
-def test_weights_that_are_committed_while_a_request_waits_open_no_span_of_their_own(driver, other_model):
+def test_weights_before_the_first_token_open_no_span(driver, other_model):
     driver.pause("retract")
     rid = driver.generate(PROMPT, 4)
     driver.tick()
@@ -199,7 +201,7 @@ def test_non_finite_logits_name_the_remedy(driver, edited):
     assert len(tokens_of(driver.check(other))) == 6
 
 
-def test_the_pages_of_an_aborted_request_are_kept_for_the_next_one(driver):
+def test_pages_of_an_aborted_request_are_kept(driver):
     rid = driver.generate(PROMPT, 100)
     driver.tick(20)
     assert driver.abort(rid).aborted == 1
@@ -210,31 +212,18 @@ def test_the_pages_of_an_aborted_request_are_kept_for_the_next_one(driver):
     assert result.cached_tokens == (len(prompt) - 1) // 16 * 16
 
 
-def test_spans_are_told_apart_after_many_commits(driver):
-    for number in range(100):
-        driver.engine.state.commit_weights(f"v{number}", "")
-    rid = driver.generate(PROMPT, 12)
-    driver.tick(6)
-    driver.engine.state.commit_weights("last", "")
-    driver.run_until_idle()
-    spans = driver.result(rid).weight_versions
-    assert [(span.version, span.epoch, span.stale_kv) for span in spans] == [
-        ("v99", 100, False),
-        ("last", 101, True),
-    ]
-
-
 @pytest.mark.parametrize("lost", [-1, 1])
 @pytest.mark.parametrize("what", ["logprobs", "spans", "logprobs and spans"])
-def test_a_result_whose_parts_differ_in_length_is_an_error_not_a_result(driver, monkeypatch, what, lost):
-    outputs, spans = RequestTable.outputs, Request.version_spans
+def test_a_result_whose_parts_differ_in_length_is_an_error(driver, monkeypatch, what, lost):
+    table, spans = driver.engine.batcher.table, Request.version_spans
+    outputs = table.outputs
 
-    def wrong_outputs(table: RequestTable, request: Request) -> OutputArrays:
-        found = outputs(table, request)
+    def wrong_outputs(request: Request) -> OutputArrays:
+        found = outputs(request)
         return replace(found, logprobs=np.resize(found.logprobs, len(found.tokens) - lost))
 
     if "logprobs" in what:
-        monkeypatch.setattr(RequestTable, "outputs", wrong_outputs)
+        table.outputs = wrong_outputs
     if "spans" in what:
         monkeypatch.setattr(Request, "version_spans", lambda request, count: spans(request, count - lost))
     result = driver.complete(PROMPT, 4)

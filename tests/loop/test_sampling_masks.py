@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from support.edited_logits import log_softmax, logits_of, with_logits
+from support.faults import Fault
 from support.kept_tokens import kept_tokens
 from support.scripted import EngineDriver, tokens_of
 
@@ -106,8 +107,8 @@ def test_preempted_and_aborted_requests_keep_their_masks(tiny_model, depth):
 def test_a_lost_step_leaves_no_mask(tiny_model, depth, lost):
     with EngineDriver(str(tiny_model), pipeline_depth=depth, chunked_prefill_size=32) as driver:
         requests = start(driver)
-        driver.runner.lose_step(lost)
-        driver.run_until_idle()
+        with Fault(driver.runner, "on_fetch", MemoryError(), {lost}):
+            driver.run_until_idle()
         check_all(driver, requests)
         assert driver.status().step_failures.failed == 1
 
@@ -141,7 +142,7 @@ def test_a_stream_with_details_has_the_masks_of_its_tokens(tiny_model, depth):
                 assert found[rid, index] == {at: mask.at(at) for at in range(NEW - 1)}
 
 
-def test_masks_that_would_not_fit_a_message_end_their_sample_alone(tiny_model, depth, monkeypatch):
+def test_masks_too_large_for_a_message_end_their_sample(tiny_model, depth, monkeypatch):
     with EngineDriver(str(tiny_model), pipeline_depth=depth) as driver:
         requests = start(driver)
         monkeypatch.setattr(outputs, "MAX_MASK_BYTES", 4 * 9 * 5)

@@ -9,15 +9,14 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint
-from support.faults import another
+from support.faults import BUG, NO_MEMORY, Fault
 from support.properties import examples
 from support.scripted import EngineDriver, assert_error
 
 from caesura.io_struct import (
     GREEDY_BELOW,
-    ErrorCode,
-    ErrorReply,
     PauseGenerationReqInput,
     ScoreReqInput,
     ScoreReqOutput,
@@ -163,7 +162,7 @@ def test_logits_exist_for_a_few_rows_only(tiny_model, reference, monkeypatch):
     with driver_with(tiny_model, reference, chunked_prefill_size=128) as driver:
         model = driver.engine.scoring.model
         rows, logits = [], model.logits
-        monkeypatch.setattr(model, "logits", lambda hidden: rows.append(len(hidden)) or logits(hidden))
+        model.logits = lambda hidden: rows.append(len(hidden)) or logits(hidden)
         driver.call(ScoreReqInput(input_ids=sequences(101), start=[1]))
         assert sum(rows) == 100
         assert max(rows) == 32
@@ -200,7 +199,7 @@ def test_decoding_and_commands_go_on_between_two_slices(tiny_model, reference, j
         assert driver.results.get((rid, 0)) is None
 
 
-def test_the_loop_sleeps_when_nothing_is_left_and_not_before(tiny_model, reference, sliced):
+def test_the_loop_sleeps_when_nothing_is_left(tiny_model, reference, sliced):
     with driver_with(tiny_model, reference, "offload") as driver:
         driver.send(message := ScoreReqInput(input_ids=sequences(30), start=[1]))
         driver.tick()
@@ -265,9 +264,7 @@ def test_the_policy_has_no_part_in_it(tiny_model, other_model, reference, judge,
 
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
-def test_a_release_of_the_weights_ends_scores_and_keeps_the_reference(
-    tiny_model, reference, judge, residency, sliced
-):
+def test_a_release_of_the_weights_ends_scores(tiny_model, reference, judge, residency, sliced):
     message = {"input_ids": sequences(200), "start": [1]}
     with driver_with(tiny_model, reference, residency, chunked_prefill_size=32) as driver:
         for ticks in (1, 2, 7, 12):
@@ -332,33 +329,17 @@ def test_shutdown_answers_messages_under_way(tiny_model, reference, sliced):
 
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [(RuntimeError("scripted"), "internal"), (MemoryError("can't allocate memory"), "out_of_memory")],
-)
+@pytest.mark.parametrize(("error", "code"), [(BUG, "internal"), (NO_MEMORY[2], "out_of_memory")])
 def test_a_chunk_that_fails_ends_its_messages_and_no_other(
-    tiny_model, reference, judge, residency, error, code, monkeypatch, caplog
+    tiny_model, reference, judge, residency, error, code, caplog
 ):
     with driver_with(tiny_model, reference, residency, chunked_prefill_size=32) as driver:
-        model = driver.engine.scoring.model
-        whole = model.forward_by_layer
-
-        errors = [error]
-
-        def failing(batch, backend):
-            if not errors:
-                return (yield from whole(batch, backend))
-            for layer in whole(batch, backend):
-                if layer == 2:
-                    raise another(errors.pop())
-                yield layer
-
-        monkeypatch.setattr(model, "forward_by_layer", failing)
         lengths = ((10,), (10, 40, 12), (50,))
         messages = [ScoreReqInput(input_ids=sequences(*some), start=[1] * len(some)) for some in lengths]
         for message in messages:
             driver.send(message)
-        driver.tick(30)
+        with Fault(driver.engine.scoring.model._layers[2], "forward", error):
+            driver.tick(30)
         for message in messages[:2]:
             assert_error(driver.replies.pop(message.id), code)
         assert_scores(driver.replies.pop(messages[2].id), messages[2], judge)
@@ -368,8 +349,6 @@ def test_a_chunk_that_fails_ends_its_messages_and_no_other(
 
 
 def test_logits_that_are_not_finite_end_their_message_only(tmp_path, tiny_model):
-    from safetensors.torch import load_file, save_file
-
     make_checkpoint(tmp_path / "reference", "llama", tied=False, seed=5)
     file = next((tmp_path / "reference").glob("*.safetensors"))
     tensors = load_file(file)
@@ -386,35 +365,19 @@ def test_logits_that_are_not_finite_end_their_message_only(tmp_path, tiny_model)
         assert all(np.isfinite(values).all() for values in values_of(driver.replies.pop(good.id)))
 
 
-def test_other_clients_are_served_in_order(tiny_model, reference, judge):
-    with driver_with(tiny_model, reference, chunked_prefill_size=64) as driver:
-        messages = {
-            name: ScoreReqInput(input_ids=sequences(5 + n, 20, seed=n), start=[1, 3])
-            for n, name in enumerate(("a", "b", "c", "d"))
-        }
-        for name, message in messages.items():
-            driver.send(message, name)
-        driver.tick(20)
-        for message in messages.values():
-            assert_scores(driver.replies.pop(message.id), message, judge)
-
-
 @pytest.mark.parametrize("residency", ["offload", "layerwise"])
 def test_a_reference_that_cannot_come_is_a_typed_error(tiny_model, reference, judge, residency):
     with driver_with(tiny_model, reference, residency) as driver:
         own = driver.engine.residency.module
         driver.engine.residency.module = SimpleNamespace(mem_get_info=lambda: (10, 1 << 40))
-        message = ScoreReqInput(input_ids=sequences(5), start=[1])
-        reply = driver.call(message)
-        assert isinstance(reply, ErrorReply)
-        assert reply.code == ErrorCode.OUT_OF_MEMORY
+        reply = assert_error(driver.call(ScoreReqInput(input_ids=[[1, 2]], start=[1])), "out_of_memory")
         assert reply.detail["free_bytes"] == 10
         driver.engine.residency.module = own
         again = ScoreReqInput(input_ids=sequences(5), start=[1])
         assert_scores(driver.call(again), again, judge)
 
 
-def test_the_pool_of_the_policy_leaves_room_for_memory_taken_later(tiny_model, reference, monkeypatch):
+def test_the_pool_leaves_room_for_memory_taken_later(tiny_model, reference, monkeypatch):
     from caesura.scheduler.execution import build
 
     monkeypatch.setattr(build, "get_available_memory", lambda *_, **__: 3_000_000)

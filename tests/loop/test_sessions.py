@@ -1,4 +1,6 @@
-"""Ownership of a session: pieces, ends and settlements of somebody else."""
+"""Sessions, leases and results of clients that are gone, silent or refused. Who may send what to whose
+session and pause is in test_protocol.py.
+"""
 
 from pathlib import Path
 
@@ -27,177 +29,43 @@ from caesura.io_struct import (
 )
 
 
-def checksum(driver: EngineDriver) -> str:
-    return driver.check_weights().total
-
-
-def checksum_of(driver: EngineDriver, path: Path) -> str:
-    driver.update(path)
-    return checksum(driver)
-
-
-# -- explicit sessions ---------------------------------------------------------------------------------------
-
-
-def test_pieces_and_the_end_name_their_session(driver, other_model):
-    opened = driver.call(BeginWeightUpdateReqInput())
-    pieces = Sender(driver, other_model, session_id=opened.session_id)
-    for number in range(len(pieces.parts)):
-        reply = pieces.send(number)
-        assert (reply.committed, reply.session_id) == (False, opened.session_id)
-    reply = driver.end(session_id=opened.session_id, weight_version="new")
-    assert (reply.committed, reply.weight_version, reply.session_id) == (True, "new", None)
-
-
-def test_a_session_can_be_named_by_its_begin_message(driver, other_model):
-    begin = BeginWeightUpdateReqInput()
-    driver.call(begin)
-    assert not Sender(driver, other_model).send(0, session_id=begin.id).committed
-    driver.end(commit=False, session_id=begin.id)
-    assert driver.status().session is None
-
-
-@pytest.mark.parametrize("fields", [{}, {"owner": "other"}], ids=["nobody", "owner"])
-@pytest.mark.parametrize("client", ["main", "other"])
-def test_a_piece_without_the_id_is_refused(driver, other_model, client, fields):
-    opened = driver.call(BeginWeightUpdateReqInput())
-    before = checksum(driver)
-    pieces = Sender(driver, other_model, client=client, **fields)
-    assert_error(pieces.send(0), "session_open")
-    assert_error(driver.update(other_model, client=client, **fields), "session_open")
-    assert checksum(driver) == before
-    status = driver.status()
-    assert (status.weights, status.session.session_id) == ("valid", opened.session_id)
-
-
-@pytest.mark.parametrize("paused", [False, True])
-@pytest.mark.parametrize("gone", ["expired", "ended", "never"])
-def test_a_piece_of_a_session_that_is_gone_changes_nothing(driver, other_model, gone, paused):
-    if paused:
-        driver.pause()
-    opened = driver.call(BeginWeightUpdateReqInput(deadline_s=600.0))
-    session_id = "never" if gone == "never" else opened.session_id
-    if gone == "expired":
-        driver.engine.sessions.current.deadline = 0.0
-        driver.tick()
-    else:
-        driver.end(commit=False, session_id=opened.session_id)
-    before = checksum(driver)
-    assert_error(Sender(driver, other_model, session_id=session_id).send(0), "no_session")
-    assert_error(driver.end(session_id=session_id), "no_session")
-    driver.assert_status(weights="valid", weights_epoch=0, session=None)
-    assert checksum(driver) == before
-
-
 def test_an_end_must_name_the_explicit_session(driver):
     session_id = driver.begin()
-    assert_error(driver.end(client="other"), "session_open")
     assert_error(driver.end(commit=False), "session_open")
-    assert_error(driver.end(session_id="x", client="other"), "no_session")
-    assert driver.status().session.session_id == session_id
+    assert_error(driver.end(session_id="x"), "no_session")
+    assert driver.end(session_id=session_id).committed
 
 
-def test_force_aborts_whatever_is_open(driver, other_model):
-    assert_error(driver.end(commit=False, force=True), "no_session")
-    driver.call(BeginWeightUpdateReqInput())
-    assert_error(driver.end(force=True, client="other"), "invalid_request")
-    assert not driver.end(commit=False, force=True, client="other").committed
-    driver.assert_status(session=None, weights="valid")
+@pytest.mark.parametrize(("own", "foreign"), [
+    ({}, {"client": "other"}),
+    ({"owner": "a"}, {"owner": "b"}),
+    ({"weight_version": "A"}, {"weight_version": "B"}),
+    ({}, None),
+], ids=["client", "owner", "label", "transport"])  # fmt: skip
+def test_an_implicit_session_takes_no_foreign_piece(driver, tiny_model, other_model, own, foreign):
     driver.pause()
-    Sender(driver, other_model).send(0)
-    driver.end(commit=False, force=True, client="other")
-    driver.assert_status(session=None, weights="poisoned")
-
-
-# -- implicit sessions ---------------------------------------------------------------------------------------
-
-
-def test_an_implicit_session_takes_no_piece_of_another_sender(driver, tiny_model, other_model):
-    driver.pause()
-    first = Sender(driver, other_model, weight_version="A")
-    second = Sender(driver, tiny_model, client="other")
-    for number in range(len(first.parts) - 1):
-        first.send(number)
-        assert_error(second.send(number), "session_open")
-    assert_error(second.send(len(second.parts) - 1), "session_open")
-    assert_error(driver.update(tiny_model, client="other"), "session_open")
-    assert first.send(len(first.parts) - 1).committed
-    assert driver.status().weight_version == "A"
-    assert checksum(driver) == checksum_of(driver, other_model)
-
-
-def test_owners_tell_senders_apart_on_one_socket_and_join_them_over_two(driver, other_model):
-    driver.pause()
-    Sender(driver, other_model, owner="a").send(0)
-    assert_error(Sender(driver, other_model, owner="b").send(1), "session_open")
-    assert not Sender(driver, other_model, owner="a", client="other").send(1).committed
-
-
-@pytest.mark.parametrize("differs", ["label", "transport"])
-def test_pieces_that_disagree_are_refused_on_one_socket(driver, tiny_model, other_model, differs):
-    driver.pause()
-    first = Sender(driver, other_model, owner="http", weight_version="A")
-    first.send(0)
-    foreign = (
-        Sender(driver, tiny_model, owner="http").send(1, weight_version="B")
-        if differs == "label"
-        else driver.update(tiny_model, owner="http")
-    )
-    assert_error(foreign, "session_open")
-    assert first.send_all(1)[-1].committed
-    assert driver.status().weight_version == "A"
-    assert checksum(driver) == checksum_of(driver, other_model)
-
-
-def test_the_id_binds_pieces_to_an_implicit_session(driver, other_model):
-    driver.pause()
-    pieces = Sender(driver, other_model)
-    session_id = pieces.send(0).session_id
-    assert session_id == driver.status().session.session_id
-    assert pieces.send(1, session_id=session_id).session_id == session_id
-    driver.end(commit=False, session_id=session_id)
-    assert_error(pieces.send(2, session_id=session_id), "no_session")
+    pieces = Sender(driver, other_model, **own)
+    pieces.send(0)
+    reply = driver.update(tiny_model) if foreign is None else Sender(driver, tiny_model, **foreign).send(1)
+    assert_error(reply, "session_open")
+    assert pieces.send_all(1, weight_version=None)[-1].committed
+    driver.assert_status(weights="valid", weight_version=own.get("weight_version", "default"))
 
 
 def test_an_implicit_session_is_ended_by_its_sender_alone(driver, other_model):
     driver.pause()
     Sender(driver, other_model, owner="a").send(0)
-    assert_error(driver.end(commit=False, client="other"), "session_open")
-    assert_error(driver.end(owner="b"), "session_open")
-    assert driver.end(owner="a").committed
-
-
-# -- who settles ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("command", [EngineDriver.flush, EngineDriver.go_on], ids=["flush", "continue"])
-def test_other_owners_do_not_commit_half_an_update(driver, other_model, command):
-    driver.pause()
-    Sender(driver, other_model).send(0)
-    assert_error(command(driver, "other"), "session_open")
-    assert_error(command(driver, "other", owner="b"), "session_open")
-    driver.assert_status(weights="updating", weights_epoch=0, generation="paused")
-    command(driver, "other", force=True)
-    assert driver.status().weights_epoch == 1
-
-
-@pytest.mark.parametrize("command", [EngineDriver.flush, EngineDriver.go_on], ids=["flush", "continue"])
-def test_sender_and_pause_owner_settle(driver, other_model, command):
-    for client in ("main", "other"):
-        driver.pause(owner="trainer")
-        epoch = driver.status().weights_epoch
-        Sender(driver, other_model, owner="trainer").send(0)
-        command(driver, client, owner="trainer")
-        driver.assert_status(weights="valid", weights_epoch=epoch + 1)
-        driver.go_on(owner="trainer")
-
-
-def test_a_lease_serves_nothing_that_a_foreign_flush_would_have_committed(driver, other_model, clock):
-    driver.pause(owner="trainer", lease_s=10.0)
-    Sender(driver, other_model, owner="trainer").send(0)
-    assert_error(driver.flush(client="other"), "session_open")
-    clock.advance(11.0, driver, 2)
-    driver.assert_status(generation="paused", weights="poisoned", weights_epoch=0)
+    for command in (driver.end, driver.flush, driver.go_on):
+        for owner in (None, "b"):
+            assert_error(command("other", owner=owner), "session_open")
+    assert not Sender(driver, other_model, owner="a", client="other").send(1).committed
+    assert driver.end("other", owner="a").committed
+    driver.go_on()
+    driver.pause(owner="pauser")
+    for epoch, settles in ((2, {"owner": "pauser"}), (3, {"client": "third", "force": True})):
+        Sender(driver, other_model, client="other").send(0)
+        driver.flush(**settles)
+        driver.assert_status(session=None, weights_epoch=epoch)
 
 
 # -- those who are gone --------------------------------------------------------------------------------------
@@ -247,7 +115,7 @@ def test_a_message_that_names_the_session_keeps_it(tiny_model, other_model):
 
 
 @pytest.mark.parametrize(("parked", "owner"), [("flush", None), ("join", None), ("join", "trainer")])
-def test_only_a_parked_command_of_the_owner_is_a_sign_of_life(driver, clock, parked, owner):
+def test_a_parked_command_of_the_owner_is_a_sign_of_life(driver, clock, parked, owner):
     driver.generate([5, 6, 7], 200)
     driver.tick(3)
     driver.pause("in_place", owner="trainer", lease_s=5.0)
@@ -261,18 +129,7 @@ def test_only_a_parked_command_of_the_owner_is_a_sign_of_life(driver, clock, par
     assert driver.status().generation == ("running" if owner is None else "paused")
 
 
-def test_a_pause_without_an_owner_is_not_adopted(driver, clock):
-    """The lease of one trainer would continue the pause of another."""
-    driver.pause()
-    driver.pause(owner="late", lease_s=5.0, client="other")
-    driver.assert_status(pause_owner=None, lease_left_s=None)
-    clock.advance(6.0, driver, 2)
-    assert driver.status().generation == "paused"
-    driver.pause(owner="first", lease_s=5.0)  # its own socket's
-    assert driver.status().pause_owner == "first"
-
-
-def test_the_lease_of_one_does_not_end_the_session_of_another(driver, other_model, clock):
+def test_a_lease_ends_only_sessions_of_its_owner(driver, other_model, clock):
     driver.pause(owner="trainer", lease_s=5.0)
     opened = driver.call(BeginWeightUpdateReqInput(), "other")
     pieces = Sender(driver, other_model, client="other", session_id=opened.session_id)
@@ -300,10 +157,10 @@ def one_tensor(driver: EngineDriver, other_model: Path, **fields: object) -> Mes
 
 @pytest.mark.parametrize("paused", [False, True])
 @pytest.mark.parametrize("part", ["from its midst", "without its end"])
-def test_rows_that_cannot_be_taken_are_refused_before_the_first_byte(driver, other_model, part, paused):
+def test_rows_that_cannot_be_taken_are_refused(driver, other_model, part, paused):
     if paused:
         driver.pause()
-    before = checksum(driver)
+    before = driver.checksum()
     fields = {"start_row": 3, "rows": 2} if part == "from its midst" else {"rows": 3}
     reply = one_tensor(driver, other_model, abort_all_requests=True, **fields)
     if paused and part == "without its end":  # the rest may come
@@ -313,7 +170,7 @@ def test_rows_that_cannot_be_taken_are_refused_before_the_first_byte(driver, oth
         return
     assert_error(reply, "weight_mismatch")
     driver.assert_status(weights="valid", session=None, weights_epoch=0)
-    assert checksum(driver) == before
+    assert driver.checksum() == before
 
 
 @pytest.mark.parametrize("refusal", ["mismatch", "session_open", "no_session"])
@@ -347,12 +204,6 @@ def clock(monkeypatch):
 
 def pause(driver: EngineDriver, expiry: str, mode: str = "in_place"):
     return driver.pause(mode, owner="trainer", lease_s=10.0, on_lease_expiry=expiry)
-
-
-def test_a_lease_needs_an_owner(driver):
-    error = assert_error(driver.pause(lease_s=1.0), "invalid_request")
-    assert error.detail["field"] == "owner"
-    assert driver.status().generation == "running"
 
 
 def test_expiry_continues(driver, clock):
@@ -399,7 +250,7 @@ def test_others_do_not_renew(driver, clock):
 
 
 @pytest.mark.parametrize(("action", "left"), [("abort", 0), ("stay", 1)])
-def test_expiry_keeps_the_pause_and_ends_requests_where_it_is_told_to(driver, clock, action, left):
+def test_expiry_keeps_the_pause_and_may_end_requests(driver, clock, action, left):
     rid = driver.generate(PROMPT, 200)
     driver.tick(5)
     pause(driver, action)
@@ -441,27 +292,6 @@ def test_a_long_command_of_the_owner_keeps_the_lease(driver, clock, other_model,
     assert driver.status().generation == "paused", "the end of the command was a sign of life"
 
 
-def test_continue_by_another_owner_needs_force(driver):
-    pause(driver, "stay")
-    error = assert_error(driver.go_on(owner="other"), "not_owner")
-    assert error.detail["owner"] == "trainer"
-    assert_error(driver.go_on(), "not_owner")
-    assert driver.go_on(owner="other", force=True).was_paused
-    pause(driver, "stay")
-    assert driver.go_on(owner="trainer").was_paused
-
-
-def test_second_pause_names_the_owner(driver):
-    first, again = (
-        driver.pause(mode, owner=owner, lease_s=60.0)
-        for mode, owner in (("in_place", "trainer"), ("retract", "other"))
-    )
-    assert (first.mode, first.owner) == ("in_place", "trainer")
-    assert (again.mode, again.owner) == ("retract", "trainer")
-    assert driver.go_on(owner="trainer").was_paused
-    assert driver.pause("in_place").owner is None
-
-
 def request(rid: str, **fields: object) -> GenerateReqInput:
     params = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
     return GenerateReqInput(rid=rid, input_ids=PROMPT, sampling_params=params, **fields)
@@ -483,7 +313,7 @@ def finish_unread(driver: EngineDriver, rid: str) -> None:
     raise AssertionError("the engine never noticed that the client is gone")
 
 
-def test_results_of_a_client_that_is_gone_are_kept_for_a_while(driver, monkeypatch):
+def test_results_of_a_client_that_is_gone_are_kept(driver, monkeypatch):
     clock = clock_of(monkeypatch, ["messaging.stored_answers"])
     finish_unread(driver, "r1")
     (kept,) = driver.call(FetchResultReqInput(rid="r1")).results
@@ -561,7 +391,7 @@ def test_the_warning_names_the_refusal_of_continue(driver, clock, caplog):
     )
 
 
-def test_a_lease_makes_the_warning_needless_until_it_has_ended(driver, clock, caplog):
+def test_a_lease_makes_the_warning_needless(driver, clock, caplog):
     pause(driver, "stay")
     for _ in range(20):
         clock.now += 9
@@ -584,7 +414,7 @@ def next_is_keepalive(driver: EngineDriver, client: str) -> bool:
     return bool(socket.poll(5000)) and isinstance(decode_reply(socket.recv_multipart()[0]), Keepalive)
 
 
-def test_clients_that_wait_for_a_command_or_a_generation_get_keepalives(driver):
+def test_clients_that_wait_get_keepalives(driver):
     request = GenerateReqInput(input_ids=PROMPT, sampling_params=SamplingParams(max_new_tokens=50))
     driver.send(request, "generates")
     driver._turn()

@@ -35,7 +35,7 @@ def test_a_hub_id_is_told_that_nothing_is_downloaded(path):
     )
 
 
-def test_a_folder_without_a_model_is_refused_with_the_missing_file(tmp_path, tiny_model):
+def test_a_folder_without_a_model_is_told_what_lacks(tmp_path, tiny_model):
     file = tiny_model / "model.safetensors"
     assert (
         refusal(file).message == f"{file}: is a file; a model is a folder with config.json and *.safetensors"
@@ -50,7 +50,7 @@ def test_a_folder_without_a_model_is_refused_with_the_missing_file(tmp_path, tin
     assert "config.json: is not a JSON object" in refusal(revision).message
 
 
-def test_a_context_beyond_the_models_is_refused_with_the_limit(tiny_model):
+def test_a_context_beyond_the_models_is_refused(tiny_model):
     error = refusal(tiny_model, context_len=257)
     assert error.message.startswith(
         "context_len = 257 is beyond the 256 tokens of this model (max_position_embeddings in "
@@ -75,7 +75,7 @@ def test_float16_is_served_whatever_it_is_called(tiny_model, name):
     )
 
 
-def test_every_name_of_a_dtype_is_one_that_the_page_promises():
+def test_names_of_dtypes_are_those_of_the_page():
     served = re.search(r"Data types are (.*?), that of the checkpoint", " ".join(PAGE.read_text().split()))
     assert served is not None
     short = re.findall(r"\w+", served[1].replace("and", ""))

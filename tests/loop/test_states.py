@@ -10,12 +10,11 @@ import random
 import numpy as np
 import pytest
 from support.checkpoints import make_checkpoint
-from support.faults import BUG, NO_MEMORY, Fault, another
+from support.faults import BUG, NO_MEMORY, STAGES, Fault
 from support.scripted import EngineDriver, prompt_of, tokens_of
 
 from caesura.io_struct import AbortReq
 from caesura.scheduler.cache.layer_ledgers import storage_pages
-from caesura.scheduler.scheduling import sampling
 
 WINDOW = 37
 
@@ -58,7 +57,7 @@ def check_rest(driver):
 
 
 @pytest.mark.parametrize("kind", ["states", "windows"])
-def test_samples_share_the_prompt_and_the_next_turn_goes_on_from_it(folders, depth, kind):
+def test_samples_share_the_prompt_with_the_next_turn(folders, depth, kind):
     with engine(folders, kind, depth) as driver:
         rid = driver.generate(prompt_of(100), 62, n=4)
         driver.run_until_idle()
@@ -69,7 +68,7 @@ def test_samples_share_the_prompt_and_the_next_turn_goes_on_from_it(folders, dep
             check_rest(driver)
 
 
-def test_a_prefix_without_a_state_is_computed_once_more_and_then_shared(driver):
+def test_a_prefix_without_a_state_is_computed_once_more(driver):
     driver.complete(prompt_of(104), 3)
     others = [[*prompt_of(70), 4, 5, seed] for seed in range(3)]
     assert [driver.complete(other, 3).cached_tokens for other in others] == [0, 64, 64]
@@ -105,23 +104,12 @@ def test_a_request_waits_for_a_row(driver):
     check_rest(driver)
 
 
-STAGES = {
-    "noise": lambda driver: (sampling, "noise"),
-    "open": lambda driver: (driver.engine.cache, "open"),
-    "execute": lambda driver: (driver.runner, "before"),
-    "outputs": lambda driver: (driver.runner, "after"),
-    "fetch": lambda driver: (driver.runner, "on_fetch"),
-    "donate": lambda driver: (driver.engine.cache, "donate"),
-}
-
-
 @pytest.mark.parametrize("error", [BUG, NO_MEMORY[1]], ids=["bug", "memory"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_torn_states_are_not_reused(driver, monkeypatch, stage, error):
+@pytest.mark.parametrize("stage", ["noise", "open", "execute", "outputs", "fetch", "donate"])
+def test_torn_states_are_not_reused(driver, stage, error):
     prompts = [prompt_of(75), prompt_of(40), prompt_of(9)]
     for number in (17, 0, 2, 5):
-        with monkeypatch.context() as patch:
-            fault = Fault(patch, *STAGES[stage](driver), error, {number})
+        with Fault(*STAGES[stage](driver), error, {number}) as fault:
             rids = [driver.generate(prompt, 18) for prompt in prompts]
             driver.run_until_idle()
         results = [driver.check(rid) for rid in rids]
@@ -133,21 +121,14 @@ def test_torn_states_are_not_reused(driver, monkeypatch, stage, error):
         check_rest(driver)
 
 
-def test_a_request_of_the_step_after_a_lost_one_starts_again(folders):
+def test_a_request_after_a_lost_step_starts_again(folders):
     with EngineDriver(folders["states"][0], pipeline_depth=1, chunked_prefill_size=32) as driver:
         driver.complete(prompt_of(60), 1)
         guilty = driver.generate(prompt_of(9, 1), 20)
         driver.tick(5)
-        steps = []
-
-        def fail(batch):
-            steps.append(batch)
-            if len(steps) == 1:
-                raise another(BUG)
-
-        driver.runner.on_fetch = fail
-        driver.tick()  # launches the step that will fail
-        result = driver.complete(prompt_of(60), 6)
+        with Fault(driver.runner, "on_fetch", BUG):
+            driver.tick()  # launches the step that will fail
+            result = driver.complete(prompt_of(60), 6)
         assert driver.result(guilty).finish_reason.type == "error"
         assert (result.finish_reason.type, result.cached_tokens, result.num_retractions) == ("length", 48, 1)
 
@@ -156,13 +137,10 @@ def test_a_token_that_never_fits_ends_its_request(driver):
     rid = driver.generate(prompt_of(40), 30)
     driver.tick(8)
 
-    def refuse(batch):
-        if max(batch.kv_lens_host) > 50:
-            raise another(NO_MEMORY[0])
-
-    driver.runner.before = refuse
     before = len(driver.runner.launches)
-    driver.run_until_idle()
+    long = {"calls": range(1000), "only": lambda batch: max(batch.kv_lens_host) > 50}
+    with Fault(driver.runner, "before", NO_MEMORY[0], **long):
+        driver.run_until_idle()
     result = driver.check(rid)
     assert result.finish_reason.code == "out_of_memory"
     assert len(driver.runner.launches) - before < 200

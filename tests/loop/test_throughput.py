@@ -46,7 +46,7 @@ def sleeps(driver: EngineDriver) -> float | None:
     return driver.sleep_s(driver.ongoing)
 
 
-def test_a_line_each_interval_while_requests_run_and_one_more_when_they_have_ended(driver, clock, caplog):
+def test_a_line_each_interval_while_requests_run(driver, clock, caplog):
     driver.generate(list(range(3, 35)), 100)
     driver.generate(list(range(3, 35)), 100)
     step_for(driver, clock, 21)
@@ -107,7 +107,7 @@ def test_recomputed_prompts_count_as_prefill(driver, clock, caplog):
     assert "prefilled 6.8 tok/s" in line, "32 tokens, and again with the 4 that were sampled"
 
 
-def test_without_an_interval_there_is_no_line_and_still_a_throughput(tiny_model, clock, caplog):
+def test_without_an_interval_there_is_no_line(tiny_model, clock, caplog):
     caplog.set_level(logging.INFO, logger="caesura")
     with EngineDriver(str(tiny_model), log_stats_interval_s=0.0, idle_empty_s=NEVER_S) as driver:
         driver.generate([5, 6, 7], 60)
@@ -118,7 +118,7 @@ def test_without_an_interval_there_is_no_line_and_still_a_throughput(tiny_model,
         assert lines(caplog) == []
 
 
-def test_the_throughput_of_status_is_that_of_the_last_seconds(driver, clock):
+def test_status_has_the_throughput_of_the_last_seconds(driver, clock):
     assert driver.status().gen_throughput == 0.0
     driver.generate([5, 6, 7], 200)
     step_for(driver, clock, 2)

@@ -28,6 +28,8 @@ def edited(
         value += (params.logit_bias or {}).get(token, 0.0)
         if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
             value = -math.inf
+        if any(word == (output + [token])[-len(word) :] for word in params.bad_words_ids or ()):
+            value = -math.inf
         if len(output) < params.min_new_tokens and token in (*eos, *params.stop_token_ids):
             value = -math.inf
         found.append(value)
@@ -74,6 +76,8 @@ def with_logits(runner: ScriptedRunner, vocab_size: int = 97, kinds: int = 3) ->
         logits, rare = torch.tensor(np.stack(rows)), batch.sampling.special
         if rare is None:
             return ordinary.sample(logits, batch.sampling)
-        return special.sample(logits, batch.sampling, rare)
+        inputs = batch.input_ids.numpy().copy()
+        inputs[: batch.num_decode] = runner.last[batch.slots[: batch.num_decode].numpy()]
+        return special.sample(logits, batch.sampling, rare, torch.from_numpy(inputs)[batch.sample_tokens])
 
     runner.sample = sample

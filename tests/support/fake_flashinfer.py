@@ -103,8 +103,9 @@ class _Wrapper:
         if buffers:
             assert len(buffers[0]) == len(buffers[1]) == len(buffers[3]) + 1
 
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        assert float_workspace_buffer.dtype == int_workspace_buffer.dtype == torch.uint8
+    @takes("BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer")
+    def reset_workspace_buffer(self, given: Any) -> None:
+        assert given.float_workspace_buffer.dtype == given.int_workspace_buffer.dtype == torch.uint8
 
     def _keep(self, given: Any, plans: tuple[Tensor, ...]) -> None:
         assert given.page_size == 16
@@ -248,10 +249,9 @@ class MLAPlanMetadata(NamedTuple):
     kv_len_arr: Tensor
 
     @classmethod
-    def csr(
-        cls, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor
-    ) -> "MLAPlanMetadata":
-        return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+    @takes("MLAPlanMetadata.csr")
+    def csr(cls, given: Any) -> "MLAPlanMetadata":
+        return cls(**vars(given))
 
 
 mla = SimpleNamespace(MLAPlanMetadata=MLAPlanMetadata)

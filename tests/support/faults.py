@@ -1,13 +1,16 @@
 """Failures injected into an engine, and what must be true of it afterwards."""
 
 import resource
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from typing import Self
 
+import pytest
 import torch
 from support.scripted import EngineDriver, expected_tokens, tokens_of
 
 from caesura.io_struct import GenerateReqOutput
+from caesura.scheduler.scheduling import sampling
 
 VOCAB = 97
 PROMPTS = [
@@ -19,6 +22,26 @@ NO_MEMORY = [
     RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"),
     MemoryError(),
 ]
+
+STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
+    "schedule": lambda driver: (driver.engine.batcher, "schedule"),
+    "open": lambda driver: (driver.engine.cache, "open"),
+    "extend": lambda driver: (driver.engine.cache, "extend"),
+    "bind": lambda driver: (driver.engine.batcher.table, "bind"),
+    "noise": lambda driver: (sampling, "noise"),
+    "build": lambda driver: (driver.engine.batcher, "_build"),
+    "execute": lambda driver: (driver.runner, "before"),
+    "outputs": lambda driver: (driver.runner, "after"),
+    "fetch": lambda driver: (driver.runner, "on_fetch"),
+    "record": lambda driver: (driver.engine.outputs, "record"),
+    "spans": lambda driver: (driver.engine.outputs, "_open_spans"),
+    "ends": lambda driver: (driver.engine.outputs, "_end_finished"),
+    "stream": lambda driver: (driver.engine.outputs, "_stream"),
+    "result": lambda driver: (driver.engine.outputs, "_result"),
+    "donate": lambda driver: (driver.engine.cache, "donate"),
+    "send": lambda driver: (driver.engine.outbox, "_send"),
+}
+"""Owner and name of what each stage of a step calls."""
 
 
 def submit(driver: EngineDriver, new_tokens: int = 12, **fields: object) -> dict[str, list[int]]:
@@ -61,31 +84,42 @@ def check_nothing_is_left(driver: EngineDriver) -> None:
     assert table.num_free == table.slots
 
 
-def another(error: Exception) -> Exception:
+def another(error: BaseException) -> BaseException:
     """Return an error like it: what is raised again and again gathers the frames of each time."""
     return type(error)(*error.args)
 
 
 class Fault:
-    """Failures of calls of ``owner.name``: those in ``calls``, from 0, before or after what they do."""
+    """Failures of calls of ``owner.name`` within the block: those in ``calls``, from 0, of those with
+    arguments that ``only`` accepts; before or after what they do.
+    """
 
     def __init__(
         self,
-        monkeypatch,
         owner: object,
         name: str,
-        error: Exception,
-        calls: Collection[int],
+        error: BaseException,
+        calls: Collection[int] = (0,),
         *,
         after: bool = False,
+        only: Callable[..., bool] = lambda *_: True,
     ) -> None:
         self.count = self.raised = 0
-        self._original = getattr(owner, name)
-        self._error, self._calls, self._after = error, calls, after
+        self._owner, self._name, self._original = owner, name, getattr(owner, name)
+        self._error, self._calls, self._after, self._only = error, calls, after, only
+        self._patch = pytest.MonkeyPatch()
+
+    def __enter__(self) -> Self:
         # A function, so that it is a method where the owner is a class.
-        monkeypatch.setattr(owner, name, lambda *args, **kwargs: self(*args, **kwargs))
+        self._patch.setattr(self._owner, self._name, lambda *args, **kwargs: self(*args, **kwargs))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._patch.undo()
 
     def __call__(self, *args: object, **kwargs: object) -> object:
+        if not self._only(*args):
+            return self._original(*args, **kwargs)
         number, self.count = self.count, self.count + 1
         result = None
         if self._after or number not in self._calls:

@@ -10,7 +10,6 @@ import functools
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -43,11 +42,9 @@ def takes(name: str, **known: Any) -> Callable[[Callable[..., T]], Callable[...,
         known: the defaults of those optional parameters that the stand-in understands.
     """
     signature = next(names[name] for names in recorded().values() if name in names)
-    parameters = signature.parameters
-    optional = {each for each in parameters if parameters[each].default is ...}
-    understood = [parameters[each] for each in parameters if each not in optional]
-    only_by_name = inspect.Parameter.KEYWORD_ONLY
-    understood += [parameters[each].replace(kind=only_by_name) for each in known if each in optional]
+    parameters = signature.parameters.values()
+    swallows = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    optional = {each.name for each in parameters if each.default is ... or each.kind in swallows}
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(function)
@@ -57,30 +54,15 @@ def takes(name: str, **known: Any) -> Callable[[Callable[..., T]], Callable[...,
             assert optional & arguments.keys() <= known.keys(), f"the stand-in for {name} takes no more"
             return function(*args[:split], SimpleNamespace(**{**known, **arguments}))
 
-        called.__signature__ = inspect.Signature(understood)  # type: ignore[attr-defined]
         return called
 
     return decorate
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of a function or a method."""
-
-    name: str
-    arguments: dict[str, Any]
-    """Arguments by parameter, without defaults."""
-
-
 class Interface:
-    """Modules with the recorded names, each of which takes what its signature allows.
+    """Modules with the recorded names, each of which takes what its signature allows."""
 
-    Attributes:
-        calls: all of them, in their order.
-    """
-
-    def __init__(self, launched: Callable[..., None] = lambda name, *arguments: None) -> None:
-        self.calls: list[Call] = []
+    def __init__(self, launched: Callable[..., None]) -> None:
         self._launched = launched
 
     def modules(self) -> dict[str, ModuleType]:
@@ -111,12 +93,10 @@ class Interface:
 
         def called(*args: Any, **kwargs: Any) -> Any:
             arguments = dict(signature.bind(*args, **kwargs).arguments)
-            self.calls.append(Call(name, arguments))
             if last in _LAUNCHING:
                 self._launched(last, arguments)
             return _result(last, arguments)
 
-        called.__signature__ = signature  # type: ignore[attr-defined]
         return called
 
 

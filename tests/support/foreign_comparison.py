@@ -1,5 +1,5 @@
-"""One architecture of transformers, computed by the engine over pages in every way and compared with
-transformers itself.
+"""A model of transformers, computed by the engine over pages in every way and compared with transformers
+itself.
 
 Every way is gone twice, over attention by torch's operations and over compiled ones, where there are any: a
 decoder's calls are others then.
@@ -22,6 +22,9 @@ from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
 
 VOCABULARY = 97
+WAYS = {
+    "prefill", "chunked prefill", "prefix hit", "decode", "mixed", "in_place update", "retract and update",
+}  # fmt: skip
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -41,6 +44,7 @@ class Compared:
 
     def note(self, way: str, got: Tensor, expected: Tensor) -> None:
         assert got.shape == expected.shape
+        assert got.isfinite().all(), way
         self.gaps[way] = max(self.gaps.get(way, 0.0), (got - expected).abs().max().item())
 
     def update(self) -> None:
@@ -58,13 +62,19 @@ def compare(architecture: str, folder: Path | None = None, **changes: Any) -> Co
         each.save_pretrained(folder / name)
     model = load_model(str(folder / "old"), torch.float32, backend="transformers")
     model.check()
-    compared = Compared(*models, model, folder / "new", {})
+    return compare_models(Compared(*models, model, folder / "new", {}))
+
+
+def compare_models(compared: Compared) -> Compared:
+    """Run every way of computing a token and note the gaps."""
     kinds = [False] if best("attention", "cpu", torch.float32) == TORCH else [False, True]
     with torch.inference_mode():
         for compiled in kinds:
             _prefills(compared, compiled)
             _mixed(compared, compiled)
-        _updates(compared, [PagedModel(model, torch.float32, compiled=compiled) for compiled in kinds])
+        _updates(
+            compared, [PagedModel(compared.model, torch.float32, compiled=compiled) for compiled in kinds]
+        )
     return compared
 
 
@@ -73,21 +83,25 @@ def _expected(model: transformers.PreTrainedModel, tokens: list[int]) -> Tensor:
 
 
 def _prefills(compared: Compared, compiled: bool) -> None:
-    paged, tokens = PagedModel(compared.model, torch.float32, compiled=compiled), prompt(41)
+    paged, tokens = PagedModel(compared.model, torch.float32, compiled=compiled), prompt(70)
     expected = _expected(compared.old, tokens)
     whole = Sequence(tokens)
-    compared.note("prefill", paged.step([], [(whole, 41)])[0], expected)
+    compared.note("prefill", paged.step([], [(whole, 70)])[0], expected)
+    several = [Sequence(prompt(n, seed)) for seed, n in enumerate((1, 16, 17, 23, 23, 5, 32, 32))]
+    for each, got in zip(several, paged.step([], [(each, len(each.tokens)) for each in several])):
+        compared.note("prefill", got, _expected(compared.old, each.tokens))
     sequence, parts = Sequence(tokens), []
-    for chunk in (16, 1, 7, 17):
+    for chunk in (16, 1, 7, 33, 13):
         parts += paged.step([], [(sequence, chunk)])
     compared.note("chunked prefill", torch.cat(parts), expected)
-    hit = Sequence(tokens, computed=32, pages=whole.pages[:2])
-    compared.note("prefix hit", paged.step([], [(hit, 9)])[0], expected[32:])
+    hits = [Sequence(tokens[:32] + prompt(9, seed), computed=32, pages=whole.pages[:2]) for seed in (2, 3)]
+    for each, got in zip(hits, paged.step([], [(each, 9) for each in hits])):
+        compared.note("prefix hit", got, _expected(compared.old, each.tokens)[32:])
 
 
 def _mixed(compared: Compared, compiled: bool) -> None:
     paged = PagedModel(compared.model, torch.float32, compiled=compiled)
-    sequences = [Sequence(prompt(n + 4, seed)) for seed, n in enumerate((3, 15, 40))]
+    sequences = [Sequence(prompt(n + 4, seed)) for seed, n in enumerate((3, 14, 15, 16, 40, 120))]
     expected = [_expected(compared.old, each.tokens) for each in sequences]
     paged.step([], [(each, len(each.tokens) - 4) for each in sequences])
     for step in range(4):

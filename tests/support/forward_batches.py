@@ -3,7 +3,9 @@
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,18 +76,45 @@ def scattered_batch(
     return forward_batch(made, num_decode)
 
 
-def greedy_sampling(count: int) -> SamplingBatch:
+def sampling_rows(
+    rows: int,
+    vocab_size: int,
+    *,
+    temperature: Any = 1.0,
+    greedy: Any = False,
+    top_k: Any = None,
+    top_p: Any = 1.0,
+    min_p: Any = None,
+    uniforms: Any = 0.5,
+    **flags: bool,
+) -> SamplingBatch:
+    """Return what ``rows`` are sampled with: each option for all of them, or an array with one for each."""
+
+    def column(value: Any, dtype: torch.dtype) -> Tensor:
+        return torch.as_tensor(np.broadcast_to(np.asarray(value), (rows,)).copy()).to(dtype)
+
+    is_greedy, p = column(greedy, torch.bool), column(top_p, torch.float32)
+    k = column(vocab_size if top_k is None else top_k, torch.int64)
+    found = {
+        "any_sampled": not bool(is_greedy.all()),
+        "any_filtered": min_p is not None or bool((~is_greedy & ((k < vocab_size) | (p < 1))).any()),
+        "want_raw": True,
+        "want_sampled": True,
+    }
     return SamplingBatch(
-        temperature=torch.ones(count),
-        greedy=torch.ones(count, dtype=torch.bool),
-        top_k=torch.full((count,), 1 << 30),
-        top_p=torch.ones(count),
-        uniforms=torch.zeros(count, dtype=torch.float64),
-        any_sampled=False,
-        any_filtered=False,
-        want_raw=False,
-        want_sampled=False,
+        temperature=torch.where(is_greedy, 1.0, column(temperature, torch.float32)),
+        greedy=is_greedy,
+        top_k=k,
+        top_p=p,
+        uniforms=column(uniforms, torch.float64),
+        min_p=None if min_p is None else column(min_p, torch.float32),
+        **(found | flags),
     )
+
+
+def greedy_sampling(count: int) -> SamplingBatch:
+    flags = {"any_filtered": False, "want_raw": False, "want_sampled": False}
+    return sampling_rows(count, 1 << 30, greedy=True, uniforms=0.0, **flags)
 
 
 @dataclass

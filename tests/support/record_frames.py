@@ -45,8 +45,8 @@ def values(kind: wire_types.Type, name: str) -> list[Any]:
             return [max(3, at_least or 0, (above or 0) + 1)]
         case wire_types.FloatType():
             return [0.5]
-        case wire_types.BytesType():
-            return [b"\x01\x00\x00\x00"]
+        case wire_types.BytesType(min_length=length):
+            return [b"\x01\x00\x00\x00".ljust(length or 0, b"\x02")]
         case wire_types.BoolType():
             return [True]
         case wire_types.AnyType():

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from pathlib import Path
 from time import monotonic
 from typing import Any, Self
@@ -38,10 +37,12 @@ from caesura.io_struct import (
     GenerateImagesReqOutput,
     GenerateReqInput,
     GenerateReqOutput,
+    GetMemoryHistoryReqInput,
     GetStatusReqInput,
     GetStatusReqOutput,
     Keepalive,
     LogprobRows,
+    MemoryEvent,
     MemoryTag,
     Message,
     PauseGenerationReqInput,
@@ -249,16 +250,6 @@ class ScriptedRunner:
             fail,
             partial(self.on_fetch, batch),
         )
-
-    def lose_step(self, number: int) -> None:
-        """Run out of memory when the results of step ``number``, counted from here on, are fetched."""
-        steps = count()
-
-        def fetch(batch: ForwardBatch) -> None:
-            if next(steps) == number:
-                raise MemoryError("scripted")
-
-        self.on_fetch = fetch
 
     def _overwrite_states(self, batch: ForwardBatch) -> np.ndarray:
         before = self.states.copy()
@@ -597,6 +588,14 @@ class EngineDriver:
 
     def check_weights(self, action: CheckerAction = "checksum") -> Any:
         return self.call(WeightsCheckerReqInput(action=action))
+
+    def checksum(self) -> str:
+        return ok(self.check_weights()).total
+
+    def last_event(self, cause: str) -> MemoryEvent:
+        """Return the last event of this cause in the history of memory."""
+        events = self.call(GetMemoryHistoryReqInput()).events
+        return [event for event in events if event.cause == cause][-1]
 
     def assert_status(self, **expected: Any) -> None:
         status = self.status()

@@ -39,13 +39,9 @@ def _config(architecture: str, hidden: int, **further: Any) -> dict[str, Any]:
         "architectures": [architecture],
         "hidden_size": hidden,
         "vocab_size": 151936,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "max_position_embeddings": 32768,
         "torch_dtype": "bfloat16",
-        "tie_word_embeddings": False,
-        "attention_bias": False,
         "head_dim": 128,
         "eos_token_id": 1,
         **further,
@@ -60,11 +56,8 @@ _EXPERTS = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
-    "use_sliding_window": False,
 }
 _LATENT = {
     "head_dim": 64,
@@ -86,17 +79,8 @@ _LATENT = {
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
     "routed_scaling_factor": 1.0,
-    "scoring_func": "softmax",
-    "norm_topk_prob": False,
 }
-_FP8 = {
-    "quantization_config": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
-}
+_FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 
 _GPT_OSS = {
     "head_dim": 64,

@@ -6,8 +6,7 @@ stream ends with ``[DONE]``. A client that leaves ends its generations.
 """
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -17,7 +16,7 @@ from litestar import Response
 from ...text.tokenizer_manager import ENCODE_INLINE, Chunk, GenerationRequest, Sample
 from ..bodies import HTTPRequest
 from ..context import FrontEnd, in_slices
-from ..generations import frame, label_for, merged, streamed, unless_left, whole
+from ..generations import frame, label_for, streamed, unless_left, whole
 from ..sglang.generate import experts_of, meta_info
 from .common import CommonRequest, error_body
 
@@ -137,7 +136,7 @@ class Form(Protocol):
 
 async def answer(request: HTTPRequest, front: FrontEnd, job: Job, form: Form) -> Response[Any]:
     if job.request.stream:
-        return await streamed(request, front, _frames(front, job, form), error_body)
+        return await streamed(request, front, job.requests, _Events(job, form), error_body)
     return await unless_left(request, _whole(front, job, form))
 
 
@@ -165,21 +164,31 @@ async def _made(front: FrontEnd, job: Job, make: Callable[[], T]) -> T:
     return make() if job.request.prompt_logprobs is None else await front.workers.run(make)
 
 
-async def _frames(front: FrontEnd, job: Job, form: Form) -> AsyncGenerator[bytes, None]:
-    finished: list[Sample] = []
-    async with aclosing(merged(front, job.requests)) as chunks:
-        async for position, chunk in chunks:
-            choice = form.chunk(job.index(position, chunk.index), position, chunk)
-            if chunk.finished is not None and choice is not None:
-                finished.append(chunk.finished)
-                label = await label_for(front, [chunk.finished])
-                _finished(job, choice, position, chunk.finished, label)
-                yield frame(job.body([choice], **finished_fields(job, [chunk.finished], label)))
-            elif choice is not None:
-                yield frame(job.body([choice]))
-    options = job.request.stream_options
-    if options and options.include_usage:
-        yield frame(job.body([], usage=usage_of(finished)))
+class _Events:
+    def __init__(self, job: Job, form: Form) -> None:
+        self._job = job
+        self._form = form
+        self._samples: list[Sample] = []
+
+    async def begin(self) -> None:
+        pass
+
+    def event(self, position: int, chunk: Chunk, label: str) -> bytes:
+        job, sample = self._job, chunk.finished
+        choice = self._form.chunk(job.index(position, chunk.index), position, chunk)
+        if choice is None:
+            return b""
+        if sample is None:
+            return frame(job.body([choice]))
+        self._samples.append(sample)
+        _finished(job, choice, position, sample, label)
+        return frame(job.body([choice], **finished_fields(job, [sample], label)))
+
+    def end(self) -> bytes:
+        options = self._job.request.stream_options
+        if not (options and options.include_usage):
+            return b""
+        return frame(self._job.body([], usage=usage_of(self._samples)))
 
 
 def _finished(job: Job, choice: Choice, position: int, sample: Sample, label: str) -> Choice:

@@ -114,7 +114,7 @@ class CommonRequest(_OtherFields, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None
     """``left``, the default, keeps the last tokens."""
     bad_words: list[str] | None = None
-    """Words that are not sampled, each of one token, in the middle of a text or at its beginning."""
+    """Words that are not sampled, in the middle of a text or at its beginning."""
     prompt_logprobs: TopCount | None = None
     """Number of the most likely tokens at each position of the prompt, beside its own."""
     logprob_token_ids: list[TokenId] | None = None
@@ -183,27 +183,28 @@ def sampling_params(
         given["min_new_tokens"] = request.min_tokens
     if request.seed is not None:
         given["seed"] = request.seed & (2**63 - 1)
-    bias = {**(request.logit_bias or {}), **_forbidden(request.bad_words or [], tokenizer)}
+    words = _forbidden(request.bad_words or [], tokenizer)
+    bias = {**(request.logit_bias or {}), **{word[0]: -math.inf for word in words if len(word) == 1}}
+    longer = [word for word in words if len(word) > 1]
+    given["bad_words_ids"] = [*given.get("bad_words_ids", ()), *longer] or None
     return SamplingParams(**{**given, "logit_bias": bias or None, "max_new_tokens": max_new_tokens})
 
 
-def _forbidden(words: list[str], tokenizer: TextTokenizer | None) -> dict[int, float]:
-    """Return biases of vLLM's ``bad_words``, which have two forms: with and without a space before them."""
+def _forbidden(words: list[str], tokenizer: TextTokenizer | None) -> list[list[int]]:
+    """Return the token ids of vLLM's ``bad_words``, which have two forms: with and without a space before."""
     check_size("bad_words", characters(words), MAX_BAD_CHARACTERS, "characters in all")
-    found: dict[int, float] = {}
+    found: list[list[int]] = []
     for word in words:
         if tokenizer is None:
             raise InvalidRequest("bad_words: this engine is served without a tokenizer", field="bad_words")
         plain, spaced = (
             tokenizer.encode(f"{space}{word.lstrip()}", add_special_tokens=False) for space in ("", " ")
         )
-        if len(plain) != 1:
-            raise InvalidRequest(
-                f"bad_words: {shown(word)} is {len(plain)} tokens, and only words of one can be forbidden: "
-                "sample them and reject the text",
-                field="bad_words",
-            )
-        found |= dict.fromkeys(plain + (spaced if len(spaced) == 1 else []), -math.inf)
+        if not plain:
+            raise InvalidRequest(f"bad_words: {shown(word)} has no tokens", field="bad_words")
+        found.append(plain)
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            found.append(spaced)
     return found
 
 

@@ -38,7 +38,6 @@ def _encoded(handlers: tuple[HTTPRouteHandler, ...]) -> bytes:
 
 
 def document(handlers: Iterable[HTTPRouteHandler]) -> dict[str, Any]:
-    """Return the OpenAPI document of ``handlers``."""
     handlers = list(handlers)
     structs = [handler.opt["struct"] for handler in handlers if "struct" in handler.opt]
     schemas, components = msgspec.json.schema_components(structs, ref_template=_REFERENCE)

@@ -11,7 +11,7 @@ from litestar import HttpMethod, Response, route
 from litestar.exceptions import ClientException
 
 from ....io_struct import CaesuraError, ErrorCode, FlushCacheReqOutput, MemoryTag, PauseMode, TraceActivity
-from ....io_struct.control import LeaseAction, PositiveDuration, TraceSteps
+from ....io_struct.control import LeaseAction, PositiveDuration, TraceName, TraceStage, TraceSteps
 from ...exceptions import Unsupported
 from ..bodies import HTTPRequest, Strict, query_of
 from ..commands import Form, acknowledgement, answered, command, success
@@ -108,27 +108,37 @@ class StartProfileBody(Strict, kw_only=True):
     activities: list[TraceActivity] | None = None
     with_stack: bool = False
     record_shapes: bool = False
-    # accepted and ignored
-    profile_prefix: Any = None
+    start_step: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    profile_by_stage: bool = False
+    profile_stages: list[TraceStage] | None = None
+    """Stages with a file each; null: none, or both with ``profile_by_stage``."""
+    profile_id: TraceName | None = None
+    profile_prefix: TraceName | None = None
     # refused unless empty
-    start_step: Any = None
-    profile_by_stage: Any = None
-    profile_stages: Any = None
     merge_profiles: Any = None
 
-    REFUSED: ClassVar = ("start_step", "profile_by_stage", "profile_stages", "merge_profiles")
+    REFUSED: ClassVar = ("merge_profiles",)
 
 
 @command("/start_profile", success("Profiling has started."), *EITHER)
 async def start_profile(front: FrontEnd, body: StartProfileBody) -> object:
-    if refused := [name for name in body.REFUSED if getattr(body, name)]:
-        raise Unsupported(f"{refused[0]} is not supported", field=refused[0])
+    if body.merge_profiles:
+        raise Unsupported("merge_profiles is not supported: rank 0 alone is recorded", field="merge_profiles")
+    if body.profile_id is not None and front.fleet is not None:
+        raise Unsupported(
+            "profile_id would give the files of all replicas one name: leave it out", field="profile_id"
+        )
+    stages: list[TraceStage] | None = ["prefill", "decode"] if body.profile_by_stage else None
     return await front.client.start_profile(
         body.output_dir,
         num_steps=body.num_steps,
         activities=body.activities,
         with_stack=body.with_stack,
         record_shapes=body.record_shapes,
+        start_step=body.start_step,
+        stages=body.profile_stages or stages,
+        profile_id=body.profile_id,
+        prefix=body.profile_prefix,
     )
 
 
@@ -138,6 +148,6 @@ class StopProfileBody(Strict, kw_only=True):
     start_step: Any = None
 
 
-@command("/stop_profile", success("The trace is written."), *EITHER)
+@command(["/stop_profile", "/end_profile"], success("The trace is written."), *EITHER, name="stop_profile")
 async def stop_profile(front: FrontEnd, body: StopProfileBody) -> object:
     return await front.client.stop_profile()

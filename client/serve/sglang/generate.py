@@ -11,11 +11,10 @@ Invariants:
 """
 
 import base64
-import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -56,11 +55,10 @@ from ..context import SLICE, Front, FrontEnd, in_slices
 from ..error_responses import engine_error, json_bytes, native_error, status_of
 from ..generations import (
     ClientLeft,
-    asking_label,
     client_left,
+    engine_label,
     frame,
     label_for,
-    merged,
     streamed,
     unless_left,
     whole,
@@ -76,7 +74,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 ExpertsDtype = Literal["int32", "uint8"]
 LogprobsMode = Literal["selected", "support"]
 Texts = Callable[[int], str | None]
-_encode = msgspec.json.encode
+_encode = msgspec.json.Encoder().encode
 
 REFUSED = (
     "routed_dp_rank", "data_parallel_rank", "input_embeds", "image_data", "video_data", "audio_data",
@@ -423,7 +421,7 @@ async def _whole(request: HTTPRequest, front: FrontEnd, job: Job) -> Response[by
 
 
 async def _streamed(request: HTTPRequest, front: FrontEnd, job: Job) -> Response[Any]:
-    return await streamed(request, front, _frames(front, job), _stream_error)
+    return await streamed(request, front, job.requests, _Events(front, job), _stream_error)
 
 
 def _stream_error(error: CaesuraError) -> dict[str, Any]:
@@ -432,28 +430,33 @@ def _stream_error(error: CaesuraError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": kind, "code": status, "retryable": retryable}}
 
 
-async def _frames(front: FrontEnd, job: Job) -> AsyncGenerator[bytes, None]:
-    answer = _answer(front, job)
-    offsets = [0]
-    for each in job.requests:
-        offsets.append(offsets[-1] + each.sampling_params.n)
-    writers: dict[int, EventWriter] = {}
-    with asking_label(front) as label:
-        async with contextlib.aclosing(merged(front, job.requests)) as chunks:
-            async for prompt, chunk in chunks:
-                sample = offsets[prompt] + chunk.index
-                writer = writers.get(sample)
-                if writer is None:
-                    index = sample if job.as_list else None
-                    writer = EventWriter(
-                        answer, job.requests[prompt], index, front.options.incremental_streaming
-                    )
-                    writers[sample] = writer
-                if chunk.finished is None:
-                    answer.label_at_begin = await label
-                else:
-                    answer.label = answer.label or await label_for(front, [chunk.finished])
-                yield writer.event(chunk)
+class _Events:
+    def __init__(self, front: FrontEnd, job: Job) -> None:
+        self._front = front
+        self._job = job
+        self._answer = _answer(front, job)
+        sizes = (each.sampling_params.n for each in job.requests)
+        self._offsets = list(itertools.accumulate(sizes, initial=0))
+        self._writers: dict[int, EventWriter] = {}
+
+    async def begin(self) -> None:
+        self._answer.label_at_begin = await engine_label(self._front)
+
+    def event(self, position: int, chunk: Chunk, label: str) -> bytes:
+        sample = self._offsets[position] + chunk.index
+        writer = self._writers.get(sample)
+        if writer is None:
+            writer = self._writers[sample] = EventWriter(
+                self._answer,
+                self._job.requests[position],
+                sample if self._job.as_list else None,
+                self._front.options.incremental_streaming,
+            )
+        self._answer.label = self._answer.label or label
+        return writer.event(chunk)
+
+    def end(self) -> bytes:
+        return b""
 
 
 def token_texts(manager: TokenizerManager, wanted: bool) -> Texts | None:
@@ -543,7 +546,7 @@ def meta_info(
     if request.return_logprob:
         delta = output.as_delta()
         if _as_slime(request):
-            delta = replace(delta, output_logprobs=output.sampled_logprobs)
+            delta = msgspec.structs.replace(delta, output_logprobs=output.sampled_logprobs)
         _add_output_logprobs(meta, delta, texts)
         _add_input_logprobs(meta, sample, request, texts)
     if output.sampling_mask is not None:
@@ -631,6 +634,8 @@ class EventWriter:
     logprobs: bytearray = field(default_factory=bytearray)
     further: dict[str, bytearray] = field(default_factory=dict)
     count: int = 0
+    meta: list[bytes] | None = None
+    """Metadata of events before the last, around the places of ``count``."""
 
     def event(self, chunk: Chunk) -> bytes:
         if chunk.finished is not None and not self.incremental:
@@ -640,10 +645,11 @@ class EventWriter:
             for buffer in (self.text, self.ids, self.logprobs, *self.further.values()):
                 buffer.clear()
         self._take(chunk)
-        return self._written(chunk)
+        return self._written(self._begun(chunk) if chunk.finished is None else self._ended(chunk.finished))
 
     def _take(self, chunk: Chunk) -> None:
-        self.text += _encode(chunk.text)[1:-1]
+        if chunk.text:
+            self.text += _encode(chunk.text)[1:-1]
         delta = chunk.delta
         if delta is None:
             return
@@ -659,34 +665,38 @@ class EventWriter:
                 if further is not None:
                     _append(self.further.setdefault(name, bytearray()), list(rows(further, texts)))
 
-    def _written(self, chunk: Chunk) -> bytes:
-        meta = self._meta(chunk)
+    def _written(self, meta: bytes) -> bytes:
         parts: list[bytes | bytearray] = [b"data: {"]
         if self.answer.with_text:
-            parts += [b'"text":"', self.text, b'",']
-        parts += [b'"output_ids":[', self.ids, b'],"meta_info":', _encode(meta)[:-1]]
+            parts += (b'"text":"', self.text, b'",')
+        parts += (b'"output_ids":[', self.ids, b'],"meta_info":', meta[:-1])
         if self.request.return_logprob:
-            parts += [b',"output_token_logprobs":[', self.logprobs, b"]"]
+            parts += (b',"output_token_logprobs":[', self.logprobs, b"]")
             for name, buffer in self.further.items():
-                parts += [f',"{name}":['.encode(), buffer, b"]"]
+                parts += (f',"{name}":['.encode(), buffer, b"]")
         parts.append(b"}}\n\n" if self.index is None else b'},"index":%d}\n\n' % self.index)
         return b"".join(parts)
 
-    def _meta(self, chunk: Chunk) -> dict[str, Any]:
-        if chunk.finished is not None:
-            meta = self.answer.meta_of(chunk.finished, self.request)
-            for name in ("output_token_logprobs", *self.further):
-                meta.pop(name, None)
-            return meta
-        meta = {
-            "id": chunk.rid,
-            "finish_reason": None,
-            "prompt_tokens": chunk.prompt_tokens,
-            "completion_tokens": self.count,
-            "weight_version": self.answer.label_at_begin,
-            "cached_tokens": None,
-        }
-        return {**meta, "output_token_logprobs_length": self.count} if self.request.return_logprob else meta
+    def _begun(self, chunk: Chunk) -> bytes:
+        if self.meta is None:
+            count = msgspec.Raw(b"\0")  # which no JSON contains
+            meta = {
+                "id": chunk.rid,
+                "finish_reason": None,
+                "prompt_tokens": chunk.prompt_tokens,
+                "completion_tokens": count,
+                "weight_version": self.answer.label_at_begin,
+                "cached_tokens": None,
+                **({"output_token_logprobs_length": count} if self.request.return_logprob else {}),
+            }
+            self.meta = _encode(meta).split(b"\0")
+        return (b"%d" % self.count).join(self.meta)
+
+    def _ended(self, sample: Sample) -> bytes:
+        meta = self.answer.meta_of(sample, self.request)
+        for name in ("output_token_logprobs", *self.further):
+            meta.pop(name, None)
+        return _encode(meta)
 
 
 def _append(buffer: bytearray, items: list[Any]) -> None:

@@ -16,7 +16,7 @@ from litestar import Response, get, post
 from ....io_struct import CaesuraError, MemoryTag
 from ....io_struct.control import LeaseAction, PositiveDuration
 from ....io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S
-from ...exceptions import InvalidRequest, NotIdle, Unsupported
+from ...exceptions import InvalidRequest, MemoryReleased, NotIdle, Unsupported
 from ..bodies import HTTPRequest, Strict, query_of, read_control
 from ..commands import Form, answered, command
 from ..context import Front, FrontEnd
@@ -83,6 +83,11 @@ async def resume(front: Front) -> Response[bytes]:
     """Go on, after the device allocator's unused blocks have been returned."""
 
     async def resumed() -> None:
+        if released := (await front.health.status()).released_tags:
+            raise MemoryReleased(
+                f"requests would wait while the engine sleeps: POST /wake_up, for {', '.join(released)}",
+                released=released,
+            )
         with front.admission.opening():
             await front.client.continue_generation()
 
@@ -99,9 +104,7 @@ async def abort_requests(request: HTTPRequest, front: Front) -> Response[bytes]:
     body = await read_control(request, AbortBody)
 
     async def aborted() -> int:
-        if not body.request_ids:
-            return (await front.client.abort(abort_all=True)).aborted
-        return sum([(await front.client.abort(rid)).aborted for rid in body.request_ids])
+        return (await front.client.abort(body.request_ids, abort_all=not body.request_ids)).aborted
 
     form = Form(lambda _, count: {"status": "aborted", "aborted": count}, refused)
     return await answered(front, "abort_request", form, body, aborted())

@@ -39,8 +39,8 @@ InfoT = TypeVar("InfoT", bound=Strict)
 
 
 def refused(error: CaesuraError) -> Response[bytes]:
-    """Return vLLM's form of an error, which is OpenAI's."""
-    return json_response(error_body(error), status_of(error))
+    """Return vLLM's form of an error, which is OpenAI's; 409 while another trainer's update goes on."""
+    return json_response(error_body(error), 409 if error.code == "session_open" else status_of(error))
 
 
 def message(text: str) -> Form:

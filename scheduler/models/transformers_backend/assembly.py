@@ -277,7 +277,9 @@ class Assembled:
     def _gathered(self, path: str, module: nn.Embedding, name: str, tied: bool) -> Embedding:
         vocab, hidden = module.num_embeddings, module.embedding_dim
         checkpoint = name.removesuffix(".weight")
-        table = Embedding(self._engine_name(path), checkpoint, vocab, hidden, tied=tied, place=self._place)
+        table = Embedding(
+            self._engine_name(path), checkpoint, vocab, hidden, projects=tied, place=self._place
+        )
         self.layers.append(table)
         self._done.add(f"{path}.weight")
         gather_by(module, table, self._place)

@@ -218,11 +218,8 @@ def _refused(notes: _Notes, reason: str) -> CaesuraError:
 
 
 def refused(architecture: str, reason: str) -> CaesuraError:
-    return CaesuraError(
-        ErrorCode.UNSUPPORTED_MODEL,
-        f"{architecture} cannot be served through transformers: {reason}",
-        fields=["architectures"],
-    )
+    message = f"{architecture} cannot be served through transformers: {reason}"
+    return CaesuraError(ErrorCode.UNSUPPORTED_MODEL, message, fields=["architectures"])
 
 
 AttentionInterface.register(_NAME, _attend)

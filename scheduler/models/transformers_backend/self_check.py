@@ -12,6 +12,7 @@ Invariants:
 
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +23,7 @@ from ...attention.paged_cpu import PagedCpuBackend
 from ...attention.sdpa import SdpaBackend
 from ...attention.shape import Shape
 from ...cache.pool import MHAPool
-from ...execution.forward import AttentionBackend, ForwardBatch, SamplingBatch
+from ...execution.forward import AttentionBackend, ForwardBatch
 from ...kernels import TORCH, best
 from ...runtime.engine_config import PAGE_SIZE
 from ..causal_lm import result_of
@@ -117,11 +118,15 @@ def _paged(
         scale=config.attention_scale,
     )
     backend: AttentionBackend = kind(pool, shape)
-    first = np.cumsum([1, *pages])
+    ends = np.cumsum([1, *pages])
+    held = [np.arange(*span) for span in pairwise(ends.tolist())]
     parts: list[list[Tensor]] = [[] for _ in requests]
     for rows, spans in zip(_ROWS, _STEPS, strict=True):
-        tokens = [requests[row][start:end] for row, (start, end) in zip(rows, spans, strict=True)]
-        batch = _batch(tokens, spans, [int(first[row]) for row in rows], model.device)
+        tokens = [requests[row][start:end].numpy() for row, (start, end) in zip(rows, spans, strict=True)]
+        sampled = np.arange(sum(map(len, tokens)))
+        begins, of_rows = [start for start, _ in spans], [held[row] for row in rows]
+        decode = sum(len(each) == 1 for each in tokens)
+        batch = ForwardBatch.of_rows(tokens, begins, of_rows, sampled, model.device, num_decode=decode)
         backend.plan(batch)
         out = model.forward(batch, backend).clone()
         if not torch.allclose(
@@ -131,50 +136,3 @@ def _paged(
         for row, part in zip(rows, out.split([len(each) for each in tokens]), strict=True):
             parts[row].append(part)
     return [torch.cat(each) for each in parts]
-
-
-def _batch(
-    tokens: Sequence[Tensor],
-    spans: Sequence[tuple[int, int]],
-    first_pages: Sequence[int],
-    device: torch.device,
-) -> ForwardBatch:
-    positions = [torch.arange(start, end) for start, end in spans]
-    ends = [end for _, end in spans]
-    width = max(-(-end // PAGE_SIZE) for end in ends)
-    table = torch.tensor(
-        [
-            [page + i if i * PAGE_SIZE < end else 0 for i in range(width)]
-            for page, end in zip(first_pages, ends)
-        ]
-    )
-    slots = [page * PAGE_SIZE + where for page, where in zip(first_pages, positions)]
-    lengths = [len(each) for each in tokens]
-    total, rows = sum(lengths), len(tokens)
-    index = torch.arange(total, device=device)
-    none = torch.ones(total, device=device)
-    return ForwardBatch(
-        num_decode=sum(length == 1 for length in lengths),
-        input_ids=torch.cat(list(tokens)).to(device),
-        positions=torch.cat(positions).to(device),
-        kv_slots=torch.cat(slots).to(device),
-        page_table=table.to(device, torch.int32),
-        kv_lens=torch.tensor(ends, dtype=torch.int32, device=device),
-        q_lens_host=lengths,
-        kv_lens_host=ends,
-        page_table_host=table.to(torch.int32).numpy(),
-        slots=torch.arange(rows, device=device),
-        sample_tokens=index,
-        sample_slots=index,
-        sampling=SamplingBatch(
-            temperature=none,
-            greedy=none.bool(),
-            top_k=index,
-            top_p=none,
-            uniforms=none.double(),
-            any_sampled=False,
-            any_filtered=False,
-            want_raw=False,
-            want_sampled=False,
-        ),
-    )

@@ -153,11 +153,8 @@ def _refuse(name: str, config: dict[str, Any], text: PreTrainedConfig) -> None:
         asked["layer_types"] = sorted(set(layer_types) - set(_LAYER_TYPES))
     if asked:
         said = ", ".join(f"{field} = {value!r}" for field, value in asked.items())
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED_MODEL,
-            f"{name} cannot be served through transformers with {said}",
-            fields=list(asked),
-        )
+        reason = f"{name} cannot be served through transformers with {said}"
+        raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=list(asked))
 
 
 def _check_numbers(config: dict[str, Any], reader: ConfigReader) -> None:

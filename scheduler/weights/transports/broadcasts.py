@@ -23,13 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....io_struct import (
-    CaesuraError,
-    ErrorCode,
-    SendWeightsReqInput,
-    TensorSpec,
-    UpdateWeightsFromDistributedReqInput,
-)
+from .... import io_struct as wire
+from ....io_struct import CaesuraError, ErrorCode
 from ...runtime.background import Task
 from ...runtime.dtypes import DTYPES
 from ..upload import WriteStream
@@ -42,11 +37,11 @@ _ALIGN = 256
 """Bytes. Each broadcast is received at a multiple of it."""
 _MAX_BYTES = 1 << 62  # beyond, neither torch nor a reply can hold the number
 
-Batch = list[TensorSpec]
+Batch = list[wire.TensorSpec]
 """The tensors of one broadcast; ``offset`` and ``nbytes`` are within it."""
 
 
-def batches_of(request: UpdateWeightsFromDistributedReqInput | SendWeightsReqInput) -> list[Batch]:
+def batches_of(request: wire.UpdateWeightsFromDistributedReqInput | wire.SendWeightsReqInput) -> list[Batch]:
     """Return the broadcasts of ``request``; raises ``invalid_request`` if they do not add up."""
     specs = [_whole(spec) for spec in request.specs]
     if sum(spec.nbytes for spec in specs) > _MAX_BYTES:
@@ -54,9 +49,8 @@ def batches_of(request: UpdateWeightsFromDistributedReqInput | SendWeightsReqInp
     counts = request.tensors_per_broadcast
     if request.load_format is None:
         if counts is not None:
-            raise _miscounted(
-                "needs load_format=flattened_bucket: one broadcast per tensor has nothing to count"
-            )
+            reason = "needs load_format=flattened_bucket: one broadcast per tensor has nothing to count"
+            raise _miscounted(reason)
         return [[spec] for spec in specs]
     if counts is None:
         return [_placed(specs)]
@@ -70,25 +64,23 @@ def nbytes_of(batch: Batch) -> int:
     return sum(spec.nbytes for spec in batch)
 
 
-def _placed(specs: Sequence[TensorSpec]) -> Batch:
+def _placed(specs: Sequence[wire.TensorSpec]) -> Batch:
     offsets = accumulate((spec.nbytes for spec in specs), initial=0)
     return [msgspec.structs.replace(spec, offset=at) for spec, at in zip(specs, offsets, strict=False)]
 
 
-def _whole(spec: TensorSpec) -> TensorSpec:
+def _whole(spec: wire.TensorSpec) -> wire.TensorSpec:
     dtype = DTYPES.get(spec.dtype)
     if dtype is None or spec.start_row:
         problem = "starts in its midst" if dtype is not None else f"has the unknown dtype {spec.dtype!r}"
-        raise CaesuraError(
-            ErrorCode.INVALID_REQUEST, f"tensor {spec.name!r} {problem}", field="specs", value=spec.name
-        )
+        reason = f"tensor {spec.name!r} {problem}"
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="specs", value=spec.name)
     return msgspec.structs.replace(spec, offset=0, nbytes=prod(spec.shape) * dtype.itemsize, buffer=0)
 
 
 def _miscounted(problem: str) -> CaesuraError:
-    return CaesuraError(
-        ErrorCode.INVALID_REQUEST, f"tensors_per_broadcast {problem}", field="tensors_per_broadcast"
-    )
+    reason = f"tensors_per_broadcast {problem}"
+    return CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="tensors_per_broadcast")
 
 
 @dataclass(frozen=True, slots=True)

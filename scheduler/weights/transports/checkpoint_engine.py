@@ -71,13 +71,11 @@ class Conversation:
     def __init__(self, address: str, device_uuid: str, timeout_s: float) -> None:
         """Raise ``invalid_request`` if ``address`` is not one of this host."""
         if not _ADDRESS.fullmatch(address) or not address.isprintable():
-            raise CaesuraError(
-                ErrorCode.INVALID_REQUEST,
+            reason = (
                 "a parameter server's address is ipc:// (107 bytes) or tcp:// with a loopback address, not "
-                f"{address!r}",
-                field="zmq_handles",
-                value=address,
+                f"{address!r}"
             )
+            raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="zmq_handles", value=address)
         self._address = address
         self._device_uuid = device_uuid
         self._timeout_s = timeout_s
@@ -122,11 +120,9 @@ class Conversation:
             socket.connect(self._address)
         except zmq.ZMQError as error:
             self._closed = True
+            reason = f"cannot connect to {self._address}: {error}"
             raise CaesuraError(
-                ErrorCode.INVALID_REQUEST,
-                f"cannot connect to {self._address}: {error}",
-                field="zmq_handles",
-                value=self._address,
+                ErrorCode.INVALID_REQUEST, reason, field="zmq_handles", value=self._address
             ) from error
         yield opening_of(self._hear(socket), self._device_uuid)
         self._consent(socket)
@@ -144,19 +140,14 @@ class Conversation:
         frames = self._receive(socket, monotonic() + self._timeout_s)
         if frames is None:
             self._closed = True
-            raise CaesuraError(
-                ErrorCode.DEADLINE_EXCEEDED,
-                f"the parameter server at {self._address} was silent for {self._timeout_s:g} s",
-                pending=self._address,
-            )
+            reason = f"the parameter server at {self._address} was silent for {self._timeout_s:g} s"
+            raise CaesuraError(ErrorCode.DEADLINE_EXCEEDED, reason, pending=self._address)
         message = _read(frames)
         if isinstance(message, Call):
             self._closed = True  # it expects no answer, and nothing more from us
+            said = f"the parameter server gave up: {_described(message)}"
             raise CaesuraError(
-                ErrorCode.CHECKPOINT_ERROR,
-                f"the parameter server gave up: {_described(message)}",
-                path=self._address,
-                reason=_described(message),
+                ErrorCode.CHECKPOINT_ERROR, said, path=self._address, reason=_described(message)
             )
         return message
 
@@ -281,6 +272,5 @@ def _described(call: Call) -> str:
 
 
 def _malformed(problem: str) -> CaesuraError:
-    return CaesuraError(
-        ErrorCode.MALFORMED_MESSAGE, f"a parameter server's message cannot be understood: {problem}"
-    )
+    reason = f"a parameter server's message cannot be understood: {problem}"
+    return CaesuraError(ErrorCode.MALFORMED_MESSAGE, reason)

@@ -137,11 +137,8 @@ def open_fitting(path: str, config: ModelConfig) -> Checkpoint:
     backend: ModelBackend = "native" if config.transformers_config is None else "transformers"
     differing = config_difference(config, load_model_config(path, backend))
     if differing:
-        raise CaesuraError(
-            ErrorCode.WEIGHT_MISMATCH,
-            f"{path}/config.json differs in what the forward reads: {', '.join(differing)}",
-            config=differing,
-        )
+        reason = f"{path}/config.json differs in what the forward reads: {', '.join(differing)}"
+        raise CaesuraError(ErrorCode.WEIGHT_MISMATCH, reason, config=differing)
     return checkpoint
 
 
@@ -287,13 +284,11 @@ class _OpenFile:
             try:
                 count = os.preadv(self.descriptor, [view[done:]], offset + done)
             except OSError as error:
-                raise checkpoint_error(
-                    self.file.path, f"cannot be read in {name!r}: {error.strerror}"
-                ) from error
+                reason = f"cannot be read in {name!r}: {error.strerror}"
+                raise checkpoint_error(self.file.path, reason) from error
             if count == 0:
-                raise checkpoint_error(
-                    self.file.path, f"ends within {name!r}: {done} of {len(view)} bytes were there"
-                )
+                reason = f"ends within {name!r}: {done} of {len(view)} bytes were there"
+                raise checkpoint_error(self.file.path, reason)
             done += count
         self._require_unchanged()
 

@@ -23,23 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ....io_struct import (
-    CaesuraError,
-    ErrorCode,
-    InitWeightsUpdateGroupReqInput,
-    UpdateWeightsFromDistributedReqInput,
-)
+from .... import io_struct as wire
+from ....io_struct import CaesuraError, ErrorCode
 from ....process.contract import is_loopback
-from ....transfer.process_group import (
-    ON_DEVICE,
-    VLLM_NCCL,
-    Membership,
-    await_ranks,
-    keys_of,
-    make_backend,
-    ranks_seen,
-    release,
-)
+from ....transfer import process_group
 from ....transfer.raw_nccl import ID_KEY, RawNccl, read_id
 from ...runtime.background import Feed, Worker
 from ..source import WeightPiece, cut
@@ -78,16 +65,17 @@ class Group:
     def __init__(
         self,
         groups: "WeightsUpdateGroups",
-        membership: Membership,
+        membership: process_group.Membership,
         timeout_s: float,
         broadcast_timeout_s: float,
+        nccl_id: bytes | None = None,
     ) -> None:
         """Begin to join, within ``timeout_s``; ``broadcast_timeout_s`` is for each broadcast."""
-        self.membership = membership
+        self.membership, self._nccl_id = membership, nccl_id
         self._interface, self._wake = groups.interface, groups.wake
         self._timeout_s = timeout_s
         self._broadcast_timeout_s = broadcast_timeout_s
-        on_device = membership.backend in ON_DEVICE
+        on_device = membership.backend in process_group.ON_DEVICE
         self._device = groups.device if on_device else torch.device("cpu")
         self._write_stream = groups.write_stream if on_device else None
         self._deadline = monotonic() + timeout_s
@@ -125,7 +113,7 @@ class Group:
         if self._backend is not None:
             holder, self._backend = [self._backend], None
             self._leaving = threading.Thread(
-                target=release, args=(holder,), name="caesura-leave", daemon=True
+                target=process_group.release, args=(holder,), name="caesura-leave", daemon=True
             )
             self._leaving.start()
         self.buffers.clear()
@@ -146,13 +134,11 @@ class Group:
 
     def error(self, reason: str, **detail: object) -> CaesuraError:
         member = self.membership
-        return CaesuraError(
-            ErrorCode.GROUP_ERROR,
+        message = (
             f"weight update group {member.group_name!r} at {member.address} (this engine is rank "
-            f"{member.rank} of {member.world_size}): {reason}",
-            **asdict(member),
-            **detail,
+            f"{member.rank} of {member.world_size}): {reason}"
         )
+        return CaesuraError(ErrorCode.GROUP_ERROR, message, **asdict(member), **detail)
 
     def require_receiver(self) -> None:
         """Raise ``group_error`` unless every rank is there and this one receives."""
@@ -166,11 +152,8 @@ class Group:
         if self.membership.rank != 0:
             raise self.error("only rank 0 sends")
         if self._sending is not None and self._sending.is_open:
-            raise CaesuraError(
-                ErrorCode.BUSY,
-                f"weights are being sent over group {self.membership.group_name!r}",
-                running="SendWeightsReqInput",
-            )
+            reason = f"weights are being sent over group {self.membership.group_name!r}"
+            raise CaesuraError(ErrorCode.BUSY, reason, running="SendWeightsReqInput")
 
     def _require_joined(self) -> None:
         if not self.joined():
@@ -266,29 +249,34 @@ class Group:
             with nullcontext() if self._write_stream is None else self._write_stream.on_stream():
                 self.buffers[slot] = torch.empty(needed, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:
-            raise CaesuraError(
-                ErrorCode.OUT_OF_MEMORY, f"no {needed} bytes to receive into", needed_bytes=needed
-            ) from error
+            reason = f"no {needed} bytes to receive into"
+            raise CaesuraError(ErrorCode.OUT_OF_MEMORY, reason, needed_bytes=needed) from error
 
     def _join(self) -> Iterator[Any]:
         """Find the store, then the other ranks; in a thread."""
         member, limit = self.membership, timedelta(seconds=self._broadcast_timeout_s)
+        if self._nccl_id is not None:
+            try:
+                yield RawNccl(self._nccl_id, member.rank, member.world_size, self._device)
+            except RuntimeError as error:
+                raise self.error(first_line(error)) from error
+            return
         host, _, port = member.address.rpartition(":")
         self._await_listener(host, int(port))
         try:
             store = TCPStore(host, int(port), member.world_size, is_master=False, timeout=self._time_left())
-            own, ranks = keys_of(member, store)
+            own, ranks = process_group.keys_of(member, store)
         except (RuntimeError, ValueError) as error:
             raise self.error(f"its store did not answer: {first_line(error)}") from error
         reason, backend = None, None
         try:
-            if member.backend == VLLM_NCCL:
+            if member.backend == process_group.VLLM_NCCL:
                 store.set_timeout(self._time_left())
                 identity = read_id(store.get(ID_KEY))
                 yield RawNccl(identity, member.rank, member.world_size, self._device)
                 return
             joining = self._time_left() if member.backend == "gloo" else limit
-            backend = make_backend(
+            backend = process_group.make_backend(
                 member,
                 ranks,
                 joining,
@@ -297,19 +285,19 @@ class Group:
                 hostname=host if is_loopback(host) else None,
             )
             if member.backend == "nccl":
-                await_ranks(member, own, self._time_left())
+                process_group.await_ranks(member, own, self._time_left())
                 store.set_timeout(limit)  # at the first broadcast the ranks meet in it
             yield backend
         except RuntimeError as error:
             reason = first_line(error)
         if reason is None:
             return
-        seen = ranks_seen(member, own, ranks)
+        seen = process_group.ranks_seen(member, own, ranks)
         which = "which ranks have joined is not known" if seen is None else f"only ranks {seen} have joined"
         # The traceback of what is raised keeps this frame, and would keep the store's threads and sockets;
         # that of torch's error would keep the backend's, so it is not its cause.
         if backend is not None:
-            release([backend])
+            process_group.release([backend])
         del store, own, ranks, backend
         raise self.error(f"{which}: {reason}", ranks_seen=seen)
 
@@ -323,9 +311,8 @@ class Group:
                         return
             except (OSError, UnicodeError) as error:
                 if monotonic() + _RETRY_S >= self._deadline:
-                    raise self.error(
-                        f"nobody could be reached there within {self._timeout_s:g} s: {error}", ranks_seen=[]
-                    ) from error
+                    reason = f"nobody could be reached there within {self._timeout_s:g} s: {error}"
+                    raise self.error(reason, ranks_seen=[]) from error
             time.sleep(_RETRY_S)
         raise self._failure
 
@@ -338,10 +325,8 @@ class Group:
                     probe.recv(1)
                     return True
                 if monotonic() >= self._deadline:
-                    raise self.error(
-                        f"a process listens there, and did not answer within {self._timeout_s:g} s",
-                        ranks_seen=[],
-                    )
+                    reason = f"a process listens there, and did not answer within {self._timeout_s:g} s"
+                    raise self.error(reason, ranks_seen=[])
         return self._failure is None
 
     def _time_left(self) -> timedelta:
@@ -358,7 +343,7 @@ class DistributedSource:
         self,
         group: Group,
         batches: list[Batch],
-        request: UpdateWeightsFromDistributedReqInput,
+        request: wire.UpdateWeightsFromDistributedReqInput,
         behind: Group | None = None,
     ) -> None:
         """``behind`` is a group of which this engine is rank 0, and to which everything is relayed."""
@@ -406,11 +391,15 @@ class WeightsUpdateGroups:
         self._joining: list[Group] = []
         self._groups: dict[str, Group] = {}
 
-    def join(self, request: InitWeightsUpdateGroupReqInput) -> Group:
+    def join(self, request: wire.InitWeightsUpdateGroupReqInput) -> Group:
         """Return the group of ``request``, which starts to join unless it is there; raises CaesuraError."""
-        member = Membership(
+        if request.nccl_unique_id is not None and request.backend != process_group.VLLM_NCCL:
+            reason = f"nccl_unique_id is for {process_group.VLLM_NCCL}"
+            raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="nccl_unique_id")
+        met = request.nccl_unique_id
+        member = process_group.Membership(
             request.group_name,
-            f"{request.master_address}:{request.master_port}",
+            f"{request.master_address}:{request.master_port}" if met is None else f"NCCL id {met.hex()}",
             request.world_size,
             request.rank_offset,
             request.backend or ("nccl" if self.device.type == "cuda" else "gloo"),
@@ -421,7 +410,7 @@ class WeightsUpdateGroups:
             raise group.error("a group of this name exists with other parameters: destroy it first")
         if group is None:
             self._require_room()
-            group = Group(self, member, request.timeout_s, request.broadcast_timeout_s)
+            group = Group(self, member, request.timeout_s, request.broadcast_timeout_s, met)
             self._groups[member.group_name] = group
             self._joining.append(group)
         return group
@@ -442,7 +431,7 @@ class WeightsUpdateGroups:
         if not group.has_joined and self._groups.get(name) is group:
             self.leave(name)
 
-    def open(self, request: UpdateWeightsFromDistributedReqInput) -> DistributedSource:
+    def open(self, request: wire.UpdateWeightsFromDistributedReqInput) -> DistributedSource:
         """Return the broadcasts, none entered yet; raises ``group_error`` or ``invalid_request``."""
         group = self.find(request.group_name)
         group.require_receiver()
@@ -464,35 +453,30 @@ class WeightsUpdateGroups:
             (len(self._groups), MAX_GROUPS, "exist"),
         ):
             if waiting >= limit:
-                raise CaesuraError(
-                    ErrorCode.QUEUE_FULL,
+                reason = (
                     f"{waiting} weight update groups {what}, the limit: destroy some, or wait for their "
-                    "deadline",
-                    waiting=waiting,
-                    limit=limit,
+                    "deadline"
                 )
+                raise CaesuraError(ErrorCode.QUEUE_FULL, reason, waiting=waiting, limit=limit)
 
     def find(self, name: str) -> Group:
         if name not in self._groups:
-            raise CaesuraError(
-                ErrorCode.GROUP_ERROR,
-                f"there is no weight update group {name!r}: init it first",
-                group_name=name,
-            )
+            reason = f"there is no weight update group {name!r}: init it first"
+            raise CaesuraError(ErrorCode.GROUP_ERROR, reason, group_name=name)
         return self._groups[name]
 
 
-def _require_possible(member: Membership, device: torch.device) -> None:
-    is_built = dist.is_nccl_available() if member.backend in ON_DEVICE else dist.is_gloo_available()
-    if not is_built or (member.backend in ON_DEVICE and device.type != "cuda"):
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED, f"this engine, on {device.type}, cannot use the backend {member.backend!r}"
-        )
+def _require_possible(member: process_group.Membership, device: torch.device) -> None:
+    is_built = (
+        dist.is_nccl_available() if member.backend in process_group.ON_DEVICE else dist.is_gloo_available()
+    )
+    if not is_built or (member.backend in process_group.ON_DEVICE and device.type != "cuda"):
+        reason = f"this engine, on {device.type}, cannot use the backend {member.backend!r}"
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason)
     for field, value, below in (
         ("world_size", member.world_size, MAX_WORLD_SIZE + 1),
         ("rank_offset", member.rank, member.world_size),
     ):
         if value >= below:
-            raise CaesuraError(
-                ErrorCode.INVALID_REQUEST, f"{field} {value} must be below {below}", field=field, value=value
-            )
+            reason = f"{field} {value} must be below {below}"
+            raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field=field, value=value)

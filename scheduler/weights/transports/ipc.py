@@ -10,13 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ....io_struct import (
-    CaesuraError,
-    CudaIPCHandle,
-    ErrorCode,
-    SharedMemoryHandle,
-    UpdateWeightsFromIPCReqInput,
-)
+from .... import io_struct as wire
+from ....io_struct import CaesuraError, ErrorCode
 from ....transfer.cuda_ipc import CudaMemories
 from ....transfer.shared_memory import is_owned, map_memory
 from ..source import BufferSource, SharedMemory
@@ -33,7 +28,7 @@ class SharedMemoryMaps:
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
-        self._maps: dict[SharedMemoryHandle, mmap.mmap] = {}
+        self._maps: dict[wire.SharedMemoryHandle, mmap.mmap] = {}
         self._cuda = CudaMemories(self._device)
 
     def __len__(self) -> int:
@@ -44,20 +39,18 @@ class SharedMemoryMaps:
         for handle in [handle for handle in self._maps if not is_owned(handle)]:
             del self._maps[handle]
 
-    def open(self, request: UpdateWeightsFromIPCReqInput) -> BufferSource:
+    def open(self, request: wire.UpdateWeightsFromIPCReqInput) -> BufferSource:
         """Return the tensors of ``request``; raises as :meth:`view`, or if a spec does not fit."""
         handle = request.handle
         return BufferSource("ipc", request.specs, [self.view(handle)], SharedMemory(handle, 0, handle.nbytes))
 
-    def view(self, handle: SharedMemoryHandle | CudaIPCHandle) -> memoryview | Tensor:
+    def view(self, handle: wire.SharedMemoryHandle | wire.CudaIPCHandle) -> memoryview | Tensor:
         """Return the bytes of ``handle``, valid until :meth:`close`; raises ``invalid_request`` if unfit."""
-        if isinstance(handle, CudaIPCHandle):
+        if isinstance(handle, wire.CudaIPCHandle):
             if self._device.type != "cuda":
+                reason = f"the engine runs on {self._device.type}, it cannot open device memory"
                 raise CaesuraError(
-                    ErrorCode.INVALID_REQUEST,
-                    f"the engine runs on {self._device.type}, it cannot open device memory",
-                    field="handle",
-                    value=handle.device_uuid,
+                    ErrorCode.INVALID_REQUEST, reason, field="handle", value=handle.device_uuid
                 )
             return self._cuda.view(handle)
         known = self._maps.pop(handle, None)

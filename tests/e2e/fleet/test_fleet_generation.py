@@ -232,7 +232,7 @@ def test_a_sink_that_raises_ends_its_own_request_of_a_fleet(engines):
     run(engines, body)
 
 
-def test_stop_tokens_and_stop_strings_are_found_across_the_seam(engines, tmp_path):
+def test_stops_are_found_across_the_seam(engines, tmp_path):
     tokenizer = TextTokenizer.from_folder(make_byte_level(tmp_path))
 
     async def body(fleet: Fleet) -> None:
@@ -274,7 +274,7 @@ def test_stop_tokens_and_stop_strings_are_found_across_the_seam(engines, tmp_pat
     run(engines, body)
 
 
-def test_requests_wait_for_an_engine_and_no_longer_than_they_are_told(engines):
+def test_requests_wait_for_an_engine_while_patient(engines):
     async def body(fleet: Fleet) -> None:
         for member in fleet.members:
             fleet.dispatcher.fence(member, "none serves")

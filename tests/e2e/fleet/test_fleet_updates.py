@@ -176,7 +176,7 @@ def test_a_refusal_by_one_member_updates_no_member(engines, tensors):
     run(engines, body)
 
 
-def test_members_that_loaded_are_poisoned_when_another_fails_and_come_back_from_a_peer(engines, tensors):
+def test_poisoned_members_come_back_from_a_peer(engines, tensors):
     async def body(fleet: Fleet) -> None:
         first, second = fleet.members
 
@@ -246,7 +246,7 @@ def test_a_straggler_is_fenced_and_not_waited_for(engines, tensors):
 @pytest.mark.parametrize(
     "phase", quick(["end_weight_update", "begin_weight_update", "update_weights_from_tensor"])
 )
-def test_a_member_that_is_killed_in_an_update_does_not_stop_it(engines, launch, tensors, phase):
+def test_a_member_killed_in_an_update_does_not_stop_it(engines, launch, tensors, phase):
     victim = launch()
     victim.update_weights_from_disk(engines[0].status().model_path, weight_version="first")
 
@@ -328,7 +328,7 @@ def test_a_lease_that_is_no_duration_is_refused(lease_s):
         Fleet(lease_s=lease_s)
 
 
-def test_an_update_that_is_cancelled_before_its_commit_is_aborted(engines, tensors):
+def test_an_update_cancelled_before_its_commit_is_aborted(engines, tensors):
     async def body(fleet: Fleet) -> None:
         loaded = asyncio.Barrier(len(fleet.members) + 1)
 
@@ -410,7 +410,7 @@ def test_adoption_without_complete_weights_names_the_remedy(engines, other_model
     run(engines, lambda fleet: whole(fleet, "again"), adopt=True)
 
 
-def test_a_fleet_without_any_weights_can_be_adopted_for_an_update(engines, other_model):
+def test_a_fleet_without_weights_can_be_adopted(engines, other_model):
     killed_owner("all loaded", other_model, endpoints(engines))
 
     async def body(fleet: Fleet) -> None:
@@ -422,7 +422,7 @@ def test_a_fleet_without_any_weights_can_be_adopted_for_an_update(engines, other
     run(engines, body, adopt="any")
 
 
-def test_engines_that_differ_are_refused_unless_they_are_adopted(engines, other_model):
+def test_engines_that_differ_need_to_be_adopted(engines, other_model):
     engines[1].update_weights_from_disk(other_model, weight_version="second")
     with pytest.raises(InvalidRequest, match="adopt=True"):
         run(engines, lambda fleet: fleet.status())
@@ -435,7 +435,7 @@ def test_engines_that_differ_are_refused_unless_they_are_adopted(engines, other_
 
 
 @pytest.mark.long
-def test_a_dead_engine_does_not_keep_the_others_from_being_adopted(engines, tmp_path):
+def test_a_dead_engine_does_not_prevent_adoption(engines, tmp_path):
     async def main() -> None:
         async with Fleet([*endpoints(engines), f"ipc://{tmp_path}/nobody"], adopt=True) as fleet:
             assert [member.state for member in fleet.members] == ["serving", "serving", "gone"]
@@ -457,7 +457,7 @@ def until_renewed(engine: SchedulerClient) -> None:
     until(engine, renewed)
 
 
-def test_engines_of_a_dead_fleet_go_on_when_its_lease_is_over(engines, other_model: Path):
+def test_engines_go_on_when_a_dead_fleets_lease_ends(engines, other_model: Path):
     killed_owner("one loaded", other_model, endpoints(engines), lease_s=SHORT_S)
     written = until(engines[0], lambda status: status.pause_owner is None)
     assert (written.generation, written.weights, written.session) == ("paused", "poisoned", None)
@@ -466,7 +466,7 @@ def test_engines_of_a_dead_fleet_go_on_when_its_lease_is_over(engines, other_mod
     assert len(engines[1].generate(PROMPT, GREEDY).output_ids) == 8
 
 
-def test_a_pause_lasts_while_its_fleet_lives_though_its_event_loop_is_busy(engines):
+def test_a_pause_lasts_though_its_event_loop_is_busy(engines):
     async def body(fleet: Fleet) -> None:
         async with fleet.paused("in_place"):
             for engine in engines:  # blocks the loop, as a trainer's step does
@@ -476,7 +476,7 @@ def test_a_pause_lasts_while_its_fleet_lives_though_its_event_loop_is_busy(engin
     run(engines, body)
 
 
-def test_a_member_that_cannot_be_connected_to_does_not_end_the_leases_of_others(engines, tmp_path):
+def test_an_unreachable_member_ends_no_lease_of_others(engines, tmp_path):
     bad = EngineAddress("tcp://127.0.0.1:9", f"{tmp_path}/gone", f"{tmp_path}/gone_too")
     engines[0].pause("in_place", owner="trainer", lease_s=PATIENCE_S)
     renewal = LeaseRenewal("trainer", SHORT_S)
@@ -489,7 +489,7 @@ def test_a_member_that_cannot_be_connected_to_does_not_end_the_leases_of_others(
         engines[0].continue_generation(force=True)
 
 
-def test_an_engine_that_ends_while_it_is_adopted_does_not_keep_the_others_from_it(engines, monkeypatch):
+def test_an_engine_that_ends_in_adoption_stops_no_other(engines, monkeypatch):
     check = AsyncSchedulerClient.check_weights
 
     async def ended(client: AsyncSchedulerClient, *args: Any, **options: Any) -> Any:

@@ -44,7 +44,7 @@ async def whole(fleet: RolloutFleet, count: int) -> None:
         await asyncio.sleep(0.1)
 
 
-def test_a_killed_replica_is_restarted_and_gets_its_weights_from_another(tiny_model, other_model):
+def test_a_killed_replica_gets_the_weights_of_another(tiny_model, other_model):
     tensors: dict[str, Any] = weights_of(other_model)
 
     async def body(fleet: RolloutFleet) -> None:
@@ -112,7 +112,7 @@ def test_replicas_of_other_hosts_are_reached_with_keys(tiny_model):
     )
 
 
-def test_a_named_fleet_is_adopted_by_another_process_that_knows_its_name(tiny_model, other_model):
+def test_a_named_fleet_is_adopted_by_its_name(tiny_model, other_model):
     address = ray.get_runtime_context().gcs_address
     killed_owner("one committed", other_model, ["ray", address, "rollouts", str(tiny_model)])
 

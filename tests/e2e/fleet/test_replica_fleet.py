@@ -100,7 +100,7 @@ async def kill_all(processes: ReplicaProcesses, fleet: ReplicaFleet) -> None:
     await until(lambda: {member.state for member in fleet.members} == {"gone"})
 
 
-def test_an_engine_that_ends_as_its_session_begins_does_not_leave_it_open(processes, tiny_model, other_model):
+def test_an_engine_that_ends_leaves_no_session_open(processes, tiny_model, other_model):
     async def body(fleet: ReplicaFleet) -> None:
         begin = fleet.members[0].client.begin_weight_update
 
@@ -120,7 +120,7 @@ def test_an_engine_that_ends_as_its_session_begins_does_not_leave_it_open(proces
     run(processes, body, model=tiny_model)
 
 
-def test_memory_that_was_resumed_while_an_engine_was_away_is_resumed_when_it_is_back(processes, tiny_model):
+def test_memory_is_resumed_when_an_engine_is_back(processes, tiny_model):
     async def body(fleet: ReplicaFleet) -> None:
         away = fleet.members[1]
         await fleet.client.pause("abort")
@@ -136,9 +136,7 @@ def test_memory_that_was_resumed_while_an_engine_was_away_is_resumed_when_it_is_
     run(processes, body, model=tiny_model)
 
 
-def test_a_broadcast_that_a_killed_engine_does_not_take_ends_the_wait_of_the_others(
-    processes, trainer_of, tiny_model, other_model
-):
+def test_a_killed_engine_ends_a_broadcast_for_all(processes, trainer_of, tiny_model, other_model):
     trainer = trainer_of("group")
 
     async def body(fleet: ReplicaFleet) -> None:
@@ -159,7 +157,7 @@ def test_a_broadcast_that_a_killed_engine_does_not_take_ends_the_wait_of_the_oth
     run(processes, body, model=tiny_model)
 
 
-def test_an_update_reaches_engines_after_all_weights_are_lost(processes, tiny_model, other_model):
+def test_an_update_follows_the_loss_of_all_weights(processes, tiny_model, other_model):
     async def body(fleet: ReplicaFleet) -> None:
         await fleet.client.update_weights_from_tensor(weights_of(Path(other_model)), weight_version="second")
         await fleet.client.pause("retract")
@@ -208,7 +206,7 @@ def join(fleet: ReplicaFleet, trainer: PlainTrainer, **fields: Any) -> Awaitable
     )  # fmt: skip
 
 
-def test_a_group_that_a_replica_has_joined_and_ended_in_is_no_group(processes, trainer_of, tiny_model):
+def test_a_group_whose_member_ended_is_no_group(processes, trainer_of, tiny_model):
     trainer = trainer_of("met")
 
     async def body(fleet: ReplicaFleet) -> None:
@@ -231,7 +229,7 @@ def test_a_group_that_a_replica_has_joined_and_ended_in_is_no_group(processes, t
     run(processes, body, model=tiny_model)
 
 
-def test_a_replica_that_ends_while_all_join_ends_the_wait_of_the_others(processes, trainer_of, tiny_model):
+def test_a_replica_that_ends_ends_the_join_of_all(processes, trainer_of, tiny_model):
     trainer = trainer_of("never")  # it does not come
 
     async def body(fleet: ReplicaFleet) -> None:
@@ -245,9 +243,7 @@ def test_a_replica_that_ends_while_all_join_ends_the_wait_of_the_others(processe
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["by an update", "by nobody"])
-def test_a_session_over_a_group_that_is_made_again_begins_again(
-    processes, trainer_of, tiny_model, other_model, told
-):
+def test_a_session_over_a_new_group_begins_again(processes, trainer_of, tiny_model, other_model, told):
     weights = list(weights_of(Path(other_model)).items())
     half, rest = dict(weights[::2]), dict(weights[1::2])
     first, second = trainer_of("made"), trainer_of("made")
@@ -298,9 +294,7 @@ def test_a_session_over_a_group_that_is_made_again_begins_again(
 
 
 @pytest.mark.parametrize("restores", [True, False], ids=["from its folder", "not"])
-def test_a_restarted_replica_is_copied_to_only_if_it_has_not_restored_the_weights(
-    processes, tiny_model, other_model, restores
-):
+def test_only_a_replica_without_the_weights_is_copied_to(processes, tiny_model, other_model, restores):
     async def body(fleet: ReplicaFleet) -> None:
         copied: list[str] = []
         copy = fleet.copy
@@ -372,7 +366,7 @@ def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, o
     run(processes, body, model=tiny_model)
 
 
-def test_a_slow_answer_tells_no_old_state_and_sets_no_counter_back(processes, tiny_model):
+def test_a_slow_answer_sets_no_counter_back(processes, tiny_model):
     async def body(fleet: ReplicaFleet) -> None:
         first, second = fleet.members
         asked, go = asyncio.Event(), asyncio.Event()
@@ -411,7 +405,7 @@ def test_a_slow_answer_tells_no_old_state_and_sets_no_counter_back(processes, ti
 
 
 @pytest.mark.parametrize("action", ["continue", "abort", "stay"])
-def test_a_lease_ends_though_every_engine_that_knew_of_it_has_died(processes, action: LeaseAction):
+def test_a_lease_ends_though_all_engines_have_died(processes, action: LeaseAction):
     async def body(fleet: ReplicaFleet) -> None:
         await fleet.client.pause("in_place", lease_s=0.5, on_lease_expiry=action)
         handle = await fleet.submit([5, 6, 7], ALL_TOKENS)
@@ -446,7 +440,7 @@ def test_a_status_tells_a_pause_that_no_engine_knows_of(processes):
     run(processes, body)
 
 
-def test_a_lease_ends_for_a_replica_that_an_update_has_brought_into_the_pause(processes, other_model):
+def test_a_lease_ends_for_a_replica_that_came_back(processes, other_model):
     async def body(fleet: ReplicaFleet) -> None:
         back = fleet.members[0]
         await fleet.client.pause("in_place", lease_s=3.0)
@@ -463,9 +457,7 @@ def test_a_lease_ends_for_a_replica_that_an_update_has_brought_into_the_pause(pr
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-def test_half_an_update_that_its_trainer_has_left_ends_with_the_lease(
-    processes, tiny_model, other_model, explicit
-):
+def test_half_an_update_ends_with_the_lease(processes, tiny_model, other_model, explicit):
     async def body(fleet: ReplicaFleet) -> None:
         await fleet.client.update_weights_from_disk(tiny_model, weight_version="whole")
         await fleet.client.pause("retract", lease_s=0.5)

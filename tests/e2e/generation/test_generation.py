@@ -89,7 +89,7 @@ def assert_close(found: list[float], expected: list[float], tolerance: float) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", quick(FAMILIES, 2))
-def test_greedy_output_and_logprobs_are_those_of_transformers(tmp_path, family):
+def test_greedy_output_is_that_of_transformers(tmp_path, family):
     served = Served(None, tmp_path, make_checkpoint(tmp_path, family, seed=5, tied=family == "llama"))
     with serve(tmp_path, "float32") as client:
         outputs = client.generate(PROMPTS, GREEDY, return_logprob=True)
@@ -273,7 +273,7 @@ def test_no_prompt_logprobs(float32, start):
     assert plain.input_logprobs is plain.output_top_logprobs is None, "they are part of return_logprob"
 
 
-def test_samples_of_one_prompt_have_the_same_prompt_logprobs(float32):
+def test_samples_of_a_prompt_share_its_prompt_logprobs(float32):
     outputs = float32.client.generate(
         LONG, SamplingParams(max_new_tokens=2, n=3), return_logprob=True, logprob_start_len=40
     )

@@ -170,7 +170,7 @@ def policy_gradient(model, outputs: dict[int, GenerateOutput], shift: int = 0) -
 
 
 @pytest.mark.slow
-def test_paused_and_updated_under_load_nothing_a_trainer_sees_changes(models):
+def test_pauses_and_updates_under_load_change_no_statistic(models):
     path, model = models[0]
     engine = launch_scheduler(
         path,

@@ -182,18 +182,12 @@ def test_events_of_a_batched_stream_name_their_prompt(server):
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({"input_ids": [1], "sampling_params": {"max_tokens": 3}}, "max_tokens"),
         ({"input_ids": [1], "sampling_params": {"top_k": 1.0}}, "top_k"),
         ({"input_ids": [1], "sampling_params": {"top_p": 3}}, "top_p"),
         ({"input_ids": [1.0]}, "input_ids"),
         ({"input_ids": [1], "routed_experts_start_len": None}, "routed_experts_start_len"),
-        ({"input_ids": [1], "sampling_params": {"json_schema": "{}"}}, "json_schema"),
-        ({"input_ids": [1], "image_data": ["x"]}, "image_data"),
         ({"input_ids": [[1], [2]], "rid": ["a"]}, "rid"),
         ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "Duplicate request ID detected"),
-        ({"input_ids": [[1]] * 5000}, "limit"),
-        ({"input_ids": [1], "sampling_params": {"n": 5000}}, "sampling_params.n"),
-        ({"text": []}, "text"),
         ({"text": "a" * 200_000}, "200000 characters"),
         ({}, "input_ids"),
         ({"input_ids": [1] * 600}, "600"),
@@ -211,13 +205,6 @@ def test_wrong_fields_are_400_and_named(server, body, field):
         response = server.post("/generate", {"stream": streamed, **body})
         assert response.status_code == 400, response.text
         assert field in response.json()["error"]["message"]
-
-
-def test_invalid_json_is_400(server):
-    for content in (b"", b"{", b"[]", b"\xff"):
-        response = server.http.post("/generate", content=content)
-        assert response.status_code == 400
-        assert "message" in response.json()["error"]
 
 
 def in_background(call) -> tuple[threading.Thread, list]:
@@ -297,19 +284,6 @@ def test_a_stream_that_is_left_midway_aborts(server):
     wait_for_load(server, 0)
 
 
-def test_cache_salt_and_extra_key_keep_prefixes_apart(server):
-    prompt = list(range(5, 45))
-    sampling = {"max_new_tokens": 1}
-
-    def cached(**fields: str) -> int:
-        return server.generate(prompt, sampling_params=sampling, **fields)["meta_info"]["cached_tokens"]
-
-    assert cached(cache_salt="s") == 0
-    assert cached(cache_salt="s") > 0
-    assert cached(cache_salt="s", extra_key="k") == 0
-    assert cached(extra_key="k") == 0
-
-
 def test_tokenize_and_detokenize(server):
     both = server.ok("/tokenize", {"prompt": ["Hello", "a b"], "model": "ignored"})
     assert both["count"] == [len(tokens) for tokens in both["tokens"]]
@@ -330,7 +304,7 @@ def test_tokenize_and_detokenize(server):
 
 
 @pytest.mark.parametrize("start", [0, 2])
-def test_routed_experts_are_int32_of_every_position_but_the_last(experts, start):
+def test_routed_experts_are_int32_of_all_but_the_last(experts, start):
     asked = {"return_routed_experts": True, "routed_experts_start_len": start}
     answer = experts.generate([5, 6, 7], **asked, return_logprob=True)
     assert "text" not in answer  # no tokenizer there
@@ -356,7 +330,7 @@ def test_incremental_streams_add_up(tmp_path):
         assert frames[-1]["meta_info"]["finish_reason"]["type"] == "length"
 
 
-def test_probes_and_scrapes_do_not_renew_the_lease_of_a_pause(server):
+def test_probes_and_scrapes_renew_no_lease(server):
     server.ok("/pause_generation", {"mode": "in_place", "lease_s": 1.0, "on_lease_expiry": "continue"})
     while server.get("/server_info").json()["internal_states"][0]["generation"] == "paused":
         for path in ("/health", "/metrics", "/dashboard/data"):

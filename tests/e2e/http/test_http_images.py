@@ -205,7 +205,7 @@ def test_neutral_values_pass(server):
     assert post(server, **nothing, output_format="png", response_format=None).status_code == 200
 
 
-def test_released_weights_become_valid_again_component_by_component(sd3):
+def test_released_components_become_valid_one_by_one(sd3):
     options = ("--model", str(sd3), "--enable-memory-saver", "--weights-root", str(sd3))
     update = {"model_path": str(sd3), "weight_version": "1"}
     with served(*options) as found:
@@ -317,7 +317,7 @@ def test_the_defaults_of_python_are_those_of_http(server, engine):
     assert not torch.equal(picture["generated_output"], over_http["generated_output"])
 
 
-def test_a_learner_recomputes_the_log_probabilities_of_each_output(server, sd3):
+def test_a_learner_recomputes_the_log_probabilities(server, sd3):
     found = rollouts(server)
     assert [each["seed"] for each in found] == [7, 8, 9]
     transformer = load_pipeline(sd3).transformer
@@ -401,7 +401,7 @@ SCHEDULES = {
         ({"rollout_sde_typ": "sde"}, "rollout_sde_type"),
     ],
 )
-def test_unsupported_values_of_a_trajectory_are_400_with_a_reason(server, changes, said):
+def test_unsupported_values_of_a_trajectory_are_400(server, changes, said):
     response = httpx.post(server.url + ROLLOUT, json={**BODY, **changes}, timeout=None)
     assert response.status_code == 400, response.text
     assert said in response.text

@@ -193,16 +193,6 @@ def test_prompts_of_every_kind(served):
         assert answer.usage.completion_tokens == 6 * count
 
 
-def test_seeds(served):
-    create = served.client.completions.create
-    texts = [
-        [choice.text for choice in create(model=NAME, prompt="once", max_tokens=8, n=3, seed=seed).choices]
-        for seed in (7, 7, -7)
-    ]
-    assert texts[0] == texts[1] != texts[2]
-    assert len(set(texts[0])) == 3
-
-
 def test_logprobs_of_completions(served):
     answer = served.client.completions.create(
         prompt="once", max_tokens=40, logprobs=3, **{**with_ids(), "seed": 3, "temperature": 1.0}
@@ -223,15 +213,6 @@ def check_offsets(tokenizer: TextTokenizer, text: str, ids: list[int], offsets: 
     assert b"".join(data).decode("utf-8", "replace") == text
     known = [codecs.utf_8_decode(b"".join(data[:count]), "replace", False)[0] for count in range(len(ids))]
     assert offsets == [len(before) for before in known]
-
-
-def test_tokens_as_ids(served):
-    answer = served.client.completions.create(
-        prompt="once", max_tokens=3, logprobs=0, **with_ids(return_tokens_as_token_ids=True)
-    )
-    [choice] = answer.choices
-    assert choice.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
-    assert [list(top) for top in choice.logprobs.top_logprobs] == [[name] for name in choice.logprobs.tokens]
 
 
 def test_echo(served):
@@ -419,28 +400,6 @@ def test_chat_logprobs_are_exact_bytes(served):
         assert entry.token == bytes(entry.bytes).decode("utf-8", "replace")
         assert len(entry.top_logprobs) == 3
         assert all(a.logprob >= b.logprob for a, b in pairwise(entry.top_logprobs))
-
-
-def test_logit_bias_and_penalties_reach_the_engine(served):
-    def ids(bias: int, **fields: float) -> list[int]:
-        extra = {name: fields.pop(name) for name in ("repetition_penalty",) if name in fields}
-        answer = served.client.completions.create(
-            prompt="once", max_tokens=5, logit_bias={"77": bias}, **fields, **with_ids(**extra)
-        )
-        return answer.choices[0].token_ids
-
-    assert ids(100) == [77] * 5
-    for name, value in (("frequency_penalty", 2.0), ("presence_penalty", 2.0), ("repetition_penalty", 2.0)):
-        assert ids(6, **{name: value}) != ids(6)
-
-
-def test_minimum_of_tokens(served):
-    create = served.client.completions.create
-    first = create(prompt="once", max_tokens=1, **with_ids()).choices[0].token_ids[0]
-    for name in ("min_tokens", "min_new_tokens"):
-        answer = create(prompt="once", max_tokens=4, **with_ids(stop_token_ids=[first], **{name: 3}))
-        assert len(answer.choices[0].token_ids) >= 3
-        assert first not in answer.choices[0].token_ids[:3]
 
 
 def test_routed_experts(served):

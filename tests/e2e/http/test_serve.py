@@ -63,7 +63,7 @@ def test_all_processes_begin_their_log_lines_alike(tiny_model):
 
 
 @pytest.mark.parametrize("number", quick([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
-def test_a_signal_ends_everything_and_every_request_is_answered(tiny_model, number):
+def test_a_signal_answers_every_request_and_ends_all(tiny_model, number):
     with served("--model", str(tiny_model)) as engine:
         pid = engine.engine_pid
         folder = Path(engine.announced.split("ipc://")[1].split("/scheduler.sock")[0])
@@ -85,7 +85,7 @@ def test_a_signal_ends_everything_and_every_request_is_answered(tiny_model, numb
 
 
 @pytest.mark.long
-def test_a_drain_answers_requests_in_full_and_a_second_signal_ends_it(tiny_model):
+def test_a_second_signal_ends_a_drain(tiny_model):
     options = ("--shutdown-mode", "drain", "--drain-timeout-s", "3600")
     for signals, reason in ((1, "length"), (2, "abort")):
         with served("--model", str(tiny_model), *options) as engine:
@@ -120,7 +120,7 @@ def refuses(client: SchedulerClient) -> bool:
     return False
 
 
-def test_a_scheduler_that_dies_is_told_to_every_client_at_once(tiny_model):
+def test_every_client_hears_of_a_dead_scheduler(tiny_model):
     with served("--model", str(tiny_model)) as engine:
         pid = engine.engine_pid
         engine.ok("/pause_generation", {"mode": "in_place"})
@@ -156,7 +156,7 @@ main()
 
 @pytest.mark.parametrize("number", quick([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 @pytest.mark.parametrize("restart", [(), ("--restart",)])
-def test_a_signal_before_the_server_listens_cancels_the_start(tiny_model, tmp_path, number, restart):
+def test_a_signal_before_listening_cancels_the_start(tiny_model, tmp_path, number, restart):
     command = [sys.executable, "-c", ENGINE_THAT_IS_NEVER_ASKED, "serve", "--port", "0"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     process = engine_template.Process(
@@ -174,7 +174,7 @@ def test_a_signal_before_the_server_listens_cancels_the_start(tiny_model, tmp_pa
     assert not list(tmp_path.glob("caesura-*"))
 
 
-def test_a_second_signal_does_not_interrupt_the_cleanup_of_a_start():
+def test_a_second_signal_does_not_interrupt_the_cleanup():
     before, cleaned = signal.getsignal(signal.SIGTERM), []
     with pytest.raises(click.exceptions.Exit) as caught, interrupted_by_signals():
         try:
@@ -187,7 +187,7 @@ def test_a_second_signal_does_not_interrupt_the_cleanup_of_a_start():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_an_engine_that_runs_already_is_served_and_left_alone(tiny_model):
+def test_a_running_engine_is_served_and_left_alone(tiny_model):
     with launch_scheduler(tiny_model, num_threads=1) as client:
         with served("--endpoint", client.endpoint) as engine:
             assert len(engine.generate([5])["output_ids"]) == 8
@@ -267,7 +267,7 @@ def test_the_client_needs_no_web_server():
 
 
 @pytest.mark.long
-def test_beyond_loopback_without_a_key_needs_the_explicit_word(tiny_model):
+def test_beyond_loopback_without_a_key_needs_an_option(tiny_model):
     with served("--model", str(tiny_model), "--host", "0.0.0.0", "--insecure-bind") as engine:
         url = engine.url.replace("0.0.0.0", "127.0.0.1")
         named = httpx.get(f"{url}/server_info", headers={"host": "rollout-3.cluster"})  # as trainers call it
@@ -335,7 +335,7 @@ def test_wrong_files_for_tls_say_why(tiny_model, certificate, tmp_path):
     )
 
 
-def test_a_hung_engine_is_not_healthy_and_one_that_is_gone_refuses_at_once(tiny_model):
+def test_a_hung_engine_is_unhealthy_a_dead_one_refuses(tiny_model):
     with (
         launch_scheduler(tiny_model, num_threads=1) as client,
         served("--endpoint", client.endpoint) as engine,

@@ -1,7 +1,9 @@
 """vLLM's weight transfer over a real socket: every transport, whole updates or none, repeated calls."""
 
 import itertools
+import re
 import socket
+from base64 import b64encode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
+from support.engine_template import run
 from support.http_serve import ServedEngine, WeightSyncClient, served
 
 from caesura.client import GroupError
@@ -48,6 +51,11 @@ def trainer(
     return TrainerEngine.trainer_init(info, client=WeightSyncClient(engine), source=source)
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
 def tokens(engine: ServedEngine) -> list[int]:
     return engine.generate([5, 6, 7], sampling_params={"max_new_tokens": 12})["output_ids"]
 
@@ -76,7 +84,7 @@ def refusal(engine: ServedEngine, path: str, body: Any = None) -> tuple[int, str
     return response.status_code, response.json()["error"]["code"]
 
 
-def test_a_failure_at_any_tensor_leaves_nothing_half_new_serving(engine, models):
+def test_a_failure_at_any_tensor_serves_nothing_half_new(engine, models):
     """Each round, another tensor has a wrong shape: whatever came before it is never sampled from."""
     tensors = tensors_of(models[1])
     for bad in range(len(tensors)):
@@ -112,8 +120,7 @@ def test_a_trainer_that_dies_in_a_broadcast(engine, models, position):
     """The next trainer sends everything again; meanwhile nothing that is half new is sampled from."""
     tensors = tensors_of(models[1])
     last = position % len(tensors)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     sender = trainer(engine, models, "gloo", tensors, bucket_bytes=1, master_port=port)
     calls = itertools.count()
 
@@ -165,9 +172,9 @@ def test_another_trainer_waits_until_an_update_has_ended(engine, models):
     def interrupted(update_info: dict[str, Any]) -> dict[str, Any]:
         engine.ok("/update_weights", {"update_info": update_info})
         other = {"init_info": {"backend": "disk"}}
-        assert refusal(engine, "/init_weight_transfer_engine", other) == (400, "session_open")
-        assert refusal(engine, "/start_weight_update") == (400, "session_open")
-        assert refusal(engine, "/update_weights", {"weight_dir": str(models[1])}) == (400, "session_open")
+        assert refusal(engine, "/init_weight_transfer_engine", other) == (409, "session_open")
+        assert refusal(engine, "/start_weight_update") == (409, "session_open")
+        assert refusal(engine, "/update_weights", {"weight_dir": str(models[1])}) == (409, "session_open")
         return update_info
 
     second = trainer(engine, models, "shared_memory", tensors_of(models[1]))
@@ -176,6 +183,71 @@ def test_another_trainer_waits_until_an_update_has_ended(engine, models):
     assert engine.get("/weight_info").json() == {"weight_version": "second"}
     for each in (first, second):
         each.shutdown()
+
+
+def killed_between_two_calls(engine: ServedEngine, models: list[Path], port: int) -> None:
+    """Run a trainer in a process that ends after the first of its calls of an update."""
+    code = (
+        "import os, sys, httpx, torch\n"
+        "from support.http_serve import WeightSyncClient\n"
+        "from types import SimpleNamespace\n"
+        "from caesura.integrations.vllm import TrainerEngine, TrainerInitInfo\n"
+        "from safetensors.torch import load_file\n"
+        "client = WeightSyncClient(SimpleNamespace(http=httpx.Client(base_url=sys.argv[1], timeout=None)))\n"
+        "def die(info, calls=[]):\n"
+        "    calls.append(info)\n"
+        "    return info if len(calls) < 3 else os._exit(9)\n"
+        "client.tamper = die\n"
+        "info = TrainerInitInfo('gloo', rank=0, bucket_bytes=1, master_port=int(sys.argv[3]))\n"
+        "source = list(load_file(sys.argv[2]).items())\n"
+        "TrainerEngine.trainer_init(info, client=client, source=source).send_weights()\n"
+    )
+    weights = str(models[1] / "model.safetensors")
+    done = run(code, engine.url, weights, str(port), cwd=Path(__file__).parents[2])
+    assert done.returncode == 9, done.stderr
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same port", "another port"])
+def test_a_trainer_takes_over_from_one_that_was_killed(engine, models, same):
+    """Its store's connection has ended, so nobody waits for the silence of five minutes."""
+    port = free_port()
+    killed_between_two_calls(engine, models, port)
+    assert refusal(engine, "/start_weight_update") == (409, "session_open")
+    again = trainer(
+        engine, models, "gloo", tensors_of(models[0]), master_port=port if same else 0, timeout_s=20
+    )
+    again.send_weights("taken over")
+    again.shutdown()
+    assert engine.get("/weight_info").json() == {"weight_version": "taken over"}
+
+
+def test_a_trainer_is_back_at_once_on_the_same_port(engine, models):
+    port = free_port()
+    for seed in (0, 1):
+        sender = trainer(engine, models, "gloo", tensors_of(models[seed]), master_port=port, timeout_s=20)
+        sender.send_weights(f"seed {seed}")
+        sender.shutdown()
+        assert engine.get("/weight_info").json() == {"weight_version": f"seed {seed}"}
+
+
+def test_a_live_trainer_is_not_replaced(engine, models):
+    """Neither between two calls nor during one, and the refusal says for how long and what ends it."""
+    sender = trainer(engine, models, "gloo", tensors_of(models[0]), bucket_bytes=1)
+    calls = itertools.count()
+
+    def interrupted(update_info: dict[str, Any]) -> dict[str, Any]:
+        if next(calls) == 1:
+            other = engine.post("/init_weight_transfer_engine", {"init_info": {"backend": "disk"}})
+            assert (other.status_code, other.json()["error"]["code"]) == (409, "session_open")
+            assert re.search(
+                r"gone, or [23]\d\d s .* /shutdown_weight_transfer_engine", other.json()["error"]["message"]
+            )
+        return update_info
+
+    sender._client.tamper = interrupted
+    sender.send_weights("kept")
+    sender.shutdown()
+    assert engine.get("/weight_info").json() == {"weight_version": "kept"}
 
 
 def test_a_finish_that_lacks_tensors_ends_the_update(engine, models):
@@ -199,6 +271,9 @@ def test_a_shutdown_ends_a_broadcast_that_never_comes(engine, models):
         call = threads.submit(engine.post, "/update_weights", {"update_info": part})
         while engine.get("/server_info").json()["internal_states"][0]["update"] is None:
             pass
+        other = {"init_info": {"backend": "disk"}}
+        assert refusal(engine, "/init_weight_transfer_engine", other) == (409, "session_open")
+        assert refusal(engine, "/finish_weight_update") == (409, "session_open")
         engine.ok("/shutdown_weight_transfer_engine")
         assert call.result().status_code == 400
     sender.shutdown()
@@ -236,11 +311,40 @@ def test_an_update_can_be_given_up(engine, models):
     sender.shutdown()
 
 
+GLOO = {"backend": "gloo", "master_address": "127.0.0.1", "master_port": 1, "world_size": 2}
+ID, ID_FIELD = b64encode(bytes(128)).decode(), "nccl_unique_id_b64"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {**GLOO, "master_port": 2**64}},
+            "master_port",
+        ),
+        ("/init_weight_transfer_engine", {"init_info": {**GLOO, "world_size": 2**70}}, "world_size"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [5], "sampling_params": {"max_tokens": 2**64}},
+            "max_tokens",
+        ),
         ("/init_weight_transfer_engine", {"init_info": {"backend": "gloo"}}, "init_info"),
         ("/init_weight_transfer_engine", {"init_info": {}}, "backend"),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {"nccl_unique_id_b64": ID, "world_size": 2}},
+            "backend",
+        ),
+        ("/init_weight_transfer_engine", {"init_info": {"nccl_unique_id_b64": ID[:-4]}}, ID_FIELD),
+        ("/init_weight_transfer_engine", {"init_info": {"nccl_unique_id_b64": f"-{ID[1:]}"}}, ID_FIELD),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {**GLOO, "backend": "nccl", "nccl_unique_id_b64": ID}},
+            ID_FIELD,
+        ),
+        ("/init_weight_transfer_engine", {"init_info": {**GLOO, "nccl_unique_id_b64": ID}}, ID_FIELD),
+        ("/init_weight_transfer_engine", {"init_info": {"backend": "sparse_nccl"}}, "init_info.backend"),
         ("/init_weight_transfer_engine", {"init_info": {"backend": "ipc"}}, "backend"),
         ("/collective_rpc", {"method": "exec"}, "method"),
         ("/collective_rpc", {"method": "update_weights_nccl"}, "args"),
@@ -277,10 +381,8 @@ NOBODYS = {"type": "SharedMemoryHandle", "pid": 2**62, "fd": 0, "inode": 0, "nby
         {"names": ["a"], "dtype_names": ["float32"], "shapes": [[-1]]},
         {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2**63, 2**63]], "packed": True},
         {"names": [], "dtype_names": [], "shapes": []},
-        {
-            "handle": {"type": "SharedMemoryHandle", "pid": 2**62, "fd": 0, "inode": 0, "nbytes": 1},
-            "specs": [],
-        },
+        {"handle": NOBODYS, "specs": [{"name": "a", "dtype": "F32", "shape": [2**64]}]},
+        {"handle": NOBODYS, "specs": []},
         {"path": "/etc"},
         {"path": "\\0"},
         [],
@@ -325,6 +427,7 @@ def test_sleep_and_wake_by_tags(engine, models):
     assert refusal(engine, "/sleep") == (400, "unsupported")  # level 1 without a copy of the weights
     assert engine.ok("/sleep", params={"level": 2}) == {"status": "sleeping", "level": 2}
     assert engine.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert refusal(engine, "/resume") == (400, "memory_released")
     sender = trainer(engine, models, "shared_memory", tensors_of(models[1]))
     with pytest.raises(httpx.HTTPStatusError):  # the weights' memory is released
         sender.send_weights()
@@ -380,6 +483,8 @@ def test_requests_are_aborted_by_their_names(engine):
             "status": "aborted",
             "aborted": 1,
         }
+        named = {"request_ids": [f"nobody-{i}" for i in range(50_000)]}
+        assert engine.ok("/abort_requests", named)["aborted"] == 0
         assert calls[0].result()["choices"][0]["finish_reason"] == "abort"
         assert engine.ok("/inference/v1/abort_requests") == {"status": "aborted", "aborted": 2}
         assert [call.result()["choices"][0]["finish_reason"] for call in calls] == ["abort"] * 3

@@ -96,7 +96,7 @@ def test_flush_release_and_resume(driver, tiny_model):
     assert events["update_commit"].by_tag.weights == events["start"].by_tag.weights > 0
 
 
-def test_a_failed_step_an_expired_lease_and_idleness_are_events(tiny_model):
+def test_failed_steps_leases_and_idleness_are_events(tiny_model):
     with EngineDriver(str(tiny_model), idle_empty_s=0.01) as driver:
         driver.generate([5, 6, 7], 20)
         driver.tick(3)

@@ -140,7 +140,7 @@ def test_the_close_view_has_the_last_events(show):
     assert len(elements_of_class(page.chart("returned"), "bar")) == 12
 
 
-def test_reserved_memory_after_each_continue_is_marked_without_lines(show):
+def test_reserved_memory_after_a_continue_is_a_mark(show):
     page = show(cycles(7))
     page.choose(BY_EVENT)
     timeline = page.chart("timeline")
@@ -334,7 +334,7 @@ def test_a_throughput_is_over_about_a_second(browser, blank):
     assert {round(rate) for _, rate in piece[4:]} == {100}
 
 
-def test_each_replica_has_a_strip_that_shows_when_it_did_not_serve(browser, tmp_path):
+def test_each_replica_has_a_strip_of_its_absences(browser, tmp_path):
     ticks = [Tick(*tick) for tick in watched([1000.0 + n for n in range(40)], [])]
     for number, tick in enumerate(ticks):
         tick.loads = [3, -1 if 10 <= number < 20 else 5]

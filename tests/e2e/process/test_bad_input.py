@@ -203,7 +203,7 @@ class TestGenerate:
             engine.submit([5], rid=name).result(timeout=PATIENCE)
 
     @pytest.mark.parametrize("name", [7, b"x", ["a"]])
-    def test_a_message_id_that_is_no_string_is_refused_before_it_is_sent(self, engine, name):
+    def test_a_message_id_that_is_no_string_is_not_sent(self, engine, name):
         with pytest.raises(InvalidRequest):
             engine.flush_cache(message_id=name, timeout=PATIENCE)
 

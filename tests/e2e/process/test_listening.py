@@ -57,7 +57,7 @@ def generate(client: SchedulerClient) -> None:
 
 
 @pytest.mark.parametrize("endpoint", quick([None, "tcp://127.0.0.1:0"]))
-def test_a_scheduler_listens_on_its_endpoint_and_nothing_else(tiny_model, endpoint):
+def test_a_scheduler_listens_on_its_endpoint_alone(tiny_model, endpoint):
     launched = launch_scheduler(str(tiny_model), endpoint=endpoint, kv_pool_tokens=1024)
     with launched as client:
         generate(client)
@@ -68,7 +68,7 @@ def test_a_scheduler_listens_on_its_endpoint_and_nothing_else(tiny_model, endpoi
 
 
 @pytest.mark.long
-def test_the_http_server_listens_on_its_loopback_port_and_its_engine_on_no_address(tiny_model):
+def test_the_http_server_listens_on_one_loopback_port(tiny_model):
     with served("--model", str(tiny_model)) as server:
         server.generate([5, 6])
         port = int(server.url.rpartition(":")[2])
@@ -83,7 +83,7 @@ def keys(tmp_path):
     return tmp_path / "keys"
 
 
-def test_an_engine_with_keys_serves_clients_commands_and_the_http_server(tiny_model, keys):
+def test_an_engine_with_keys_serves_who_has_them(tiny_model, keys):
     own = {
         "curve_server_key": str(keys / "server.key"),
         "curve_client_key_file": str(keys / "client.key_secret"),
@@ -115,6 +115,6 @@ def test_an_engine_with_keys_serves_clients_commands_and_the_http_server(tiny_mo
             server.generate([5, 6])
 
 
-def test_an_engine_without_keys_says_how_to_listen_beyond_loopback(tiny_model):
+def test_without_keys_nothing_listens_beyond_loopback(tiny_model):
     with pytest.raises(InvalidRequest, match="caesura keygen"):
         launch_scheduler(str(tiny_model), endpoint="tcp://0.0.0.0:0")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 
 import pytest
@@ -164,14 +164,12 @@ def test_a_foreign_client_shuts_down_without_an_identity(tiny_model, endpoint):
 
 
 @pytest.mark.long
-def test_a_clone_in_the_current_folder_does_not_hide_the_installed_package(tiny_model, tmp_path, monkeypatch):
+def test_a_clone_in_the_folder_does_not_hide_the_package(tiny_model, tmp_path):
     (tmp_path / "caesura").mkdir()
     (tmp_path / "caesura" / "__init__.py").write_text("raise RuntimeError('the clone')")
-    monkeypatch.chdir(tmp_path)
-    with launch_scheduler(tiny_model, num_threads=1, kv_pool_tokens=2048, autotune=False) as client:
-        assert (
-            len(client.generate([5, 6, 7], SamplingParams(max_new_tokens=3, ignore_eos=True)).output_ids) == 3
-        )
+    options = {"num_threads": 1, "kv_pool_tokens": 2048, "autotune": False}
+    with chdir(tmp_path), launch_scheduler(tiny_model, **options) as client:
+        assert client.generate([5, 6, 7], SamplingParams(max_new_tokens=3), timeout=PATIENCE).output_ids
 
 
 def test_the_launchers_death_is_named_and_means_now(tiny_model, endpoint):
@@ -222,7 +220,7 @@ def test_a_signal_during_the_start_ends_it(tiny_model, endpoint, work):
 
 
 @pytest.mark.long
-def test_a_signal_that_meets_a_finalizer_during_the_start_ends_it(tiny_model, endpoint):
+def test_a_signal_that_meets_a_finalizer_ends_the_start(tiny_model, endpoint):
     """An error that a handler raises there is lost, and the start would go on, here for ever."""
     with started(tiny_model, "--endpoint", endpoint, prelude=loading("Finalized()", 1.0)) as engine:
         assert engine.end()[0] == EXIT_HUNG
@@ -277,7 +275,7 @@ SLOW_TELL = """
 
 
 @pytest.mark.long
-def test_a_signal_while_a_refused_start_is_told_changes_nothing(tmp_path):
+def test_a_signal_changes_nothing_of_a_refused_start(tmp_path):
     with started(tmp_path / "no model", prelude=SLOW_TELL, stdin=subprocess.PIPE) as engine:
         for line in engine.process.stderr:
             if line == "telling\n":

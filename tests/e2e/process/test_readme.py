@@ -73,7 +73,7 @@ def make_checkpoints(tmp_path: Path, page: Path = README) -> None:
         subprocess.run([sys.executable, *arguments], check=True, cwd=README.parent)
 
 
-def test_the_first_example_shows_a_request_under_two_versions_of_the_weights(tmp_path):
+def test_the_first_example_shows_two_versions_of_weights(tmp_path):
     make_checkpoints(tmp_path)
     lines = example(README, 0, tmp_path).splitlines()
     spans = [line for line in lines if line.startswith("tokens ")]
@@ -124,7 +124,7 @@ def test_a_fleet_is_updated_as_one(tmp_path):
     assert re.fullmatch(r"1 1 \['ipc://.*', 'ipc://.*'\] {}", lines[-1])
 
 
-def test_the_tutorial_of_images_shows_steps_and_finds_their_log_probabilities(tmp_path):
+def test_the_tutorial_of_images_finds_log_probabilities(tmp_path):
     pytest.importorskip("diffusers")
     make_checkpoints(tmp_path, IMAGES)
     lines = example(IMAGES, 0, tmp_path).splitlines()

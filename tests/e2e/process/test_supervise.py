@@ -37,7 +37,7 @@ def kill(running: Supervised, client: SchedulerClient) -> None:
     running.wait_for("restart ")
 
 
-def test_a_kill_under_load_is_survived_by_clients_that_try_again(tiny_model):
+def test_clients_that_retry_survive_a_kill_under_load(tiny_model):
     with supervised("--model", str(tiny_model)) as running, running.client() as client:
         first = client.status(timeout=PATIENCE)
         outputs, begun = [], threading.Barrier(5)
@@ -112,9 +112,7 @@ def test_a_signal_ends_both_in_order(tiny_model, number):
     assert running.told[-1].endswith("INFO supervise: the scheduler ended with status 0\n")
 
 
-def test_a_supervisor_that_is_killed_takes_its_scheduler_with_it_and_the_next_one_its_folder(
-    tiny_model, tmp_path
-):
+def test_a_killed_supervisor_leaves_no_scheduler(tiny_model, tmp_path):
     env = {"TMPDIR": str(tmp_path)}
     with supervised("--model", str(tiny_model), env=env) as running:
         with running.client() as client:
@@ -129,7 +127,7 @@ def test_a_supervisor_that_is_killed_takes_its_scheduler_with_it_and_the_next_on
 # -- over HTTP -----------------------------------------------------------------------------------------------
 
 
-def test_http_marks_retryable_errors_and_finds_the_new_engine(tiny_model, other_model):
+def test_http_errors_are_retryable_during_a_restart(tiny_model, other_model):
     root = ("--weights-root", str(other_model.parent))
     with served("--model", str(tiny_model), "--restart", *root) as engine:
         before = engine.get("/server_info").json()
@@ -188,7 +186,7 @@ def parsed(lines: list[str]) -> list[dict]:
     return found
 
 
-def test_engines_and_their_server_log_objects_that_name_the_replica(tiny_model):
+def test_json_logs_of_replicas_name_the_replica(tiny_model):
     arguments = ["--model", str(tiny_model), "--replicas", "2", "--log-format", "json"]
     with served(*arguments) as server:
         os.kill(server.engine_pid, signal.SIGKILL)
@@ -218,7 +216,7 @@ def test_a_supervisor_and_its_scheduler_log_objects(tiny_model):
 
 
 @pytest.mark.parametrize("command", ["supervise", "serve"])
-def test_the_service_manager_hears_when_it_serves_and_when_it_ends(tiny_model, tmp_path, command):
+def test_the_service_manager_hears_of_start_and_end(tiny_model, tmp_path, command):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(PATIENCE)

@@ -162,7 +162,7 @@ def test_a_silent_client_is_missed_during_a_pause(client, launched):
     assert not mine.done()
 
 
-def test_an_engine_sleeps_while_it_is_idle_and_while_it_holds_frozen_requests(client, launched):
+def test_an_idle_and_a_paused_engine_sleep(client, launched):
     client.generate([5], SHORT, timeout=PATIENCE)
     assert cpu_share(launched.pid) < 0.05
     handles = [client.submit([5, 6, 7 + i], LONG) for i in range(4)]
@@ -182,7 +182,7 @@ def cpu_share(pid: int, seconds: float = 1.5) -> float:
     return (after.user + after.system - before.user - before.system) / seconds
 
 
-def test_a_second_scheduler_is_refused_and_the_first_keeps_serving(client, launched, long_model, tmp_path):
+def test_a_second_scheduler_at_an_endpoint_is_refused(client, launched, long_model, tmp_path):
     with pytest.raises(EndpointInUse) as caught:
         launch(long_model, tmp_path / "log", endpoint=launched.endpoint)
     assert caught.value.detail["endpoint"] == launched.endpoint

@@ -116,7 +116,7 @@ def test_a_whole_update_equals_one_from_disk(expected, engine, pool, models, pau
     assert len(engine.generate(input_ids=[5, 6], sampling_params=PARAMS).output_ids) == 8
 
 
-def test_the_buffer_is_let_go_before_the_commit_and_the_last_answer_comes_after_it(engine, pool, models):
+def test_the_buffer_is_let_go_before_the_commit(engine, pool, models):
     epoch = engine.status().weights_epoch
     with ParameterServer(1 << 20) as server:
         update = start(pool, engine, server)
@@ -261,7 +261,7 @@ MISFITS = {
 
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("fault", MISFITS)
-def test_a_bucket_that_does_not_fit_is_answered_and_ends_the_update(engine, pool, models, fault, written):
+def test_a_bucket_that_does_not_fit_ends_the_update(engine, pool, models, fault, written):
     change, code = MISFITS[fault]
     with ParameterServer(1 << 20) as server:
         update = start(pool, engine, server)
@@ -374,7 +374,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("what", ENDS)
-def test_a_message_in_place_of_the_first_bucket_ends_the_update(engine, pool, tmp_path, what):
+def test_a_message_for_the_first_bucket_ends_the_update(engine, pool, tmp_path, what):
     """An object that a call would make is only ever read as the server's exception."""
     message, code, said = ENDS[what]
     with ParameterServer(4096) as server:

@@ -90,7 +90,7 @@ def answer(driver: EngineDriver, message_id: str) -> Message:
 
 
 @pytest.mark.parametrize("sent", [0, 5])
-def test_a_destroy_ends_an_update_whose_broadcasts_do_not_come(driver, trainer, other_model, sent):
+def test_a_destroy_ends_an_update_without_broadcasts(driver, trainer, other_model, sent):
     """The update would wait for each as long as the group allows, and the destroy behind it."""
     join(driver, trainer, broadcast_timeout_s=PATIENCE)
     weights, all_sent = weights_of(other_model), threading.Event()
@@ -148,7 +148,7 @@ def test_init_waits_beside_the_loop(driver, trainer):
     assert driver.call(trainer.init_message()).rank == 1
 
 
-def test_a_join_that_fails_names_the_missing_ranks_and_leaves_no_descriptors_behind(driver):
+def test_a_failed_join_names_the_missing_ranks(driver):
     """Also before a garbage collection, which an idle engine may not see for hours."""
     trainer = PlainTrainer(world_size=3)
     store = dist.TCPStore("127.0.0.1", trainer.port, 3, is_master=True, wait_for_workers=False)

@@ -87,7 +87,7 @@ def test_a_manifest_lacks_the_scales_of_fp8_or_has_too_many(engine, folders):
     assert (engine.status().weights, engine.status().weights_epoch) == ("valid", epoch)
 
 
-def test_scales_that_belong_to_another_form_are_never_served(engine, folders, cold):
+def test_scales_of_another_form_are_never_served(engine, folders, cold):
     plain, fp8 = weights_of(folders[1]["bf16"]), weights_of(folders[1]["fp8"])
     engine.pause("retract")
     engine.update_weights_from_tensor([(Q, plain[Q])])
@@ -122,14 +122,14 @@ def test_checker_verbs_see_fp8(engine, folders, cold):
     assert tokens_of(engine) == cold[0][1]
 
 
-def test_deterministic_is_refused_where_blocks_cannot_be_packed(folders, tmp_path):
+def test_deterministic_needs_blocks_that_can_be_packed(folders, tmp_path):
     make_fp8_checkpoint(folders[0]["bf16"], tmp_path, (16, 18))
     with pytest.raises(EngineError, match="FP8 weights") as caught:
         launch_scheduler(str(tmp_path), dtype="bfloat16", deterministic=True, log_level="ERROR")
     assert caught.value.code == "unsupported"
 
 
-def test_deterministic_engines_repeat_a_request_among_others(folders):
+def test_deterministic_engines_repeat_a_request(folders):
     prompt, params = (
         [3, 1, 4, 1, 5],
         SamplingParams(max_new_tokens=24, temperature=1.0, seed=3, ignore_eos=True),

@@ -145,7 +145,7 @@ def test_a_refusal_of_one_engine_changes_none(engines, chain, other_model, road)
 
 
 @pytest.mark.long
-def test_an_engine_that_dies_in_the_midst_costs_itself_and_those_behind_it(engines, tiny_model, other_model):
+def test_an_engine_that_dies_costs_those_behind_it(engines, tiny_model, other_model):
     before, _, behind = engines
     process = launched(tiny_model)
     with process as doomed:
@@ -251,7 +251,7 @@ def test_a_paused_source_and_a_poisoned_target(source, target):
     assert total(target) == total(source)
 
 
-def test_weights_that_are_not_of_one_commit_are_refused_by_name(source, target, other_model):
+def test_weights_of_no_one_commit_are_not_cloned(source, target, other_model):
     before = total(target)
     with source.weight_update():
         source.update_weights_from_disk(other_model)
@@ -349,7 +349,7 @@ def test_weight_changes_wait_until_sending_ends(source, target, tiny_model):
     target.destroy_weights_update_group("midst")
 
 
-def test_a_destroy_ends_a_send_which_holds_nothing_back_any_more(source, target, tiny_model):
+def test_a_destroy_ends_a_send(source, target, tiny_model):
     pair, specs = Pair(source, target, "given up"), tensors_of(source)
     session = target.begin_weight_update().session_id
     sending = pair.send(specs)
@@ -364,7 +364,7 @@ def test_a_destroy_ends_a_send_which_holds_nothing_back_any_more(source, target,
 
 
 @pytest.mark.long
-def test_a_target_that_is_killed_in_the_midst_costs_the_source_nothing(source, tiny_model):
+def test_a_killed_target_costs_the_source_nothing(source, tiny_model):
     specs, before = tensors_of(source), total(source)
     process = launched(tiny_model)
     with process as doomed:
@@ -382,9 +382,7 @@ def test_a_target_that_is_killed_in_the_midst_costs_the_source_nothing(source, t
     source.destroy_weights_update_group("doomed target")
 
 
-def test_a_source_that_is_killed_in_the_midst_poisons_the_target_until_another_sends(
-    source, target, tiny_model
-):
+def test_a_killed_source_poisons_the_target(source, target, tiny_model):
     process = launched(tiny_model)
     with process as doomed:
         specs = tensors_of(doomed)

@@ -71,7 +71,7 @@ def test_a_call_while_running_is_a_session_of_its_own(driver, other_model):
     assert driver.status().weights == "valid"
 
 
-def test_a_short_buffer_in_mid_session_poisons_and_any_complete_update_recovers(driver, other_model):
+def test_a_short_buffer_poisons_until_a_complete_update(driver, other_model):
     driver.pause()
     sender = Sender(driver, other_model, 20_000)
     sender.send(0)
@@ -84,7 +84,7 @@ def test_a_short_buffer_in_mid_session_poisons_and_any_complete_update_recovers(
     driver.go_on()
 
 
-def test_poisoned_weights_need_every_parameter_over_all_calls_and_transports(driver, other_model):
+def test_poisoned_weights_need_every_parameter(driver, other_model):
     """Running: no implicit session, but what has been written since counts."""
     sender = Sender(driver, other_model, 20_000)
     session_id = driver.begin()
@@ -142,7 +142,7 @@ def test_specs_are_bounds_checked(driver, other_model, fault):
     assert driver.status().weights == "valid"
 
 
-def test_shared_memory_that_could_fault_the_engine_is_refused(engine, tiny_model):
+def test_shared_memory_that_could_fault_is_refused(engine, tiny_model):
     """Memory unsealed, of another size or inode, a plain file, a process that is gone: errors, no SIGBUS."""
     (bucket,) = buckets(list(weights_of(tiny_model).items())[:1])
     with SharedBucket(bucket.nbytes) as memory:
@@ -182,7 +182,7 @@ def mapped(pid: int) -> int:
     return Path(f"/proc/{pid}/maps").read_text().count("caesura-weights")
 
 
-def test_one_mapping_serves_many_updates_and_goes_with_its_owner(tiny_model):
+def test_one_mapping_serves_many_updates(tiny_model):
     with launch_scheduler(str(tiny_model), dtype="float32", num_threads=1, kv_pool_tokens=256) as client:
         pid = client.status().pid
         with SchedulerClient(client.endpoint) as trainer:

@@ -178,7 +178,7 @@ def test_every_family_from_disk(folder, cold, family, tied):
         assert state(driver) == cold(new)
 
 
-def test_an_engine_of_transformers_says_so_and_has_no_expert_ids(folder) -> None:
+def test_an_engine_of_transformers_has_no_expert_ids(folder) -> None:
     with engine(folder("Olmo3ForCausalLM"), model_backend="transformers") as driver:
         assert "transformers" in driver.status().kernels_reason
         message = GenerateReqInput(input_ids=PROMPTS[0], return_routed_experts=True)

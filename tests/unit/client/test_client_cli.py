@@ -166,11 +166,11 @@ def test_a_long_path_is_shown_whole(serve, caesura):
     assert path in "".join(line.removeprefix("path").strip() for line in out.splitlines())
 
 
-def test_flush_update_and_abort(fake, caesura, monkeypatch, tmp_path):
+def test_flush_update_and_abort(fake, caesura, tmp_path):
     assert caesura("flush", "--wait", "3")[0] == 0
     assert fake.next_request(FlushCacheReqInput).timeout_s == 3.0
-    monkeypatch.chdir(tmp_path)
-    code, out, _ = caesura("update", "new", "--weight-version", "7", "--no-flush-cache")
+    with contextlib.chdir(tmp_path):
+        code, out, _ = caesura("update", "new", "--weight-version", "7", "--no-flush-cache")
     assert code == 0
     assert "weight_version" in out
     request = fake.next_request(UpdateWeightFromDiskReqInput)
@@ -186,7 +186,7 @@ HOSTILE = "\x1b[2J\x9b31m[red]mine[/red]\u202e\r\n"
 SHOWN = r"\x1b[2J\x9b31m[red]mine[/red]\u202e\r\n"
 
 
-def test_foreign_strings_are_shown_as_text_and_an_error_is_one_line(serve, caesura):
+def test_foreign_strings_are_text_and_errors_one_line(serve, caesura):
     def hostile(request):
         if isinstance(request, FlushCacheReqInput):
             return [ErrorReply(id=request.id, code=ErrorCode.NOT_IDLE, message=f"held by {HOSTILE}")]
@@ -232,7 +232,7 @@ def test_an_impossible_endpoint_is_one_line(caesura):
 
 
 @pytest.mark.parametrize("verb", [["status"], ["pause"], ["serve", "--port", "0"]])
-def test_a_missing_scheduler_is_reported_in_the_clients_words(caesura, tmp_path, verb):
+def test_a_missing_scheduler_is_reported_in_a_line(caesura, tmp_path, verb):
     endpoint = f"ipc://{tmp_path}/nobody"
     code, _, err = caesura(*verb, "--endpoint", endpoint)
     assert code == 1

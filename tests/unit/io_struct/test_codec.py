@@ -190,7 +190,7 @@ def test_an_error_about_an_absurd_number_can_be_sent():
 GENERATE = {"type": "GenerateReqInput", "input_ids": [1]}
 SAMPLING = (
     "max_new_tokens, temperature, top_p, top_k, min_p, frequency_penalty, presence_penalty, "
-    "repetition_penalty, logit_bias, allowed_token_ids, "
+    "repetition_penalty, logit_bias, allowed_token_ids, bad_words_ids, "
     "min_new_tokens, stop_token_ids, ignore_eos, seed, n"
 )
 
@@ -302,7 +302,7 @@ TEXT = (
         ("regex", ""),
     ],
 )
-def test_misspelled_sampling_parameters_are_answered_with_the_right_name(keyword, hint):
+def test_misspelled_parameters_get_the_right_name(keyword, hint):
     with pytest.raises(TypeError) as caught:
         SamplingParams(temperature=0.5, **{keyword: 1})
     assert str(caught.value) == f"SamplingParams: {keyword} is not known{hint}; valid are {SAMPLING}"

@@ -47,7 +47,7 @@ def test_text_arrives_in_order(pipe):
     assert (stream.fileno(), stream.isatty(), stream.writable()) == (pipe[1], False, True)
 
 
-def test_an_unread_pipe_blocks_no_writer_and_drops_are_counted(pipe):
+def test_an_unread_pipe_blocks_no_writer(pipe):
     stream = QueuedStream(pipe[1])
     fcntl.fcntl(pipe[1], fcntl.F_SETPIPE_SZ, 4096)
     line = "x" * 1023 + "\n"
@@ -127,7 +127,7 @@ def test_a_record_is_one_line_with_time_level_and_module(stream):
 
 
 @pytest.mark.parametrize(("name", "shown"), [("", "rank3"), ("replica-0 100%", "replica-0 100% rank3")])
-def test_the_name_of_the_engine_and_a_rank_that_is_not_zero_are_shown(stream, name, shown):
+def test_name_and_rank_of_an_engine_are_shown(stream, name, shown):
     log.configure("INFO", rank=3, stream=stream, name=name)
     logging.getLogger("caesura.x").warning("hello")
     log.flush()
@@ -173,7 +173,7 @@ def test_a_traceback_is_indented(stream):
     assert all(line.startswith("\t") for line in rest)
 
 
-def test_configuring_twice_prints_once_and_leaves_the_root_alone(stream):
+def test_configuring_twice_prints_once(stream):
     root_handlers = list(logging.getLogger().handlers)
     log.configure("INFO", stream=io.StringIO())
     log.configure("INFO", stream=stream)
@@ -284,7 +284,7 @@ def test_everything_that_an_engine_makes_goes_with_it(parent, files):
 
 
 @pytest.mark.parametrize(("files", "lock"), [((SOCKET, LOCK), LOCK), ((STATE_FILE, STATE_LOCK), STATE_LOCK)])
-def test_a_living_engine_keeps_its_directory_when_its_launcher_was_killed(parent, files, lock):
+def test_a_living_engine_keeps_its_directory(parent, files, lock):
     orphan = left_by_the_dead(parent, files=files)
     with open(orphan / lock) as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -294,7 +294,7 @@ def test_a_living_engine_keeps_its_directory_when_its_launcher_was_killed(parent
     assert not orphan.exists()
 
 
-def test_a_fresh_directory_that_is_taken_for_a_dead_ones_is_made_again(parent, monkeypatch):
+def test_a_fresh_directory_that_is_lost_is_made_again(parent, monkeypatch):
     make, flock, made = private_directory._make_fresh, fcntl.flock, []
 
     def make_fresh() -> str:

@@ -123,11 +123,8 @@ def test_a_larger_card_does_more_at_once(module_of, gigabytes, expected):
     assert sizes_on("cuda:0") == expected
     asked = sizes_on("cuda:0", max_running_requests=7, kv_memory_fraction=0.3)
     assert asked == Sizes(7, expected.chunk_tokens, 0.3)
-
-
-def test_sizes_of_the_cpu_and_of_devices_without_memory_figures(module_of):
     assert sizes_on("cpu") == Sizes(256, 512, 0.5)
-    assert sizes_on("xpu") == Sizes(256, 2048, 0.8)
+    assert sizes_on("xpu") == Sizes(256, 2048, 0.8), "it does not tell its memory"
 
 
 def test_resolving_decides_everything_and_changes_nothing():

@@ -9,6 +9,7 @@ import os
 import pytest
 from click.testing import CliRunner
 from support import engine_template
+from support.faults import Fault
 
 from caesura.io_struct import CaesuraError, ErrorCode
 from caesura.scheduler import __main__ as command_line
@@ -39,7 +40,7 @@ def logger():
     logger.handlers[:] = before[2]
 
 
-def test_a_launcher_that_ends_a_refused_start_interrupts_nothing(tmp_path):
+def test_a_launcher_may_end_a_refused_start(tmp_path):
     program = (
         "import os, signal, sys\n"
         "from caesura.scheduler.runtime import process\n"
@@ -53,12 +54,7 @@ def test_a_launcher_that_ends_a_refused_start_interrupts_nothing(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_defaults_are_those_of_the_configuration(served):
-    assert invoke("--model", "/m").exit_code == 0
-    assert served == [(EngineConfig(model_path="/m"), None, None)]
-
-
-def test_every_field_has_an_option_and_its_docstring_as_help():
+def test_every_field_has_an_option_with_its_docstring():
     options = {option.name: option for option in command_line.command().params}
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
     assert fields == options.keys() - {"ready_fd", "lifeline_fd"}
@@ -73,8 +69,10 @@ def test_values_arrive_with_their_types(served):
         "--requests-while-paused", "refuse", "--ready-fd", "7", "--lifeline-fd", "8",
     ]  # fmt: skip
     assert invoke(*arguments).exit_code == 0
-    ((config, ready_fd, lifeline_fd),) = served
-    assert (ready_fd, lifeline_fd) == (7, 8)
+    assert invoke("--model", "/m").exit_code == 0
+    (config, *descriptors), defaults = served
+    assert defaults == (EngineConfig(model_path="/m"), None, None)
+    assert descriptors == [7, 8]
     assert config == EngineConfig(
         model_path="/m",
         endpoint="tcp://127.0.0.1:5",
@@ -86,10 +84,8 @@ def test_values_arrive_with_their_types(served):
         pipeline_depth=1,
         requests_while_paused="refuse",
     )
-
-
-def test_sglangs_spelling_of_an_option_is_accepted(served):
-    for option in ("--enable-weights-cpu-backup", "--weights-cpu-backup"):
+    served.clear()
+    for option in ("--enable-weights-cpu-backup", "--weights-cpu-backup"):  # the first is SGLang's
         assert invoke("--model", "m", option).exit_code == 0
     assert [config.weights_cpu_backup for config, *_ in served] == [True, True]
 
@@ -110,23 +106,15 @@ def test_a_wrong_command_line_is_status_two(served, arguments):
     assert not served
 
 
-@pytest.mark.parametrize(
-    "option,value,field",
-    [
-        ("--kv-pool-tokens", "0", "kv_pool_tokens"),
-        ("--kv-memory-fraction", "1.5", "kv_memory_fraction"),
-        ("--kv-memory-fraction", "nan", "kv_memory_fraction"),
-        ("--pipeline-depth", "2", "pipeline_depth"),
-        ("--max-running-requests", "-1", "max_running_requests"),
-    ],
-)
-def test_an_impossible_value_is_reported_to_the_launcher_too(served, option, value, field):
+def test_an_impossible_value_is_reported_to_the_launcher(served):
+    """The values are those of test_engine_config.py."""
     reader, writer = os.pipe()
-    result = invoke("--model", "/m", option, value, "--ready-fd", str(writer))
+    result = invoke("--model", "/m", "--kv-memory-fraction", "nan", "--ready-fd", str(writer))
     with os.fdopen(reader) as pipe:
         line = json.loads(pipe.read())
     assert (result.exit_code, served) == (2, [])
-    assert (line["ready"], line["code"], line["detail"]["field"]) == (False, "invalid_request", field)
+    assert (line["ready"], line["code"]) == (False, "invalid_request")
+    assert line["detail"]["field"] == "kv_memory_fraction"
 
 
 def start_error(**fields: object) -> CaesuraError:
@@ -137,17 +125,15 @@ def start_error(**fields: object) -> CaesuraError:
 
 
 @pytest.mark.parametrize(
-    "fields,code,named",
+    ("field", "value"),
     [
-        ({"device": "nonsense"}, ErrorCode.INVALID_REQUEST, "device"),
-        ({"device": "cuda:1000"}, ErrorCode.INVALID_REQUEST, "device"),
-        ({"log_level": "loud"}, ErrorCode.INVALID_REQUEST, "log_level"),
-        ({"endpoint": "tcp://0.0.0.0:0"}, ErrorCode.INVALID_REQUEST, "endpoint"),
+        ("device", "nonsense"), ("device", "cuda:1000"), ("log_level", "loud"),
+        ("endpoint", "tcp://0.0.0.0:0"),
     ],
-)
-def test_failed_start_says_why(tiny_model, fields, code, named):
-    error = start_error(model_path=str(tiny_model), **fields)
-    assert (error.code, error.detail["field"]) == (code, named)
+)  # fmt: skip
+def test_failed_start_says_why(tiny_model, field, value):
+    error = start_error(model_path=str(tiny_model), **{field: value})
+    assert (error.code, error.detail["field"]) == (ErrorCode.INVALID_REQUEST, field)
 
 
 def test_an_oversized_pool_is_refused_with_the_numbers(tiny_model):
@@ -163,13 +149,13 @@ def test_an_oversized_pool_is_refused_with_the_numbers(tiny_model):
         (MemoryError("17 GB"), ErrorCode.OUT_OF_MEMORY, ""),
     ],
 )
-def test_an_unforeseen_failure_at_start_is_told(tiny_model, monkeypatch, failure, code, told):
-    monkeypatch.setattr(build, "load_model", lambda *_: (_ for _ in ()).throw(failure))
-    error = start_error(model_path=str(tiny_model))
+def test_an_unforeseen_failure_at_start_is_told(tiny_model, failure, code, told):
+    with Fault(build, "load_model", failure):
+        error = start_error(model_path=str(tiny_model))
     assert (error.code, told in error.detail.get("traceback", "")) == (code, True)
 
 
-def test_a_private_directory_goes_with_the_engine_and_other_files_stay(tiny_model, tmp_path, monkeypatch):
+def test_a_private_directory_goes_with_the_engine(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     start_error(model_path=str(tmp_path / "no model"))
     assert list(tmp_path.iterdir()) == []

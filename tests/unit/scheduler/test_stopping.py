@@ -48,7 +48,7 @@ def test_a_later_order_can_only_bring_the_end_nearer():
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_the_first_signal_is_as_configured_the_second_means_now(pipe, at_once):
+def test_a_first_signal_drains_and_a_second_means_now(pipe, at_once):
     reader, writer = pipe
     shutdown = Shutdown(drain=True, drain_timeout_s=LONG, signal_fd=reader)
     shutdown.on_readable(reader)  # readable no more
@@ -84,7 +84,7 @@ def test_only_signals_that_would_kill_are_named(handlers, monkeypatch):
     assert signal.SIG_DFL not in {signal.getsignal(number) for number in FATAL_SIGNALS}
 
 
-def test_only_what_is_due_acts_and_the_first_says_how_long_to_sleep():
+def test_only_timers_that_are_due_act():
     acted = []
     dues = {"past": 99.0, "now": 100.0, "later": 100.1, "never": None}
     table = Timers(
@@ -97,7 +97,7 @@ def test_only_what_is_due_acts_and_the_first_says_how_long_to_sleep():
     assert Timers(Guard(), [Timer("never", lambda: None, list)]).next_due() is None
 
 
-def test_the_guard_stops_errors_and_lets_through_what_is_fatal():
+def test_the_guard_lets_through_only_what_is_fatal():
     guard = Guard(fatal=(KeyError,))
     assert guard.run("fine", len, "abc")
     assert not guard.run("wrong", len, 5)

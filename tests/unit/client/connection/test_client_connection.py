@@ -66,7 +66,7 @@ def test_every_code_has_its_own_exception(code):
     assert str(caught.value) == f"why [{code}]"
 
 
-def test_an_unknown_code_is_an_internal_error_that_keeps_it_as_text():
+def test_an_unknown_code_is_an_internal_error():
     error = error_for("from_the_future", "?")
     assert isinstance(error, InternalError)
     assert error.code == "from_the_future"
@@ -81,7 +81,7 @@ def test_timed_out_is_a_timeout_error_and_names_the_message():
     assert str(error) == "late [timed_out]"
 
 
-def test_samples_are_grouped_in_their_order_and_counted_once(connection):
+def test_samples_are_grouped_in_order_and_counted_once(connection):
     generation, _ = connection.start_generation(request(n=3))
     connection.receive([encode(results(finished("r", [5], 2), finished("r", [3], 0), finished("r", [9], 0)))])
     assert not generation.waiter.done()
@@ -103,7 +103,7 @@ def test_an_error_reply_ends_only_its_own_request(connection):
     connection.start_generation(request("a"))  # the rid is free again
 
 
-def test_a_sample_that_failed_raises_with_what_was_generated(connection):
+def test_a_failed_sample_raises_with_its_output(connection):
     generation, _ = connection.start_generation(request(n=2))
     reason = FinishReason(type="error", code="out_of_memory", message="no room")
     connection.receive(
@@ -158,7 +158,7 @@ def begin(connection):
     ],
     ids=["value", "message", "error", "code", "untyped", "other type"],
 )
-def test_an_answer_that_cannot_be_read_fails_its_own_call_only(connection, answer):
+def test_an_unreadable_answer_fails_its_own_call(connection, answer):
     generation, pause, status = begin(connection)
     connection.receive([msgspec.msgpack.encode(answer)])
     assert isinstance(pause.exception(0), InternalError)
@@ -177,7 +177,7 @@ def test_replies_without_a_recipient_are_logged_and_dropped(connection, frame, c
     assert "cannot read" in caplog.text
 
 
-def test_a_result_that_cannot_be_read_fails_its_own_generation_only(connection):
+def test_an_unreadable_result_fails_its_own_generation(connection):
     mine, _ = connection.start_generation(request("mine"))
     other, _ = connection.start_generation(request("other"))
     batch = msgspec.to_builtins(
@@ -305,7 +305,7 @@ async def test_a_sink_that_raises_ends_only_its_own_generation(new_waiter, raise
     assert connection.pending == 0
 
 
-def test_deltas_carry_logprobs_only_when_they_were_asked_for(connection):
+def test_deltas_carry_logprobs_if_asked_for(connection):
     generation, _ = connection.start_generation(request(stream=True))
     connection.receive([encode(delta(("r", 0, 0, [1]), logprob=-0.5))])
     connection.receive([encode(delta(("r", 0, 1, [2]), logprob=float("nan")))])

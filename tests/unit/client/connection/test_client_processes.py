@@ -30,7 +30,7 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-async def test_a_connection_more_costs_no_thread_and_few_descriptors(tmp_path):
+async def test_a_connection_more_costs_no_thread(tmp_path):
     with FakeScheduler(f"ipc://{tmp_path}/s") as fake:
         first = AsyncSchedulerClient(fake.endpoint)
         await first.status()
@@ -244,7 +244,7 @@ FORKS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fork", FORKS)
-def test_an_engine_does_not_outlive_its_launcher_for_a_forked_child(tmp_path, fork):
+def test_an_engine_ends_though_a_forked_child_lives(tmp_path, fork):
     program = textwrap.dedent(OUTLIVED.replace("\n    {fork}", FORKS[fork]))
     command = [sys.executable, "-c", program, FAKE, f"{tmp_path}/s"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:

@@ -25,13 +25,13 @@ def option(arguments: list[str], name: str) -> str | None:
 @pytest.mark.parametrize(
     ("given", "threads"), [([], "4"), (["--tp", "2"], "2"), (["--num-threads", "3"], "3")]
 )
-def test_threads_are_divided_by_replicas_and_ranks_unless_given(given, threads):
+def test_threads_are_divided_unless_given(given, threads):
     places = placed(["--model", "m", *given], 2, CPU)
     assert [option(place.arguments, "--num-threads") for place in places] == [threads, threads]
     assert [place.environment for place in places] == [{}, {}]
 
 
-def test_replicas_have_their_own_devices_or_share_the_named_one():
+def test_replicas_have_devices_or_share_the_named_one():
     assert [place.environment[VISIBLE] for place in placed([], 4, FOUR)] == ["4", "5", "GPU-x", "7"]
     assert [place.environment[VISIBLE] for place in placed(["--tp=2"], 2, FOUR)] == ["4,5", "GPU-x,7"]
     for device in ("cuda:0", "cpu", "xpu"):
@@ -60,7 +60,7 @@ def test_devices_are_those_visible_to_torch():
     assert ranks_of(["--tp", "no number"]) == 1  # the scheduler refuses it
 
 
-def test_more_processes_than_cores_are_refused_without_devices():
+def test_more_processes_than_cores_are_refused():
     cores = _cores()
     assert len(placed([], 4 * cores, CPU)) == 4 * cores
     for given, count in (

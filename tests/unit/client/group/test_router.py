@@ -43,12 +43,12 @@ def prompt(first: int, length: int = 4 * PREFIX_BLOCK) -> list[int]:
     return [first + position for position in range(length)]
 
 
-def test_a_request_without_affinity_goes_to_the_least_loaded_engine():
+def test_without_affinity_the_least_loaded_engine_serves():
     engines = [Engine("a", 3), Engine("b", 1), Engine("c", 2)]
     assert Router().choose(engines, prompt(0)).name == "b"
 
 
-def test_a_prompt_follows_its_prefix_until_that_engine_is_overloaded():
+def test_a_prompt_follows_its_prefix_until_an_overload():
     router, engines = Router(), [Engine("a"), Engine("b")]
     first = router.choose(engines, prompt(0))
     first.load = LOAD_MARGIN
@@ -165,7 +165,7 @@ def test_the_error_for_different_weights_names_the_replicas():
         one_of(same[0], WeightsCheckerReqOutput(id="a", total="y"))
 
 
-def test_the_states_are_those_of_serving_replicas_and_counts_of_all():
+def test_states_are_of_serving_replicas_counts_of_all():
     fine = status(running_requests=2, generation="running", weights="valid", generated_tokens=10)
     broken = status(running_requests=1, weights="poisoned", weights_detail="torn", generated_tokens=5)
     found = total(fine, broken, serving=[0])

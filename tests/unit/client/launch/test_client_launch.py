@@ -36,7 +36,7 @@ from caesura.client import (
 )
 from caesura.client.launch.launcher import Child, LaunchedScheduler, _command_line, how_it_ended
 from caesura.client.launch.notify import notify, watchdog_interval_s
-from caesura.client.launch.restart_policy import RestartPolicy, stop_timeout_s
+from caesura.client.launch.restart_policy import RestartPolicy
 from caesura.client.launch.supervise import GAVE_UP_STATUS, status_of
 from caesura.client.launch.supervisor import Down, Ended, Serving, Supervisor
 
@@ -61,7 +61,7 @@ def gone(pid):
     return not psutil.pid_exists(pid)
 
 
-def test_the_process_serves_within_the_block_and_ends_with_it(directory):
+def test_the_process_lives_as_long_as_the_block(directory):
     launched = launch(directory)
     with launched as client:
         assert isinstance(client, SchedulerClient)
@@ -75,7 +75,7 @@ def test_the_process_serves_within_the_block_and_ends_with_it(directory):
     launched.close()
 
 
-def test_the_thread_that_sees_the_end_may_be_the_one_that_ends_the_rest(directory):
+def test_the_thread_that_sees_the_end_may_end_the_rest(directory):
     child = Child([sys.executable, FAKE, "--endpoint", f"ipc://{directory}/s"], directory)
     child.wait_ready(PATIENCE)
     finished = threading.Event()
@@ -154,7 +154,7 @@ def test_a_log_need_not_be_a_file(directory, tmp_path, name):
         os.close(reader)
 
 
-def test_a_log_file_that_cannot_be_written_leaves_nothing_behind(directory, tmp_path):
+def test_an_unwritable_log_file_leaves_nothing(directory, tmp_path):
     with pytest.raises(FileNotFoundError):
         launch(directory, log_path=tmp_path / "missing" / "engine.log")
     assert not directory.exists()
@@ -181,7 +181,7 @@ def ends_logged(caplog):
     return eventually(lambda: [each for each in caplog.records if "the scheduler process" in each.message])
 
 
-def test_an_end_that_nobody_asked_for_is_logged_and_no_other(tmp_path, caplog):
+def test_only_an_unasked_end_is_logged_as_a_warning(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="caesura")
     for folder in "abc":
         (tmp_path / folder).mkdir(mode=0o700)
@@ -227,7 +227,7 @@ def test_an_engine_that_ignores_everything_is_killed(directory, monkeypatch, cap
     assert not directory.exists()
 
 
-def test_the_child_does_not_outlive_a_parent_that_forgot_to_close(directory):
+def test_a_child_ends_with_a_parent_that_did_not_close(directory):
     parent = textwrap.dedent(f"""
         from caesura.client.launch.launcher import LaunchedScheduler
         launched = LaunchedScheduler({[sys.executable, FAKE, "--endpoint", f"ipc://{directory}/s"]!r})
@@ -253,7 +253,7 @@ def test_options_become_the_schedulers_arguments():
         ("/model", {"startup_timeout": float("nan")}, pytest.raises(InvalidRequest, match="startup_timeout")),
     ],
 )
-def test_a_wrong_argument_is_refused_before_anything_is_made(model, options, error, tmp_path, monkeypatch):
+def test_a_wrong_argument_makes_nothing(model, options, error, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with error:
         launch_scheduler(model, **options)
@@ -289,7 +289,7 @@ def test_close_waits_for_a_drain_that_hurry_ends(directory):
         ("kv_pages", ""),
     ],
 )
-def test_a_keyword_of_another_engine_is_refused_with_the_one_that_was_meant(keyword, meant):
+def test_a_foreign_keyword_is_refused_with_ours(keyword, meant):
     with pytest.raises(TypeError, match=f"launch_scheduler: {keyword} is not known.*{re.escape(meant)}"):
         launch_scheduler(**{"model": "m", keyword: 1})
 
@@ -426,7 +426,7 @@ def test_a_scheduler_that_does_not_end_is_killed(watch, caplog, behave, policy, 
     assert ("nor answered" in caplog.text) == (behave == "deaf")
 
 
-def test_a_stopped_process_ends_by_the_signal_that_asks_for_it(watch, caplog):
+def test_a_stopped_process_ends_by_sigterm(watch, caplog):
     watched = watch(stop_timeout_s=float("inf")).begin()
     os.kill(watched.next(Serving).pid, signal.SIGSTOP)
     watched.supervisor.close()
@@ -449,7 +449,7 @@ def test_a_stopped_process_ends_by_the_signal_that_asks_for_it(watch, caplog):
     ],
 )
 def test_the_stop_timeout_exceeds_the_drain_timeout(arguments, seconds):
-    assert stop_timeout_s(arguments) == seconds
+    assert RestartPolicy().stop_s(arguments) == seconds
 
 
 def test_a_supervisor_between_retries_ends_at_once(watch):
@@ -498,7 +498,7 @@ def test_without_a_service_manager_nothing_is_told(monkeypatch):
         (None, None, None),
     ],
 )
-def test_the_watchdog_interval_is_a_third_of_the_managers_limit(monkeypatch, microseconds, pid, interval):
+def test_the_watchdog_interval_is_a_third_of_the_limit(monkeypatch, microseconds, pid, interval):
     for name, value in (("WATCHDOG_USEC", microseconds), ("WATCHDOG_PID", pid)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:

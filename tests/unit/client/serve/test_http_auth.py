@@ -40,7 +40,7 @@ def refused(agreeing_engine: FakeScheduler) -> Callable[[dict[str, str], str | N
     return found
 
 
-def test_every_route_has_a_class_and_only_changes_need_an_admin():
+def test_every_route_has_its_access_class():
     for method, path, handler in routes_served():
         access = handler.opt.get("access")
         assert access in ACCESS_CLASSES, f"{method} {path} has no access class"
@@ -101,7 +101,7 @@ def test_only_bearer_keys_count(header):
         ({"sec-fetch-site": "same-origin"}, True),
     ],
 )
-def test_pages_of_other_sites_cannot_use_a_server_without_keys(headers, allowed):
+def test_pages_of_other_sites_are_refused(headers, allowed):
     with client_of(front_end()) as client:
         assert (client.post("/post_process_weights", headers=headers).status_code == 200) == allowed
     with client_of(front_end(api_key="k")) as client:
@@ -139,7 +139,7 @@ def test_rebound_host_names_are_refused_without_keys(host):
         assert (client.post("/tokenize", headers={"host": host}).status_code != 403) == allowed
 
 
-def test_refusals_under_v1_and_of_vllms_routes_have_openais_form():
+def test_refusals_have_the_form_of_their_route():
     def kinds(path: str, **request: Any) -> tuple[int, set[str]]:
         response = client.request("POST", path, **request)
         error = response.json().get("error")

@@ -155,7 +155,7 @@ def test_a_mistake_is_told_in_a_sentence(server, path, body, sentence):
     assert "$" not in said
 
 
-def test_unknown_keys_of_openai_routes_are_named_once_in_the_log(server, caplog):
+def test_unknown_keys_of_openais_routes_are_logged_once(server, caplog):
     keys = {"max_tokenz": 5, "user": "u", "\x1b[2Jlonger": 1, "request_id": "r", "do_sample": True}
     asked = {"model": "another", "prompt": [1], **keys}
     long = {"model": "another", "prompt": [1] * 20_000, "max_new_tokens": 5}

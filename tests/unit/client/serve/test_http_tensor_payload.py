@@ -198,7 +198,7 @@ def handles(**changes: object) -> dict[str, tuple[object, ...]]:
 SPECS = [TensorSpec(name="a", dtype="F32", shape=[2, 2]), TensorSpec(name="b", dtype="BF16", shape=[3])]
 
 
-def test_vllms_handles_are_of_one_tensor_each_or_of_a_buffer():
+def test_vllms_handles_are_of_a_tensor_or_of_a_buffer():
     one, other = (
         read_ipc_handles(payload(given)[0], SPECS[:count], sizes)
         for given, count, sizes in (

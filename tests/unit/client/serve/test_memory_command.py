@@ -124,7 +124,7 @@ class History:
         return [GetMemoryHistoryReqOutput(id=request.id, events=found[:2], more=len(found) > 2)]
 
 
-def test_fetching_follows_the_pages_and_then_asks_for_news_only(endpoint):
+def test_fetching_asks_for_news_only(endpoint):
     history = History(cycles(3))
     with FakeScheduler(endpoint, history), SchedulerClient(endpoint) as client:
         record = fetch(client, timeout=None)
@@ -186,7 +186,7 @@ def caesura(endpoint, capsys):
     return run
 
 
-def test_the_verb_prints_the_last_events_or_json_or_writes_the_page(endpoint, caesura, tmp_path):
+def test_the_verb_prints_events_json_or_the_page(endpoint, caesura, tmp_path):
     page = tmp_path / "out.html"
     with FakeScheduler(endpoint, History(cycles(3))):
         code, out, err = caesura("--last", "2")
@@ -211,7 +211,7 @@ def test_without_a_terminal_live_is_a_plain_table(endpoint, caesura):
     assert "\x1b" not in out
 
 
-def test_an_engine_that_ends_ends_the_live_view_with_an_error(endpoint, caesura):
+def test_the_end_of_an_engine_ends_the_live_view(endpoint, caesura):
     looks = []
 
     def handler(request):

@@ -214,7 +214,7 @@ def test_an_image_engine_has_steps_and_no_tokens(tmp_path):
     assert (stages, found["denoise_steps_total",]) == ([1, 2, 3], 34)
 
 
-def test_every_series_names_the_model_and_media_types_say_their_charset_once(tmp_path):
+def test_every_series_names_the_model(tmp_path):
     (plain,), (strict,) = (
         get(tmp_path, "/metrics", headers={"accept": f"{kind};version=1.0.0"})
         for kind in ("text/plain", "application/openmetrics-text")
@@ -302,7 +302,7 @@ def test_all_tags_of_memory_have_a_colour_on_the_page():
     assert all(f".fill-{tag} " in css for tag in stacked)
 
 
-def test_prometheus_scrapes_the_front_end_of_the_compose_file():
+def test_prometheus_scrapes_the_composed_front_end():
     yaml = pytest.importorskip("yaml", reason="PyYAML comes with transformers")
     compose = yaml.safe_load((ROOT / "docker/compose.yaml").read_text(encoding="utf-8"))["services"]
     (job,) = yaml.safe_load((ROOT / "docker/prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"]
@@ -414,7 +414,7 @@ def stages(**seconds):
     ]
 
 
-async def test_an_update_is_shown_by_stage_once_the_engine_runs_again(impatient):
+async def test_an_update_is_shown_by_stage_afterwards(impatient):
     status = msgspec.structs.replace(status_reply(GetStatusReqInput()), generation="running")
 
     def after(commits, generation, **seconds):

@@ -164,6 +164,7 @@ def test_every_sampling_field_arrives():
     params = sampling_params(completion(**same, logit_bias={"5": -1}, seed=-1), 11)
     assert params == SamplingParams(max_new_tokens=11, **same, logit_bias={5: -1.0}, seed=2**63 - 1)
     assert params.problems() == []
+    assert sampling_params(completion(min_tokens=3), 11).min_new_tokens == 3
 
 
 def test_common_fields():
@@ -355,7 +356,7 @@ def test_a_stream_that_cannot_go_on_ends_with_the_error(tmp_path):
 @pytest.mark.parametrize(
     ("code", "retryable"), [("out_of_memory", False), ("deadline_exceeded", False), ("shutting_down", True)]
 )
-def test_a_native_stream_that_cannot_go_on_says_whether_that_passes(tmp_path, code, retryable):
+def test_a_failed_native_stream_says_if_it_passes(tmp_path, code, retryable):
     response, _ = post(tmp_path, failing(code), {"input_ids": [5], "stream": True}, "/generate")
     *_, error, _ = events(response)
     assert msgspec.json.decode(error)["error"]["retryable"] is retryable
@@ -523,7 +524,7 @@ def chat_form(manager: TokenizerManager, **fields: object) -> ChatForm:
 
 
 @pytest.mark.parametrize("make", [completion_form, chat_form])
-def test_prompt_ids_and_role_come_with_the_first_chunk_that_is_sent(manager, make):
+def test_prompt_ids_and_role_come_with_the_first_chunk(manager, make):
     form = make(manager, return_prompt_token_ids=True)
     assert form.chunk(0, 0, chunk("", [200])) is None
     first, second = (form.chunk(0, 0, chunk(text, [201], at)) for at, text in enumerate("ab", 1))
@@ -534,7 +535,7 @@ def test_prompt_ids_and_role_come_with_the_first_chunk_that_is_sent(manager, mak
 
 
 @pytest.mark.parametrize("make", [completion_form, chat_form])
-def test_tokens_without_text_are_sent_to_who_asked_for_tokens(manager, make):
+def test_tokens_without_text_are_sent_if_asked_for(manager, make):
     form = make(manager, return_token_ids=True)
     sent = form.chunk(0, 0, chunk("", [200]))
     assert sent["token_ids"] == [200]

@@ -71,7 +71,7 @@ def test_latents_count_with_this_engines_size(per_pixel):
     assert len(engine.asked) == most
 
 
-def test_a_window_of_returned_steps_counts_its_latents_alone():
+def test_a_window_of_steps_counts_its_latents_alone():
     engine = Engine(embeds=8)
     found = run(engine, 64.0, num_outputs_per_prompt=1, rollout_return_step_indices=[0, 1, 2])
     assert len(found[1]) == 1

@@ -9,7 +9,9 @@ import pytest
 from support.fake_scheduler import FakeScheduler, answer
 from support.waiting import PATIENCE_S
 
+from caesura.client.serve.vllm import transfer
 from caesura.io_struct import (
+    AbortReq,
     BeginWeightUpdateReqInput,
     BeginWeightUpdateReqOutput,
     DestroyWeightsUpdateGroupReqInput,
@@ -25,6 +27,8 @@ from caesura.io_struct import (
 )
 
 GROUP = {"backend": "gloo", "master_address": "127.0.0.1", "master_port": 29500, "world_size": 2}
+DEAD = 29501
+"""Port of a trainer whose ranks never come."""
 PART = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
 
 
@@ -37,6 +41,8 @@ class Engine:
 
     def __call__(self, request: Request) -> Iterable[Message]:
         match request:
+            case InitWeightsUpdateGroupReqInput() if request.master_port == DEAD:
+                return []
             case InitWeightsUpdateGroupReqInput():
                 return [InitWeightsUpdateGroupReqOutput(id=request.id, rank=1, world_size=2)]
             case DestroyWeightsUpdateGroupReqInput():
@@ -104,3 +110,49 @@ def test_a_shutdown_ends_a_broadcast_that_never_comes(served):
         fake.push(ErrorReply(id=engine.updates[0].id, code=ErrorCode.GROUP_ERROR, message="destroyed"))
         assert (hanging.result(), ended.result()) == (400, 200)
     assert call(http, "/init_weight_transfer_engine", init_info=GROUP) == 200
+
+
+def test_an_init_that_waits_for_ranks_holds_up_nobody(served):
+    _, fake, http = served
+    with ThreadPoolExecutor() as threads:
+        given = {**GROUP, "master_port": DEAD}
+        waiting = [threads.submit(call, http, "/init_weight_transfer_engine", init_info=given)]
+        asked = fake.next_request(InitWeightsUpdateGroupReqInput, timeout=PATIENCE_S)
+        assert asked.timeout_s == 60
+        waiting.append(threads.submit(call, http, "/init_weight_transfer_engine", init_info=given))
+        for path, body in (
+            ("/init_weight_transfer_engine", {"init_info": GROUP}),
+            ("/start_weight_update", {}),
+        ):
+            error = http.post(path, json=body).json()["error"]
+            assert error["code"] == "busy"
+            assert "up to 60 s for the ranks at 127.0.0.1:29501" in error["message"]
+        ended = threads.submit(call, http, "/shutdown_weight_transfer_engine")
+        fake.next_request(DestroyWeightsUpdateGroupReqInput, timeout=PATIENCE_S)
+        fake.push(ErrorReply(id=asked.id, code=ErrorCode.GROUP_ERROR, message="destroyed"))
+        assert ([each.result() for each in waiting], ended.result()) == ([400, 400], 200)
+    assert call(http, "/init_weight_transfer_engine", init_info=GROUP) == 200
+
+
+def test_an_abort_of_many_names_is_one_message(served):
+    _, fake, http = served
+    names = [f"r{i}" for i in range(10_000)]
+    assert call(http, "/abort_requests", request_ids=names) == 200
+    assert fake.next_request(AbortReq).rid == names
+
+
+def test_a_silent_trainer_without_a_store_is_replaced(served, monkeypatch):
+    engine, fake, http = served
+    monkeypatch.setattr(transfer, "_REPEATED_S", 0.0)
+    assert call(http, "/init_weight_transfer_engine", init_info=GROUP) == 200
+    assert call(http, "/start_weight_update") == 200
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(call, http, "/update_weights", update_info=PART)
+        fake.next_request(UpdateWeightsFromDistributedReqInput)
+        other = {"backend": "disk"}
+        assert call(http, "/init_weight_transfer_engine", init_info=other) == 409
+        fake.push(next(iter(answer(EndWeightUpdateReqInput(id=engine.updates[0].id)))))
+        assert running.result() == 200
+    assert call(http, "/init_weight_transfer_engine", init_info=other) == 200
+    aborted = fake.next_request(EndWeightUpdateReqInput)
+    assert (aborted.session_id, aborted.commit) == ("s0", False)

@@ -147,14 +147,6 @@ def test_the_window_may_be_cut_anywhere_in_a_character(byte_level):
         assert "".join(found) == "a" * before + "𐍈𐍈"
 
 
-def test_half_characters_without_end_stay_cheap(byte_level):
-    first = byte_level.encode("世")[0]
-    detokenizer = Detokenizer(byte_level, [])
-    found = "".join(detokenizer.feed([first]) for _ in range(300))
-    assert found == HALF * 299
-    assert detokenizer.flush() == HALF
-
-
 few = st.text("ab🎉\ufffd", max_size=24)
 stop_lists = st.lists(st.text("ab🎉\ufffd", min_size=1, max_size=5), min_size=1, max_size=4)
 
@@ -216,7 +208,7 @@ def run(tokenizer, ids, stops, sizes, min_new_tokens=0):
     return shown + sample.finish(), sample
 
 
-def test_tokens_are_cut_behind_the_one_that_completes_the_match(tokenizer):
+def test_tokens_are_cut_behind_the_match(tokenizer):
     """Random cuts of the ids into messages, stop strings anywhere, several tokens and several bytes long."""
     source = "🦉🦉世".join(LINES)
 

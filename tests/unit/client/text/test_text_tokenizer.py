@@ -123,7 +123,7 @@ def test_the_config_does_not_decide_on_bos_and_eos(make, tmp_path, config):
     assert TextTokenizer.from_folder(folder).encode("Stop!") == theirs.encode("Stop!")
 
 
-def test_special_tokens_of_the_config_that_the_tokenizer_lacks(tmp_path):
+def test_special_tokens_that_only_the_config_has(tmp_path):
     folder = make_byte_level(tmp_path, pad_token="<pad>")
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     ours = TextTokenizer.from_folder(folder)
@@ -131,7 +131,7 @@ def test_special_tokens_of_the_config_that_the_tokenizer_lacks(tmp_path):
     assert ours.decode(ours.encode("a<pad>b")) == "ab"
 
 
-def test_a_folder_without_tokenizer_says_which_file_is_missing(tmp_path):
+def test_a_folder_without_tokenizer_names_the_file(tmp_path):
     with pytest.raises(TokenizerMissing, match=r"tokenizer\.json") as caught:
         TextTokenizer.from_folder(tmp_path)
     assert caught.value.detail["path"] == str(tmp_path / "tokenizer.json")
@@ -214,7 +214,7 @@ ENDLESS = [
         "{{ 'x' * 17 * 2**20 }}",
     ],
 )
-def test_templates_without_end_and_much_of_little_are_refused(source):
+def test_endless_and_growing_templates_are_refused(source):
     template = ChatTemplate(
         {"default": "{% if messages[0].harm %}" + source + "{% else %}fine{% endif %}"}, {}
     )
@@ -281,7 +281,7 @@ def test_a_template_has_a_size(tmp_path):
 @pytest.mark.parametrize(
     "source", ["{{ raise_exception('\\ud800') }}", "{{ '\\ud800' }}", "{{ '\\ud800' | nothing }}"]
 )
-def test_surrogates_of_a_template_are_refused_in_words_that_can_be_encoded(source):
+def test_surrogates_of_a_template_are_refused(source):
     with pytest.raises((InvalidRequest, CheckpointError)) as refused:
         ChatTemplate({"default": source}, {}).render(ASKED)
     assert refused.value.message.encode()

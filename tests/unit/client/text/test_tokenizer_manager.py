@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.fake_scheduler import FakeScheduler, VanishError, answer, finished, floats, results, rid_of
+from support.fake_scheduler import FakeScheduler, answer, finished, floats, results, rid_of
 from support.text_engine import Engine, engine_below, script, until_abort
 from support.tokenizers import LINES, make_byte_level, make_sentencepiece
 from support.waiting import eventually
@@ -76,7 +76,7 @@ async def test_a_stop_token_is_trimmed_from_the_text_only(endpoint, tokenizer, k
 
 
 @pytest.mark.parametrize("keep", [False, True])
-async def test_a_stop_string_ends_its_sample_in_the_engine_and_cuts_what_came_late(endpoint, tokenizer, keep):
+async def test_a_stop_string_ends_its_sample_in_the_engine(endpoint, tokenizer, keep):
     first, second = tokenizer.encode("Remark"), tokenizer.encode("able: 42")
     engine = Engine(more=tokenizer.encode("late tokens"))
     async with engine_below(endpoint, tokenizer, engine) as (manager, fake):
@@ -146,7 +146,7 @@ class Noting(TextTokenizer):
         return super().encode(text, **options)
 
 
-async def test_a_text_that_no_context_holds_is_refused_untokenized(endpoint, tmp_path):
+async def test_too_long_a_text_is_refused_untokenized(endpoint, tmp_path):
     tokenizer = Noting.from_folder(make_byte_level(tmp_path))
     assert tokenizer.longest == max(map(len, tokenizer.backend.get_vocab()))
     limit = 4 * tokenizer.longest
@@ -165,7 +165,7 @@ async def test_a_text_that_no_context_holds_is_refused_untokenized(endpoint, tmp
         assert [text for text, _ in tokenizer.asked] == [long[1:], long]
 
 
-def test_prompts_with_the_same_stop_strings_share_what_looks_for_them():
+def test_equal_stop_strings_share_their_matcher():
     one = shared_stop_strings(["shared", "stops"])
     assert shared_stop_strings(("shared", "stops")) is one
     assert shared_stop_strings(["shared"]) is not one
@@ -179,7 +179,7 @@ def test_prompts_with_the_same_stop_strings_share_what_looks_for_them():
         ("rid", "a" * 129),
     ],
 )
-def test_fields_over_their_size_are_refused_when_the_request_is_made(field, value):
+def test_fields_over_their_size_are_refused_when_made(field, value):
     with pytest.raises(InvalidRequest) as caught:
         GenerationRequest(prompt=[1], **{field: value})
     assert caught.value.detail["field"] == field
@@ -287,7 +287,7 @@ async def test_conversations_and_ids(endpoint, tokenizer):
         assert manager.detokenize(manager.tokenize("a</s>"), skip_special_tokens=False) == "a</s>"
 
 
-async def test_a_stream_holds_back_what_may_become_a_stop_string_or_a_character(endpoint, tokenizer, engine):
+async def test_a_stream_holds_back_what_may_go_on(endpoint, tokenizer, engine):
     half = tokenizer.encode("🏽")
     async with engine_below(endpoint, tokenizer, engine) as (manager, fake):
         stream = manager.stream(GenerationRequest(prompt="x", stop=["STOP", "ABBA"], return_logprob=True))
@@ -311,7 +311,7 @@ async def test_a_stream_holds_back_what_may_become_a_stop_string_or_a_character(
             await anext(stream)
 
 
-async def test_a_slow_reader_gets_all_at_once_and_does_not_keep_the_engine_busy(endpoint, tokenizer, engine):
+async def test_a_slow_reader_does_not_keep_the_engine_busy(endpoint, tokenizer, engine):
     words = [tokenizer.encode(f" word {i}") for i in range(50)]
     async with engine_below(endpoint, tokenizer, engine) as (manager, fake):
         stream = manager.stream(GenerationRequest(prompt="x", stop=["word 40"]))
@@ -361,25 +361,6 @@ async def test_the_engines_errors_come_after_what_was_generated(endpoint, tokeni
         with pytest.raises(Exception, match="no memory") as caught:
             await anext(stream)
         assert caught.value.output.output_ids == tokens
-
-
-async def test_the_death_of_the_engine_reaches_every_waiter(endpoint, tokenizer):
-    def handler(request):
-        if isinstance(request, GenerateReqInput) and request.rid == "last":
-            raise VanishError
-        return []
-
-    async with engine_below(endpoint, tokenizer, handler, connect_timeout=0.2) as (manager, _):
-        batch = [GenerationRequest(prompt=[i], rid=f"b{i}") for i in range(3)]
-        waiting = [
-            asyncio.ensure_future(manager.generate(GenerationRequest(prompt="x"))),
-            asyncio.ensure_future(manager.generate(GenerationRequest(prompt="x", stop=["a"]))),
-            asyncio.ensure_future(anext(manager.stream(GenerationRequest(prompt="x")))),
-            asyncio.ensure_future(manager.generate_batch(batch)),
-            asyncio.ensure_future(manager.generate(GenerationRequest(prompt="x", rid="last"))),
-        ]
-        for each in await asyncio.gather(*waiting, return_exceptions=True):
-            assert isinstance(each, EngineDied)
 
 
 async def test_a_refused_prompt_aborts_the_rest_of_its_batch(endpoint, tokenizer):
@@ -444,7 +425,7 @@ def test_calls_of_other_threads_end_with_the_client(folder):
                         each.result()
 
 
-def test_a_stream_that_the_loops_own_thread_collects_holds_up_nothing(folder):
+def test_a_stream_collected_by_the_loop_holds_up_nothing(folder):
     with FakeScheduler(f"ipc://{folder}/s") as fake, TextClient(fake.endpoint, str(folder)) as client:
         stream = client.stream("abc")
         next(stream)

@@ -50,7 +50,7 @@ def memories() -> int:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.complex64])
-def test_a_dtype_that_cannot_be_sent_is_refused_before_memory_is_made(monkeypatch, dtype):
+def test_an_unsendable_dtype_makes_no_memory(monkeypatch, dtype):
     monkeypatch.setattr(os, "memfd_create", None)
     bad = torch.ones(4, dtype=torch.float32 if dtype else torch.complex64)
     with pytest.raises(CaesuraError, match="'bad'") as caught:
@@ -117,7 +117,7 @@ def test_a_state_dict_is_as_good_as_pairs(transport, bucket_bytes):
         assert sent_by(transport, given, bucket_bytes) == expected
 
 
-def test_shared_tensors_are_made_of_and_filled_from_a_state_dict():
+def test_shared_tensors_take_a_state_dict():
     with SharedTensors(dict(TENSORS)) as shared:
         assert [name for name, _ in shared] == [name for name, _ in TENSORS]
         shared.copy_from({"w1": torch.full((16, 16), 7.0)})
@@ -220,7 +220,7 @@ def start(shared: SharedBuckets):
 
 
 @pytest.mark.parametrize("error", [TimedOut("late"), KeyboardInterrupt(), None])
-def test_memory_lives_until_the_engine_has_answered_and_is_not_used_again(error):
+def test_memory_lives_until_the_engine_has_answered(error):
     before, shared = memories(), SharedBuckets()
     update, tickets, handle = start(shared)
     assert len(tickets) == 3
@@ -252,7 +252,7 @@ def test_updates_at_once_have_a_memory_each():
     assert shared.take(64) is bucket
 
 
-def test_pieces_of_a_bucket_stay_within_the_frames_of_a_message():
+def test_a_bucket_stays_within_the_frames_of_a_message():
     tensors = [(f"t{number}", torch.zeros(1)) for number in range(MAX_FRAMES + 5)]
     sizes = [len(bucket.pieces) for bucket in buckets(tensors)]
     assert sizes == [MAX_FRAMES - 1, 6]
@@ -326,7 +326,7 @@ SPANS = [
 LEARNER, SAMPLER = [-1.0, -1.0, -3.0], [-1.0, -2.0, -1.0]
 
 
-def test_each_token_has_the_ratio_of_its_probabilities_up_to_a_limit():
+def test_each_token_has_its_ratio_up_to_a_limit():
     assert importance_weights(LEARNER, SAMPLER) == pytest.approx([1.0, 2.0, math.exp(-2.0)])
     assert importance_weights(LEARNER, SAMPLER, clip_max=5.0)[1] == pytest.approx(math.e)
     assert importance_weights([0.0], [-1e9], clip_max=3.0) == [3.0]
@@ -368,7 +368,7 @@ PADDED = torch.tensor([[*LEARNER, math.nan], [*LEARNER[:2], math.inf, 5.0]], req
 @pytest.mark.parametrize(
     "options", [{}, {"epoch": 3, "max_staleness": 1}, {"mask_stale_kv": True}, {"clip_max": 5.0}], ids=str
 )
-def test_a_padded_batch_has_the_weights_of_its_samples_and_zeros(options):
+def test_a_padded_batch_has_its_samples_weights(options):
     found = tensors.importance_weights(PADDED, BATCH, **options)
     rows = [
         importance_weights(

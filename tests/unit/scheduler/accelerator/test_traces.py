@@ -271,7 +271,7 @@ def test_head_and_sampler_launch_no_more_than_their_budget(traces, case, step):
 
 
 @pytest.mark.parametrize("case", [case for case in WHOLE if case.endswith("flashinfer")])
-def test_the_captured_head_and_sampler_launch_no_more_than_their_budget(traces, case):
+def test_captured_heads_and_samplers_keep_their_budget(traces, case):
     started = traces[case].steps["start"]
     launches = started.count("launch", "capture head")
     assert launches <= (5 if traces[case].in_triton else 77)

@@ -9,6 +9,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import fake_flashinfer
+from support.fake_flashinfer import DTYPES, FORM
+from support.flashinfer_interface import takes
 from support.forward_batches import attention_shape, scattered_batch
 from support.properties import examples
 from torch import Tensor
@@ -254,7 +256,7 @@ def test_captured_decode_keeps_its_buffers_and_follows_each_plan(latent_heads):
     (16, ["plan latent decode 2", "plan latent prefill 1"], ["plan latent decode 2"]),
     (3, [], ["plan latent decode 2"]),
 ], ids=["heads", "latents", "latents whose queries a tile would cut: torch prefills"])  # fmt: skip
-def test_decode_and_prefill_rows_are_planned_apart_and_once_per_step(latent_heads, planned, decoding):
+def test_decode_and_prefill_rows_are_planned_apart(latent_heads, planned, decoding):
     backend, _, inputs = pair(latent_heads)
     for rows, expected in (([(20, 1), (3, 1), (0, 40)], planned), ([(20, 1), (3, 1)], decoding)):
         fake_flashinfer.CALLS.clear()
@@ -267,7 +269,7 @@ def test_decode_and_prefill_rows_are_planned_apart_and_once_per_step(latent_head
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_plan_writes_host_memory_only_after_the_copies_of_the_one_before(captured):
+def test_a_plan_waits_for_the_copies_of_the_one_before(captured):
     backend = backend_over(filled_pool())
     planned = backend.for_decode(2) if captured else backend
     seen: list[tuple[str, list[int]]] = []
@@ -301,16 +303,17 @@ def test_the_workspace_is_that_of_the_largest_step(monkeypatch, heads, kv_heads,
 def test_the_library_is_asked_for_its_workspace(answer):
     asked = []
 
-    def workspace_size(self, *lists, **options):
-        asked.append((type(self).__name__, [tuple(each.shape) for each in lists[:3]]))
+    def workspace_size(self, given):
+        lists = [tuple(each.shape) for each in vars(given).values() if isinstance(each, Tensor)]
+        asked.append((type(self).__name__, lists))
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    made = {
-        name: type(name, (getattr(fake_flashinfer, name),), {"workspace_size": workspace_size})
-        for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
-    }
+    made = {}
+    for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"):
+        bound = takes(f"{name}.workspace_size", causal=False, **FORM, **DTYPES)(workspace_size)
+        made[name] = type(name, (getattr(fake_flashinfer, name),), {"workspace_size": bound})
     library = SimpleNamespace(**{**vars(fake_flashinfer), **made})
     pool = filled_pool()
     backend = FlashInferBackend(pool, shape_over(pool), LIMITS, library)

@@ -285,7 +285,7 @@ def run(manager, tokens, keep=True):
     return shared
 
 
-def test_a_prefix_is_shared_as_far_as_its_window_has_storage():
+def test_a_prefix_is_shared_while_its_window_has_storage():
     manager = windowed(20)
     tokens = list(range(28))
     run(manager, tokens)

@@ -190,7 +190,7 @@ def test_arrays_of_any_integers_are_copied(tree, dtype):
     assert (found.tolist(), found.dtype) == ([7, 8], np.int32)
 
 
-def test_unlock_without_lock_and_lock_of_an_ended_epoch_are_refused(tree):
+def test_unlock_without_lock_and_old_locks_are_refused(tree):
     node = tree.insert(0, "", array([1, 1]), array([1])).node
     with pytest.raises(LedgerError, match="not locked"):
         tree.unlock(node)
@@ -223,7 +223,7 @@ def test_a_continuation_keeps_what_is_above_it_young(tree):
     assert [tree.evict(1).tolist() for _ in range(2)] == [[5], [1]]
 
 
-def test_a_split_under_several_locks_locks_the_upper_part_once(tree):
+def test_a_split_under_locks_locks_the_upper_part_once(tree):
     node = tree.insert(0, "", array([1, 1, 2, 2]), array([1, 2])).node
     tree.lock(node)
     tree.lock(node)

@@ -89,7 +89,7 @@ def gathering_processor() -> tuple[LogitsProcessor, Workspace]:
     return LogitsProcessor(project, 50, place=place), place.workspace
 
 
-def test_no_head_and_no_collective_in_a_dummy_run_until_it_ends_however_it_ends():
+def test_a_dummy_run_has_no_head_and_no_collective():
     (processor, workspace), hidden = gathering_processor(), torch.randn(3, 4)
     with contextlib.suppress(KeyError), autotune_dummy_run_mode():
         with contextlib.suppress(IndexError), autotune_dummy_run_mode():
@@ -170,7 +170,7 @@ def test_an_engine_is_warm_as_configured(checkpoint, on):
     assert bool(pool.layer(0)[0][0].any()) is on, "a step has written to the scratch page"
 
 
-def test_rows_are_those_of_the_pool_where_kernels_are_chosen_by_size(checkpoint):
+def test_warm_up_rows_where_kernels_are_chosen_by_size(checkpoint):
     config = config_of(checkpoint("qwen3"), max_running_requests=512)
     loaded, *_ = build_components(config, ComponentResidencyManager("cpu"))
     assert warm_up_rows(config, loaded) == (16, 16)
@@ -221,7 +221,7 @@ def streaming_runner(path: str) -> tuple[ModelRunner, RecordingDevice]:
     return ModelRunner(model, backend, sampler, limits=limits, device=CPU, device_module=device), device
 
 
-def test_everything_runs_on_the_forward_stream_with_waits_both_ways(checkpoint):
+def test_a_warm_up_runs_on_the_forward_stream(checkpoint):
     runner, device = streaming_runner(checkpoint("qwen3"))
     head = Head(runner)
     fake_flashinfer.CALLS.clear()

@@ -229,7 +229,7 @@ class OtherRank:
         """Do nothing: no answer is due."""
 
 
-def test_graphs_are_captured_again_when_the_group_of_ranks_begins_anew(checkpoints):
+def test_graphs_are_captured_again_with_a_new_group(checkpoints):
     pair, all_requests = [engine(checkpoints[0], captured=c) for c in (True, False)], requests(3)
     own, group = pair[0].runner, Group()
     other = OtherRank(group)
@@ -272,7 +272,7 @@ def sampled(batch: ForwardBatch, **options: object) -> ForwardBatch:
 
 
 @pytest.mark.parametrize("count", [1, 6, 11])
-def test_head_and_sampler_are_replayed_for_the_captured_way_of_sampling(checkpoints, count):
+def test_head_and_sampler_are_replayed_as_captured(checkpoints, count):
     pair, all_requests = both(checkpoints[0]), requests(count)
     run_both(pair, sampled(step([], all_requests)), all_requests)
     launched = watched_head(pair[0])

@@ -26,6 +26,8 @@ def messages(draw) -> GenerateReqInput:
     tokens = st.integers(0, VOCAB - 1)
     bias = st.dictionaries(tokens, HUNDREDTHS | st.just(-math.inf), max_size=5)
     # More than biases and stops can forbid.
+    # Few tokens, so that samples meet words; fewer than biases and stops leave.
+    word = st.lists(st.integers(0, 2), min_size=2, max_size=4)
     allowed = st.lists(tokens, unique=True, min_size=10)
     return GenerateReqInput(
         input_ids=draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)),
@@ -37,6 +39,7 @@ def messages(draw) -> GenerateReqInput:
             frequency_penalty=draw(st.just(0.0) | HUNDREDTHS),
             presence_penalty=draw(st.just(0.0) | HUNDREDTHS),
             logit_bias=draw(st.none() | bias),
+            bad_words_ids=draw(st.none() | st.lists(word, max_size=4)),
             allowed_token_ids=draw(st.none() | st.none() | allowed),
             min_new_tokens=draw(st.sampled_from([0, 0, 2, 5])),
             stop_token_ids=draw(st.lists(st.integers(0, VOCAB - 1), max_size=3)),
@@ -91,7 +94,8 @@ class World:
         if batch.special is None:
             out = self.ordinary.sample(logits, batch)
         else:
-            out = self.sampler.sample(logits, batch, batch.special)
+            last = [(self.messages[n].input_ids + self.outputs[n])[-1] for n in members]
+            out = self.sampler.sample(logits, batch, batch.special, torch.tensor(last))
         assert torch.equal(logits, before), "the logits are others' business"
         self.table.sampling.counted[slots] = np.asarray(known) + 1
         self.land()

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from support.forward_batches import sampling_rows
+from support.kernels import threads
 from support.properties import examples
 
 from caesura.scheduler.execution import sampler as sampler_module
-from caesura.scheduler.execution.forward import SamplingBatch
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput, noise, splitmix64
 from caesura.scheduler.kernels import native
 
@@ -41,43 +42,10 @@ def uniforms(count: int, seed: int = 1) -> np.ndarray:
     return noise(np.full(count, seed, np.uint64), np.zeros(count, np.int64), np.arange(count))
 
 
-def make_batch(
-    rows: int,
-    vocab_size: int,
-    *,
-    temperature=1.0,
-    greedy=False,
-    top_k=None,
-    top_p=1.0,
-    min_p=None,
-    u=0.5,
-    want_raw=True,
-    want_sampled=True,
-) -> SamplingBatch:
-    def per_row(value, dtype: torch.dtype) -> torch.Tensor:
-        return torch.as_tensor(np.broadcast_to(np.asarray(value), (rows,)).copy()).to(dtype)
-
-    is_greedy = per_row(greedy, torch.bool)
-    k = per_row(vocab_size if top_k is None else top_k, torch.int64)
-    p = per_row(top_p, torch.float32)
-    return SamplingBatch(
-        temperature=torch.where(is_greedy, 1.0, per_row(temperature, torch.float32)),
-        greedy=is_greedy,
-        top_k=k,
-        top_p=p,
-        uniforms=per_row(u, torch.float64),
-        any_sampled=not bool(is_greedy.all()),
-        any_filtered=min_p is not None or bool((~is_greedy & ((k < vocab_size) | (p < 1))).any()),
-        min_p=None if min_p is None else per_row(min_p, torch.float32),
-        want_raw=want_raw,
-        want_sampled=want_sampled,
-    )
-
-
 def sample(logits: torch.Tensor, max_rows: int = 64, **parameters) -> SamplerOutput:
     rows, vocab_size = logits.shape
     sampler = Sampler(vocab_size, max_rows, "cpu", logits.dtype)
-    return sampler.sample(logits, make_batch(rows, vocab_size, **parameters))
+    return sampler.sample(logits, sampling_rows(rows, vocab_size, **parameters))
 
 
 @dataclass
@@ -145,10 +113,10 @@ def chi_square_p(tokens: np.ndarray, expected: np.ndarray) -> float:
 def test_draws_follow_the_exact_distribution(vocab_size, dtype, parameters):
     generator = torch.Generator().manual_seed(vocab_size)
     logits = (torch.randn(vocab_size, generator=generator) * 2).to(dtype)
-    tokens = sample(
-        logits.expand(DRAWS, -1), 512, u=uniforms(DRAWS), want_raw=False, want_sampled=False, **parameters
-    ).token_ids.numpy()
-    assert chi_square_p(tokens, Exact.of(logits, **parameters).kept) > 1e-3
+    expected = Exact.of(logits, **parameters).kept
+    parameters = parameters | {"want_raw": False, "want_sampled": False}
+    tokens = sample(logits.expand(DRAWS, -1), 512, uniforms=uniforms(DRAWS), **parameters).token_ids.numpy()
+    assert chi_square_p(tokens, expected) > 1e-3
 
 
 @pytest.mark.parametrize("dtype", native.FLOATS)
@@ -162,7 +130,7 @@ def test_logprobs_match_float64(vocab_size, dtype):
     top_k = np.where(np.arange(rows) % 4 == 1, min(20, vocab_size), vocab_size)
     top_p = np.where(np.arange(rows) % 4 == 2, 0.6, 1.0)
     u = uniforms(rows)
-    out = sample(logits, temperature=temperature, greedy=greedy, top_k=top_k, top_p=top_p, u=u)
+    out = sample(logits, temperature=temperature, greedy=greedy, top_k=top_k, top_p=top_p, uniforms=u)
     for row in range(rows):
         t, token = 1.0 if greedy[row] else temperature[row], int(out.token_ids[row])
         exact = Exact.of(logits[row], t, top_k[row], top_p[row])
@@ -178,7 +146,7 @@ def test_logprobs_match_float64(vocab_size, dtype):
 
 def test_raw_logprob_survives_underflow():
     logits = torch.tensor([[0.0, -300.0]])
-    out = sample(logits, temperature=1000.0, u=0.99)
+    out = sample(logits, temperature=1000.0, uniforms=0.99)
     assert out.token_ids.tolist() == [1]
     assert out.raw_logprobs.tolist() == [-300.0]
 
@@ -203,7 +171,7 @@ def test_greedy_takes_the_lowest_index_of_equals():
 
 def kept_set(logits: torch.Tensor, points: int, **parameters) -> set[int]:
     u = (np.arange(points) + 0.5) / points
-    return set(sample(logits.expand(points, -1), u=u, **parameters).token_ids.tolist())
+    return set(sample(logits.expand(points, -1), uniforms=u, **parameters).token_ids.tolist())
 
 
 @pytest.mark.parametrize(
@@ -261,7 +229,7 @@ def test_filters_match_the_definition(values, top_k, top_p, min_p, temperature):
     points = 400
     u = (np.arange(points) + 0.5) / points
     filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    out = sample(logits.expand(points, -1), temperature=temperature, u=u, **filters)
+    out = sample(logits.expand(points, -1), temperature=temperature, uniforms=u, **filters)
     tokens = out.token_ids.numpy()
     # An evenly spaced grid gives every token its share to within one point: an exact test of the whole
     # distribution.
@@ -277,7 +245,7 @@ def test_zero_probability_is_never_drawn(u, parameters, fill):
     for possible in ([0], [999], [255, 256], [300, 700], [5, 6, 600]):
         logits = torch.full((1, 1000), fill)
         logits[0, possible] = torch.linspace(0.0, 1e-3, len(possible))
-        out = sample(logits, u=u, **parameters)
+        out = sample(logits, uniforms=u, **parameters)
         assert int(out.token_ids[0]) in possible
         assert float(out.logprobs[0]) == pytest.approx(-np.log(len(possible)), abs=0.2)
 
@@ -286,13 +254,13 @@ def test_zero_probability_is_never_drawn(u, parameters, fill):
 def test_rounding_of_sums_does_not_push_the_draw_past_the_end(parameters):
     logits = torch.randn(500, 256, generator=torch.Generator().manual_seed(2))
     logits[:, 200:] = -torch.inf
-    tokens = sample(logits, u=LARGEST_UNIFORM, **parameters).token_ids
+    tokens = sample(logits, uniforms=LARGEST_UNIFORM, **parameters).token_ids
     assert int(tokens.max()) < 200
 
 
 def test_extreme_noise_reaches_both_ends():
     logits = torch.zeros(2, 1000)
-    assert sample(logits, u=[0.0, LARGEST_UNIFORM]).token_ids.tolist() == [0, 999]
+    assert sample(logits, uniforms=[0.0, LARGEST_UNIFORM]).token_ids.tolist() == [0, 999]
 
 
 @pytest.mark.parametrize("parameters", [{}, {"greedy": True}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}])
@@ -306,7 +274,7 @@ def test_rows_that_are_not_finite(parameters):
     broken[4, 0] = -torch.inf  # an ordinary mask: this row is fine
     clean[4, 0] = -torch.inf
     sampler = Sampler(700, 8, "cpu", torch.float32)
-    batch = make_batch(6, 700, u=uniforms(6), **parameters)
+    batch = sampling_rows(6, 700, uniforms=uniforms(6), **parameters)
     expected, got = sampler.sample(clean, batch), sampler.sample(broken, batch)
     assert got.token_ids[[0, 2, 3]].tolist() == [-1, -1, -1]
     for values, reference in (
@@ -324,36 +292,38 @@ def test_rows_that_are_not_finite(parameters):
 
 
 @pytest.mark.parametrize("vocab_size", [33, 4097, 151_936])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("likely", [False, True])
-def test_a_row_does_not_depend_on_its_neighbours(vocab_size, dtype, likely):
+@pytest.mark.parametrize("dtype", native.FLOATS)
+@pytest.mark.parametrize("filters", [[], ["top_k", "top_p"], ["top_k", "top_p", "min_p"]], ids=" ".join)
+def test_a_row_does_not_depend_on_its_neighbours(vocab_size, dtype, filters):
     rows = 9
-    generator = torch.Generator().manual_seed(11)
-    logits = (torch.randn(rows, vocab_size, generator=generator) * 4).to(dtype)
-    parameters = {
-        "temperature": np.linspace(0.5, 2.0, rows),
-        "greedy": np.arange(rows) % 4 == 3,
-        "top_k": np.where(np.arange(rows) % 3 == 1, 20, vocab_size),
-        "top_p": np.where(np.arange(rows) % 5 == 2, 0.7, 1.0),
-        "u": uniforms(rows),
-        **({"min_p": np.where(np.arange(rows) % 3 == 2, 0.2, 0.0)} if likely else {}),
+    logits = (torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(11)) * 4).to(dtype)
+    number = np.arange(rows)
+    given = {
+        "top_k": np.where(number % 3 == 1, min(20, vocab_size), vocab_size),
+        "top_p": np.where(number % 5 == 2, 0.7, 1.0),
+        "min_p": np.where(number % 3 == 2, 0.2, 0.0),
     }
+    parameters = {name: given[name] for name in filters} | {
+        "temperature": np.linspace(0.5, 2.0, rows), "greedy": number % 4 == 3, "uniforms": uniforms(rows)
+    }  # fmt: skip
 
-    def run(index: list[int], max_rows: int) -> list[list]:
-        out = sample(
-            logits[index], max_rows, **{name: np.asarray(value)[index] for name, value in parameters.items()}
-        )
+    def run(index: list[int], max_rows: int = 64) -> list[list]:
+        options = {name: value[index] for name, value in parameters.items()}
+        out = sample(logits[index], max_rows, **options)
         # As integers: equality of bits.
         floats = (out.logprobs, out.raw_logprobs, out.sampled_logprobs)
         return [out.token_ids.tolist(), *(f.view(torch.int32).tolist() for f in floats)]
 
-    everything = list(range(rows))
-    together = run(everything, 64)
+    everything = number.tolist()
+    together = run(everything)
     assert run(everything, 2) == together
-    backwards = run(everything[::-1], 64)
-    assert [column[::-1] for column in backwards] == together
+    assert [column[::-1] for column in run(everything[::-1])] == together
+    times = min(50_000 // vocab_size, 20)  # rows enough for every thread
+    for count in (1, 2, 3) if times else ():
+        with threads(count):
+            assert run(everything * times) == [column * times for column in together]
     for row in everything:
-        assert run([row], 64) == [[column[row]] for column in together]
+        assert run([row]) == [[column[row]] for column in together]
 
 
 def test_no_rows():
@@ -364,7 +334,7 @@ def test_no_rows():
 @pytest.mark.parametrize("logits", [torch.zeros(2, 11), torch.zeros(2, 10, dtype=torch.bfloat16)])
 def test_unexpected_logits_are_refused(logits):
     with pytest.raises(ValueError, match=r"expected torch\.float32"):
-        Sampler(10, 4, "cpu", torch.float32).sample(logits, make_batch(2, 10))
+        Sampler(10, 4, "cpu", torch.float32).sample(logits, sampling_rows(2, 10))
 
 
 # --- noise

@@ -188,7 +188,7 @@ def test_the_largest_step_fits_and_a_larger_one_is_refused():
         pass
 
 
-def test_the_host_block_is_written_only_after_the_copy_has_left_it():
+def test_the_host_block_is_written_after_its_copy():
     device = Device()
     staging = inputs(device)
     (taken,) = device.events
@@ -262,7 +262,7 @@ def test_results_are_waited_for_and_empty_steps_have_none():
     assert device.events[0].waits == 1
 
 
-def test_layers_with_a_window_have_slots_and_a_table_of_their_own() -> None:
+def test_layers_with_a_window_have_a_table_of_their_own() -> None:
     staging = InputStaging(replace(LIMITS, windows=True), device=CPU, device_module=Device())
     addresses = set()
     for seed, width in ((1, 3), (2, 5), (3, 3)):

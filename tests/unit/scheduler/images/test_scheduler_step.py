@@ -204,7 +204,7 @@ def memory(free):
         (SimpleNamespace(), False, (None, 32 * GB)),
     ],
 )
-def test_the_limit_is_a_share_of_what_is_free_beside_what_is_still_to_come(device, on_host, expected):
+def test_the_limit_is_a_share_of_free_memory(device, on_host, expected):
     limit = MemoryLimit.of_free_memory(device, memory(64 * GB), 0.5, kept_free=10 * GB, on_host=on_host)
     assert (limit.device, limit.host) == expected
 

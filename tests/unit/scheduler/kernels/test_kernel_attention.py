@@ -295,7 +295,7 @@ def test_a_plan_covers_every_token_once(rows, group) -> None:
     assert sorted(seen) == list(range(sum(q_lens)))
 
 
-def test_decoding_rows_are_planned_alike_with_and_without_a_prompt() -> None:
+def test_decoding_rows_are_planned_alike_beside_a_prompt() -> None:
     kv_lens = [5, 300, 300, 1, 64, 17]
     beside = plan_tasks([1] * 6 + [2], [*kv_lens, 2], 3)
     assert np.array_equal(plan_tasks([1] * 6, kv_lens, 3), beside[beside[:, 0] < 6])

@@ -227,7 +227,7 @@ def test_other_layers_are_computed_one_by_one(tmp_path, family, options):
     assert not load_model(str(tmp_path), torch.bfloat16).in_one_call
 
 
-def test_without_the_paged_kernel_layers_are_computed_one_by_one(models):
+def test_layers_without_the_paged_kernel_go_one_by_one(models):
     model, batch = models["qwen3", torch.float32], batch_of([(1, 3), (5, 0)], 1)
     pool, _ = attention(model, torch.float32)
     backend = SdpaBackend(pool, attention_shape(pool, model.config.num_heads))

@@ -222,7 +222,7 @@ def test_rotation_and_store(dtype, tokens, heads, kv_heads, half, kept, norm, fr
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_in_every_batch_and_on_any_number_of_threads(dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
     size, tokens = 130, 300
     for _ in instruction_sets():
         x, weight = draw(0, dtype, tokens, 2 * size), draw(1, dtype, 2 * size)

@@ -117,7 +117,7 @@ def test_grouped_product_matches_float64_and_writes_nothing_else(case):
     expected = (of_rows @ x.double().unsqueeze(-1)).squeeze(-1)
     magnitude = (of_rows.abs() @ x.double().abs().unsqueeze(-1)).squeeze(-1)
     bound = magnitude * ((inputs + 2) * 2.0**-24 + unit(x.dtype)) + least(x.dtype)
-    product = experts.GroupedProduct(packed(weights), count, outputs, inputs)
+    product = experts.GroupedProduct(packed(weights), outputs, inputs, count=count)
     for name in instruction_sets():
         memory = torch.full((len(x) + 2, outputs), 77.0, dtype=x.dtype)
         got = product(x, groups, memory[1:-1])
@@ -148,7 +148,7 @@ def test_a_token_has_the_same_bits_in_every_company(dtype):
     weights = torch.randn(count, outputs, hidden, generator=generator).to(dtype) / math.sqrt(hidden)
     scores = torch.randn(tokens, count, generator=generator).to(dtype)
     scores[:, 0] += 2  # of which one expert gets nearly every token
-    product = experts.GroupedProduct(packed(weights), count, outputs, hidden)
+    product = experts.GroupedProduct(packed(weights), outputs, hidden, count=count)
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         ids, factors = experts.route(scores[rows], k, normalize=True)
@@ -175,7 +175,7 @@ def test_long_rows_go_through_several_chunks():
     for _ in instruction_sets():
         for number in (1, 2):
             with threads(number):
-                got = experts.GroupedProduct(packed(weights), 3, 40, 4096)(x[groups.tokens], groups)
+                got = experts.GroupedProduct(packed(weights), 40, 4096, count=3)(x[groups.tokens], groups)
             expected = torch.cat([x[ids[:, 0] == 1] @ weights[1].T, x[7:8] @ weights[2].T])
             torch.testing.assert_close(got, expected, rtol=0.02, atol=0.5)
 
@@ -190,7 +190,7 @@ def test_products_that_do_not_fit_are_refused(change):
         "x": torch.zeros(6, 64), "out": torch.zeros(6, 40),
         "ids": torch.zeros(3, 2, dtype=torch.int64), "experts": 4,
     } | change  # fmt: skip
-    product = experts.GroupedProduct(torch.zeros(4 * 64, 64), 4, 40, 64)
+    product = experts.GroupedProduct(torch.zeros(4 * 64, 64), 40, 64, count=4)
     with pytest.raises(ValueError, match="no product"):
         product(given["x"], experts.group(given["ids"], given["experts"]), given["out"])
 
@@ -201,7 +201,7 @@ def test_products_that_do_not_fit_are_refused(change):
 ])  # fmt: skip
 def test_storage_of_other_shapes_is_refused(storage):
     with pytest.raises(ValueError, match="does not hold 4 x 40 packed rows of 64"):
-        experts.GroupedProduct(storage, 4, 40, 64)
+        experts.GroupedProduct(storage, 40, 64, count=4)
 
 
 def test_other_mismatches_are_refused():
@@ -230,7 +230,7 @@ def test_each_expert_has_its_bias(dtype) -> None:
     ids = torch.tensor([[2, 0], [2, 3], [0, 2]])
     groups = experts.group(ids, 4)
     x, w, bias = normal(1, dtype, 6, 30), normal(2, dtype, 4, 41, 30), normal(3, dtype, 4, 41)
-    product = experts.GroupedProduct(packed(w), 4, 41, 30)
+    product = experts.GroupedProduct(packed(w), 41, 30, count=4)
     of_rows = ids.flatten().sort().values
     expected = (w[of_rows].double() @ x.double().unsqueeze(-1)).squeeze(-1) + bias[of_rows].double()
     for _ in instruction_sets():

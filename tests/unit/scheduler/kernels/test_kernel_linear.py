@@ -25,8 +25,12 @@ def isa(request):
         yield request.param
 
 
+def multiplied(x, weight, bias, out):
+    return linear.Product(weight, out.shape[1], x.shape[1])(x, bias, out)
+
+
 def product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return linear.linear(x, packed(w), bias, x.new_empty(len(x), len(w)))
+    return multiplied(x, packed(w), bias, x.new_empty(len(x), len(w)))
 
 
 def tolerance(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -56,7 +60,7 @@ def test_product_matches_float64_and_writes_nothing_else(case):
     for name in instruction_sets():
         out.fill_(77.0)
         target = out[: len(x), : len(w)]
-        linear.linear(x, packed(w), bias, target)
+        multiplied(x, packed(w), bias, target)
         assert ((target.double() - expected).abs() <= tolerance(x, w, bias)).all(), name
         assert (out[len(x) :] == 77).all()
         assert (out[:, len(w) :] == 77).all()
@@ -69,7 +73,7 @@ def test_a_row_has_the_same_bits_in_every_company(isa, dtype, outputs, inputs):
     w = packed(normal(7, dtype, outputs, inputs))
 
     def run(rows):
-        return linear.linear(rows, w, bias, rows.new_empty(len(rows), outputs))
+        return multiplied(rows, w, bias, rows.new_empty(len(rows), outputs))
 
     alone = torch.cat([run(x[i : i + 1]) for i in range(len(x))])
     for count in (1, 2, 3):
@@ -131,7 +135,7 @@ def test_products_of_heads_match_float64_and_write_nothing_else(dtype, tokens, s
     x = normal(seed, dtype, tokens, heads, inputs + 3)[..., 3:]
     w = normal(seed + 1, dtype, heads, outputs, inputs)
     expected = torch.einsum("tbk,bnk->tbn", x.double(), w.double())
-    product = linear.BatchedProduct(packed(w), heads, outputs, inputs)
+    product = linear.BatchedProduct(packed(w), outputs, inputs, count=heads)
     for _ in instruction_sets():
         memory = torch.full((tokens, heads, outputs + 2), 77.0, dtype=dtype)
         with threads(2):
@@ -151,9 +155,9 @@ def test_products_of_heads_match_float64_and_write_nothing_else(dtype, tokens, s
 def test_products_of_heads_that_do_not_fit_are_refused(change) -> None:
     given = {"x": torch.zeros(2, 3, 6), "out": torch.zeros(2, 3, 4)} | change
     with pytest.raises(ValueError, match="no products"):
-        linear.BatchedProduct(packed(torch.zeros(3, 4, 6)), 3, 4, 6)(**given)
+        linear.BatchedProduct(packed(torch.zeros(3, 4, 6)), 4, 6, count=3)(**given)
     with pytest.raises(ValueError, match="does not hold"):
-        linear.BatchedProduct(torch.zeros(32, 16), 3, 4, 6)
+        linear.BatchedProduct(torch.zeros(32, 16), 4, 6, count=3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -368,9 +372,9 @@ def test_oversized_requests_are_refused(change):
         "x": torch.zeros(4, 64), "weight": torch.zeros(64, 64),
         "bias": torch.zeros(40), "out": torch.zeros(4, 40),
     }  # fmt: skip
-    linear.linear(*given.values())
+    multiplied(*given.values())
     with pytest.raises(ValueError, match="packed rows"):
-        linear.linear(*(given | change).values())
+        multiplied(*(given | change).values())
 
 
 @pytest.mark.parametrize("rows,start", [

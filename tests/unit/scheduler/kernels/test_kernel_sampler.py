@@ -1,12 +1,13 @@
 """The compiled sampler and its filters: against torch, the definition in float64, and on constructed rows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.forward_batches import sampling_rows
 from support.kernels import instruction_sets, threads
 from support.properties import examples
 
@@ -23,57 +24,23 @@ TOLERANCE = 2e-6
 
 @dataclass
 class Rows:
-    """Logits [S, V] and what they are sampled with, [S] each."""
+    """Logits [S, V] and what they are sampled with."""
 
     logits: torch.Tensor
-    uniforms: np.ndarray
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    greedy: np.ndarray
+    batch: SamplingBatch
 
     @classmethod
-    def of(
-        cls, logits, uniforms, *, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, greedy=False
-    ) -> "Rows":
-        def column(value, dtype):
-            return np.broadcast_to(np.asarray(value, dtype), (len(logits),)).copy()
-
-        return cls(
-            logits,
-            column(uniforms, np.float64),
-            column(temperature, np.float32),
-            column(logits.shape[1] if top_k is None else top_k, np.int64),
-            column(top_p, np.float32),
-            column(min_p, np.float32),
-            column(greedy, np.bool_),
-        )
-
-    def select(self, index) -> "Rows":
-        return Rows(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
+    def of(cls, logits: torch.Tensor, uniforms, **options) -> "Rows":
+        return cls(logits, sampling_rows(*logits.shape, uniforms=uniforms, **options))
 
     def sample(self, sampler: Sampler, *, filtered=True) -> SamplerOutput:
-        batch = SamplingBatch(
-            temperature=torch.from_numpy(np.where(self.greedy, np.float32(1), self.temperature)),
-            greedy=torch.from_numpy(self.greedy),
-            top_k=torch.from_numpy(self.top_k),
-            top_p=torch.from_numpy(self.top_p),
-            uniforms=torch.from_numpy(self.uniforms),
-            any_sampled=not bool(self.greedy.all()),
-            any_filtered=filtered,
-            want_raw=True,
-            want_sampled=True,
-            min_p=torch.from_numpy(self.min_p) if self.min_p.any() else None,
-        )
-        return sampler.sample(self.logits, batch)
+        return sampler.sample(self.logits, replace(self.batch, any_filtered=filtered))
 
     def compiled(self, *, filtered=True) -> SamplerOutput:
         return self.sample(Sampler(self.logits.shape[1], 64, "cpu", self.logits.dtype), filtered=filtered)
 
     def in_torch(self, *, filtered=True) -> SamplerOutput:
-        with native.limited_to("torch"):
-            sampler = Sampler(self.logits.shape[1], 64, "cpu", self.logits.dtype)
+        sampler = Sampler(self.logits.shape[1], 64, "cpu", self.logits.dtype, in_torch=True)
         return self.sample(sampler, filtered=filtered)
 
     def tokens(self) -> list[int]:
@@ -94,35 +61,36 @@ class Exact:
 
     @classmethod
     def of(cls, rows: Rows, row: int) -> "Exact":
-        scaled = rows.logits[row].float().numpy() / rows.temperature[row]
+        batch = rows.batch
+        top_p, min_p = float(batch.top_p[row]), 0.0 if batch.min_p is None else float(batch.min_p[row])
+        scaled = (rows.logits[row].float() / batch.temperature[row]).numpy()
         order = np.argsort(-scaled, kind="stable")
         weights = np.exp(scaled[order].astype(np.float64) - np.float64(scaled[order[0]]))
         cumulative = weights.cumsum() / weights.sum()
-        top_k = max(int(rows.top_k[row]), 1)
+        top_k = max(int(batch.top_k[row]), 1)
         by_k = top_k < len(order)
-        threshold = np.float64(rows.top_p[row]) * (cumulative[top_k - 1] if by_k else 1.0)
+        threshold = top_p * (cumulative[top_k - 1] if by_k else 1.0)
         before = np.concatenate([[0.0], cumulative[:-1]])
 
         def end(slack: float) -> int:
-            by_p = (
-                int((before < threshold * (1 + slack)).sum()) if rows.top_p[row] < 1 or by_k else len(order)
-            )
-            likely = int((weights >= np.float64(rows.min_p[row]) * (1 - slack)).sum())
+            by_p = int((before < threshold * (1 + slack)).sum()) if top_p < 1 or by_k else len(order)
+            likely = int((weights >= min_p * (1 - slack)).sum())
             return max(min(by_p, likely, top_k) - 1, 0)
 
         ends = end(-TOLERANCE), end(TOLERANCE)
-        target = rows.uniforms[row] * cumulative[list(ends)] * [1 - TOLERANCE, 1 + TOLERANCE]
+        target = float(batch.uniforms[row]) * cumulative[list(ends)] * [1 - TOLERANCE, 1 + TOLERANCE]
         low, high = (min(int(np.searchsorted(cumulative, t, "right")), ends[1]) for t in target)
         return cls(order, cumulative, ends, (low, high))
 
 
 def check_against_torch(rows: Rows) -> None:
-    expected = rows.in_torch()
+    expected, batch = rows.in_torch(), rows.batch
     exact = {}
     for row in range(len(rows.logits)):
-        if expected.token_ids[row] >= 0 and not rows.greedy[row]:
+        if expected.token_ids[row] >= 0 and not batch.greedy[row]:
             exact[row] = Exact.of(rows, row)
-    filtered = (rows.top_k < rows.logits.shape[1]) | (rows.top_p < 1) | (rows.min_p > 0)
+    filtered = (batch.top_k < rows.logits.shape[1]) | (batch.top_p < 1)
+    filtered |= torch.tensor(False) if batch.min_p is None else batch.min_p > 0
     for isa in instruction_sets():
         got = rows.compiled()
         for row in range(len(rows.logits)):
@@ -207,17 +175,6 @@ def test_order_is_that_of_scaled_logits():
         assert Rows.of(zeros, LARGEST_UNIFORM, top_k=1).tokens() == [3], isa
 
 
-@pytest.mark.parametrize("parameters", [{}, {"top_k": 400}, {"top_p": 0.9999999}, {"min_p": 1e-30}])
-@pytest.mark.parametrize("fill", [-torch.inf, -500.0])
-def test_no_token_of_probability_zero(parameters, fill):
-    logits = torch.full((200, 1000), fill)
-    logits[:, 256:300] = torch.randn(200, 44, generator=torch.Generator().manual_seed(8))
-    for isa in instruction_sets():
-        for u in (0.0, 1e-300, LARGEST_UNIFORM, 1.0):  # 1 is no uniform, and still harmless
-            tokens = Rows.of(logits, u, **parameters).compiled().token_ids
-            assert ((tokens >= 256) & (tokens < 300)).all(), (isa, u)
-
-
 def test_the_largest_uniform_draws_the_last_kept_token():
     rng = np.random.default_rng(4)
     groups = np.stack([rng.permutation(np.arange(300) % 10) for _ in range(200)])
@@ -251,26 +208,9 @@ def bits(out: SamplerOutput) -> torch.Tensor:
     return torch.stack([out.token_ids, *(f.view(torch.int32).long() for f in floats)], 1)
 
 
-@pytest.mark.parametrize("filtered", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_does_not_depend_on_the_others_or_on_threads(dtype, filtered):
-    rows, rounds = mixed(3000, dtype), 8
-
-    def sampled(index):
-        return bits(rows.select(index).compiled(filtered=filtered))
-
-    order = np.tile(np.arange(len(rows.logits)), rounds)
-    for isa in instruction_sets():
-        alone = torch.cat([sampled(slice(i, i + 1)) for i in range(len(rows.logits))]).repeat(rounds, 1)
-        for count in (1, 2, 3):
-            with threads(count):
-                assert torch.equal(sampled(order), alone), (isa, count)
-                assert torch.equal(sampled(order[::-1].copy()).flip(0), alone), (isa, count)
-
-
 def test_unfiltered_and_greedy_rows_do_not_notice_filters():
     rows = mixed(3000, torch.bfloat16)
-    untouched = (np.arange(len(rows.logits)) % 4 == 0) | rows.greedy
+    untouched = (torch.arange(len(rows.logits)) % 4 == 0) | rows.batch.greedy
     for isa in instruction_sets():
         with_filters, without = bits(rows.compiled()), bits(rows.compiled(filtered=False))
         assert torch.equal(with_filters[untouched], without[untouched]), isa

@@ -67,7 +67,7 @@ def test_triton_serves_between_products_on_cuda(on_cuda):
     assert kernels.best("elementwise", "meta", torch.bfloat16) == kernels.TORCH
 
 
-def test_torch_serves_if_triton_is_missing_or_fails_and_the_log_says_why(on_cuda, loading, caplog):
+def test_torch_serves_where_triton_does_not_and_says_why(on_cuda, loading, caplog):
     device = torch.device("cuda")
     for installed, reason, environment in (
         (False, None, ""), (True, "no C compiler", ""), (True, None, kernels.TORCH)
@@ -87,7 +87,7 @@ def test_the_environment_forces_torch(loading):
 
 
 @pytest.mark.usefixtures("built")
-def test_the_environment_limits_and_an_unknown_kernel_is_refused(loading):
+def test_the_environment_limits_and_unknowns_are_refused(loading):
     loading.setenv(native.VARIABLE, "avx2")
     assert kernels.best("linear", "cpu", torch.float32) == "avx2"
     native._library.cache_clear()
@@ -154,7 +154,7 @@ def test_one_openmp_runtime_serves_torch_and_the_kernels():
         "torch.mm(x, w)\n"
         "torch.tanh(w)\n"
         "before = os.listdir('/proc/self/task')\n"
-        "linear.linear(x, w, None, torch.empty(256, 1024))\n"
+        "linear.Product(w, 1024, 1024)(x)\n"
         "after = os.listdir('/proc/self/task')\n"
         "files = {line.split()[-1] for line in open('/proc/self/maps') if '.so' in line}\n"
         "print(before == after, sum('libgomp' in name or 'libomp' in name or 'libiomp' in name for name in "

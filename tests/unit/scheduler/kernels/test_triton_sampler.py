@@ -1,10 +1,12 @@
 """The Triton sampler against torch's, in Triton's interpreter, which runs it on the CPU."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from support.forward_batches import sampling_rows
 from support.interpreted_triton import INTERPRETS, interpreted
 from support.recorded_graphs import RecordingDevice
 
@@ -35,22 +37,7 @@ def in_triton(vocab_size: int, rows: int, dtype: torch.dtype) -> Sampler:
     return made
 
 
-def batch_of(rows: int, vocab_size: int, **given: object) -> SamplingBatch:
-    defaults = {
-        "temperature": 1.0,
-        "greedy": False,
-        "top_k": vocab_size,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "uniforms": 0.5,
-    }
-    dtypes = [torch.float32, torch.bool, torch.int64, torch.float32, torch.float32, torch.float64]
-    columns = {
-        name: torch.as_tensor(np.broadcast_to(np.asarray(given.get(name, value)), (rows,)).copy()).to(dtype)
-        for (name, value), dtype in zip(defaults.items(), dtypes, strict=True)
-    }
-    columns["temperature"] = torch.where(columns["greedy"], 1.0, columns["temperature"])
-    return SamplingBatch(**columns, any_sampled=True, any_filtered=True, want_raw=True, want_sampled=True)
+batch_of = partial(sampling_rows, min_p=0.0, any_sampled=True, any_filtered=True)
 
 
 def by_torch(logits: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:

@@ -130,7 +130,7 @@ def test_ranks_keep_their_part_of_the_width(served):
         assert same(torch.cat([first, second], dim=columns), wide[name].float())
 
 
-def test_experts_that_groups_do_not_divide_come_as_wide_floats_only():
+def test_experts_that_groups_do_not_divide_come_wide():
     place = Placement(torch.float32, torch.device("cpu"))
     experts = Experts(
         "e", "x", 2, 40, 32, names=ExpertNames(stacked=True), bias=True, bend="clamped", place=place

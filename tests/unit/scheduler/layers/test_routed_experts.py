@@ -6,14 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_scheduler import finished
-from torch.nn import functional
 
 from caesura.client.connection.results import decode_output
 from caesura.client.exceptions import InternalError
 from caesura.io_struct import RoutedExperts
 from caesura.scheduler.cache import pool as pools
 from caesura.scheduler.cache.pool import RoutingPool
-from caesura.scheduler.layers.experts import ExpertNames, Experts
 from caesura.scheduler.layers.moe import RoutedExperts as Record
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.memory.residency import ComponentResidencyManager
@@ -107,57 +105,3 @@ def test_rows_that_do_not_match_the_tokens_are_refused(broken):
     decode_output(finished("r", [7, 8, 9], routed_experts=wire(5)))
     with pytest.raises(InternalError, match="routed experts"):
         decode_output(finished("r", [7, 8, 9], routed_experts=broken))
-
-
-EXPERTS, HIDDEN, WIDTH = 5, 20, 12
-
-
-@pytest.fixture
-def experts(served):
-    place = Placement(torch.float32, torch.device("cpu"))
-    names = ExpertNames(stacked=True)
-    return Experts(
-        "e", "mlp.experts", EXPERTS, HIDDEN, WIDTH, names=names, bias=True, bend="clamped", place=place
-    )
-
-
-def drawn(slots, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(slot.shape, generator=generator) for name, slot in slots.items()}
-
-
-@pytest.mark.parametrize("cut", [1, 2, 5])
-def test_written_rows_read_back_and_count_as_changed_once(experts, cut):
-    slots = {slot.name: slot for slot in experts.slots()}
-    for seed in (1, 2):
-        for name, values in drawn(slots, seed).items():
-            starts = range(0, EXPERTS, cut)
-            assert all(slots[name].update(values[start : start + cut], start) for start in starts)
-            assert not any(slots[name].update(values[start : start + cut], start) for start in starts)
-            assert not slots[name].differs(values[1:3], 1)
-            assert torch.equal(slots[name].read(), values)
-            assert torch.equal(slots[name].read(1, 3), values[1:3])
-            changed = values.clone()
-            changed.view(EXPERTS, -1)[3, -1] += 1
-            assert slots[name].differs(changed[2:], 2)
-            assert not slots[name].differs(changed[:3], 0)
-            slots[name].write(values[cut:], cut)
-            assert torch.equal(slots[name].read(), values)
-
-
-def test_their_sum_is_that_of_the_checkpoint_s_tensors(experts):
-    slots = {slot.name: slot for slot in experts.slots()}
-    values = drawn(slots, 3)
-    for name, value in values.items():
-        slots[name].write(value, 0)
-    gate_up, gate_up_bias, down, down_bias = (value.double() for value in values.values())
-    x, weights = torch.randn(7, HIDDEN), torch.rand(7, 2)
-    ids = torch.randint(0, EXPERTS, (7, 2))
-    expected = torch.zeros(7, HIDDEN, dtype=torch.float64)
-    for token in range(7):
-        for expert, weight in zip(ids[token].tolist(), weights[token].double()):
-            both = x[token].double() @ gate_up[expert] + gate_up_bias[expert]
-            gate, up = both[::2].clamp(max=7), both[1::2].clamp(-7, 7)
-            inner = gate * functional.sigmoid(1.702 * gate) * (up + 1)
-            expected[token] += weight * (inner @ down[expert] + down_bias[expert])
-    torch.testing.assert_close(experts.forward(x, ids, weights).double(), expected, atol=2e-5, rtol=1e-5)

@@ -62,7 +62,7 @@ def pages_of(pool):
     return [len(pool.layer(layer)[0]) - 1 for layer in range(pool.num_layers)]
 
 
-def test_layers_with_a_window_have_room_for_the_windows_of_all_requests_and_no_more(tmp_path):
+def test_layers_with_a_window_have_room_for_all_windows(tmp_path):
     config, loaded = windowed(tmp_path, kv_pool_tokens=4096)
     pool = build_pool(config, loaded, 256)
     most = storage_pages(20, PAGE_SIZE, rows=4, step_tokens=32)
@@ -90,7 +90,7 @@ def hybrid(tmp_path, **options):
     return config, load_model(config)
 
 
-def test_states_have_a_row_for_each_request_and_one_for_a_prefix(tmp_path):
+def test_states_have_rows_for_requests_and_a_prefix(tmp_path):
     config, loaded = hybrid(tmp_path, kv_pool_tokens=160)
     pool = build_pool(config, loaded, 256)
     row = build.state_row_bytes(loaded)

@@ -44,11 +44,14 @@ def resident() -> int:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_system_really_gets_the_memory(backend):
     manager = ComponentResidencyManager(CPU, make_component=backend)
+    nothing = resident()
     with manager.component("weights"):
         weights = [allocate((4 * MIB,), torch.float32, CPU) for _ in range(4)]
     with manager.component("kv_cache"):
         cache = allocate((4 * MIB,), torch.float32, CPU)
     assert (manager.nbytes("weights"), manager.nbytes("kv_cache")) == (64 * MIB, 16 * MIB)
+    if backend is MappedComponent:
+        assert HOST.memory_reserved() - nothing < 4 * MIB, "what nobody wrote costs nothing"
     for tensor in (*weights, cache):
         tensor.fill_(1.0)
     addresses = [tensor.data_ptr() for tensor in weights]
@@ -57,6 +60,8 @@ def test_the_system_really_gets_the_memory(backend):
     assert before - resident() > 60 * MIB
     assert bool((cache == 1).all())
     exhaust(manager.resume(["weights"]))
+    if backend is MappedComponent:
+        assert before - resident() > 60 * MIB
     for tensor in weights:
         assert not tensor.any()
         tensor.fill_(2.0)
@@ -64,19 +69,6 @@ def test_the_system_really_gets_the_memory(backend):
     assert -16 * MIB < resident() - before < 4 * MIB
     if backend is MappedComponent:
         assert [tensor.data_ptr() for tensor in weights] == addresses
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="madvise as Linux has it")
-def test_memory_that_nobody_wrote_costs_nothing():
-    manager = ComponentResidencyManager(CPU)
-    before = resident()
-    with manager.component("kv_cache"):
-        cache = allocate((64 * MIB,), torch.float32, CPU)
-    cache[:1024] = 1.0
-    assert HOST.memory_reserved() - before < 4 * MIB
-    exhaust(manager.release(["kv_cache"]))
-    exhaust(manager.resume(["kv_cache"]))
-    assert HOST.memory_reserved() - before < 4 * MIB
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -124,7 +116,7 @@ def test_any_tensor(shape, dtype, backend):
         exhaust(component.resume())
 
 
-def test_unused_blocks_of_the_allocator_count_as_room_for_what_comes_back():
+def test_unused_blocks_of_the_allocator_count_as_room():
     free = [0]
     module = SimpleNamespace(
         memory_reserved=lambda: 0,
@@ -138,7 +130,7 @@ def test_unused_blocks_of_the_allocator_count_as_room_for_what_comes_back():
     exhaust(manager.resume(["weights"]))
 
 
-def test_an_allocator_that_refuses_half_way_leaves_nothing_taken():
+def test_an_allocator_that_refuses_half_way_takes_nothing():
     class Refusing(StorageComponent):
         def resume(self):
             for number, step in enumerate(super().resume()):
@@ -204,7 +196,7 @@ def test_the_saver_is_used_where_it_is_active(saver):
         )
 
 
-def test_the_saver_is_asked_once_per_component_and_never_for_an_empty_one(saver):
+def test_the_saver_is_asked_once_per_component(saver):
     manager = ComponentResidencyManager(CPU, make_component=SavedComponent)
     with manager.component("weights"):
         tensors = [allocate((8,), torch.float32, CPU) for _ in range(2)]

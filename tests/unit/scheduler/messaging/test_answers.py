@@ -69,7 +69,7 @@ def again(store: Answers, message_id: str) -> str:
     return found.id
 
 
-def test_the_last_answers_to_commands_are_stored_whatever_is_generated(clock):
+def test_answers_to_commands_outlive_what_is_generated(clock):
     store = Answers(0.0, LIMIT)
     for number in range(STORED_ANSWERS):
         clock.now += 1
@@ -140,7 +140,7 @@ def test_answers_under_way_take_no_more_than_the_limit(clock):
     assert store.attach(b"C", "other", b"frame") == []
 
 
-def test_exchanges_under_way_are_bounded_together_and_the_largest_goes_first(clock):
+def test_exchanges_under_way_are_bounded_together(clock):
     store = Answers(60.0, LIMIT)
     for number in range(4):
         generate(store, f"m{number}", samples=2)
@@ -192,7 +192,7 @@ def test_ids_are_remembered_long_and_no_others():
     assert not any(table.find(f"other {number}") is not None for number in range(10_000))
 
 
-def test_an_id_that_is_set_again_has_the_new_place_until_it_is_discarded():
+def test_an_id_that_is_set_again_has_the_new_place():
     table = PlaceTable(REMEMBERED_IDS)
     for place in range(100):
         table.set("id", place)

@@ -154,7 +154,8 @@ def refusal(endpoint: str) -> CaesuraError:
     return caught.value
 
 
-def test_a_second_router_is_refused_and_the_first_keeps_its_traffic(router, tmp_path):
+def test_a_second_router_is_refused_and_the_first_goes_on(router, tmp_path):
+    assert stat.S_IMODE(os.stat(tmp_path / "s.sock").st_mode) == 0o600, "only its owner may connect"
     for spelling in (router.endpoint, f"ipc://{tmp_path}/./s.sock"):
         assert refusal(spelling).code == ErrorCode.ENDPOINT_IN_USE
     with met(router, b"c1") as client:
@@ -185,10 +186,6 @@ def test_no_other_file_is_touched(endpoint):
     Router(endpoint, lambda _: None).close()
     with open(path + ".lock") as file:
         assert file.read() == "precious"
-
-
-def test_only_the_owner_may_connect(router, tmp_path):
-    assert stat.S_IMODE(os.stat(tmp_path / "s.sock").st_mode) == 0o600
 
 
 def test_the_longest_ipc_path(tmp_path):
@@ -223,7 +220,7 @@ def test_tcp_on_loopback_with_a_free_port(host):
         assert refusal(router.endpoint).code == ErrorCode.ENDPOINT_IN_USE
 
 
-def test_twenty_thousand_messages_to_a_client_that_does_not_read(router):
+def test_a_client_that_does_not_read_loses_no_result(router):
     rids = [f"r{number}" for number in range(40)]
     with met(router, b"slow", receive_hwm=1) as slow, met(router, b"quick") as quick:
         longest_queue = 0
@@ -261,7 +258,7 @@ def test_twenty_thousand_messages_to_a_client_that_does_not_read(router):
         assert not router.has_backlog
 
 
-def test_deltas_beyond_the_bound_leave_a_gap_and_results_stay(router):
+def test_deltas_beyond_the_bound_are_lost_and_results_stay(router):
     with full(router, b"slow") as (slow, sent):
         router.send(b"slow", finished("first"))
         for step in range(25):
@@ -428,7 +425,7 @@ class ShortOfMemory:
 
 
 @pytest.mark.parametrize("frame", [1, 2, 3, 4])
-def test_a_message_that_there_is_no_memory_for_is_dropped_as_a_whole(router, frame):
+def test_a_message_without_memory_is_dropped_as_a_whole(router, frame):
     with met(router, b"C1") as client:
         router.socket = ShortOfMemory(router.socket, frame)
         client.send(b"header", b"one", b"two")
@@ -439,7 +436,7 @@ def test_a_message_that_there_is_no_memory_for_is_dropped_as_a_whole(router, fra
             assert (reply.code, reply.id) == ("out_of_memory", "")
 
 
-def test_text_that_utf8_cannot_hold_waits_for_a_slow_client_like_any_other():
+def test_text_that_utf8_cannot_hold_waits_like_any_other():
     waiting = send_queues.Backlogs()
     waiting.begin(b"client", [b"first"])
     reason = FinishReason(type="error", message="no \udc80")
@@ -450,16 +447,12 @@ def test_text_that_utf8_cannot_hold_waits_for_a_slow_client_like_any_other():
     assert decode_reply(frame).finished[0].finish_reason.message == "no \\udc80"
 
 
-def test_a_message_of_as_many_frames_as_it_may_have_arrives_whole_over_several_calls(router):
+def test_frames_share_the_bound_of_a_call(router):
     with RawClient(router.endpoint, identity=b"c1") as client:
         send_frames(client, encode(GetStatusReqInput()), MAX_FRAMES - 1)
         messages, calls = hear_from(router, b"c1")
-    assert messages == [(b"c1", MAX_FRAMES - 1)]
-    assert calls >= MAX_FRAMES // router_socket.FRAMES_PER_DRAIN
-
-
-def test_many_messages_of_many_frames_share_the_bound_of_a_call(router):
-    with RawClient(router.endpoint, identity=b"c1") as client:
+        assert messages == [(b"c1", MAX_FRAMES - 1)], "as many as a message may have"
+        assert calls >= MAX_FRAMES // router_socket.FRAMES_PER_DRAIN
         for _ in range(10):
             send_frames(client, encode(GetStatusReqInput()), 3000)
         router.socket.poll(20_000)
@@ -471,7 +464,7 @@ def test_many_messages_of_many_frames_share_the_bound_of_a_call(router):
     assert seen == [(b"c1", 3000)] * 10
 
 
-def test_an_overlong_message_is_refused_by_its_id_and_dropped_piece_by_piece(router, gone):
+def test_an_overlong_message_is_refused_by_its_id(router, gone):
     count = 4 * router_socket.DISCARDED_PER_DRAIN + MAX_FRAMES
     with (
         RawClient(router.endpoint, identity=b"long") as long,
@@ -505,7 +498,7 @@ def test_a_message_of_too_many_bytes_is_refused(router):
 
 
 @bounded(MAX_FRAMES=10)
-def test_a_client_that_goes_on_with_overlong_messages_is_dropped(router, gone):
+def test_a_client_of_many_overlong_messages_is_dropped(router, gone):
     with (
         RawClient(router.endpoint, identity=b"long") as long,
         RawClient(router.endpoint, identity=b"other") as other,

@@ -78,7 +78,7 @@ def connection(endpoint: str) -> socket.socket:
     return asking
 
 
-def test_more_connects_than_descriptors_neither_end_nor_occupy_the_engine(child):
+def test_more_connects_than_descriptors_are_refused(child):
     with RawClient(child.endpoint) as old, contextlib.ExitStack() as crowd:
         cpu_seconds(old)
         fill(child, crowd, pause_s=0.02)

@@ -112,18 +112,13 @@ def non_loopback() -> str | None:
 @pytest.mark.parametrize("kind", ["tcp", "ipc"])
 def test_a_client_with_an_authorized_key_is_heard(keys, tmp_path, kind):
     endpoint = "tcp://127.0.0.1:0" if kind == "tcp" else f"ipc://{tmp_path}/s.sock"
-    with served(endpoint, server_keys(keys)) as server:
-        assert_heard(server.router.endpoint, **client_options(keys, keys))
-
-
-def test_the_engines_key_may_be_given_as_text(keys):
     key = zmq.auth.load_certificate(keys / "server.key")[0].decode()
-    options = {**client_options(keys, keys), "curve_server_key": key}
-    with served("tcp://127.0.0.1:0", server_keys(keys)) as server:
-        assert_heard(server.router.endpoint, **options)
+    with served(endpoint, server_keys(keys)) as server:
+        for option in ({}, {"curve_server_key": key}):  # a file, and the key as text
+            assert_heard(server.router.endpoint, **{**client_options(keys, keys), **option})
 
 
-def test_an_unknown_key_a_wrong_server_key_and_no_key_are_refused_and_told_why(keys):
+def test_other_keys_than_the_right_ones_are_told_why(keys):
     with served("tcp://127.0.0.1:0", server_keys(keys)) as server:
         endpoint = server.router.endpoint
         assert "not among its authorized clients" in refused(endpoint, **client_options(keys, keys / "other"))
@@ -132,7 +127,7 @@ def test_an_unknown_key_a_wrong_server_key_and_no_key_are_refused_and_told_why(k
         assert server.heard == 0
 
 
-def test_the_reason_of_a_refusal_outlives_a_next_try_that_nobody_answers(keys):
+def test_the_reason_of_a_refusal_outlives_the_next_try(keys):
     def forward_the_first() -> None:
         with door.accept()[0] as outside, socket.create_connection(("127.0.0.1", port)) as inside:
             while ready := select.select([outside, inside], [], [])[0]:
@@ -169,7 +164,7 @@ def test_a_client_with_keys_never_falls_back_to_plain_text(keys):
         assert server.heard == 0
 
 
-def test_a_refusal_that_comes_before_the_hello_is_sent_is_told(keys, monkeypatch):
+def test_a_refusal_before_the_hello_is_sent_is_told(keys, monkeypatch):
     monitors = []
     get_monitor_socket, connect_to = zmq.Socket.get_monitor_socket, link.connect_to
 
@@ -187,7 +182,8 @@ def test_a_refusal_that_comes_before_the_hello_is_sent_is_told(keys, monkeypatch
         assert "has no keys" in refused(server.router.endpoint, **client_options(keys, keys))
 
 
-def test_keys_added_and_removed_count_from_the_next_connection_on(keys, tmp_path):
+def test_keys_count_from_the_next_connection_on(keys, tmp_path):
+    """Keys are added and removed while the engine runs; those that cannot be read admit nobody."""
     (tmp_path / "clients").mkdir()
     own = ServerKeys.read(str(keys / "server.key_secret"), str(tmp_path / "clients"))
     options = client_options(keys, keys)
@@ -201,18 +197,11 @@ def test_keys_added_and_removed_count_from_the_next_connection_on(keys, tmp_path
         client.shutdown()
         (tmp_path / "clients" / "new.key").unlink()
         assert "not among" in refused(server.router.endpoint, **options)
+        (tmp_path / "clients").rmdir()
+        assert "not among" in refused(server.router.endpoint, **options)
 
 
-def test_authorized_keys_that_cannot_be_read_admit_nobody(keys, tmp_path):
-    authorized = tmp_path / "clients"
-    authorized.write_text((keys / "clients" / "client.key").read_text())
-    own = ServerKeys.read(str(keys / "server.key_secret"), str(authorized))
-    with served("tcp://127.0.0.1:0", own) as server:
-        authorized.unlink()
-        assert "not among" in refused(server.router.endpoint, **client_options(keys, keys))
-
-
-def test_without_its_thread_an_engine_with_keys_admits_nobody(keys):
+def test_without_its_thread_keys_admit_nobody(keys):
     with contextlib.closing(Router("tcp://127.0.0.1:0", lambda _: None, server_keys(keys))) as router:
         router.socket.disable_monitor()  # the thread ends with the last event
         router._access._thread.join()
@@ -231,6 +220,8 @@ def test_beyond_loopback_only_with_keys(keys):
 
 
 def test_with_keys_an_address_of_this_host_is_served(keys):
+    with pytest.raises(CaesuraError, match="needs an IP address"):
+        Router("tcp://example.com:0", lambda _: None, server_keys(keys))
     address = non_loopback()
     if address is None:
         pytest.skip("this host has no address but loopback")
@@ -238,11 +229,6 @@ def test_with_keys_an_address_of_this_host_is_served(keys):
         assert server.router.endpoint.startswith(f"tcp://{address}:")
         assert_heard(server.router.endpoint, **client_options(keys, keys))
         assert "asks for keys" in refused(server.router.endpoint)
-
-
-def test_a_name_is_no_address_to_bind_even_with_keys(keys):
-    with pytest.raises(CaesuraError, match="needs an IP address"):
-        Router("tcp://example.com:0", lambda _: None, server_keys(keys))
 
 
 def test_two_options_belong_together(keys):

@@ -59,7 +59,7 @@ def delta_of(rows: list[tuple[tuple[str, int], int, int]]) -> StreamDelta:
     ),
     st.sets(st.sampled_from(SAMPLES), max_size=2),
 )
-def test_merging_keeps_every_token_of_what_goes_on_with_its_logprobs(steps, ended):
+def test_merging_keeps_tokens_and_their_logprobs(steps, ended):
     position = dict.fromkeys(SAMPLES, 0)
     deltas, expected = [], set()
     for step in steps:

@@ -1,6 +1,5 @@
 """DeepSeek's weights, routing and memory; logits are in test_models_vs_transformers.py."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.runtime.engine_config import EngineConfig
 from caesura.scheduler.weights.loader import WeightLoader
-from caesura.scheduler.weights.source import WeightPiece
 
 CPU = torch.device("cpu")
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -52,33 +50,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     return load_file(path / "model.safetensors")
 
 
-def send_all(loader: WeightLoader, tensors: dict[str, Tensor], max_rows: int, seed: int) -> None:
-    rng = random.Random(seed)
-    for name in rng.sample(sorted(tensors), len(tensors)):
-        tensor, start = tensors[name], 0
-        while start < tensor.shape[0]:
-            rows = tensor[start : start + rng.randint(1, max_rows)]
-            loader.write(WeightPiece(name, tuple(tensor.shape), tensor.dtype, start, rows))
-            start += len(rows)
-
-
 # Weights
-
-
-@pytest.mark.parametrize("max_rows", [1, 7, 1000])
-def test_updates_in_place_equal_a_cold_load(folder: Path, other: dict[str, Tensor], max_rows: int) -> None:
-    cold = storage(load_model(str(folder), torch.float32))
-    model = load_model(str(folder), torch.float32)
-    addresses = {name: tensor.data_ptr() for name, tensor in model.named_storage()}
-    loader = WeightLoader(model)
-    for tensors in (other, load_file(folder / "model.safetensors"), load_file(folder / "model.safetensors")):
-        send_all(loader, tensors, max_rows, max_rows)
-        model.finalize_weights()
-        assert loader.missing(loader.written) == []
-        assert (storage(model) == cold) is (tensors is not other)
-    counts = loader.counts
-    assert counts.changed_tensors == 2 * counts.written_tensors // 3, "the third time nothing changed"
-    assert {name: tensor.data_ptr() for name, tensor in model.named_storage()} == addresses
 
 
 def test_fp8_up_projections_are_derived_at_commit_and_not_before(
@@ -215,7 +187,8 @@ def test_the_engine_stores_latents_alone(folder: Path) -> None:
             pass
     assert not pool.layer(1).any()
     assert all(not tensor.any() for _, tensor in loaded.model.named_storage())
-    send_all(loaded.loader, load_file(folder / "model.safetensors"), 1000, 0)
+    for name, value in load_file(folder / "model.safetensors").items():
+        send(loaded.loader, name, value)
     loaded.model.finalize_weights()
     assert storage(loaded.model) == storage(load_model(str(folder), torch.float32))
 

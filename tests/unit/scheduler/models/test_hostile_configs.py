@@ -111,7 +111,7 @@ ANYTHING = st.one_of(
 @given(st.sampled_from(CASES), ANYTHING, st.sampled_from(CASES), ANYTHING)
 @example((CONFIGS[0], ("num_hidden_layers",)), 2**31 - 1, (CONFIGS[0], ("vocab_size",)), 2**31 - 1)
 @example((CONFIGS[0], ("num_hidden_layers",)), 10**400, (CONFIGS[0], ("eos_token_id",)), [-1])
-def test_two_values_at_once_are_harmless_or_one_is_refused_by_name(
+def test_two_extreme_values_are_harmless_or_refused(
     case: tuple[dict[str, Any], Place], value: object, other: tuple[dict[str, Any], Place], second: object
 ) -> None:
     (config, path), (_, further) = case, other

@@ -14,14 +14,16 @@ from support.checkpoints import (
     make_checkpoint,
     rewrite_config_as_v4,
 )
+from support.foreign_comparison import WAYS, Compared, compare_models, prompt
 from support.forward_batches import PagedModel, Row, Sequence, forward_batch, load_model
-from torch import Tensor
+from support.stored_weights import storage
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from caesura.scheduler import models
 from caesura.scheduler.layers.norm import RMSNorm
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.models import registry
+from caesura.scheduler.models.causal_lm import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
 
@@ -132,110 +134,36 @@ CASES = {
 }  # fmt: skip
 
 
-@dataclass
-class Subject:
-    reference: Any
-    model: Any
-
-    def expected(self, tokens: list[int]) -> Tensor:
-        with torch.inference_mode():
-            return self.reference(torch.tensor([tokens])).logits[0]
-
-    def paged(self) -> PagedModel:
-        return PagedModel(self.model, torch.float32)
-
-
-@pytest.fixture(scope="session", params=CASES)
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    case = CASES[request.param]
-    path = tmp_path_factory.mktemp(request.param)
-    reference = make_checkpoint(path, case.family, tied=case.tied, seed=len(request.param), **case.overrides)
-    if case.v4:
-        rewrite_config_as_v4(path)
-    made = Subject(reference, load_model(str(path), torch.float32))
-    assert made.expected(prompt(20)).std() > 0.3, "the tolerance would mean nothing"
-    return made
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_updates(name: str, tmp_path: Path) -> None:
+    case, models = CASES[name], []
+    for number, path in enumerate((tmp_path / "old", tmp_path / "new")):
+        seed = len(name) + number
+        models.append(make_checkpoint(path, case.family, tied=case.tied, seed=seed, **case.overrides))
+        if case.v4:
+            rewrite_config_as_v4(path)
+    model = load_model(str(tmp_path / "old"), torch.float32)
+    only_sampled_tokens_reach_the_head(model)
+    compared = compare_models(Compared(*models, model, tmp_path / "new", {}))
+    assert compared.gaps.keys() == WAYS - ({"in_place update"} if "deepseek" in case.family else set())
+    assert max(compared.gaps.values()) <= TOLERANCE, compared.gaps
+    assert storage(model) == storage(load_model(str(tmp_path / "new"), torch.float32))
+    with torch.inference_mode():
+        assert models[0](torch.tensor([prompt(20)])).logits.std() > 0.3, "the tolerance would mean nothing"
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def assert_close(got: Tensor, expected: Tensor) -> None:
-    assert got.shape == expected.shape
-    assert (got - expected).abs().max().item() <= TOLERANCE
-
-
-@pytest.mark.parametrize("length", [1, 16, 17, 70])
-def test_prefill(subject: Subject, length: int) -> None:
-    tokens = prompt(length)
-    (got,) = subject.paged().step([], [(Sequence(tokens), length)])
-    assert_close(got, subject.expected(tokens))
-
-
-def test_prefill_of_several_prompts(subject: Subject) -> None:
-    lengths = (23, 23, 5, 23, 32, 32, 32)
-    sequences = [Sequence(prompt(n, seed)) for seed, n in enumerate(lengths)]
-    results = subject.paged().step([], [(s, len(s.tokens)) for s in sequences])
-    for sequence, got in zip(sequences, results):
-        assert_close(got, subject.expected(sequence.tokens))
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 16, 33])
-def test_chunked_prefill(subject: Subject, chunk: int) -> None:
-    tokens = prompt(50)
-    paged, sequence = subject.paged(), Sequence(tokens)
-    parts = []
-    while sequence.computed < len(tokens):
-        parts += paged.step([], [(sequence, min(chunk, len(tokens) - sequence.computed))])
-    assert_close(torch.cat(parts), subject.expected(tokens))
-
-
-def test_decode_of_ragged_rows(subject: Subject) -> None:
-    paged = subject.paged()
-    sequences = [Sequence(prompt(n + 6, seed)) for seed, n in enumerate((3, 14, 15, 16, 120, 40))]
-    paged.step([], [(s, len(s.tokens) - 6) for s in sequences])
-    rows = [paged.step(sequences) for _ in range(6)]
-    for index, sequence in enumerate(sequences):
-        got = torch.cat([step[index] for step in rows])
-        assert_close(got, subject.expected(sequence.tokens)[-6:])
-
-
-def test_prefix_hit(subject: Subject) -> None:
-    paged, shared = subject.paged(), prompt(32)
-    first = Sequence(shared + prompt(9, 1))
-    paged.step([], [(first, len(first.tokens))])
-    seconds = [Sequence(shared + prompt(12, seed), computed=32, pages=first.pages[:2]) for seed in (2, 3)]
-    for sequence, got in zip(seconds, paged.step([], [(s, 12) for s in seconds])):
-        assert_close(got, subject.expected(sequence.tokens)[32:])
-
-
-def test_mixed_decode_and_prefill(subject: Subject) -> None:
-    paged = subject.paged()
-    decoding = [Sequence(prompt(n, seed)) for seed, n in enumerate((30, 9))]
-    paged.step([], [(s, len(s.tokens) - 1) for s in decoding])
-    chunked, fresh = Sequence(prompt(45, 7)), Sequence(prompt(18, 8))
-    paged.step([], [(chunked, 20)])
-    results = paged.step(decoding, [(chunked, 25), (fresh, 18)])
-    expected = [subject.expected(s.tokens) for s in (*decoding, chunked, fresh)]
-    assert_close(results[0], expected[0][-1:])
-    assert_close(results[1], expected[1][-1:])
-    assert_close(results[2], expected[2][20:])
-    assert_close(results[3], expected[3])
-
-
-def test_only_sampled_tokens_reach_the_head(subject: Subject) -> None:
-    paged, sequence = subject.paged(), Sequence(prompt(21))
+def only_sampled_tokens_reach_the_head(model: CausalLM) -> None:
+    paged, sequence = PagedModel(model, torch.float32), Sequence(prompt(21))
     (logits,) = paged.step([], [(sequence, 21)])
     batch = forward_batch([Row(sequence.tokens, 0, sequence.pages)], 0)
     batch.sample_tokens = torch.tensor([20, 4])
     with torch.inference_mode():
         paged.backend.plan(batch)
-        hidden = paged.model.forward(batch, paged.backend)
-        assert hidden.shape == (2, paged.model.config.hidden_size)
-        assert_close(paged.model.logits(hidden), logits[[20, 4]])
+        hidden = model.forward(batch, paged.backend)
+        assert hidden.shape == (2, model.config.hidden_size)
+        torch.testing.assert_close(model.logits(hidden), logits[[20, 4]], atol=TOLERANCE, rtol=0)
         batch.sample_tokens = torch.tensor([], dtype=torch.int64)
-        assert paged.model.forward(batch, paged.backend).shape == (0, paged.model.config.hidden_size)
+        assert model.forward(batch, paged.backend).shape == (0, model.config.hidden_size)
 
 
 NARROW = {torch.bfloat16: 0.03, torch.float16: 0.004}

@@ -133,7 +133,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fp8_is_stored_as_it_comes_and_computes_the_dequantised_checkpoint(name: str, tmp_path: Path) -> None:
+def test_fp8_computes_the_dequantised_checkpoint(name: str, tmp_path: Path) -> None:
     family, blocks, skipped, overrides = CASES[name]
     plain, fp8, dequantized = (tmp_path / name for name in ("plain", "fp8", "dequantized"))
     make_checkpoint(plain, family, seed=3, dtype=torch.bfloat16, **overrides)
@@ -172,7 +172,7 @@ def test_logits_of_mxfp4_are_transformers_own(made: dict[str, Folders]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_cold_load_of_mxfp4_stores_what_the_wide_checkpoint_s_does(
+def test_a_cold_load_of_mxfp4_stores_the_wide_checkpoint(
     made: dict[str, Folders], dtype: torch.dtype
 ) -> None:
     packed, wide = (load_model(str(path), dtype) for path in (made["mxfp4"].packed, made["mxfp4"].wide))
@@ -392,7 +392,7 @@ def test_a_tensor_that_was_cut_off_comes_again(
         assert torch.equal(subject.read(UP), subject.wide[UP])
 
 
-def test_parts_of_one_product_are_quantised_together_or_not_at_all(tmp_path: Path) -> None:
+def test_parts_of_a_product_are_quantised_together(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "plain", "qwen3", dtype=torch.bfloat16)
     make_fp8_checkpoint(tmp_path / "plain", tmp_path / "fp8", (16, 32), (K.removesuffix(".weight"),))
     with pytest.raises(CaesuraError) as caught:

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file
 from support.architectures import ARCHITECTURES, REFUSED, tiny_config, tiny_model
 from support.checkpoints import edit_config, make_checkpoint
-from support.foreign_comparison import compare, prompt
+from support.foreign_comparison import WAYS, compare, prompt
 from support.forward_batches import PagedModel, Sequence, layer_by_layer, load_model
 from support.stored_weights import storage
 from torch import Tensor, nn
@@ -46,9 +46,6 @@ ORDINARY = (
 """Between them: windows, sinks, tied and scaled embeddings, logit scales, experts of both kinds, fused
 checkpoints.
 """
-WAYS = {
-    "prefill", "chunked prefill", "prefix hit", "decode", "mixed", "in_place update", "retract and update",
-}  # fmt: skip
 CPU = torch.device("cpu")
 
 
@@ -210,7 +207,7 @@ def test_buffers_are_those_of_a_loaded_model(architecture: str, tmp_path: Path) 
         assert torch.equal(ours[name], buffer), name
 
 
-def test_a_batch_with_a_long_row_does_not_change_the_frequencies_of_a_short_one(tmp_path: Path) -> None:
+def test_a_long_row_keeps_the_frequencies_of_a_short_one(tmp_path: Path) -> None:
     factors = [1.0 + 0.1 * i for i in range(6)]
     rope = {
         "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": factors,
@@ -344,9 +341,7 @@ def make(folder: Path, architecture: str, dtype: torch.dtype = torch.bfloat16, *
     return load_model(str(folder), dtype, backend="transformers")
 
 
-def test_a_decoder_whose_calls_depend_on_the_tokens_is_computed_by_its_modules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decoder_whose_calls_vary_is_not_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = modeling_llama.LlamaMLP.forward
     monkeypatch.setattr(
         modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x * 1 if x.shape[1] > 8 else x)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.clock import clock_of
 from support.properties import examples
 
 from caesura.io_struct import MemoryByTag
@@ -14,9 +15,8 @@ from caesura.scheduler.memory import host
 from caesura.scheduler.memory.device_memory import DeviceMemoryReading
 from caesura.scheduler.memory.device_module import device_module_for
 from caesura.scheduler.memory.host import resident_bytes
-from caesura.scheduler.memory.residency import ComponentResidencyManager
+from caesura.scheduler.memory.residency import ComponentResidencyManager, allocate
 from caesura.scheduler.memory.storage import MappedComponent, StorageComponent
-from caesura.scheduler.observability import memory_history
 from caesura.scheduler.observability.memory_history import (
     DETAIL_BYTES,
     SAMPLE_S,
@@ -51,9 +51,7 @@ def memory():
 
 @pytest.fixture
 def clock(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(memory_history, "monotonic", lambda: now[0])
-    return now
+    return clock_of(monkeypatch, ["observability.memory_history"])
 
 
 def all_events(history, page=7):
@@ -71,7 +69,7 @@ def all_events(history, page=7):
     stretches=st.sampled_from([2, 4, 6]),
     reserved=st.lists(st.integers(0, 1 << 40), max_size=150),
 )
-def test_the_ring_keeps_the_last_events_and_the_stretches_the_rest(capacity, stretches, reserved):
+def test_the_ring_keeps_the_last_events(capacity, stretches, reserved):
     memory = Memory()
     history = MemoryHistory(memory, events=capacity, stretches=stretches)
     for number, memory.reserved in enumerate(reserved):
@@ -103,7 +101,7 @@ def test_nothing_grows_however_much_is_noted(memory, clock):
 
     def run():
         for _ in range(700):
-            clock[0] += SAMPLE_S
+            clock.now += SAMPLE_S
             memory.reserved += 2 * STEADY_BYTES
             history.note("pause", "é" * 500)
             history.sample()
@@ -139,14 +137,14 @@ def test_looks_at_steady_memory_are_one_event(memory, clock):
     history = MemoryHistory(memory)
     for _ in range(50):
         memory.reserved += 100 if memory.reserved % 200 else -100
-        clock[0] += SAMPLE_S
+        clock.now += SAMPLE_S
         history.sample()
     (event,), _ = history.events(0, 10)
     assert event.cause == "sample"
     assert event.until - event.at == pytest.approx(49 * SAMPLE_S)
     assert event.reserved == memory.reserved, "the last look's"
     history.note("pause")
-    clock[0] += SAMPLE_S
+    clock.now += SAMPLE_S
     history.sample()
     assert [e.cause for e in all_events(history)] == ["sample", "pause", "sample"]
 
@@ -155,7 +153,7 @@ def test_a_slow_drift_is_not_steady(memory, clock):
     history = MemoryHistory(memory)
     for _ in range(400):
         memory.reserved += STEADY_BYTES // 100
-        clock[0] += SAMPLE_S
+        clock.now += SAMPLE_S
         history.sample()
     events = all_events(history)
     assert 3 <= len(events) <= 5
@@ -166,18 +164,20 @@ def test_readings_are_seconds_apart_while_steps_run(memory, clock):
     history = MemoryHistory(memory)
     for _ in range(1000):
         history.sample()
-        clock[0] += SAMPLE_S / 100
+        clock.now += SAMPLE_S / 100
     assert memory.looks == 10
     history.note("flush")
-    clock[0] += 0.99 * SAMPLE_S
+    clock.now += 0.99 * SAMPLE_S
     history.sample()
     assert memory.looks == 11, "a command has just looked"
     history.note("pause")
-    clock[0] += 0.02 * SAMPLE_S
+    clock.now += 0.02 * SAMPLE_S
     history.note("continue")
     assert memory.looks == 11, "somebody waits for these"
     history.sample()
     assert memory.looks == 12
+    history.note("continue", returned=0)
+    assert memory.looks == 13, "the cache was emptied"
 
 
 @pytest.mark.parametrize("end", ["continue", "lease_expiry"])
@@ -202,8 +202,6 @@ def gauges_over(manager, module=None, **own):
 
 def fill(manager, tag, nbytes, written):
     with manager.component(tag):
-        from caesura.scheduler.memory.residency import allocate
-
         tensor = allocate((nbytes,), torch.uint8, CPU)
     tensor[:written] = 1
     return tensor
@@ -227,7 +225,7 @@ def test_parts_are_what_has_been_written_and_add_up():
 
 
 @linux
-def test_a_quick_look_counts_components_as_of_the_last_thorough_one():
+def test_a_quick_look_counts_components_as_last_seen():
     manager = ComponentResidencyManager(CPU, make_component=MappedComponent)
     gauges = gauges_over(manager)
     kv = fill(manager, "kv_cache", 64 * MIB, 8 * MIB)
@@ -251,7 +249,7 @@ class Allocator:
         return self.allocated
 
 
-def test_where_components_come_from_the_allocator_they_are_not_its_workspace():
+def test_components_of_the_allocator_are_not_workspace():
     module = Allocator()
     manager = ComponentResidencyManager(CPU, make_component=StorageComponent, device_module=module)
     gauges = gauges_over(manager, module)
@@ -278,13 +276,3 @@ def test_many_pages_are_looked_at_in_stretches(monkeypatch):
     monkeypatch.setattr(host, "_LOOKED_AT", 48 * MIB // 4096 // 4)
     assert abs(component.occupied_bytes() - exact) <= 4 * MIB
     assert resident_bytes([]) == 0
-
-
-def test_the_parts_are_read_anew_where_the_cache_was_emptied(memory):
-    history = MemoryHistory(memory)
-    history.note("pause")
-    history.note("continue")
-    assert memory.looks == 0
-    history.note("pause")
-    history.note("continue", returned=0)
-    assert memory.looks == 1

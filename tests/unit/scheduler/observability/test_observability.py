@@ -22,7 +22,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_stages_accumulate_by_name_and_a_failing_one_counts_too(clock):
+def test_stages_accumulate_by_name_if_they_fail_too(clock):
     profiler = StageProfiler()
     for seconds in (1.0, 2.0):
         with profiler.stage("copy"):
@@ -49,7 +49,7 @@ def test_median_and_longest_are_told(clock):
     assert StageTotal().median == 0.0
 
 
-def test_an_operations_stages_count_for_the_engine_too_and_once(clock):
+def test_stages_of_operations_count_for_the_engine_once(clock):
     engine = StageProfiler()
     call, session = StageProfiler(engine, "update."), StageProfiler(engine, "update.")
     with call.stage("copy"):
@@ -64,7 +64,7 @@ def test_an_operations_stages_count_for_the_engine_too_and_once(clock):
     }
 
 
-def test_stages_are_logged_by_option_with_the_memory_at_debug(clock, caplog):
+def test_stages_are_logged_with_the_memory_at_debug(clock, caplog):
     looks = []
     options = {"describe_memory": lambda: looks.append(1) or "reserved 5 MB"}
     silent, loud = StageProfiler(**options), StageProfiler(log=True, **options)
@@ -86,7 +86,7 @@ def test_stages_are_logged_by_option_with_the_memory_at_debug(clock, caplog):
 @pytest.mark.parametrize(
     ("allowed", "most", "expected"), [(300, 1 << 20, 300), (300, 200, 200), (300, 50, 100)]
 )
-def test_the_soft_limit_is_raised_as_far_as_allowed_and_sensible(allowed, most, expected):
+def test_the_soft_limit_is_raised_as_far_as_allowed(allowed, most, expected):
     script = (
         "import resource; from caesura.scheduler.runtime import process as d\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (100, {allowed}))\n"

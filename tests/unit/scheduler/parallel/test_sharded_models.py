@@ -90,7 +90,7 @@ WIDE = {"hidden_size": 1024, "intermediate_size": 48, "max_position_embeddings":
 
 @pytest.mark.parametrize("dtype", native.FLOATS)
 @pytest.mark.parametrize(("length", "overrides"), [(37, {}), (300, WIDE)], ids=["narrow", "wide"])
-def test_all_layers_in_one_call_have_the_bits_of_each_by_itself(
+def test_all_layers_in_one_call_have_the_bits_of_each(
     dtype: torch.dtype, length: int, overrides: dict[str, Any], groups: dict[int, Ranks], tmp_path: Path
 ) -> None:
     make_checkpoint(tmp_path, "llama", attention_bias=True, **overrides)

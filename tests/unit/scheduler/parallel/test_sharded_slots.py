@@ -156,7 +156,9 @@ def test_attention_with_shared_key_heads(
 @settings(max_examples=examples(20))
 @given(st.data(), st.integers(1, 4), st.integers(13, 50), st.booleans())
 def test_a_vocabulary_that_does_not_divide(data: st.DataObject, size: int, vocab: int, tied: bool) -> None:
-    layers = [Embedding("e", "embed", vocab, 6, tied=tied, place=place(rank, size)) for rank in range(size)]
+    layers = [
+        Embedding("e", "embed", vocab, 6, projects=tied, place=place(rank, size)) for rank in range(size)
+    ]
     Layers(list(layers)).check(data, torch.float32)
 
 

@@ -23,7 +23,7 @@ def settle(sizer: ChunkSizer, base: float, cost: float, steps: int = 60) -> list
 
 
 @given(base=st.floats(0.0, 0.1), cost=st.floats(1e-5, 1e-1))
-def test_steps_take_the_target_or_what_one_page_and_the_largest_chunk_allow(base, cost):
+def test_steps_take_the_target_within_their_bounds(base, cost):
     last = settle(ChunkSizer(LARGEST, 0.2), base, cost)[-1]
     shortest, longest = base + cost * PAGE_SIZE, base + cost * LARGEST
     assert min(shortest, 0.2) - 1e-9 <= last
@@ -52,7 +52,7 @@ def test_without_a_target_nothing_is_measured():
     assert sizer.budget() == LARGEST
 
 
-def test_a_step_that_memory_does_not_suffice_for_halves_the_next_ones():
+def test_a_step_without_memory_halves_the_next_ones():
     sizer = ChunkSizer(LARGEST, float("inf"))
     assert sizer.budget(100) == LARGEST, "decoding rows come on top"
     sizer.halve(LARGEST + 100)

@@ -28,7 +28,7 @@ NAN, INF = float("nan"), float("inf")
 KV_UP = "model.layers.0.self_attn.kv_b_proj.weight"
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3-moe", "deepseek-v3", "deepseek-v3 fp8"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3-moe", "gpt-oss", "deepseek-v3", "deepseek-v3 fp8"])
 def model(request, tmp_path_factory) -> CausalLM:
     family, _, form = request.param.partition(" ")
     folder: Path = tmp_path_factory.mktemp("model")
@@ -117,7 +117,7 @@ def specs_of(sizes: list[int]) -> list[TensorSpec]:
 
 
 @given(sizes=SIZES.filter(bool), cut=st.integers(1, 100))
-def test_broadcasts_have_every_tensor_once_in_order_without_gaps_and_are_as_few_as_that_allows(sizes, cut):
+def test_broadcasts_are_few_and_have_every_tensor_once(sizes, cut):
     specs = specs_of(sizes)
     counts = [len(part) for part in whole(specs, cut, lambda spec: spec.nbytes)]
     fields = {"specs": specs, "load_format": "flattened_bucket", "tensors_per_broadcast": counts}

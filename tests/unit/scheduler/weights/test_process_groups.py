@@ -119,7 +119,7 @@ def test_engines_of_our_own_trainer_wait_for_one_another(store: TCPStore) -> Non
     assert eventually(second.joined)
 
 
-def test_an_engine_that_does_not_come_fails_the_join_by_its_deadline(store: TCPStore) -> None:
+def test_an_absent_engine_fails_the_join_at_its_deadline(store: TCPStore) -> None:
     say_present(store)
     alone = group(store, 1, timeout_s=0.5)
     with pytest.raises(CaesuraError, match=r"only ranks \[0, 1\] have joined") as caught:
@@ -128,7 +128,7 @@ def test_an_engine_that_does_not_come_fails_the_join_by_its_deadline(store: TCPS
     assert Nccl.made[0].aborted.is_set()
 
 
-def test_a_group_has_its_own_timeout_ends_no_process_and_is_aborted_when_it_is_left(store: TCPStore) -> None:
+def test_a_group_has_its_timeout_and_is_aborted_when_left(store: TCPStore) -> None:
     """Failures raise in the thread that waits, and no watchdog of torch's ends the process."""
     left = group(store, broadcast_timeout_s=77.0)
     eventually(left.joined)
@@ -226,6 +226,27 @@ def test_the_id_of_vllms_communicator_is_read_and_not_unpickled(protocol):
 def test_what_is_no_id_is_refused(value):
     with pytest.raises((CaesuraError, RuntimeError)):
         read_id(pickle.dumps(value))
+
+
+def test_a_communicator_given_by_its_id_needs_no_store(monkeypatch):
+    """The id makes the membership, so that an equal init is answered at once and another id is refused."""
+    made = []
+    monkeypatch.setattr(distributed, "RawNccl", lambda *given: made.append(given) or SimpleNamespace())
+    monkeypatch.setattr(distributed, "_require_possible", lambda *_: None)
+    groups = WeightsUpdateGroups(CPU, lambda: None)
+    fields = {"master_address": "unused", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    one, other = (
+        InitWeightsUpdateGroupReqInput(**fields, backend="vllm_nccl", nccl_unique_id=bytes([n]) * 128)
+        for n in range(2)
+    )
+    group = groups.join(one)
+    assert eventually(group.joined)
+    assert made == [(bytes(128), 1, 2, CPU)]
+    assert groups.join(one) is group
+    with pytest.raises(CaesuraError, match="destroy it first"):
+        groups.join(other)
+    with pytest.raises(CaesuraError, match="nccl_unique_id is for vllm_nccl"):
+        groups.join(InitWeightsUpdateGroupReqInput(**fields, backend="gloo", nccl_unique_id=bytes(128)))
 
 
 def test_vllms_communicator_needs_a_device():
