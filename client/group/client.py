@@ -17,7 +17,7 @@ import msgspec
 
 from ... import io_struct as wire
 from ..connection.async_channel import Result
-from ..exceptions import EngineError
+from ..exceptions import EngineError, Unsupported
 from .dispatcher import GenerationClient
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ class GroupClient(GenerationClient):
                     reply = group.combine(await group.send(group.present, request, expects))
                     group.released = set(reply.released_tags)
                     return reply
+            case wire.LoadAdapterReqInput():
+                raise Unsupported("adapters are not served by several engines: one that restarts has none")
             case wire.InitWeightsUpdateGroupReqInput():
                 return group.combine(await group.groups.join(request))
             case wire.DestroyWeightsUpdateGroupReqInput():
