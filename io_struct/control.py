@@ -587,7 +587,7 @@ class StartProfileReqInput(ControlRequest, kw_only=True):
     profile_id: TraceName | None = None
     """Files are called ``{id}-TP-0``, by stages with -EXTEND or -DECODE. None: the engine names them."""
     prefix: TraceName | None = None
-    """Beginning of the files' names."""
+    """Beginning of the files' names. None means none."""
     activities: list[TraceActivity] | None = None
     """Activities to record; ``GPU`` counts where the engine has one. None means both."""
     with_stack: bool = False
