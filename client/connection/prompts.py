@@ -148,6 +148,8 @@ def struct_of(field: str, given: Any, kind: type[StructT], beside: Sequence[str]
 def token_ids(prompt: Any, field: str = "input_ids") -> list[int]:
     """Return plain integers; arrays and numpy's integers are taken, booleans are not."""
     prompt = _plain(prompt)
+    if isinstance(prompt, list) and set(map(type, prompt)) == {int}:
+        return prompt.copy()  # what a JSON decoder gave, in half the time
     try:
         ids = list(map(operator.index, prompt))
     except TypeError as error:

@@ -190,7 +190,8 @@ def routing_key(given: object) -> str | None:
     return current_routing_key() or own or None
 
 
-def makes_tokens(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+async def makes_tokens(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+    """Refuse a request for tokens of a pipeline. A coroutine, since other guards each take a thread."""
     if _front(connection).options.makes_images:
         raise Unsupported(
             f"{min(handler.paths)} needs a language model, and this engine makes images: "
@@ -199,7 +200,7 @@ def makes_tokens(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRo
         )
 
 
-def makes_images(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+async def makes_images(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
     if not _front(connection).options.makes_images:
         raise Unsupported(
             f"{min(handler.paths)} needs a diffusion pipeline to make an image, and this engine serves a "
