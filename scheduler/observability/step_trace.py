@@ -92,8 +92,12 @@ class StepTrace:
             reason = "this engine has no GPU to record"
             raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="activities")
         folder = self._permitted(request.output_dir)
-        options = {"with_stack": request.with_stack, "record_shapes": request.record_shapes}
-        self._record = partial(profile, activities=activities, **options)
+        self._record = partial(
+            profile,
+            activities=activities,
+            with_stack=request.with_stack,
+            record_shapes=request.record_shapes,
+        )
         stages: list[str | None] = [None] if request.stages is None else [*request.stages]
         self._before = max(0, (request.start_step or 0) - step - 1)
         stem = self._stem(request, step + 1 + self._before)
