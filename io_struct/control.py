@@ -585,7 +585,7 @@ class StartProfileReqInput(ControlRequest, kw_only=True):
     stages: Annotated[list[TraceStage], msgspec.Meta(min_length=1, max_length=2)] | None = None
     """Kinds of steps that get a file each, of ``num_steps`` steps in a row. None means one file for all."""
     profile_id: TraceName | None = None
-    """Files are called ``{id}-TP-0``, by stages with -EXTEND or -DECODE. None: the engine names them."""
+    """Files are ``{id}-TP-0``, then -EXTEND or -DECODE by stages. None means a name of the engine."""
     prefix: TraceName | None = None
     """Beginning of the files' names. None means none."""
     activities: list[TraceActivity] | None = None
