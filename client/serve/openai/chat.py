@@ -93,7 +93,7 @@ def _plan(front: FrontEnd, request: ChatRequest) -> tuple[Job, "ChatForm"]:
         rid=rids_for(request, 1, "chatcmpl")[0],
         sampling_params=sampling_params(request, limit, front.manager.tokenizer),
         **logprob_fields(request, (request.top_logprobs or 0) if request.logprobs else None),
-        **common_fields(front, request),
+        **common_fields(request),
     )
     kind = "chat.completion.chunk" if request.stream else "chat.completion"
     job = Job(front, request, kind, [generation])

@@ -223,7 +223,7 @@ def kept_prompt(front: FrontEnd, request: CommonRequest, ids: list[int], limit: 
     return ids[:count] if request.truncation_side == "right" else ids[-count:]
 
 
-def common_fields(front: FrontEnd, request: CommonRequest) -> dict[str, Any]:
+def common_fields(request: CommonRequest) -> dict[str, Any]:
     """Return fields of a :class:`GenerationRequest`, without prompt, rid and logprobs."""
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(stop) > MAX_STOP_STRINGS:
@@ -240,7 +240,7 @@ def common_fields(front: FrontEnd, request: CommonRequest) -> dict[str, Any]:
         "routed_experts_start_len": request.routed_experts_start_len or 0,
         "cache_salt": f"{salt}\n{request.extra_key}" if request.extra_key else salt,
         "min_weights_epoch": request.min_weights_epoch,
-        "adapter": request.lora_path or adapter_of(front, request.model),
+        "adapter": request.lora_path or None,
     }
 
 
@@ -290,6 +290,12 @@ def adapter_of(front: FrontEnd, model: str | None) -> str | None:
     return next((model[len(name) + 1 :] for name in names if model.startswith(f"{name}:")), model)
 
 
+def choose_model(front: FrontEnd, request: CommonRequest) -> None:
+    """Note the adapter that ``model`` names, or refuse it as :func:`check_model`."""
+    check_model(front, request.model)
+    request.lora_path = request.lora_path or adapter_of(front, request.model)
+
+
 def check_model(front: FrontEnd, name: str | None) -> None:
     """Refuse models other than the served one (null, its name, its folder or ``default``) and adapters."""
     if adapter_of(front, name) is not None and not front.options.max_loras:
@@ -315,7 +321,10 @@ async def read_request(
         return found
 
     asked = read() if len(body) <= INLINE else await front.workers.run(read)
-    check_model(front, getattr(asked, "model", None))
+    if isinstance(asked, CommonRequest):
+        choose_model(front, asked)
+    else:
+        check_model(front, getattr(asked, "model", None))
     return asked
 
 

@@ -127,7 +127,7 @@ def _plan(front: FrontEnd, request: CompletionRequest) -> tuple[Job, "Completion
         "add_special_tokens": special,
         "detokenize": manager.tokenizer is not None,
         **logprob_fields(request, request.logprobs),
-        **common_fields(front, request),
+        **common_fields(request),
     }
     rids = rids_for(request, len(prompts), "cmpl")
     requests = [GenerationRequest(prompt=prompt, rid=rid, **common) for prompt, rid in zip(prompts, rids)]

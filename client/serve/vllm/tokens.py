@@ -26,7 +26,7 @@ from ..openai.common import (
     NOTHING,
     StreamOptions,
     check_batch,
-    check_model,
+    choose_model,
     common_fields,
     kept_prompt,
     logprob_fields,
@@ -98,7 +98,7 @@ def _request(front: FrontEnd, asked: CompletionRequest, token_ids: list[int]) ->
     limit = asked.max_tokens
     if limit == 0:
         raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
-    fields = common_fields(front, asked)
+    fields = common_fields(asked)
     return GenerationRequest(
         prompt=token_ids,
         rid=rids_for(asked, 1, "generate-tokens")[0],
@@ -193,7 +193,7 @@ async def generate_tokens(request: HTTPRequest, front: Front) -> Response[Any]:
         return _read(front, request.scope["path"], raw)
 
     body, asked = await front.workers.run(read) if len(raw) > INLINE else read()
-    check_model(front, asked.model)
+    choose_model(front, asked)
     check_batch(front, asked, 1)
     prompt = kept_prompt(front, asked, body.token_ids, asked.max_tokens or 1)
     job = Job(front, asked, None, [_request(front, asked, prompt)])

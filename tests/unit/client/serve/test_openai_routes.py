@@ -174,9 +174,11 @@ def test_common_fields():
         "routed_experts_start_len": 3,
         "min_weights_epoch": 4,
     }
-    fields = common_fields(completion(**same, stop="a", include_stop_str_in_output=True, extra_key="k"))
+    given = {"stop": "a", "include_stop_str_in_output": True, "extra_key": "k", "lora_path": "a"}
+    fields = common_fields(completion(**same, **given))
     assert fields == same | {
-        "stop": ("a",), "no_stop_trim": True, "spaces_between_special_tokens": True, "cache_salt": "\nk"
+        "stop": ("a",), "no_stop_trim": True, "spaces_between_special_tokens": True, "cache_salt": "\nk",
+        "adapter": "a",
     }  # fmt: skip
 
 
