@@ -82,6 +82,7 @@ import sys
 import types
 from itertools import pairwise
 import datasets
+import peft
 import torch
 from transformers import AutoTokenizer
 from trl.experimental import async_grpo
@@ -111,16 +112,19 @@ def reward(completions, **_):
 
 
 if __name__ == "__main__":  # the worker's process imports this file again
-    url, model, output = sys.argv[1:]
+    url, model, output, adapts = sys.argv[1:]
+    adapter = None
+    if adapts == "True":
+        adapter = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
     config = async_grpo.AsyncGRPOConfig(
         output_dir=output, per_device_train_batch_size=4, num_generations=4, max_steps=3, learning_rate=1e-3,
         gradient_accumulation_steps=1, token_budget=128, max_completion_length=12, vllm_server_base_url=url,
-        report_to="none", save_strategy="no", use_cpu=True, bf16=False, seed=1,
+        report_to="none", save_strategy="no", use_cpu=True, bf16=False, seed=1, max_staleness=1,
     )
     rows = [{"prompt": [{"role": "user", "content": f"Count to {n}."}]} for n in range(8)]
     trainer = async_grpo.AsyncGRPOTrainer(
         model=model, reward_funcs=reward, args=config, train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(model),
+        processing_class=AutoTokenizer.from_pretrained(model), peft_config=adapter,
     )
     trainer.train()
     steps = [row for row in trainer.state.log_history if "kl" in row]
@@ -176,5 +180,17 @@ def test_the_loop_of_the_async_trainer(engine, models, recorded, tmp_path):
     """Samples of the trainer's own weights are on its policy: their importance ratios are 1."""
     pytest.importorskip("aiohttp", reason="TRL's worker needs aiohttp")
     before = engine.get("/weight_version").json()["weights_epoch"]
-    run(tmp_path, LOOP, recorded("TRL, asynchronous", "trl", engine.url), models[0], tmp_path)
+    run(tmp_path, LOOP, recorded("TRL, asynchronous", "trl", engine.url), models[0], tmp_path, False)
     assert engine.get("/weight_version").json()["weights_epoch"] >= before + 3
+
+
+def test_the_loop_of_the_async_trainer_with_an_adapter(models, recorded, tmp_path):
+    """Each step's policy is an adapter of its own name; the weights stay as they are."""
+    pytest.importorskip("aiohttp", reason="TRL's worker needs aiohttp")
+    lora = ("--enable-lora", "--max-loras", "3", "--max-lora-rank", "4")
+    with served("--model", str(models[0]), "--weights-root", str(tmp_path), *lora) as engine:
+        run(tmp_path, LOOP, recorded("TRL, asynchronous", "trl", engine.url), models[0], tmp_path, True)
+        names = [each["id"] for each in engine.get("/v1/models").json()["data"][1:]]
+        assert names[-1].startswith("trl-policy-v")
+        assert len(names) <= 2
+        assert engine.get("/weight_version").json()["weights_epoch"] == 0
