@@ -18,16 +18,17 @@ class Script:
     """An engine that sends ``messages``, made for the rids of all generations, one with each status."""
 
     def __init__(self, generations: int, messages: Callable[[list[str]], list[Message]]) -> None:
-        self.rids: list[str] = []
-        self.left: list[Message] = []
+        self.left: list[Message] | None = None
+        """Messages that were not sent yet. None until all generations are here."""
+        self._rids: list[str] = []
         self._generations = generations
         self._messages = messages
 
     def __call__(self, request: Request) -> Iterable[Message | bytes]:
         if isinstance(request, GenerateReqInput):
-            self.rids.append(rid_of(request))
-            if len(self.rids) == self._generations:
-                self.left = self._messages(self.rids)
+            self._rids.append(rid_of(request))
+            if len(self._rids) == self._generations:
+                self.left = self._messages(self._rids)
             return []
         due = [self.left.pop(0)] if self.left and isinstance(request, GetStatusReqInput) else []
         return [*due, *answer(request)]
@@ -57,7 +58,7 @@ def test_each_message_of_the_engine_makes_an_event(serve):
         with client.stream("POST", "/generate", json=body()) as response:  # which asks for a status itself
             found = events(response.iter_lines())
             for length in range(1, 6):
-                while len(script.left) > 6 - length:
+                while len(script.left or ()) > 6 - length:
                     client.get("/health")
                 assert next(found)["output_ids"] == list(range(length))
             client.get("/health")
@@ -75,7 +76,7 @@ def test_a_slow_reader_gets_every_token_in_few_events(serve):
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         peer.connect(server.address)
         peer.sendall(f"{head}\r\n\r\n".encode() + raw)
-        while not script.rids or script.left:
+        while script.left != []:
             client.get("/health")
         with peer.makefile("rb") as file:
             found = [line for line in file if line.startswith(b"data: {")]
@@ -107,7 +108,7 @@ def test_an_event_that_fails_ends_its_stream_only(serve, monkeypatch):
 
     with ThreadPoolExecutor() as pool, httpx.Client(base_url=server.url) as client:
         bad, good = (pool.submit(read, rid) for rid in ("bad", "good"))
-        while len(script.rids) < 2 or script.left:
+        while script.left != []:
             client.get("/health")
         *_, last, done = events(iter(good.result()))
         assert (last["output_ids"], done) == (list(range(5)), "[DONE]")
