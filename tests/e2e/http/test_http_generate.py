@@ -473,9 +473,6 @@ def test_a_loader_of_the_trainers_is_refused_by_name(experts):
     [
         ("/pull_weights", "/update_weights_from_disk"),
         ("/pull_weights", "without --update-weight-local-checkpoint-dir"),
-        ("/load_lora_adapter", "merge the adapter"),
-        ("/unload_lora_adapter", "merge the adapter"),
-        ("/v1/load_lora_adapter", "merge the adapter"),
         ("/start_draft_weight_update/", "no draft model"),
         ("/init_broadcaster", "/update_weights"),
     ],

@@ -54,7 +54,7 @@ def test_the_curl_example_shows_every_route():
     script = (Path(__file__).parents[4] / "examples" / "curl.sh").read_text()
     shown = set(re.findall(r"(?:get|post|POST) '?(/[a-z0-9_/.]+)", script))
     shown |= set(re.findall(r"\$URL(/[a-z0-9_/]+)", script))
-    aliases = {"/v1/tokenize", "/v1/detokenize", "/v1/models/x", "/skyrl/v1/generate"}
+    aliases = {"/v1/tokenize", "/v1/detokenize", "/v1/models/x", "/skyrl/v1/generate", "/end_profile"}
     paths = {path for _, path, _ in routes_served() if path != "/" and not path.startswith("/dashboard")}
     assert paths - aliases == shown
 
