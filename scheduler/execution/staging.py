@@ -102,10 +102,10 @@ class InputStaging:
                 sampling=self._sampling(batch.sampling, columns),
                 inputs=None if batch.inputs is None else moved(batch.inputs, self._to_device),
                 states=None if batch.states is None else batch.states.to(self.device_block.device),
-                adapters=[
+                adapters=tuple(
                     (slot, None if tokens is None else self._to_device(tokens))
                     for slot, tokens in batch.adapters
-                ],
+                ),
                 **{name: columns[name] for name in _STEP},
             )
         finally:

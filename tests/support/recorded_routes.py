@@ -38,7 +38,9 @@ class Exchange:
         self._asked.append(f"{self.requests.get_method().decode()} {url.decode()}")
 
     def answered(self) -> None:
-        self._routes.add(f"{self._asked.popleft()} {self.answers.get_status_code()}")
+        asked, status = self._asked.popleft(), self.answers.get_status_code()
+        if status != 503:  # it says "later", which depends on how busy the machine is
+            self._routes.add(f"{asked} {status}")
 
 
 class _Answers:

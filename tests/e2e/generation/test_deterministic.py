@@ -144,11 +144,11 @@ def test_when_preempted_for_want_of_memory(model, dtype, alone):
 
 
 @needs_kernels
-def test_after_steps_that_ran_out_of_memory(model, dtype, alone, monkeypatch):
+def test_after_steps_that_ran_out_of_memory(model, dtype, alone):
     with engine(model, dtype, chunked_prefill_size=32) as driver:
         runner = driver.engine.runner
-        fault = Fault(monkeypatch, runner, "execute", NO_MEMORY[0], {3, 14, 15, 22}, after=True)
-        assert together(driver) == alone
+        with Fault(runner, "execute", NO_MEMORY[0], {3, 14, 15, 22}, after=True) as fault:
+            assert together(driver) == alone
         assert fault.raised == 4
 
 

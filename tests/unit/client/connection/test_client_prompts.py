@@ -117,7 +117,7 @@ def test_invalid_sampling_parameters_error_is_one_sentence(generate, params, sen
         ("max_tokens", r"max_tokens \(did you mean max_new_tokens, a field of sampling_params\?\)"),
         ("stream", "unknown generation option stream"),
         ("id", "unknown generation option id; options are"),
-            ("return_logprobs", r"\(did you mean return_logprob\?\); options are adapter, cache_salt,"),
+        ("return_logprobs", r"\(did you mean return_logprob\?\); options are adapter, cache_salt,"),
     ],
 )
 def test_an_unknown_option_is_told_where_it_belongs(generate, option, sentence):
