@@ -352,7 +352,7 @@ class LoadAdapterReqInput(ControlRequest, kw_only=True):
     pinned: bool = False
     """True: it is never unloaded to make room for another."""
     on_running: OnRunning = "finish_old"
-    """What samples of the replaced version do. ``finish_old``: they end with it. ``retract``: they go on with
+    """Fate of samples of the replaced version. ``finish_old``: they end with it. ``retract``: they go on with
     the new one, and their KV is computed again. ``keep``: likewise, over the KV that they have."""
 
 

@@ -454,7 +454,7 @@ class Batcher:
             sample_slots=torch.from_numpy(sample_slots),
             sampling=sampling_batch(table, sample_slots, ends[samples]),
             inputs=input_tokens(spans, slots, token_starts - starts),
-            adapters=_adapters(table.adapter[token_slots]),
+            adapters=_adapters(table.adapter[slots], row_of_token),
         )
         batch = ScheduledBatch(
             forward=forward,
@@ -478,11 +478,14 @@ class Batcher:
         return batch
 
 
-def _adapters(of_tokens: np.ndarray) -> AdapterRows:
-    """Return the tokens of each adapter slot, given the slot of each token, or NO_SLOT."""
+def _adapters(of_rows: np.ndarray, row_of_token: np.ndarray) -> AdapterRows:
+    """Return the tokens of each adapter slot, given the slot of each row, or NO_SLOT."""
+    if of_rows.max() == NO_SLOT:
+        return ()
+    of_tokens = of_rows[row_of_token]
     used = np.unique(of_tokens)
     if len(used) == 1:
-        return () if used[0] == NO_SLOT else ((int(used[0]), None),)
+        return ((int(used[0]), None),)
     return [
         (int(slot), torch.from_numpy(np.flatnonzero(of_tokens == slot))) for slot in used if slot != NO_SLOT
     ]

@@ -229,7 +229,7 @@ def test_a_batch_sent_again_is_answered_and_not_generated(tiny_model):
 
 @pytest.mark.parametrize(("limit", "fewest", "most"), [(0, 0, 0), (4 << 10, 4, 12), (8 << 10, 10, 24)])
 def test_answers_are_stored_within_the_configured_bytes(tiny_model, limit, fewest, most):
-    """What is not stored any more is no second generation."""
+    """A result that is not stored any more is no second generation."""
     with EngineDriver(str(tiny_model), result_bytes=limit) as driver:
         messages = batch(40)
         for message in messages:
