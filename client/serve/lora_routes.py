@@ -12,12 +12,14 @@ import msgspec
 from litestar import Response
 
 from ...io_struct import CaesuraError, LoadAdapterReqInput, LoadAdapterReqOutput, TensorSpec
+from ...io_struct.field_errors import shown
 from ..connection.client_options import id_of
-from ..exceptions import Unsupported
+from ..exceptions import InvalidRequest, Unsupported
 from .bodies import Label, Strict
 from .commands import Form, command, reply_fields
 from .context import FrontEnd
 from .error_responses import json_response, openai_error, status_of
+from .openai.common import adapter_of
 from .sglang.tensor_payload import Frames, Part, read_pickled
 from .sglang.weights import allowed_path
 
@@ -44,7 +46,15 @@ def _told(word: str) -> Form:
     return Form(answer, _openai)
 
 
+def _check_name(front: FrontEnd, name: str) -> None:
+    """Refuse a name that ``model`` of a request cannot choose."""
+    if adapter_of(front, name) != name:
+        reason = f"lora_name = {shown(name)} is the model's own name, or begins with it: choose another"
+        raise InvalidRequest(reason, field="lora_name", value=name)
+
+
 async def _load(front: FrontEnd, name: str, path: str, **options: Any) -> LoadAdapterReqOutput:
+    _check_name(front, name)
     folder = await asyncio.to_thread(allowed_path, path, front.options, "lora_path")
     return await front.client.load_adapter(name, folder, **options)
 
@@ -97,6 +107,7 @@ async def load_lora_adapter_from_tensors(front: FrontEnd, body: TensorsBody) -> 
         if getattr(body, name):
             raise Unsupported(f"{name} is not supported", field=name)
     flattened = body.load_format == "flattened_bucket"
+    _check_name(front, body.lora_name)
     parts = await asyncio.to_thread(read_pickled, body.serialized_named_tensors, flattened=flattened)
     frames = _joined(parts)
     request = LoadAdapterReqInput(

@@ -117,6 +117,8 @@ def adapter_memory(
     """Name tensors in ``request``, and yield its frames; ``shared`` ones are in memory until the end."""
     tensors = list(pairs(named_tensors))
     parts = list(buckets(tensors, MAX_FRAME_BYTES))
+    if not tensors:
+        raise InvalidRequest("an adapter without tensors", field="tensors")
     if len(parts) != 1:
         raise InvalidRequest(
             f"an adapter of {total_bytes(tensors)} bytes does not fit one message: save it in a folder",

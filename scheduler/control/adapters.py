@@ -103,7 +103,7 @@ class Adapters:
                 pinned = sum(each.pinned for each in current)
                 in_use = sum(each.running > 0 for each in self._versions)
                 limit = self.slots.count - 1
-                reason = f"there are {limit} adapter slots: {pinned} are pinned, requests use {in_use}"
+                reason = f"of {limit} adapter slots {pinned} are pinned, and requests use {in_use} versions"
                 raise CaesuraError(
                     ErrorCode.NO_ADAPTER_SLOT, reason, slots=limit, pinned=pinned, in_use=in_use
                 )
@@ -209,10 +209,13 @@ def _source(
         reason = "an adapter comes from a path, from frames or from a handle: give one of them"
         raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="path", value=request.path)
     if request.path is not None:
-        return open_checkpoint(request.path), read_config(request.path)
+        return open_checkpoint(request.path, ("adapter_model",)), read_config(request.path)
     if request.config is None:
         reason = "tensors of an adapter need its config: the content of adapter_config.json"
         raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="config", value=None)
+    if len({spec.name for spec in request.specs}) < len(request.specs):
+        reason = "two tensors have the same name"
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="specs", value=len(request.specs))
     for spec in request.specs:
         dtype = DTYPES.get(spec.dtype)
         if dtype is None or spec.nbytes != prod(spec.shape) * dtype.itemsize:

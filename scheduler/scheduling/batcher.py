@@ -218,19 +218,20 @@ class Batcher:
         for request in self._prefilling[::-1]:
             self._requeue(request, keep_prefix=False, count=False)
         for request in self.waiting.live():
-            if request.record is not None and not len(request.evicted.tokens):
-                request.record.forget_inputs()
+            _forget_inputs(request)
 
     def change_adapter(self, before: Adapter, slot: int | None) -> None:
         """Let requests of ``before`` go on in ``slot`` over their KV; requeue them if None, or in prefill.
 
         No step may be in flight.
         """
+        for request in self.waiting.live():
+            if request.adapter is before:
+                _forget_inputs(request)
         for request in [request for request in self._active[::-1] if request.adapter is before]:
             if slot is None or request.phase is Phase.PREFILL or request.kv is None:
                 self._requeue(request, keep_prefix=False, count=slot is None)
-                if request.record is not None and not len(request.evicted.tokens):
-                    request.record.forget_inputs()
+                _forget_inputs(request)
             else:
                 self.cache.mark_stale(request.kv)
                 self.table.adapter[request.slot], self.table.stale_kv[request.slot] = slot, True
@@ -476,6 +477,12 @@ class Batcher:
         if forward.sampling.special is not None:
             table.sampling.counted[sample_slots] = ends[samples] + 1
         return batch
+
+
+def _forget_inputs(request: Request) -> None:
+    """Let logprobs of a prompt be computed again, by the weights that sample its first token."""
+    if request.record is not None and not len(request.evicted.tokens):
+        request.record.forget_inputs()
 
 
 def _adapters(of_rows: np.ndarray, row_of_token: np.ndarray) -> AdapterRows:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 import torch
@@ -50,23 +50,27 @@ class AdapterConfig(msgspec.Struct):
     rank_pattern: dict[str, Rank] | None = None
     alpha_pattern: dict[str, float] | None = None
 
-    def rank(self, module: str) -> int:
-        return _of_pattern(self.rank_pattern, module, self.r)
 
-    def scale(self, module: str) -> float:
-        rank = self.rank(module)
-        return _of_pattern(self.alpha_pattern, module, self.lora_alpha) / (
-            math.sqrt(rank) if self.use_rslora else rank
-        )
+class _Pattern(Generic[ValueT]):
+    """Values by names of modules, or of their ends; a name with ``^`` or ``$`` is a whole one."""
 
+    def __init__(self, values: Mapping[str, ValueT] | None, default: ValueT) -> None:
+        self._default: ValueT = default
+        self._whole: dict[str, tuple[int, ValueT]] = {}
+        self._ends: dict[str, tuple[int, ValueT]] = {}
+        for number, (key, value) in enumerate((values or {}).items()):
+            name = key.removeprefix("^").removesuffix("$")
+            self._whole.setdefault(name, (number, value))
+            if key == name:
+                self._ends.setdefault(name, (number, value))
 
-def _of_pattern(pattern: Mapping[str, ValueT] | None, module: str, default: ValueT) -> ValueT:
-    """Return the value of the first name that ``module`` is or ends with; with ``^`` it has to be it."""
-    for key, value in (pattern or {}).items():
-        name = key.removeprefix("^").removesuffix("$")
-        if module == name or (key == name and module.endswith(f".{name}")):
-            return value
-    return default
+    def of(self, module: str) -> ValueT:
+        """Return the value of the first name that matches."""
+        names = [module[end + 1 :] for end, letter in enumerate(module) if letter == "."]
+        found = [self._ends[name] for name in names if name in self._ends]
+        if module in self._whole:
+            found.append(self._whole[module])
+        return min(found)[1] if found else self._default
 
 
 def parse_config(data: bytes, origin: str) -> AdapterConfig:
@@ -100,16 +104,14 @@ def read_config(folder: str | Path) -> AdapterConfig:
 class AdapterPlan:
     """A checked adapter: where each of its tensors belongs."""
 
-    config: AdapterConfig
-    factors: dict[str, tuple[str, str]]
-    """Names of the tensors A and B of each module."""
+    factors: dict[str, tuple[str, str, float]]
+    """Names of the tensors A and B of each module, and its scale."""
     rank: int
     """The largest."""
 
     def values(self, tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
         return {
-            module: Factors(tensors[a], tensors[b], self.config.scale(module))
-            for module, (a, b) in self.factors.items()
+            module: Factors(tensors[a], tensors[b], scale) for module, (a, b, scale) in self.factors.items()
         }
 
 
@@ -132,11 +134,16 @@ def plan_adapter(
             problems.append(f"{spec.name} is no factor of a module")
             continue
         module = own_name(f"{match[1]}.weight").removesuffix(".weight")
-        found.setdefault(module, {})[match[2]] = spec
+        halves = found.setdefault(module, {})
+        if match[2] in halves:
+            problems.append(f"{module} has lora_{match[2]} twice")
+        halves[match[2]] = spec
     largest = 0
+    ranks, alphas = _Pattern(config.rank_pattern, config.r), _Pattern(config.alpha_pattern, config.lora_alpha)
     for module, halves in found.items():
-        problems += _problems(module, halves, shapes, config.rank(module))
-        largest = max(largest, config.rank(module))
+        rank = ranks.of(module)
+        problems += _problems(module, halves, shapes, rank)
+        largest = max(largest, rank)
     if not found:
         problems.append("it has no factors")
     if problems:
@@ -154,8 +161,12 @@ def plan_adapter(
             value=largest,
             limit=max_rank,
         )
-    factors = {module: (halves["A"].name, halves["B"].name) for module, halves in found.items()}
-    return AdapterPlan(config, factors, largest)
+    power = 0.5 if config.use_rslora else 1.0
+    factors = {
+        module: (halves["A"].name, halves["B"].name, alphas.of(module) / ranks.of(module) ** power)
+        for module, halves in found.items()
+    }
+    return AdapterPlan(factors, largest)
 
 
 def _problems(
@@ -211,10 +222,16 @@ def received(described: Sequence[SentFactors], frames: Sequence[memoryview]) -> 
 
 
 def change_norm(factors: Iterable[Factors]) -> Generator[None, None, float]:
-    """Return the Frobenius norm of ``scale * B @ A`` over all modules, yielding between them."""
+    """Return the Frobenius norm of ``scale * B @ A`` over all modules, yielding between them.
+
+    Raises ``weights_not_finite`` if it is not.
+    """
     total = 0.0
     for each in factors:
         a, b = each.a.float(), each.b.float()
-        total += each.scale**2 * float(((b.T @ b).double() * (a @ a.T)).sum())
+        total += each.scale * each.scale * float(((b.T @ b).double() * (a @ a.T)).sum())
         yield
+    if not math.isfinite(total):
+        reason = "the adapter has values that are not finite, or its scale makes them so"
+        raise CaesuraError(ErrorCode.WEIGHTS_NOT_FINITE, reason)
     return math.sqrt(max(total, 0.0))

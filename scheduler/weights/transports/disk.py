@@ -10,7 +10,7 @@
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -142,20 +142,23 @@ def open_fitting(path: str, config: ModelConfig) -> Checkpoint:
     return checkpoint
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Return the checkpoint in ``model.safetensors``, an index's files, or any; raises CHECKPOINT_ERROR."""
+def open_checkpoint(path: str | Path, stems: Sequence[str] = _STEMS) -> Checkpoint:
+    """Return the checkpoint in ``model.safetensors``, an index's files, or any; raises CHECKPOINT_ERROR.
+
+    ``stems``: other names than ``model``, the first that is there counts.
+    """
     folder = Path(path)
     try:
-        return _open_folder(folder)
+        return _open_folder(folder, stems)
     except OSError as error:  # from reading the names in the folder
         raise checkpoint_error(folder, f"cannot be read: {error.strerror}") from error
 
 
-def _open_folder(folder: Path) -> Checkpoint:
+def _open_folder(folder: Path, stems: Sequence[str]) -> Checkpoint:
     require_folder(folder)
     index: dict[str, str] | None = None
     paths = sorted(folder.glob("*.safetensors"))
-    for stem in _STEMS:
+    for stem in stems:
         if (folder / f"{stem}.safetensors").exists():
             paths = [folder / f"{stem}.safetensors"]
             break

@@ -163,10 +163,13 @@ def test_tensors_are_the_same_as_their_folder(base, client, tmp_path, shared):
         ({"tensors": tensors}, "need its config"),
         ({"tensors": tensors, "config": config, "path": path}, "give one of them"),
         ({"config": config}, "give one of them"),
+        ({"tensors": {}, "config": config}, "without tensors"),
+        ({"tensors": {**tensors, name: tensors[name] * float("nan")}, "config": config}, "not finite"),
+        ({"tensors": {**tensors, name.removeprefix("base_model.model."): tensors[name]}}, "twice"),
         ({"tensors": {name: tensors[name]}, "config": config}, "has no lora_B"),
     ):
         with pytest.raises(EngineError, match=reason):
-            client.load_adapter("a", **wrong)
+            client.load_adapter("a", **({"config": config} if reason == "twice" else {}), **wrong)
 
 
 FAULTS = {
@@ -179,6 +182,7 @@ FAULTS = {
         {"rename": ("lora_A", "lora_magnitude")},
     ],
     "checkpoint_error": [{"r": "four"}, {"r": 0}],
+    "weights_not_finite": [{"lora_alpha": 1e308}],
 }  # fmt: skip
 
 
@@ -200,6 +204,23 @@ def test_a_refused_adapter_changes_nothing(base, client, tmp_path, code, change)
     assert [each.output_logprobs for each in found] == [each.output_logprobs for each in known[0]]
     assert client.status().adapters == known[1]
     assert client.status().weights == "valid"
+
+
+def test_many_patterns_are_matched_at_once(base, client, tmp_path):
+    path = make_adapter(base, tmp_path / "a", ALL_LINEAR)
+    known = client.load_adapter("a", path)
+    whole = "model.layers.0.mlp.up_proj"
+    ours = {"self_attn.q_proj": 4, f"^{whole}$": 4, "q_proj": 5, whole: 5}
+    edit_adapter(path, rank_pattern={**ours, **{f"nobody{i}.q_proj": 7 for i in range(40_000)}})
+    assert client.load_adapter("a", path).norm == known.norm
+    edit_adapter(path, alpha_pattern={"up_proj": 16})
+    assert client.load_adapter("a", path).norm > known.norm
+
+
+def test_an_adapters_own_file_counts(base, client, tmp_path):
+    path = make_adapter(base, tmp_path / "a", ALL_LINEAR)
+    shutil.copy(base / "model.safetensors", path)
+    assert client.load_adapter("a", path).tensors == 28
 
 
 @pytest.mark.parametrize(("rank", "code"), [(9, "invalid_request"), (8, None)])
@@ -238,7 +259,7 @@ def test_the_least_used_adapter_makes_room(base, client, tmp_path):
     assert {each.name for each in client.status().adapters} == {"pinned", "old", "new"}
     client.load_adapter("old", path, pinned=True)
     client.load_adapter("new", path, pinned=True)
-    with pytest.raises(EngineError, match="there are 3 adapter slots: 3 are pinned, requests use 0"):
+    with pytest.raises(EngineError, match="of 3 adapter slots 3 are pinned, and requests use 0 versions"):
         client.load_adapter("fourth", path)
     with pytest.raises(EngineError, match="is loaded: replace it, or unload it first"):
         client.load_adapter("old", path, replace=False)

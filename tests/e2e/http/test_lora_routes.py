@@ -136,3 +136,11 @@ def test_faults_name_the_field_and_change_nothing(engine, adapters, tmp_path):
         assert (answer.status_code, answer.json()["code"]) == (status, code), answer.text
     assert engine.post("/load_lora_adapter", {"lora_name": "a"}).status_code == 400
     assert logprobs(engine, lora_path="a") == known
+
+
+@pytest.mark.parametrize("name", ["base", "base:a", "default"])
+def test_names_that_no_request_could_choose_are_refused(engine, adapters, name):
+    for path in ("/load_lora_adapter", "/v1/load_lora_adapter"):
+        answer = engine.post(path, {"lora_name": name, "lora_path": str(adapters[0])})
+        assert answer.status_code == 400
+        assert "choose another" in answer.text
