@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 from base64 import b64encode
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -231,8 +232,18 @@ def test_every_series_names_the_model(tmp_path):
 
 
 async def test_simultaneous_scrapes_cost_the_engine_one_status(tmp_path):
-    async with served(tmp_path) as it:
-        await asyncio.gather(*(it.http.get("/metrics") for _ in range(20)))
+    asked = threading.Event()
+
+    def once_all_ask(request):
+        asked.wait()
+        return busy(request)
+
+    async with served(tmp_path, once_all_ask) as it:
+        scrapes = [asyncio.ensure_future(it.http.get("/metrics")) for _ in range(20)]
+        for _ in range(1000):  # more turns than a scrape takes until it waits for the engine
+            await asyncio.sleep(0)
+        asked.set()
+        await asyncio.gather(*scrapes)
         assert it.engine.requests.qsize() == 1
 
 
