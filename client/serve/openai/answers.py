@@ -52,7 +52,7 @@ class Job:
         self._head = {
             **({"request_id": name} if kind is None else {"id": name, "object": kind}),
             "created": int(time.time()),
-            "model": front.options.model_name,
+            "model": request.lora_path or front.options.model_name,
         }
 
     def body(self, choices: list[Choice], **fields: Any) -> bytes:

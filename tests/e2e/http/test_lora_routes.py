@@ -97,7 +97,9 @@ def test_vllms_routes_and_model_names(engine, model, adapters):
     assert engine.get("/v1/models/other").status_code == 404
     asked = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 0, "return_token_ids": True}
     for name in ("policy-v1", "base:policy-v1"):
-        choice = engine.ok("/v1/completions", {**asked, "model": name})["choices"][0]
+        answer = engine.ok("/v1/completions", {**asked, "model": name})
+        assert answer["model"] == "policy-v1"
+        (choice,) = answer["choices"]
         expected = logprobs_by_peft(model, adapters[0], [*PROMPT, *choice["token_ids"]], len(PROMPT))
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
     tokens = {
