@@ -17,7 +17,7 @@ Written against FlashInfer 0.7.2; not run on a GPU. Plans and page lists are tes
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from importlib import import_module
 from importlib.util import find_spec
@@ -279,10 +279,8 @@ class FlashInferBackend(CapturableBackend):
             (plain.prefill, (chunk, row, numbers[:pages], ones[:1]), {"causal": True}),
         ):
             if hasattr(wrapper, "workspace_size"):  # since 0.7
-                try:
+                with suppress(NotImplementedError):  # this kernel uses no workspace
                     asked.append(plain.workspace_size(wrapper, given, **options))
-                except NotImplementedError:  # kernels that take none
-                    continue
         return max(asked)
 
     def plan(self, batch: ForwardBatch) -> None:

@@ -3,7 +3,6 @@
 import fcntl
 import mmap
 import os
-import pickle
 import uuid
 from collections.abc import Iterator
 from typing import Any, Self
@@ -11,6 +10,8 @@ from typing import Any, Self
 import torch
 import zmq
 from torch.multiprocessing.reductions import reduce_tensor
+
+from .pickles import pickled
 
 ALIGNMENT = 256
 
@@ -45,7 +46,7 @@ class ParameterServer:
 
     def tell(self, message: object, *frames: bytes) -> None:
         """Send without waiting for the answer; bytes go as they are, everything else as a pickle."""
-        data = message if isinstance(message, bytes) else pickle.dumps(message)
+        data = message if isinstance(message, bytes) else pickled(message)
         self._socket.send_multipart([data, *frames])
 
     def answer(self, seconds: float = 20.0) -> str:

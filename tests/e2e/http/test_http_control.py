@@ -12,8 +12,8 @@ import torch
 import torch.multiprocessing
 from safetensors.torch import save
 from support.http_serve import ServedEngine, served
+from support.pickles import LocalSerializedTensor, flattened, payload_of, shared_by_file_name
 from support.plain_trainer import PlainTrainer, Weights, weights_of
-from support.sglang_pickles import LocalSerializedTensor, flattened, pickled, shared_by_file_name
 
 OCTETS = {"content-type": "application/octet-stream"}
 
@@ -166,9 +166,11 @@ def test_slime_colocated(server, other_model, others_checksum, by_file_name):
     for bucket in halves(weights_of(other_model)):
         body = {"load_format": "flattened_bucket", "flush_cache": False, "weight_version": "9"}
         payload = flattened(bucket)
-        server.ok("/update_weights_from_tensor", {"serialized_named_tensors": [pickled(payload)], **body})
+        server.ok("/update_weights_from_tensor", {"serialized_named_tensors": [payload_of(payload)], **body})
     padding = {"flattened_tensor": torch.empty(0, dtype=torch.uint8), "metadata": []}
-    reply = server.ok("/update_weights_from_tensor", {"serialized_named_tensors": [pickled(padding)], **body})
+    reply = server.ok(
+        "/update_weights_from_tensor", {"serialized_named_tensors": [payload_of(padding)], **body}
+    )
     assert (reply["success"], reply["message"]) == (True, "The call has no tensors: nothing was written.")
     server.ok("/continue_generation", {})
     assert server.ok("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}) is None
@@ -182,8 +184,8 @@ def test_verl(server, other_model, others_checksum, by_file_name):
     assert server.ok("/resume_memory_occupation", {"tags": ["weights"]}) is None
     for bucket in halves(weights_of(other_model)):
         keep = list(bucket.items())
-        wrapped = [(name, LocalSerializedTensor([base64.b64decode(pickled(each))])) for name, each in keep]
-        body = {"serialized_named_tensors": [pickled(wrapped)], "load_format": None, "flush_cache": True}
+        wrapped = [(name, LocalSerializedTensor([base64.b64decode(payload_of(each))])) for name, each in keep]
+        body = {"serialized_named_tensors": [payload_of(wrapped)], "load_format": None, "flush_cache": True}
         server.ok("/update_weights_from_tensor", body)
     assert server.get("/flush_cache").status_code == 200
     assert server.ok("/resume_memory_occupation", {"tags": ["kv_cache"]}) is None
@@ -323,7 +325,9 @@ def test_tensors_that_cannot_be_read_are_refused_by_name(server, tiny_model):
         ([(name, LocalSerializedTensor([b"", b""]))], "one rank"),
         (print, "named tensors must be a list"),
     ):
-        response = server.post("/update_weights_from_tensor", {"serialized_named_tensors": [pickled(value)]})
+        response = server.post(
+            "/update_weights_from_tensor", {"serialized_named_tensors": [payload_of(value)]}
+        )
         assert response.status_code == 400, response.text
         assert message in response.json()["message"]
     for payloads in ([], ["", ""], ["!!"], ["AAAA"]):

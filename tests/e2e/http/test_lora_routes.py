@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 from support.http_serve import ServedEngine, make_text_model, served
 from support.lora import ALL_LINEAR, edit_adapter, logprobs_by_peft, make_adapter
-from support.sglang_pickles import flattened, pickled, shared_by_file_name
+from support.pickles import flattened, payload_of, shared_by_file_name
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -75,7 +75,7 @@ def test_tensors_as_sglang_pickles_them(engine, adapters):
     expected = logprobs(engine, lora_path="a")
     body = {"lora_name": "b", "config_dict": config, "load_format": "flattened_bucket"}
     with shared_by_file_name():
-        sent = {**body, "serialized_named_tensors": [pickled(flattened(tensors))]}
+        sent = {**body, "serialized_named_tensors": [payload_of(flattened(tensors))]}
     loaded = engine.ok("/load_lora_adapter_from_tensors", sent)
     assert loaded["loaded_adapters"] == {"a": str(adapters[0]), "b": ""}
     assert (loaded["tensors"], loaded["changed_tensors"]) == (len(tensors), len(tensors))

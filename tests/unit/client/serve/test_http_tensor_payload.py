@@ -1,12 +1,12 @@
 """Weights in bodies: what is read, where it lies, and everything that is refused before it is believed."""
 
 import base64
-import pickle
 import struct
 
 import pytest
 import torch
 from safetensors.torch import save
+from support.pickles import Made, written
 
 from caesura.client.exceptions import InvalidRequest, Unsupported
 from caesura.client.serve.sglang.tensor_payload import (
@@ -51,40 +51,8 @@ def test_names_of_dtypes():
     assert dtype_of("complex64") == "complex64"  # the engine refuses it, and ends the group for the trainer
 
 
-class Made:
-    """Pickles as a call of ``module.name(*args)``, with ``state`` for it."""
-
-    def __init__(self, name: str, *args: object, state: object = None) -> None:
-        self.name, self.args, self.state = name, args, state
-
-
-def dump(value: object) -> bytes:
-    if isinstance(value, Made):
-        module, _, name = value.name.rpartition(".")
-        out = dump(module) + dump(name) + pickle.STACK_GLOBAL + dump(tuple(value.args)) + pickle.REDUCE
-        return out if value.state is None else out + dump(value.state) + pickle.BUILD
-    if isinstance(value, type) and issubclass(value, Made):
-        raise TypeError
-    if isinstance(value, (tuple, list, dict)):
-        flat = [x for pair in value.items() for x in pair] if isinstance(value, dict) else list(value)
-        inner = pickle.MARK + b"".join(map(dump, flat))
-        if isinstance(value, tuple):
-            return inner + pickle.TUPLE
-        if isinstance(value, list):
-            return pickle.EMPTY_LIST + inner + pickle.APPENDS
-        return pickle.EMPTY_DICT + inner + pickle.SETITEMS
-    if isinstance(value, torch.dtype):
-        return dump("torch") + dump(str(value).removeprefix("torch.")) + pickle.STACK_GLOBAL
-    return pickle.dumps(value, 4)[2:-1] if not isinstance(value, str) else _text(value)
-
-
-def _text(value: str) -> bytes:
-    data = value.encode()
-    return pickle.BINUNICODE + struct.pack("<I", len(data)) + data
-
-
 def payload(value: object) -> list[str]:
-    return [base64.b64encode(pickle.PROTO + b"\x04" + dump(value) + pickle.STOP).decode()]
+    return [base64.b64encode(written(value)).decode()]
 
 
 def cuda(size=(2, 3), stride=(3, 1), start=0, dtype=torch.bfloat16, device=UUID, **changes: object) -> Made:

@@ -1,13 +1,13 @@
 """CUDA IPC without a device: what is refused before the driver sees it, and who opens and closes what."""
 
 import gc
-import pickle
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
+from support.pickles import pickled
 from torch.multiprocessing.reductions import StorageWeakRef, rebuild_cuda_tensor
 
 from caesura.client.trainer import buckets
@@ -243,7 +243,7 @@ def reduced(**changes: object) -> bytes:
         "requires_grad": False,
         "counter": GOOD.ref_counter_handle, "counter_offset": 7, "event": bytes(64), "sync": True,
     }  # fmt: skip
-    return pickle.dumps((rebuild_cuda_tensor, tuple({**fields, **changes}.values())))
+    return pickled((rebuild_cuda_tensor, tuple({**fields, **changes}.values())))
 
 
 def test_a_parameter_servers_buffer_is_read_as_plain_fields():
@@ -275,5 +275,5 @@ def test_a_parameter_servers_buffer_is_checked(changes):
 )
 def test_other_first_messages_are_refused(message):
     with pytest.raises(CaesuraError) as caught:
-        opening_of(parse(pickle.dumps(message)), UUID)
+        opening_of(parse(pickled(message)), UUID)
     assert caught.value.code == "malformed_message"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import shutil
 import socket
 import struct
@@ -16,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from support.checkpoints import make_checkpoint
+from support.pickles import pickled
 from support.properties import examples
 from torch import Tensor
 
@@ -164,7 +164,7 @@ class Bomb:
         return (pytest.fail, ("it was unpickled",))
 
 
-@pytest.mark.parametrize("save", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
+@pytest.mark.parametrize("save", [torch.save, lambda value, path: path.write_bytes(pickled(value))])
 def test_a_renamed_pickle_is_refused(save: Callable[[Any, Path], Any], tmp_path: Path) -> None:
     save(Bomb(), tmp_path / "model.safetensors")
     assert "pickle" in reason(tmp_path)

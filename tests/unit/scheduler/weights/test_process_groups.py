@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.lagging_streams import LaggingDevice
+from support.pickles import pickled
 from support.waiting import PATIENCE_S, eventually
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
@@ -214,8 +214,7 @@ class NcclUniqueId(ctypes.Structure):
 @pytest.mark.parametrize("protocol", [3, 4, 5])
 def test_the_id_of_vllms_communicator_is_read_and_not_unpickled(protocol):
     identity = bytes(range(128))
-    pickled = pickle.dumps(NcclUniqueId.from_buffer_copy(identity), protocol)
-    assert read_id(pickled) == identity
+    assert read_id(pickled(NcclUniqueId.from_buffer_copy(identity), protocol)) == identity
 
 
 @pytest.mark.parametrize(
@@ -225,7 +224,7 @@ def test_the_id_of_vllms_communicator_is_read_and_not_unpickled(protocol):
 )
 def test_what_is_no_id_is_refused(value):
     with pytest.raises((CaesuraError, RuntimeError)):
-        read_id(pickle.dumps(value))
+        read_id(pickled(value))
 
 
 def test_a_communicator_given_by_its_id_needs_no_store(monkeypatch):
