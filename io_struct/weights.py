@@ -244,8 +244,8 @@ class UpdateWeightsFromDistributedReqInput(WeightUpdateOptions, kw_only=True):
     """Names, shapes and dtypes; whole tensors only, offsets are ignored."""
     group_name: GroupName = DEFAULT_GROUP_NAME
     load_format: Literal["flattened_bucket"] | None = None
-    """Layout of the broadcasts. None means one for each tensor; ``flattened_bucket``: one with the bytes of all
-    tensors, without padding."""
+    """Layout of the broadcasts. None means one for each tensor; ``flattened_bucket``: one of all tensors'
+    bytes, without padding."""
     tensors_per_broadcast: BroadcastSizes | None = None
     """With ``flattened_bucket``: number of tensors in each broadcast, in order. None means all in one."""
     relay_to: GroupName | None = None

@@ -18,20 +18,15 @@ from ..exceptions import InvalidRequest, Unsupported
 from .bodies import Label, Strict
 from .commands import Form, command, reply_fields
 from .context import FrontEnd
-from .error_responses import json_response, openai_error, status_of
+from .error_responses import json_response, status_of
 from .openai.common import adapter_of
 from .sglang.tensor_payload import Frames, Part, read_pickled
-from .sglang.weights import allowed_path
+from .sglang.weights import FLATTENED, allowed_path, check_load_format
+from .vllm.weights import refused
 
 
 def _failed(error: CaesuraError) -> Response[bytes]:
     body = {"success": False, "error_message": error.message, "code": error.code, "detail": error.detail}
-    return json_response(body, status_of(error))
-
-
-def _openai(error: CaesuraError) -> Response[bytes]:
-    param = str(error.detail.get("field") or "") or None
-    body = openai_error(error.message, status_of(error), param=param, code=str(error.code))
     return json_response(body, status_of(error))
 
 
@@ -43,7 +38,7 @@ def _told(word: str) -> Form:
         text = f"Success: LoRA adapter '{body.lora_name}' {word} successfully."
         return Response(text.encode(), media_type="text/plain")
 
-    return Form(answer, _openai)
+    return Form(answer, refused)
 
 
 def _check_name(front: FrontEnd, name: str) -> None:
@@ -106,7 +101,7 @@ async def load_lora_adapter_from_tensors(front: FrontEnd, body: TensorsBody) -> 
     for name in ("expected_checksums", "added_tokens_config"):
         if getattr(body, name):
             raise Unsupported(f"{name} is not supported", field=name)
-    flattened = body.load_format == "flattened_bucket"
+    flattened = check_load_format(body.load_format, FLATTENED) is not None
     _check_name(front, body.lora_name)
     parts = await asyncio.to_thread(read_pickled, body.serialized_named_tensors, flattened=flattened)
     frames = _joined(parts)

@@ -8,6 +8,7 @@ Invariants:
 """
 
 from collections.abc import Generator, Iterable, Sequence
+from hashlib import blake2b
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from ...io_struct import (
     UnloadAdapterReqOutput,
 )
 from ...transfer.shared_memory import map_memory
+from ..memory.storage import bytes_of
 from ..runtime.dtypes import DTYPES
 from ..scheduling.batcher import Batcher
 from ..scheduling.request import Adapter, Request
@@ -51,12 +53,8 @@ class Adapters:
     def __init__(self, engine: "Engine") -> None:
         self.slots = engine.loaded.adapters if isinstance(engine.loaded, LoadedModel) else None
         self.loaded: dict[str, Adapter] = {}
-        self._tensors: dict[str, dict[str, Tensor]] = {}
-        """Values of each loaded adapter on the host, by name."""
         self._versions: list[Adapter] = []
         """Every version in a slot: the loaded ones, and replaced ones that samples have."""
-        self._reserved: set[int] = set()
-        """Slots that a load is writing."""
         self._epoch = self._clock = 0
 
     def named(self, name: str | None) -> Adapter | None:
@@ -87,16 +85,15 @@ class Adapters:
             raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="enable_lora")
 
     def take_slot(self, name: str) -> tuple[int, list[str]]:
-        """Reserve a slot, unloading adapters that nobody uses; raises ``no_adapter_slot``."""
+        """Return a free slot, after unloading adapters that nobody uses; raises ``no_adapter_slot``."""
         assert self.slots is not None
         evicted: list[str] = []
         while True:
             current = set(self.loaded.values())
             self._versions = [each for each in self._versions if each in current or each.running]
-            taken = {each.slot for each in self._versions} | self._reserved
+            taken = {each.slot for each in self._versions}
             free = [slot for slot in range(self.slots.count) if slot not in taken]
             if free and len(self.loaded.keys() | {name}) < self.slots.count:
-                self._reserved.add(free[0])
                 return free[0], evicted
             idle = [each for each in current if not (each.running or each.pinned or each.name == name)]
             if not idle:
@@ -107,32 +104,28 @@ class Adapters:
                 raise CaesuraError(
                     ErrorCode.NO_ADAPTER_SLOT, reason, slots=limit, pinned=pinned, in_use=in_use
                 )
-            evicted.append(self.forget(min(idle, key=lambda each: each.last_used).name).name)
-
-    def give_back(self, slot: int) -> None:
-        self._reserved.discard(slot)
+            evicted.append(min(idle, key=lambda each: each.last_used).name)
+            del self.loaded[evicted[-1]]
 
     def publish(
-        self, request: LoadAdapterReqInput, slot: int, rank: int, tensors: dict[str, Tensor]
-    ) -> tuple[Adapter, int]:
-        """Let the name mean what is in ``slot``; return it and the number of tensors that differ."""
-        before = self._tensors.get(request.name, {})
-        changed = sum(
-            name not in before or not torch.equal(before[name], tensor) for name, tensor in tensors.items()
-        )
-        changed += len(before.keys() - tensors.keys())
+        self, request: LoadAdapterReqInput, slot: int, rank: int, digests: dict[str, bytes]
+    ) -> Adapter:
+        """Let the name mean what is in ``slot``."""
         self._epoch += 1
         self._clock += 1
         version = Adapter(
-            request.name, self._epoch, slot, rank, request.pinned, request.path or "", last_used=self._clock
+            name=request.name,
+            epoch=self._epoch,
+            slot=slot,
+            rank=rank,
+            pinned=request.pinned,
+            path=request.path or "",
+            digests=digests,
+            last_used=self._clock,
         )
-        self.loaded[request.name], self._tensors[request.name] = version, tensors
+        self.loaded[request.name] = version
         self._versions.append(version)
-        return version, changed
-
-    def forget(self, name: str) -> Adapter:
-        del self._tensors[name]
-        return self.loaded.pop(name)
+        return version
 
     def status(self) -> list[AdapterStatus]:
         current = set(self.loaded.values())
@@ -174,17 +167,23 @@ def load_adapter(
         yield Wait.SLICE
     factors = plan.values(tensors)
     norm: float = yield from waiting(change_norm(factors.values()), Wait.SLICE)
+    digests: dict[str, bytes] = {}
+    for name, tensor in tensors.items():
+        digests[name] = blake2b(bytes_of(tensor), digest_size=16).digest()
+        yield Wait.SLICE
     slot, evicted = adapters.take_slot(request.name)
     before = adapters.loaded.get(request.name)
-    try:
-        described, frames = sent(factors) if engine.executor.workers else ([], [])
-        elsewhere = engine.executor.call("write_adapter", slot, described, frames=frames)
-        for _ in slots.write(slot, factors):
-            yield Wait.SLICE
-        yield from waiting(elsewhere)
-        version, changed = adapters.publish(request, slot, plan.rank, tensors)
-    finally:
-        adapters.give_back(slot)
+    described, frames = sent(factors) if engine.executor.workers else ([], [])
+    elsewhere = engine.executor.call("write_adapter", slot, described, frames=frames)
+    writing = slots.write(slot, factors)
+    while True:
+        with engine.runner.on_stream():  # after the steps that read what was in the slot
+            if next(writing, True):
+                break
+        yield Wait.SLICE
+    yield from waiting(elsewhere)
+    version = adapters.publish(request, slot, plan.rank, digests)
+    known = {} if before is None else before.digests
     switched = 0
     if before is not None and request.on_running != "finish_old":
         switched = yield from _switch(engine, before, version, keep=request.on_running == "keep")
@@ -192,7 +191,7 @@ def load_adapter(
         id=request.id,
         adapter_epoch=version.epoch,
         tensors=len(tensors),
-        changed_tensors=changed,
+        changed_tensors=sum(known.get(name) != digests.get(name) for name in known.keys() | digests.keys()),
         norm=norm,
         rank=version.rank,
         evicted=evicted,
@@ -243,8 +242,7 @@ def _switch(engine: "Engine", before: Adapter, version: Adapter, *, keep: bool) 
 
 
 def unload_adapter(engine: "Engine", request: UnloadAdapterReqInput, sender: Sender) -> Operation:
-    adapters = engine.adapters
-    adapters.named(request.name)
-    version = adapters.forget(request.name)
+    engine.adapters.named(request.name)
+    version = engine.adapters.loaded.pop(request.name)
     yield from ()  # an operation is a generator
     return UnloadAdapterReqOutput(id=request.id, running=version.running)

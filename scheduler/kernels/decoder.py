@@ -28,9 +28,10 @@ _DECODER = native.by_dtype("caesura_decoder", POINTER, POINTER, SIZE, POINTER, P
 _counters = native.function("caesura_decoder_counters", POINTER, SIZE, INT, INT, SIZE, INT, result=SIZE)
 
 _INT64, _FLOAT32 = 8, 4
-_OF_STEP = 16
-"""Pointers at the end of a layer's list: adapters, the experts' record, keys, values, cosines, sines."""
 _NO_ADAPTERS: list[int | None] = [None] * 11
+"""Pointers of a layer without adapters."""
+_OF_STEP = len(_NO_ADAPTERS) + 5
+"""Pointers at the end of a layer's list: adapters, the experts' record, keys, values, cosines, sines."""
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of positions, each [P, 1, rotated / 2], contiguous."""

@@ -49,8 +49,8 @@ class _SlotMatrix(Stored):
             parts = self.packed.split(height)
             self._products = [kernel.Product(part, outputs, inputs, None, place.dtype) for part in parts]
 
-    def write(self, slot: int, start: int, rows: Tensor) -> None:
-        self.slot("", start, len(rows), slot).write(rows, 0)
+    def write(self, slot: int, rows: Tensor) -> None:
+        self.slot("", number=slot).write(rows, 0)
 
     def product(self, slot: int, x: Tensor) -> Tensor:
         if self._products:
@@ -89,12 +89,9 @@ class LinearAdapters:
     @property
     def packed(self) -> list[Tensor] | None:
         """Packed A and each packed B, of all slots; None if one is stored otherwise."""
-        found = [each.packed for each in (self._shrink, *self._expand)]
-        return None if any(each is None for each in found) else [each for each in found if each is not None]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(each.parameter.data.nbytes for each in (self._shrink, *self._expand))
+        matrices = (self._shrink, *self._expand)
+        found = [each.packed for each in matrices if each.packed is not None]
+        return found if len(found) == len(matrices) else None
 
     def write(self, slot: int, factors: Mapping[str, Factors]) -> None:
         before, rank = self._changes[slot], self._rank
@@ -112,8 +109,8 @@ class LinearAdapters:
                 a[number * rank : number * rank + len(own)] = own
                 rows = torch.cat([given.b[window.start : window.stop] for window in windows])
                 b[:, : rows.shape[1]] = rows.float() * given.scale
-            expand.write(slot, 0, b)
-        self._shrink.write(slot, 0, a)
+            expand.write(slot, b)
+        self._shrink.write(slot, a)
 
     def add(self, x: Tensor, out: Tensor) -> None:
         """Add the adapters' part of the product of ``x`` [T, inputs] to ``out`` [T, outputs]."""
@@ -157,10 +154,6 @@ class AdapterSlots:
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Return (outputs, inputs) of each module that an adapter can change, by its checkpoint name."""
         return {part: shape for product in self.products for part, shape in product.shapes()}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(product.nbytes for product in self.products)
 
     def write(self, slot: int, factors: Mapping[str, Factors]) -> Iterator[None]:
         """Write an adapter into a slot that no step reads, yielding between products."""

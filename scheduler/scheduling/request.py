@@ -49,7 +49,7 @@ class WeightStamp:
     adapter_epoch: int = 0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Adapter:
     """One version of an adapter in a slot, which nothing else takes while samples are ``running`` with it."""
 
@@ -59,6 +59,8 @@ class Adapter:
     rank: int
     pinned: bool
     path: str
+    digests: dict[str, bytes]
+    """Digest of each tensor's bytes, by its name."""
     running: int = 0
     """Live samples that have it."""
     last_used: int = 0

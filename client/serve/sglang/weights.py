@@ -53,7 +53,7 @@ _CHECKPOINT_FILES = (
     "adapter_config.json",
 )
 """Files that are read beside the safetensors files."""
-_FLATTENED: Literal["flattened_bucket"] = "flattened_bucket"
+FLATTENED: Literal["flattened_bucket"] = "flattened_bucket"
 
 
 class UpdateBody(InSession, kw_only=True):
@@ -109,7 +109,7 @@ def uncommitted(reply: WeightUpdateReqOutput | None) -> str:
     )
 
 
-def _check_load_format(name: str | None, *known: str) -> str | None:
+def check_load_format(name: str | None, *known: str) -> str | None:
     """Return ``name`` if it is None or known; other loaders, such as import paths, are Unsupported."""
     if name is None or name in known:
         return name
@@ -141,7 +141,7 @@ async def update_weights_from_disk(front: FrontEnd, body: DiskBody) -> object:
 async def from_disk(front: FrontEnd, body: DiskBody) -> WeightUpdateReqOutput:
     if body.manifest:
         raise Unsupported("manifest is not supported")
-    _check_load_format(body.load_format, "auto", "safetensors")
+    check_load_format(body.load_format, "auto", "safetensors")
     path = await asyncio.to_thread(allowed_path, body.model_path, front.options)
     return await front.client.update_weights_from_disk(path, load_format=body.load_format, **body.given())
 
@@ -194,14 +194,14 @@ class DistributedBody(UpdateBody, kw_only=True):
 @command("/update_weights_from_distributed", success(_online), size="specs")
 async def update_weights_from_distributed(front: FrontEnd, body: DistributedBody) -> object:
     """Receive what rank 0 of a group broadcasts meanwhile: the body has names, dtypes and shapes only."""
-    flattened = _check_load_format(body.load_format, _FLATTENED) is not None
+    flattened = check_load_format(body.load_format, FLATTENED) is not None
     if not len(body.names) == len(body.dtypes) == len(body.shapes):
         raise InvalidRequest("names, dtypes and shapes have different lengths", field="names")
     described = zip(body.names, body.dtypes, body.shapes, strict=True)
     wire = UpdateWeightsFromDistributedReqInput(
         specs=[TensorSpec(name=n, dtype=dtype_of(dtype), shape=shape) for n, dtype, shape in described],
         group_name=body.group_name,
-        load_format=_FLATTENED if flattened else None,
+        load_format=FLATTENED if flattened else None,
         **body.options(),
     )
     return await sent(front, wire)
@@ -242,7 +242,7 @@ async def _pickled(front: FrontEnd, body: TensorBody) -> WeightUpdateReqOutput |
             "pickled tensors are off: start with --allow-pickled-tensors, or send a safetensors file as "
             "application/octet-stream"
         )
-    flattened = _check_load_format(body.load_format, "direct", _FLATTENED) == _FLATTENED
+    flattened = check_load_format(body.load_format, "direct", FLATTENED) == FLATTENED
     parts = await asyncio.to_thread(read_pickled, body.serialized_named_tensors, flattened=flattened)
     if not parts:
         return None  # a bucket without tensors, which slime sends as padding
