@@ -1,10 +1,11 @@
 """Cost of the HTTP server: the same requests to an engine through its socket and through the server.
 
 256 requests are in flight all the time on the tiny shape. *Direct* is ``AsyncSchedulerClient`` in this
-process; the others go through ``caesura serve --endpoint`` of the same engine: SGLang's ``/generate`` with
-token ids in, text, ids and log-probabilities out, undivided or streamed, and OpenAI's ``/v1/completions``.
-Figures are medians. The load is made by this process, which has the cores in common with engine and server,
-as a trainer would.
+process, which waits for results or reads streams; the others go through ``caesura serve --endpoint`` of the
+same engine: SGLang's ``/generate`` with token ids in, text, ids and log-probabilities out, undivided or
+streamed, and OpenAI's ``/v1/completions``. Figures are medians. The load is made by this process, which has
+the cores in common with engine and server, as a trainer would. The time of a core that each process takes for
+a token depends less than rates on what else the machine does.
 
 A pause is timed under the same load, by the socket and by HTTP in turns. vLLM's server, given an interpreter
 that has it, gets the same requests at ``/v1/completions``.
@@ -26,10 +27,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 from checkpoints import write_checkpoint
 from harness import engines
 from harness.http_load import Connection, flood
@@ -96,14 +99,18 @@ def bodies(prompts: Prompts, make: Callable[[list[int]], bytes]) -> list[list[by
     return [[make(prompt) for prompt in mine] for mine in prompts]
 
 
-async def direct(client: AsyncSchedulerClient, prompts: Prompts) -> float:
+async def direct(client: AsyncSchedulerClient, prompts: Prompts, *, stream: bool = False) -> float:
     """Return the seconds for all prompts, as many at once as there are connections."""
     params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
 
     async def work(mine: list[list[int]]) -> None:
         for prompt in mine:
-            output = await client.generate(prompt, params, return_logprob=True)
-            assert len(output.output_ids) == NEW_TOKENS
+            if stream:
+                handle = await client.submit(prompt, params, stream=True, return_logprob=True)
+                count = sum([len(delta.output_ids) async for delta in handle])
+            else:
+                count = len((await client.generate(prompt, params, return_logprob=True)).output_ids)
+            assert count == NEW_TOKENS
 
     start = time.perf_counter()
     await asyncio.gather(*map(work, prompts))
@@ -159,28 +166,46 @@ def _is_healthy(url: str) -> bool:
 
 
 async def throughput(
-    client: AsyncSchedulerClient, url: str, options: argparse.Namespace, console: Console
-) -> dict[str, list[float]]:
-    """Return the tokens per second of every round, by route."""
+    client: AsyncSchedulerClient,
+    url: str,
+    pids: dict[str, int],
+    options: argparse.Namespace,
+    console: Console,
+) -> tuple[dict[str, list[float]], dict[str, dict[str, list[float]]]]:
+    """Return each round's tokens per second, and microseconds of a core per token by process, by way."""
+
+    def posted(path: str, make: Callable[[list[int]], bytes]) -> Callable[[Prompts], Awaitable[float]]:
+        return lambda prompts: through(url, path, bodies(prompts, make))
+
     ways: dict[str, Callable[[Prompts], Awaitable[float]]] = {
-        "direct": lambda prompts: direct(client, prompts),
-        "/generate": lambda prompts: through(
-            url, "/generate", bodies(prompts, lambda prompt: native_body(prompt, stream=False))
-        ),
-        "/generate, streamed": lambda prompts: through(
-            url, "/generate", bodies(prompts, lambda prompt: native_body(prompt, stream=True))
-        ),
-        "/v1/completions": lambda prompts: through(url, "/v1/completions", bodies(prompts, openai_body)),
+        "direct": partial(direct, client),
+        "direct, streamed": partial(direct, client, stream=True),
+        "/generate": posted("/generate", partial(native_body, stream=False)),
+        "/generate, streamed": posted("/generate", partial(native_body, stream=True)),
+        "/v1/completions": posted("/v1/completions", openai_body),
     }
-    results: dict[str, list[float]] = {way: [] for way in ways}
+    processes = {name: psutil.Process(pid) for name, pid in pids.items()}
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    costs: dict[str, dict[str, list[float]]] = {way: {} for way in ways}
     tokens = options.connections * options.each * NEW_TOKENS
     for number in range(-1, options.rounds):
         for place, (way, run) in enumerate(ways.items()):
-            seconds = await run(make_prompts(options.connections, options.each, 100 * number + place))
+            prompts = make_prompts(options.connections, options.each, 100 * number + place)
+            before = used(processes)
+            seconds = await run(prompts)
             if number >= 0:  # the first round warms up
-                results[way].append(tokens / seconds)
+                rates[way].append(tokens / seconds)
+                for name, total in used(processes).items():
+                    costs[way].setdefault(name, []).append(1e6 * (total - before[name]) / tokens)
                 console.print(f"  round {number + 1}: {way}: {tokens / seconds:,.0f} tok/s")
-    return results
+    return rates, costs
+
+
+def used(processes: dict[str, psutil.Process]) -> dict[str, float]:
+    """Return the seconds of a core that each process has taken, and the front end's in the kernel alone."""
+    times = {name: process.cpu_times() for name, process in processes.items()}
+    totals = {name: each.user + each.system for name, each in times.items()}
+    return {**totals, "front end in the kernel": times["front end"].system}
 
 
 async def pauses(
@@ -214,11 +239,12 @@ async def pauses(
 
 
 async def on_caesura(
-    engine: SchedulerClient, url: str, options: argparse.Namespace, console: Console
+    engine: SchedulerClient, url: str, server: int, options: argparse.Namespace, console: Console
 ) -> dict[str, Any]:
     async with AsyncSchedulerClient(engine.endpoint) as client:
-        rates = await throughput(client, url, options, console)
-        return {"tokens_per_s": rates, "pause_ms": await pauses(client, url, options)}
+        pids = {"engine": (await client.status()).pid, "front end": server, "load": os.getpid()}
+        rates, costs = await throughput(client, url, pids, options, console)
+        return {"tokens_per_s": rates, "us_per_token": costs, "pause_ms": await pauses(client, url, options)}
 
 
 def on_vllm(url: str, options: argparse.Namespace, console: Console) -> list[float]:
@@ -241,6 +267,9 @@ def report(results: dict[str, Any], options: argparse.Namespace) -> list[Table]:
         pairs = [a / b for a, b in zip(values, direct, strict=False)]
         rate = median(values)
         rates.append([way, f"{rate:,.0f}", f"{rate / median(direct):.0%}", f"{median(pairs):.0%}"])
+    costs: dict[str, dict[str, list[float]]] = results["us_per_token"]
+    names = list(next(iter(costs.values())))
+    each = [[way, *(f"{median(found[name]):.0f}" for name in names)] for way, found in costs.items()]
     for way, times in results["pause_ms"].items():
         ordered = sorted(times)
         figures = (median(ordered), ordered[len(ordered) * 9 // 10], ordered[-1])
@@ -248,6 +277,7 @@ def report(results: dict[str, Any], options: argparse.Namespace) -> list[Table]:
     title = f"{options.connections} requests at once, {PROMPT_TOKENS} in, {NEW_TOKENS} out, tiny shape"
     return [
         table(title, ["way", "tok/s", "of direct", "pairwise"], rates),
+        table("microseconds of a core per token", ["way", *names], each),
         table("pause acknowledged under this load, ms", ["way", "p50", "p90", "max"], pauses),
     ]
 
@@ -278,8 +308,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             max_running_requests=options.connections,
             log_level="WARNING",
         )
-        with launched as engine, serve(engine.endpoint, "--served-model-name", "tiny") as (url, _):
-            results = asyncio.run(on_caesura(engine, url, options, console))
+        with launched as engine, serve(engine.endpoint, "--served-model-name", "tiny") as (url, pid):
+            results = asyncio.run(on_caesura(engine, url, pid, options, console))
         if options.vllm_python:
             with serving_vllm(model, options, folder) as url:
                 results["tokens_per_s"]["vLLM's /v1/completions"] = on_vllm(url, options, console)
