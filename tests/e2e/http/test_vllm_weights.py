@@ -209,7 +209,7 @@ def killed_between_two_calls(engine: ServedEngine, models: list[Path], port: int
 
 @pytest.mark.parametrize("same", [True, False], ids=["same port", "another port"])
 def test_a_trainer_takes_over_from_one_that_was_killed(engine, models, same):
-    """Its store's connection has ended, so nobody waits for the silence of five minutes."""
+    """The closed connection of its store says that it is gone, long before five minutes without a call."""
     port = free_port()
     killed_between_two_calls(engine, models, port)
     assert refusal(engine, "/start_weight_update") == (409, "session_open")
