@@ -199,8 +199,8 @@ class SamplingColumns:
         self.stops = _Ids(slots)
         self.bias = _Ids(slots)
         self.allowed = _Ids(slots)
-        self.words: dict[int, list[np.ndarray]] = {}
-        """Words of the slots that have any, each as token ids."""
+        self.words: dict[int, np.ndarray] = {}
+        """Words of the slots that have any, int64 [words, tokens of the longest]; -1 before shorter ones."""
         self.top = np.zeros(slots, np.int64)
         self.token_ids = _Ids(slots)
         self.masked = np.zeros(slots, np.bool_)
@@ -245,7 +245,8 @@ class SamplingColumns:
             self.counter[slot] = self._take_counter()
         words = params.bad_words_ids or ()
         if words:
-            self.words[slot] = [np.asarray(word, np.int64) for word in words]
+            longest = max(map(len, words))
+            self.words[slot] = np.array([[-1] * (longest - len(word)) + word for word in words], np.int64)
         wanting = masked or (record is not None and record.wants_outputs)
         self.special[slot] = bool(penalised or bias or allowed or words or stops or wanting)
 
@@ -373,20 +374,24 @@ def _word_ends(table: "RequestTable", slots: np.ndarray, positions: np.ndarray) 
 
     The token before the sampled one may be in flight: the sampler compares it. None if there is no such word.
     """
-    found: list[np.ndarray] = []
-    for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
-        known = table.tokens[slot, table.sampling.output_start[slot] : position - 1]
-        ends = [
-            word[-2:]
-            for word in table.sampling.words.get(slot, ())
-            if position > table.sampling.output_start[slot]
-            and len(known) >= len(word) - 2
-            and (known[len(known) - len(word) + 2 :] == word[:-2]).all()
-        ]
-        found.append(np.stack(ends) if ends else np.empty((0, 2), np.int64))
-    width = max(map(len, found), default=0)
-    padded = [np.pad(ends, ((0, width - len(ends)), (0, 0)), constant_values=-1) for ends in found]
-    return np.stack(padded) if width else None
+    columns, found = table.sampling, {}
+    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        words, start = columns.words.get(slot), int(columns.output_start[slot])
+        if words is None or position <= start:
+            continue
+        begins = words[:, :-2]
+        output = np.full(begins.shape[1], -1)
+        known = table.tokens[slot, max(start, position - 1 - len(output)) : position - 1]
+        output[len(output) - len(known) :] = known
+        ends = words[((begins == output) | (begins == -1)).all(1), -2:]
+        if len(ends):
+            found[row] = ends
+    if not found:
+        return None
+    padded = np.full((len(slots), max(map(len, found.values())), 2), -1)
+    for row, ends in found.items():
+        padded[row, : len(ends)] = ends
+    return padded
 
 
 def _history(table: "RequestTable", slots: np.ndarray) -> tuple[Tensor, Tensor]:

@@ -25,9 +25,9 @@ HUNDREDTHS = st.integers(-200, 200).map(lambda n: n / 100)
 def messages(draw) -> GenerateReqInput:
     tokens = st.integers(0, VOCAB - 1)
     bias = st.dictionaries(tokens, HUNDREDTHS | st.just(-math.inf), max_size=5)
-    # More than biases and stops can forbid.
     # Few tokens, so that samples meet words; fewer than biases and stops leave.
     word = st.lists(st.integers(0, 2), min_size=2, max_size=4)
+    # More than biases and stops can forbid.
     allowed = st.lists(tokens, unique=True, min_size=10)
     return GenerateReqInput(
         input_ids=draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)),
@@ -253,3 +253,25 @@ def test_a_row_that_is_not_finite_disturbs_nobody():
         assert broken.token_ids[row] >= 0 and broken.logprobs[row].isfinite()
         assert torch.isfinite(broken.further.top[row]).all()
     assert whole.token_ids.min() >= 0
+
+
+def test_words_begin_in_the_output_whatever_their_lengths():
+    words = [[7, 1], [6, 7, 2], [7, 8, 3], [6, 7, 8, 4], [7, 8, 9, 5]]
+    sent = [
+        GenerateReqInput(
+            input_ids=[5, 6], sampling_params=SamplingParams(bad_words_ids=given, min_new_tokens=9)
+        )
+        for given in (words, None)
+    ]
+    table, requests = bound(sent, VOCAB, EOS)
+    slots = np.asarray([request.slot for request in requests])
+    table.tokens[slots, 2:5] = 7, 8, 9
+
+    def ends(position: int) -> list[list[int]]:
+        found = sampling_batch(table, slots, np.full(2, position)).special.word_ends
+        if found is None:
+            return []
+        assert (found[1] == -1).all()
+        return found[0].tolist()
+
+    assert [ends(position) for position in (2, 3, 4, 5)] == [[], [[7, 1]], [[7, 1], [8, 3]], [[7, 1], [9, 5]]]
