@@ -1,17 +1,24 @@
-"""When a scheduler is restarted and how long its end may take, with the options of a command line for it."""
+"""When a scheduler is restarted: after how long a silence, how often, and how soon.
+
+A scheduler is asked for its status to learn that it hangs; a refusal is an answer.
+"""
 
 import contextlib
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import click
 
+from ...io_struct import CaesuraError
 from ...process.engine_options import EngineOptions
-from .launcher import option_value
+from ..connection.blocking import ControlClient
+from ..connection.client_options import ConnectionOptions
+from ..exceptions import EngineDied, TimedOut
+from .launcher import Child, option_value
 
-CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+_PROBES_PER_HANG, _LONGEST_PROBE_INTERVAL_S = 4, 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +85,52 @@ class Restarts:
         return policy.delay(recent), name
 
 
-def policy_option(flag: str, field: str, text: str) -> Callable[[CommandT], CommandT]:
-    """Return the option for a ``field`` of the policy, whose default it takes."""
-    default = getattr(RestartPolicy, field)
-    kind = click.IntRange(0) if isinstance(default, int) else click.FloatRange(0)
-    return click.option(flag, field, type=kind, default=default, show_default=True, help=text)
+def require_keys(arguments: Sequence[str], keys: ConnectionOptions) -> None:
+    """Refuse a scheduler with keys that could not be asked without any."""
+    if option_value(arguments, "--curve-secret-key-file") and keys.get("curve_server_key") is None:
+        raise click.UsageError(
+            "a scheduler with keys accepts only clients with keys: "
+            "--curve-server-key and --curve-client-key-file are required, or --hang-timeout 0"
+        )
 
 
-def restart_options(command: CommandT) -> CommandT:
-    """Add the options of a command that restarts a scheduler."""
-    hang = "Seconds without an answer after which a scheduler is killed and restarted. 0: never."
-    window = "Window for --max-restarts, in seconds."
-    most = "Maximum number of restarts within --restart-window."
-    command = policy_option("--hang-timeout", "hang_timeout_s", hang)(command)
-    command = policy_option("--restart-window", "restart_window_s", window)(command)
-    return policy_option("--max-restarts", "max_restarts", most)(command)
+def answers_until_it_ends(child: Child, endpoint: str, keys: ConnectionOptions, patience: float) -> bool:
+    """Return True when it has ended, or False once it has been silent for ``patience`` seconds, if not 0.
+
+    Two probes must fail: if both were stopped together, the first fails at once when they go on.
+    """
+    if patience <= 0:
+        return child.wait(math.inf)
+    each = patience / _PROBES_PER_HANG
+    with _client(endpoint, keys, each) as client:
+        child.report_exit_to(client)
+        answered, missed = time.monotonic(), 0
+        while not child.wait(min(each, _LONGEST_PROBE_INTERVAL_S)):
+            try:
+                client.status(timeout=each)
+            except (TimedOut, EngineDied):
+                missed += 1
+                if missed > 1 and time.monotonic() - answered >= patience and not child.wait(0.0):
+                    return False
+                continue
+            except CaesuraError:
+                pass
+            answered, missed = time.monotonic(), 0
+    return True
+
+
+def is_silent(endpoint: str, keys: ConnectionOptions, timeout: float) -> bool:
+    """Return True if no answer comes within ``timeout`` seconds; the end of the scheduler is an answer."""
+    try:
+        with _client(endpoint, keys, timeout) as client:
+            client.status(timeout=timeout)
+    except TimedOut:
+        return True
+    except CaesuraError:
+        pass
+    return False
+
+
+def _client(endpoint: str, keys: ConnectionOptions, connect_timeout: float) -> ControlClient:
+    options: ConnectionOptions = {**keys, "connect_timeout": connect_timeout}
+    return ControlClient(endpoint, **options)

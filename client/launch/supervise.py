@@ -8,7 +8,8 @@ import logging
 import queue
 import signal
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
@@ -17,9 +18,10 @@ from ..connection.endpoints import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from ..exceptions import EngineDied, EngineError
 from .launcher import USAGE_STATUS
 from .notify import notify, watchdog_interval_s
-from .restart_policy import RestartPolicy, policy_option, restart_options
+from .restart_policy import RestartPolicy
 from .supervisor import Down, Ended, Serving, State, Supervisor
 
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 GAVE_UP_STATUS = 3
 _FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _LOOK_S = 1.0
@@ -43,6 +45,23 @@ log_format_option = click.option(
 )
 
 
+def _option(flag: str, field: str, text: str) -> Callable[[CommandT], CommandT]:
+    """Return the option for a ``field`` of the policy, whose default it takes."""
+    default = getattr(RestartPolicy, field)
+    kind = click.IntRange(0) if isinstance(default, int) else click.FloatRange(0)
+    return click.option(flag, field, type=kind, default=default, show_default=True, help=text)
+
+
+def restart_options(command: CommandT) -> CommandT:
+    """Add the options of a command that restarts a scheduler."""
+    hang = "Seconds without an answer after which a scheduler is killed and restarted. 0: never."
+    window = "Window for --max-restarts, in seconds."
+    most = "Maximum number of restarts within --restart-window."
+    command = _option("--hang-timeout", "hang_timeout_s", hang)(command)
+    command = _option("--restart-window", "restart_window_s", window)(command)
+    return _option("--max-restarts", "max_restarts", most)(command)
+
+
 @click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 @click.option(
     "--endpoint",
@@ -59,8 +78,8 @@ log_format_option = click.option(
     help="File with this command's CURVE key pair; needed for a scheduler with keys.",
 )
 @restart_options
-@policy_option("--startup-timeout", "startup_timeout_s", "Maximum seconds for the scheduler to become ready.")
-@policy_option(
+@_option("--startup-timeout", "startup_timeout_s", "Maximum seconds for the scheduler to become ready.")
+@_option(
     "--stop-timeout",
     "stop_timeout_s",
     "Seconds between SIGTERM and SIGKILL when this command ends.  "

@@ -25,9 +25,8 @@ from ...io_struct import ErrorCode
 from ...process import private_directory
 from ..connection.client_options import ConnectionOptions
 from ..exceptions import EngineDied, EngineError, InternalError, TimedOut
-from .hang_probe import answers_until_it_ends, is_silent, require_keys
 from .launcher import USAGE_STATUS, Child, check_keys, engine_command, how_it_ended, option_value
-from .restart_policy import RestartPolicy, Restarts
+from .restart_policy import RestartPolicy, Restarts, answers_until_it_ends, is_silent, require_keys
 
 logger = logging.getLogger(__name__)
 _NEVER_AGAIN = (ErrorCode.INVALID_REQUEST, ErrorCode.UNSUPPORTED, ErrorCode.UNSUPPORTED_MODEL)

@@ -15,8 +15,8 @@ from ...process import private_directory
 from ...process.log import server_log
 from ..exceptions import EngineError, InvalidRequest
 from ..launch.launcher import LaunchedScheduler, engine_command
-from ..launch.restart_policy import RestartPolicy, restart_options
-from ..launch.supervise import log_format_option, status_of
+from ..launch.restart_policy import RestartPolicy
+from ..launch.supervise import log_format_option, restart_options, status_of
 from ..launch.supervisor import Supervisor
 from .options import (
     ADMIN_KEY,
