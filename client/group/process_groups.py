@@ -37,7 +37,8 @@ class ProcessGroups:
         fleet, name = self._fleet, request.group_name
         absent = {member.name: member.reason for member in fleet.members if member.state == "gone"}
         if absent:
-            raise _group_error(f"a group has all {fleet.size} replicas, and not all are there: %s", absent)
+            reason = f"a group has all {fleet.size} replicas, and not all are there: {_told(absent)}"
+            raise GroupError(reason, members=absent)
         needed = request.rank_offset + fleet.size * fleet.tp
         if needed > request.world_size:
             raise InvalidRequest(
@@ -61,11 +62,8 @@ class ProcessGroups:
         await self._end(name)
         if answers.out:
             lost = {member.name: error.message for member, error in answers.out.items()}
-            raise _group_error(
-                f"{', '.join(lost)} ended before all had joined the group {name!r} (%s): "
-                "have all replicas join again",
-                lost,
-            )
+            ended = f"{', '.join(lost)} ended before all had joined the group {name!r} ({_told(lost)})"
+            raise GroupError(f"{ended}: have all replicas join again", members=lost)
         return answers
 
     async def leave(self, request: wire.DestroyWeightsUpdateGroupReqInput) -> Answers:
@@ -131,14 +129,12 @@ class ProcessGroups:
             if member.state == "gone" or member.client.incarnation != joined[member.name]
         }
         if lost:
-            left = f"{', '.join(lost)} left the group {name!r} (%s)"
-            raise _group_error(f"{left}: destroy it, and have all replicas join again", lost)
+            left = f"{', '.join(lost)} left the group {name!r} ({_told(lost)})"
+            raise GroupError(f"{left}: destroy it, and have all replicas join again", members=lost)
 
     async def _end(self, name: str) -> None:
         await everywhere(self._fleet.present, lambda member: member.client.destroy_weights_update_group(name))
 
 
-def _group_error(text: str, reasons: Mapping[str, str]) -> GroupError:
-    """Return an error of ``text``, whose ``%s`` are the reasons of each member."""
-    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    return GroupError(text.replace("%s", told), members=dict(reasons))
+def _told(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
