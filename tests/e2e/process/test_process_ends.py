@@ -427,7 +427,7 @@ def test_too_little_memory_to_start_is_an_end_too(tiny_model, endpoint):
         load_model = build.load_model
         def load_with_little_left(*given):
             with open("/proc/self/statm") as statm:
-                limit = int(statm.read().split()[0]) * resource.getpagesize() + (64 << 20)
+                limit = int(statm.read().split()[0]) * resource.getpagesize() + (512 << 20)
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             return load_model(*given)
         build.load_model = load_with_little_left
