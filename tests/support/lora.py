@@ -36,6 +36,11 @@ def edit_adapter(path: Path, *, drop: str = "", rename: tuple[str, str] = ("", "
     save_file(tensors, file)
 
 
+def merge_adapter(base: Path, adapter: Path, path: Path) -> None:
+    """Write the model in ``base`` with the adapter's products added to its weights."""
+    PeftModel.from_pretrained(_model(base), adapter).merge_and_unload().save_pretrained(path)
+
+
 def logprobs_by_peft(base: Path, adapter: Path | None, ids: Sequence[int], start: int) -> list[float]:
     """Return log-probabilities of ``ids`` from ``start`` on."""
     model = _model(base)

@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from collections import deque
 
 import numpy as np
+import psutil
 import pytest
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
-from support.lora import ALL_LINEAR, ATTENTION, edit_adapter, logprobs_by_peft, make_adapter
+from support.lora import ALL_LINEAR, ATTENTION, edit_adapter, logprobs_by_peft, make_adapter, merge_adapter
 
 from caesura.client import EngineError, SamplingParams, UnknownAdapter, Unsupported, launch_scheduler
 
@@ -146,6 +148,75 @@ def test_running_samples_go_on_with_the_new_version(base, client, tmp_path, on_r
     same = np.abs(np.subtract(output.output_logprobs[spans[1].start :], of_second)) < 1e-4
     assert same.all() == (on_running == "retract")
     assert client.generate(prompt, GREEDY, adapter="a").cached_tokens == 0 or on_running == "retract"
+
+
+@pytest.mark.long
+@pytest.mark.executed
+def test_a_thousand_swaps_under_load_stay_flat(base, tmp_path):
+    swaps, depth, contents = 1000, 3, 7
+    paths = [make_adapter(base, tmp_path / str(i), ALL_LINEAR, seed=i) for i in range(contents)]
+    tensors = [load_file(path / "adapter_model.safetensors") for path in paths]
+    config = json.loads((paths[0] / "adapter_config.json").read_text())
+    expected, resident, checked, running = [], [], 0, deque()
+    with launch_scheduler(base, **OPTIONS) as client:
+        engine = psutil.Process(client.status().pid)
+
+        def finish():
+            number, handle = running.popleft()
+            output = handle.result()
+            assert output.cached_tokens == 0 or number % 5 == 0, "KV of another version"
+            versions = {span.adapter_epoch for span in output.weight_versions}
+            assert versions <= {number + 1, number + 1 + ((number + 1) % 5 == 0)}
+            if number % 90 in (0, 4):
+                expected.append((number, output))
+
+        for number in range(swaps):
+            which = number % contents
+            given = {"tensors": tensors[which], "config": config, "shared": number % 2 == 0}
+            given = {"path": paths[which]} if number % 3 == 0 else given
+            mode = "retract" if number % 5 == 0 else "finish_old"
+            loaded = client.load_adapter("a", on_running=mode, **given)
+            assert (loaded.adapter_epoch, loaded.evicted) == (number + 1, [])
+            running.append((number, client.submit(PROMPTS[3], GREEDY, adapter="a", return_logprob=True)))
+            if len(running) == depth:
+                finish()
+            if number % 10 == 0:
+                again = client.generate(PROMPTS[3], GREEDY, adapter="a")
+                checked += again.cached_tokens > 0
+                assert len(client.status().adapters) <= depth
+                resident.append(engine.memory_info().rss)
+        while running:
+            finish()
+        (left,) = client.status().adapters
+        assert (left.adapter_epoch, left.running) == (swaps, 0)
+    assert checked == swaps // 10
+    assert max(resident[50:]) - max(resident[10:50]) < 4 << 20
+    for _, output in expected:
+        ids = [*PROMPTS[3], *output.output_ids]
+        ends = [span.start for span in output.weight_versions[1:]] + [len(output.output_ids)]
+        for span, end in zip(output.weight_versions, ends, strict=True):
+            path = paths[(span.adapter_epoch - 1) % contents]
+            logprobs = logprobs_by_peft(base, path, ids, len(PROMPTS[3]))
+            found, due = output.output_logprobs[span.start : end], logprobs[span.start : end]
+            np.testing.assert_allclose(found, due, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "largest", "mean"), [("float32", 1e-4, 1e-5), ("bfloat16", 0.1, 0.02)])
+def test_an_adapter_equals_its_merged_checkpoint(base, tmp_path, dtype, largest, mean):
+    path, options = make_adapter(base, tmp_path / "a", ALL_LINEAR), {**OPTIONS, "dtype": dtype}
+    merge_adapter(base, path, tmp_path / "merged")
+    found = []
+    for model, name in ((base, "a"), (tmp_path / "merged", None), (base, None)):
+        with launch_scheduler(model, **options) as client:
+            if name is not None:
+                client.load_adapter(name, path)
+            outputs = client.generate(
+                PROMPTS, {"max_new_tokens": 1}, adapter=name, return_logprob=True, logprob_start_len=0
+            )
+            found.append(np.concatenate([output.input_logprobs[1:] for output in outputs]))
+    change = np.abs(np.subtract(found[0], found[1]))
+    assert (change.max(), change.mean()) < (largest, mean), (change.max(), change.mean())
+    assert np.abs(np.subtract(found[0], found[2])).mean() > 10 * mean, "the adapter changes little"
 
 
 @pytest.mark.parametrize("shared", [False, True])
