@@ -26,6 +26,7 @@ from ...io_struct import (
     UnloadAdapterReqOutput,
 )
 from ...transfer.shared_memory import map_memory
+from ..layers.embedding import TIED
 from ..memory.storage import bytes_of
 from ..runtime.dtypes import DTYPES
 from ..scheduling.batcher import Batcher
@@ -47,6 +48,10 @@ from .operations import Operation, Wait, barrier, waiting
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine
+
+
+_ROWS = 4096
+"""Rows of a weight that are compared at a time."""
 
 
 class Adapters:
@@ -165,6 +170,8 @@ def load_adapter(
         whole = tensors.setdefault(piece.name, torch.empty(piece.shape, dtype=piece.dtype))
         whole[piece.start_row : piece.start_row + len(piece.rows)] = piece.rows
         yield Wait.SLICE
+    copies = {module: tensors.pop(name) for name, module in plan.copies.items()}
+    yield from _require_base(engine, model, copies)
     factors = plan.values(tensors)
     norm: float = yield from waiting(change_norm(factors.values()), Wait.SLICE)
     digests: dict[str, bytes] = {}
@@ -222,6 +229,23 @@ def _source(
             raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="specs", value=spec.name)
     memory = buffers if request.handle is None else [memoryview(map_memory(request.handle))]
     return BufferSource("adapter", request.specs, memory), parse_config(encode(request.config), "config")
+
+
+def _require_base(
+    engine: "Engine", model: LoadedModel, given: dict[str, Tensor]
+) -> Generator[Wait, None, None]:
+    """Raise ``weight_mismatch`` if a module's weight is not the base's, as far as this rank holds it."""
+    if not given:
+        return
+    engine.state.require_resident("weights")
+    held = model.model.weight_slots()
+    for module, weight in given.items():
+        slot = held.get(f"{module}.weight") or held[TIED]
+        for start in range(0, len(weight), _ROWS):
+            if slot.differs(weight[start : start + _ROWS], start):
+                reason = f"the adapter brings a weight of {module} that is not the base's"
+                raise CaesuraError(ErrorCode.WEIGHT_MISMATCH, reason, problems=[module])
+            yield Wait.SLICE
 
 
 def _switch(engine: "Engine", before: Adapter, version: Adapter, *, keep: bool) -> Generator[Wait, None, int]:

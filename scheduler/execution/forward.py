@@ -204,8 +204,7 @@ class StateStep:
         return StateStep(rows=rows, sources=sources, segments=self.segments, kept=kept)
 
 
-AdapterRows = Sequence[tuple[int, Tensor | None]]
-"""Adapter slots of a step, each with the indices (int64) of its query tokens, None if they are all."""
+NO_ADAPTER = -1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -245,7 +244,8 @@ class ForwardBatch:
     window_table_host: np.ndarray | None = None
     states: StateStep | None = None
     """None if no layer keeps a state, or the step is nobody's."""
-    adapters: AdapterRows = ()
+    adapters: Tensor | None = field(default=None, metadata=column("token", torch.int64, NO_ADAPTER))
+    """int64 [T]: adapter slot of each query token, or NO_ADAPTER; None if no row has an adapter."""
 
     @classmethod
     def of_rows(

@@ -216,19 +216,19 @@ def _raw(logits: Tensor, sampled: SamplerOutput) -> Tensor:
 
 
 def input_logprobs(
-    hidden: Tensor, inputs: InputTokens, head: Callable[[Tensor], Tensor | None], vocab_size: int
+    hidden: Tensor, inputs: InputTokens, head: Callable[[Tensor, Tensor], Tensor | None], vocab_size: int
 ) -> FurtherLogprobs:
     """Return prompt tokens' log-probabilities, unedited and without temperature, as in SGLang.
 
-    ``hidden``: [I, hidden] of ``inputs``; ``head`` returns logits of some such rows, a bounded number at a
-    time.
+    ``hidden``: [I, hidden] of ``inputs``; ``head`` returns logits of some such rows and their query tokens, a
+    bounded number at a time.
     """
     bound = _BLOCK_BYTES_CPU if hidden.device.type == "cpu" else _BLOCK_BYTES
     rows = max(_LEAST_ROWS, bound // (4 * vocab_size))
     parts = []
     for start in range(0, len(hidden), rows):
         block = slice(start, start + rows)
-        logits = head(hidden[block])
+        logits = head(hidden[block], inputs.tokens[block])
         assert logits is not None, "a dummy run has no prompts"
         logprobs = torch.log_softmax(logits.float(), 1)
         parts.append(further_of(logprobs, inputs.targets[block], inputs.top, inputs.token_ids[block]))

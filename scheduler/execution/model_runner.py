@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..cache.pool import RoutingPool
 from ..layers.logits_processor import autotune_dummy_run_mode
-from ..layers.lora import AdapterSlots
+from ..layers.lora import AdapterRows, AdapterSlots
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import DeviceModule, graphs_of, streams_of
 from ..models.causal_lm import CausalLM
@@ -187,8 +187,7 @@ class ModelRunner:
         wanted = batch
         if batch.inputs is not None:  # never captured: prompts are prefilled
             wanted = replace(batch, sample_tokens=torch.cat([batch.sample_tokens, batch.inputs.tokens]))
-        if self._adapters is not None:
-            self._adapters.rows = batch.adapters
+        self._adapt(batch.adapters)
         hidden = self.model.forward(wanted, backend)
         if self._routing is not None and self.model.routing is not None:
             self._routing.store(batch.kv_slots, self.model.routing.rows(batch.kv_slots.shape[0]))
@@ -207,12 +206,25 @@ class ModelRunner:
             )
         if batch.inputs is not None:
             vocab_size = self.model.config.vocab_size
-            sampled.inputs = input_logprobs(hidden[count:], batch.inputs, self.model.logits, vocab_size)
+
+            def head(hidden: Tensor, tokens: Tensor) -> Tensor | None:
+                return self._logits(hidden, batch, tokens)
+
+            sampled.inputs = input_logprobs(hidden[count:], batch.inputs, head, vocab_size)
         return sampled
+
+    def _adapt(self, slots: Tensor | None) -> None:
+        if self._adapters is not None:
+            self._adapters.rows = None if slots is None else AdapterRows(slots)
+
+    def _logits(self, hidden: Tensor, batch: ForwardBatch, tokens: Tensor) -> Tensor | None:
+        """Return logits of the step's query ``tokens``, whose hidden states are given."""
+        self._adapt(None if batch.adapters is None else batch.adapters.index_select(0, tokens))
+        return self.model.logits(hidden)
 
     def _sample_tokens(self, batch: ForwardBatch, hidden: Tensor) -> tuple[SamplerOutput, Tensor]:
         """Sample from [S, hidden] and set the slots' last tokens, as a graph captures it."""
-        logits = self.model.logits(hidden)
+        logits = self._logits(hidden, batch, batch.sample_tokens)
         assert logits is not None, "a dummy run samples nothing"
         special = batch.sampling.special
         if special is None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..memory.device_module import StreamModule
 from .forward import (
+    NO_ADAPTER,
     Column,
     ForwardBatch,
     FurtherLogprobs,
@@ -89,6 +90,8 @@ class InputStaging:
         tables = self.device_block[starts[-1] : copied].view(torch.int32).view(shape)
         if self._tables == 1:
             columns["window_slots"] = None
+        if batch.adapters is None and rows is None:
+            columns["adapters"] = None
         try:
             self.device_block[:copied].copy_(self.host_block[:copied], non_blocking=True)
             yield ForwardBatch(
@@ -102,10 +105,6 @@ class InputStaging:
                 sampling=self._sampling(batch.sampling, columns),
                 inputs=None if batch.inputs is None else moved(batch.inputs, self._to_device),
                 states=None if batch.states is None else batch.states.to(self.device_block.device),
-                adapters=tuple(
-                    (slot, None if tokens is None else self._to_device(tokens))
-                    for slot, tokens in batch.adapters
-                ),
                 **{name: columns[name] for name in _STEP},
             )
         finally:
@@ -136,7 +135,7 @@ class InputStaging:
         block = self._bytes[start:stop].view(_NUMPY[column.dtype])
         found = self.device_block[start:stop].view(column.dtype)
         if values is None:
-            block[:] = 0
+            block[:] = NO_ADAPTER if name == "adapters" else 0
             return found
         assert values.dtype == column.dtype, f"{name} is {values.dtype}, not {column.dtype}"
         array = values.numpy()

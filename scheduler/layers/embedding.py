@@ -6,13 +6,20 @@ Invariants:
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .matrix import Matrix
 from .parameters import Parameter, Placement, WeightSlot
-from .sharding import rounded_up, sharded
+from .sharding import Window, rounded_up, sharded
+
+if TYPE_CHECKING:
+    from .lora import LinearAdapters
+
+HEAD, TIED = "lm_head", "model.embed_tokens.weight"
+"""The output head's module in adapters, and the weight of a tied one."""
 
 
 class Embedding:
@@ -39,10 +46,16 @@ class Embedding:
         self._weight = Matrix(f"{name}.weight", self._window.length, hidden_size, place, packed=projects)
         self._parallel = place.parallel
         self._scale = float(torch.tensor(scale, dtype=place.dtype))
+        self._adapters: LinearAdapters | None = None
+        if projects and place.adapters is not None:
+            self._adapters = place.adapters.of(HEAD, {HEAD: [self._window]}, Window.whole(hidden_size), place)
 
     def project(self, x: Tensor, out: Tensor) -> Tensor:
         """Write [S, hidden] times this rank's rows of the table to ``out`` and return it."""
-        return self._weight.product(x, None, out)
+        self._weight.product(x, None, out)
+        if self._adapters is not None:
+            self._adapters.add(x, out)
+        return out
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map int64 [T] to [T, hidden]: fresh memory, which the caller may overwrite."""

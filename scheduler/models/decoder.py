@@ -160,7 +160,7 @@ class DecoderForCausalLM(CausalLM):
         self.forms = [block.form for block in attention if block.form is not None]
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
-        adapts = not batch.adapters or (self._kernel is not None and self._kernel.adapts)
+        adapts = batch.adapters is None or (self._kernel is not None and self._kernel.adapts)
         if self._kernel is not None and backend.paged is not None and adapts:
             longest = max(batch.kv_lens_host)
             tables = {rotary: rotary.table(longest) for rotary in set(self._rotary)}

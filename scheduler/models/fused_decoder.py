@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from torch import Tensor
 
-from ..execution.forward import AdapterRows, ForwardBatch
+from ..execution.forward import ForwardBatch
 from ..kernels import TORCH, best
 from ..kernels.attention import PagedStep
 from ..kernels.decoder import AdapterGroups, Angles, DecoderKernel
@@ -24,7 +24,7 @@ from ..kernels.decoder_layers import (
 )
 from ..layers.attention import Attention
 from ..layers.linear import PackedTensors
-from ..layers.lora import LinearAdapters
+from ..layers.lora import AdapterRows, LinearAdapters
 from ..layers.mla import LATENT_EPS, LatentAttention
 from ..layers.mlp import GatedMLP
 from ..layers.moe import GatedShared, MoeBlock, RoutedExperts
@@ -103,14 +103,14 @@ class FusedDecoder:
             rows = routing.of_layers(embedded.shape[0])
             record = rows.__getitem__
         adapters = None
-        if batch.adapters and self._adapters is not None:
-            adapters = _groups(batch.adapters, embedded.shape[0], self._adapters)
+        if batch.adapters is not None and self._adapters is not None:
+            adapters = _groups(AdapterRows(batch.adapters), self._adapters)
         return self.kernel(embedded, angles, batch.positions, batch.sample_tokens, step, record, adapters)
 
 
-def _groups(rows: AdapterRows, tokens: int, layers: Sequence[Sequence[LinearAdapters]]) -> AdapterGroups:
-    slots = [slot for slot, _ in rows]
-    each = [np.arange(tokens) if index is None else index.numpy() for _, index in rows]
+def _groups(rows: AdapterRows, layers: Sequence[Sequence[LinearAdapters]]) -> AdapterGroups:
+    slots = [slot for slot, _ in rows.groups]
+    each = [np.arange(len(rows.slots)) if index is None else index.numpy() for _, index in rows.groups]
     return AdapterGroups(
         tokens=np.concatenate(each),
         slots=np.asarray(slots, np.int64),

@@ -23,10 +23,10 @@ import torch
 
 from ..cache.manager import CacheManager
 from ..cache.pool import RoutingPool
-from ..execution.forward import AdapterRows, ForwardBatch
+from ..execution.forward import NO_ADAPTER, ForwardBatch
 from ..runtime.engine_config import PAGE_SIZE
 from .chunking import ChunkSizer
-from .request import NO_SLOT, Adapter, Phase, Request, RequestTable
+from .request import Adapter, Phase, Request, RequestTable
 from .sampling import InputSpan, input_spans, input_tokens, sampling_batch
 from .step_storage import LinearStateSteps, WindowedSteps
 from .waiting_queue import WaitingQueue, pages_for
@@ -436,6 +436,9 @@ class Batcher:
         samples = np.concatenate([np.arange(num_decode), num_decode + complete])
         sample_slots = slots[samples]
         spans = input_spans(chunks, table) if chunks else []
+        adapters: torch.Tensor | None = None
+        if table.adapter[slots].max() != NO_ADAPTER:
+            adapters = torch.from_numpy(table.adapter[token_slots])
         forward = ForwardBatch(
             num_decode=num_decode,
             input_ids=torch.from_numpy(input_ids),
@@ -455,7 +458,7 @@ class Batcher:
             sample_slots=torch.from_numpy(sample_slots),
             sampling=sampling_batch(table, sample_slots, ends[samples]),
             inputs=input_tokens(spans, slots, token_starts - starts),
-            adapters=_adapters(table.adapter[slots], row_of_token),
+            adapters=adapters,
         )
         batch = ScheduledBatch(
             forward=forward,
@@ -483,16 +486,3 @@ def _forget_inputs(request: Request) -> None:
     """Let logprobs of a prompt be computed again, by the weights that sample its first token."""
     if request.record is not None and not len(request.evicted.tokens):
         request.record.forget_inputs()
-
-
-def _adapters(of_rows: np.ndarray, row_of_token: np.ndarray) -> AdapterRows:
-    """Return the tokens of each adapter slot, given the slot of each row, or NO_SLOT."""
-    if of_rows.max() == NO_SLOT:
-        return ()
-    of_tokens = of_rows[row_of_token]
-    used = np.unique(of_tokens)
-    if len(used) == 1:
-        return ((int(used[0]), None),)
-    return [
-        (int(slot), torch.from_numpy(np.flatnonzero(of_tokens == slot))) for slot in used if slot != NO_SLOT
-    ]

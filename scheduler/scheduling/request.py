@@ -19,6 +19,7 @@ import numpy as np
 
 from ...io_struct import GenerateReqInput, SamplingParams, WeightVersionSpan
 from ..cache.radix import Salt
+from ..execution.forward import NO_ADAPTER
 from .sampling import LogprobRecord, SamplingColumns, SamplingMaskRecord
 
 if TYPE_CHECKING:
@@ -220,8 +221,8 @@ class RequestTable:
         self.stop_ids = np.full((slots, _STOP_WIDTH), NO_TOKEN, np.int32)
         self.stream = np.zeros(slots, np.bool_)
         self.stale_kv = np.zeros(slots, np.bool_)
-        self.adapter = np.full(slots, NO_SLOT, np.int64)
-        """Slot of the adapter, or NO_SLOT."""
+        self.adapter = np.full(slots, NO_ADAPTER, np.int64)
+        """Slot of the adapter, or NO_ADAPTER."""
         self.sampling = SamplingColumns(slots, vocab_size)
 
         # Changed by steps.
@@ -269,7 +270,7 @@ class RequestTable:
         self.limit[slot] = request.limit
         self.stream[slot] = request.stream
         self.stale_kv[slot] = False
-        self.adapter[slot] = NO_SLOT if request.adapter is None else request.adapter.slot
+        self.adapter[slot] = NO_ADAPTER if request.adapter is None else request.adapter.slot
         self.inflight[slot] = 0
         self.live[slot] = True
         self.stamp[slot] = -1  # outputs.py then compares with the last span before it opens a new one

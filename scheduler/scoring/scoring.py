@@ -99,7 +99,8 @@ class Scoring:
         residency.register(WEIGHTS, weights, memory_intensive=True)
         residency.register(PAGES, pages)
         with residency.component(WEIGHTS):
-            loaded = load_model(replace(config, model_path=model_path, context_len=None))
+            alone = replace(config, model_path=model_path, context_len=None, enable_lora=False)
+            loaded = load_model(alone)
         if loaded.config.delta is not None:
             reason = (
                 f"{loaded.config.architecture} cannot be the reference model: its linear attention keeps a "

@@ -27,6 +27,7 @@ CONFIG = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
+_COPY = re.compile(r"(.+)\.base_layer\.weight")
 _PATTERN = re.compile(r"\^?[\w.-]+\$?")
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -108,6 +109,8 @@ class AdapterPlan:
     """Names of the tensors A and B of each module, and its scale."""
     rank: int
     """The largest."""
+    copies: dict[str, str]
+    """Modules of the tensors that must equal the base's weights: PEFT saves an adapted head's."""
 
     def values(self, tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
         return {
@@ -127,9 +130,16 @@ def plan_adapter(
     ``shapes``: (outputs, inputs) of each module; ``own_name`` maps a checkpoint's tensor name to the model's.
     """
     found: dict[str, dict[str, NamedSpec]] = {}
+    copies: dict[str, str] = {}
     problems: list[str] = []
     for spec in specs:
-        match = _FACTOR.fullmatch(spec.name.removeprefix(_PREFIX))
+        name = spec.name.removeprefix(_PREFIX)
+        if (match := _COPY.fullmatch(name)) and match[1] in shapes:
+            copies[spec.name] = match[1]
+            if tuple(spec.shape) != shapes[match[1]]:
+                problems.append(f"{spec.name} is {list(spec.shape)}, not {list(shapes[match[1]])}")
+            continue
+        match = _FACTOR.fullmatch(name)
         if match is None:
             problems.append(f"{spec.name} is no factor of a module")
             continue
@@ -166,7 +176,7 @@ def plan_adapter(
         module: (halves["A"].name, halves["B"].name, alphas.of(module) / ranks.of(module) ** power)
         for module, halves in found.items()
     }
-    return AdapterPlan(factors, largest)
+    return AdapterPlan(factors, largest, copies)
 
 
 def _problems(

@@ -1,6 +1,7 @@
 """Adapters as trainers save them, written by PEFT, and what its models compute with them."""
 
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +21,9 @@ def make_adapter(
     torch.manual_seed(seed)
     given = {"lora_alpha": 2 * rank, "init_lora_weights": False, **config}
     lora = LoraConfig(r=rank, target_modules=list(targets), **given)
-    get_peft_model(_model(base), lora).save_pretrained(path)
+    with warnings.catch_warnings():  # of adapted heads, which are saved as they are
+        warnings.simplefilter("ignore", UserWarning)
+        get_peft_model(_model(base), lora).save_pretrained(path)
     return path
 
 
@@ -45,7 +48,9 @@ def logprobs_by_peft(base: Path, adapter: Path | None, ids: Sequence[int], start
     """Return log-probabilities of ``ids`` from ``start`` on."""
     model = _model(base)
     if adapter is not None:
-        model = PeftModel.from_pretrained(model, adapter)
+        with warnings.catch_warnings():  # of tied heads
+            warnings.simplefilter("ignore", UserWarning)
+            model = PeftModel.from_pretrained(model, adapter)
     with torch.no_grad():
         values = model.eval()(torch.tensor([list(ids)])).logits[0].log_softmax(-1)
     return [float(values[at - 1, ids[at]]) for at in range(start, len(ids))]

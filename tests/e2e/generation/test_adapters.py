@@ -21,7 +21,7 @@ PROMPTS = [[3 + (31 * row + 7 * i) % 90 for i in range(20 + 5 * row)] for row in
 GREEDY = SamplingParams(max_new_tokens=10, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
 FAMILIES = {
-    "llama": ALL_LINEAR,
+    "llama": [*ALL_LINEAR, "lm_head"],
     "qwen3": ["q_proj", "v_proj"],
     "gemma3": ["k_proj", "o_proj", "down_proj"],
     "qwen3-moe": ATTENTION,
@@ -79,6 +79,47 @@ def test_mixed_batches_compute_what_peft_does(family, tmp_path):
             np.testing.assert_allclose(output.output_logprobs, expected, atol=1e-4, rtol=0)
             alone = client.generate(prompt, GREEDY, adapter=name, return_logprob=True)
             assert (alone.output_ids, alone.output_logprobs) == (output.output_ids, output.output_logprobs)
+
+
+def tokens(client, adapter):
+    """Return what is sampled where no token is certain."""
+    flat = SamplingParams(max_new_tokens=6, temperature=9.0, seed=3, ignore_eos=True)
+    return [output.output_ids for output in client.generate(PROMPTS, flat, adapter=adapter)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_adapters_of_the_head_change_every_logprob(tmp_path, tied):
+    base = tmp_path / "base"
+    make_checkpoint(base, "qwen3", num_hidden_layers=2, tie_word_embeddings=tied)
+    path = make_adapter(base, tmp_path / "a", ["lm_head"])
+    params = {"max_new_tokens": 6, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    with launch_scheduler(base, **OPTIONS) as client:
+        loaded = client.load_adapter("a", path)
+        assert (loaded.tensors, loaded.changed_tensors) == (2, 2)
+        scored = {"return_logprob": True, "logprob_start_len": 0}
+        sent = [
+            (prompt, name, client.submit(prompt, params, adapter=name, **scored))
+            for prompt, name in zip(PROMPTS, ["a", None] * 3, strict=True)
+        ]
+        for prompt, name, handle in sent:
+            output = handle.result()
+            ids = [*prompt, *output.output_ids]
+            expected = logprobs_by_peft(base, None if name is None else path, ids, 1)
+            found = [*output.input_logprobs[1:], *output.output_logprobs]
+            np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+        known = tokens(client, "a")
+        assert known != tokens(client, None)
+        tensors = load_file(path / "adapter_model.safetensors")
+        config = json.loads((path / "adapter_config.json").read_text())
+        name = "base_model.model.lm_head.base_layer.weight"
+        for wrong, reason in (
+            (tensors[name] + 1, "weight of lm_head that is not the base's"),
+            (tensors[name][1:], r"base_layer.weight is \[96, 40\], not \[97, 40\]"),
+        ):
+            with pytest.raises(EngineError, match=reason) as refused:
+                client.load_adapter("a", tensors={**tensors, name: wrong}, config=config)
+            assert refused.value.code == "weight_mismatch"
+        assert tokens(client, "a") == known
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
