@@ -455,6 +455,8 @@ class AdapterStatus(ReplyRecord, kw_only=True, frozen=True):
     """Live samples that have it."""
     replaced: bool = False
     """True: only these samples have it; it is unloaded, or another version has its name."""
+    digest: str = ""
+    """BLAKE2b-128 of all tensors and their scales, in hex."""
 
 
 class GetStatusReqOutput(Reply, kw_only=True):

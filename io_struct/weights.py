@@ -96,6 +96,8 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
     stages: StageTimes
     durable: bool | None = None
     """True: the state file has this commit. False: a restart is ``invalid``. None: no commit, or no file."""
+    switched: int = 0
+    """Samples that went on with a new version of an adapter, which the session had loaded."""
     relay_error: str | None = None
     """Why engines behind ``relay_to`` did not get everything; None if they did, or there are none."""
 
@@ -350,6 +352,13 @@ class LoadAdapterReqInput(ControlRequest, kw_only=True):
     that they are frames of the message, or in ``path``."""
     replace: bool = True
     """False: refuse (``adapter_exists``) if an adapter of this name is loaded."""
+    session_id: Identifier | None = None
+    """Explicit session whose commit makes the name mean this version; a commit of adapters alone leaves the
+    weights' label and epoch as they are. None: at once."""
+    adapter_epoch: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)] | None = None
+    """Number of this version, as several engines with the same adapters count. None: the engine's next."""
+    evict: list[Identifier] = []
+    """Adapters to unload when it counts, if they are loaded. More are only if there is no room."""
     pinned: bool = False
     """True: it is never unloaded to make room for another."""
     on_running: OnRunning = "finish_old"
@@ -365,7 +374,7 @@ class LoadAdapterReqOutput(Reply, kw_only=True):
     tensors: int
     """Number of tensors that were read."""
     changed_tensors: int
-    """Tensors that differ from those of the version that was replaced; all, if there was none."""
+    """Tensors that differ, or whose scale does, from those of the version before; all, if there was none."""
     norm: float
     """Frobenius norm of the change of the weights, over all modules; 0 for an adapter without effect."""
     rank: int
@@ -373,7 +382,9 @@ class LoadAdapterReqOutput(Reply, kw_only=True):
     evicted: list[str] = []
     """Names of the adapters that were unloaded to make room."""
     switched: int = 0
-    """Samples that went on with the new version."""
+    """Samples that went on with the new version; of a session, the reply to its commit counts them."""
+    digest: str = ""
+    """BLAKE2b-128 of all tensors and their scales, in hex: equal for equal adapters."""
 
 
 class UnloadAdapterReqInput(ControlRequest, kw_only=True):

@@ -8,7 +8,6 @@ Invariants:
 - A command runs to its end even if its caller leaves.
 """
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,8 @@ import msgspec
 
 from ... import io_struct as wire
 from ..connection.async_channel import Result
-from ..exceptions import EngineError, Unsupported
-from .dispatcher import GenerationClient
+from ..exceptions import EngineError
+from .dispatcher import GenerationClient, beside
 
 if TYPE_CHECKING:
     from .replicas import ReplicaFleet
@@ -31,7 +30,7 @@ class GroupClient(GenerationClient):
     """Replicas as one engine: a message of a command goes to those that it concerns, and has one reply."""
 
     def __init__(self, group: "ReplicaFleet") -> None:
-        super().__init__(group.dispatcher, owner=group.owner)
+        super().__init__(group.dispatcher, group.adapters, owner=group.owner)
         self._group = group
 
     def start(
@@ -45,9 +44,7 @@ class GroupClient(GenerationClient):
         lease = self._group.lease
         if lease is not None and isinstance(request, wire.ControlRequest) and request.owner == self.owner:
             work = lease.renewed_by(work)
-        task = asyncio.ensure_future(work)
-        task.add_done_callback(lambda done: None if done.cancelled() else done.exception())  # counts as seen
-        return task
+        return beside(work)
 
     async def _carry_out_on_all(
         self, request: wire.Request, expects: type[wire.Message], buffers: Sequence[memoryview]
@@ -85,8 +82,8 @@ class GroupClient(GenerationClient):
                     reply = group.combine(await group.send(group.present, request, expects))
                     group.released = set(reply.released_tags)
                     return reply
-            case wire.LoadAdapterReqInput():
-                raise Unsupported("adapters are not served by several engines: one that restarts has none")
+            case wire.LoadAdapterReqInput() | wire.UnloadAdapterReqInput():
+                return await group.adapters.carry_out(request, buffers)
             case wire.InitWeightsUpdateGroupReqInput():
                 return group.combine(await group.groups.join(request))
             case wire.DestroyWeightsUpdateGroupReqInput():

@@ -8,6 +8,7 @@ Invariants:
   state, label and epoch those that serve and have answered, or all if none does.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -205,6 +206,13 @@ def combined_status(
             "pause_owner": paused[0].pause_owner,
             "lease_left_s": _least(each.lease_left_s for each in paused),
         }
+    running = Counter[tuple[str, int]]()
+    for each in (each for status in every for each in status.adapters):
+        running[each.name, each.adapter_epoch] += each.running
+    fields["adapters"] = [
+        msgspec.structs.replace(each, running=running[each.name, each.adapter_epoch])
+        for each in judged[0].adapters
+    ]
     return msgspec.structs.replace(judged[0], **{**fields, **of_group})
 
 

@@ -65,7 +65,12 @@ class Part:
         part._append(output, _COLUMNS)
         for span in output.weight_versions:
             by = wire.DeltaWeights(
-                version=span.version, epoch=span.epoch, incarnation=span.incarnation, stale_kv=span.stale_kv
+                version=span.version,
+                epoch=span.epoch,
+                incarnation=span.incarnation,
+                stale_kv=span.stale_kv,
+                adapter=span.adapter,
+                adapter_epoch=span.adapter_epoch,
             )
             part.weights += [by] * (span.end - span.start)
         return part
@@ -74,6 +79,11 @@ class Part:
     def newest_epoch(self) -> int | None:
         """The group's epoch of the newest weights that sampled a token, or None without tokens."""
         return max((each.epoch for each in self.weights), default=None)
+
+    @property
+    def newest_adapter_epoch(self) -> int:
+        """The newest version of the adapter that sampled a token, or 0."""
+        return max((each.adapter_epoch for each in self.weights), default=0)
 
     def spans(self) -> list[wire.WeightVersionSpan]:
         found: list[wire.WeightVersionSpan] = []

@@ -11,8 +11,11 @@ Invariants:
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -30,6 +33,7 @@ from ..exceptions import (
     IdConflict,
     InvalidRequest,
     ShuttingDown,
+    UnknownAdapter,
     Unsupported,
     error_for,
 )
@@ -37,9 +41,25 @@ from .flow import Flow
 from .members import Member, State
 from .router import Router, current_routing_key
 
+if TYPE_CHECKING:
+    from .member_adapters import Adapters
+
 logger = logging.getLogger(__name__)
 
 DEFAULT_PATIENCE_S = 60.0
+
+
+@dataclass(slots=True)
+class GroupAdapter:
+    """An adapter that a group serves, and how a member gets it."""
+
+    request: wire.LoadAdapterReqInput
+    buffers: Sequence[bytes]
+    """Tensors that came with the request; none for a folder."""
+    epoch: int
+    digest: str
+    last_used: float = 0.0
+    """Monotonic time of the last request."""
 
 
 class Dispatcher:
@@ -48,6 +68,8 @@ class Dispatcher:
     def __init__(self, *, patience_s: float | None = DEFAULT_PATIENCE_S) -> None:
         """``patience_s``: seconds that a generation waits for a member that serves; None without limit."""
         self.members: dict[str, Member] = {}
+        self.adapters: dict[str, GroupAdapter] = {}
+        """Adapters by name, which ``member_adapters.py`` loads and unloads."""
         self.epoch = 0
         self.router = Router()
         self.moved = 0
@@ -99,6 +121,8 @@ class Dispatcher:
         wanted = request.min_weights_epoch
         if wanted is not None and wanted > self.epoch:
             raise EpochBehind(f"the fleet's weights epoch is {self.epoch}, not {wanted}", epoch=self.epoch)
+        if request.adapter is not None:
+            self.require_adapter(request.adapter).last_used = monotonic()
         waiter: Result = asyncio.get_running_loop().create_future()
         deltas: Deltas | None = asyncio.Queue() if request.stream and sink is None else None
         if request.sampling_params.seed is None:
@@ -110,6 +134,17 @@ class Dispatcher:
         self._frames[request.id] = (frame, flow)
         self.place(flow)
         return flow.generation
+
+    def require_adapter(self, name: str) -> GroupAdapter:
+        """Return an adapter, or raise as an engine does that has none of this name."""
+        if name in self.adapters:
+            return self.adapters[name]
+        if any(member.status is not None and not member.status.max_loras for member in self.serving):
+            reason = "this engine serves no adapters: start it with enable_lora"
+            raise Unsupported(reason, field="enable_lora")
+        loaded = sorted(self.adapters)
+        reason = f"no adapter {name!r} is loaded: {', '.join(loaded) or 'none is'}"
+        raise UnknownAdapter(reason, adapter=name, loaded=loaded)
 
     def start_images(
         self, request: wire.GenerateImagesReqInput, buffers: Sequence[bytes]
@@ -157,10 +192,17 @@ class Dispatcher:
 
     def place(self, flow: Flow) -> None:
         """Give what waits of ``flow`` to a member, if one serves; if all that do are full, it fails."""
-        able = [member for member in self.serving if member.own_epoch(flow.least_epoch) is not None]
+        able = [
+            member
+            for member in self.serving
+            if member.own_epoch(flow.least_epoch) is not None and flow.has_adapter(member)
+        ]
+        lost = flow.request.adapter if flow.request.adapter not in self.adapters else None
         free = [member for member in able if member.name not in flow.refused_by]
         if self.ending:
             flow.fail(ShuttingDown("the engines are shutting down"))
+        elif lost is not None:  # unloaded while the request moved
+            flow.fail(UnknownAdapter(f"adapter {lost!r} is not loaded any more", adapter=lost))
         elif free:
             if flow.moves:
                 self.moved += 1
@@ -254,15 +296,32 @@ class Dispatcher:
         answer.add_done_callback(done)
 
 
-class GenerationClient(AsyncSchedulerClient):
-    """Generations, images and scores of a group, for whatever takes an :class:`AsyncSchedulerClient`."""
+def beside(work: Coroutine[Any, Any, Any]) -> Result:
+    """Carry out a command, which goes on if nobody waits for it any more."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: None if done.cancelled() else done.exception())  # counts as seen
+    return task
 
-    def __init__(self, dispatcher: Dispatcher, *, owner: str | None) -> None:
+
+class GenerationClient(AsyncSchedulerClient):
+    """Generations, scores and adapters of a group, for whatever takes an :class:`AsyncSchedulerClient`."""
+
+    def __init__(self, dispatcher: Dispatcher, adapters: "Adapters", *, owner: str | None) -> None:
         self._dispatcher = dispatcher
+        self._adapters = adapters
         super().__init__("fleet", owner=owner)
 
     def _opened(self, connection: ConnectionOptions) -> Channel:
         return self._dispatcher
+
+    def start(
+        self, request: wire.Request, expects: type[wire.Message], buffers: Sequence[memoryview] = ()
+    ) -> Result:
+        if not isinstance(request, wire.LoadAdapterReqInput | wire.UnloadAdapterReqInput):
+            return super().start(request, expects, buffers)
+        self._dispatcher.require_open()
+        self._sign(request)
+        return beside(self._adapters.carry_out(request, buffers))
 
 
 def _answered(reply: wire.Message) -> Result:

@@ -25,6 +25,7 @@ from ..connection.prompts import Ids, Prompts, Sampling
 from ..exceptions import EngineDied, EngineError, InvalidRequest, MemoryReleased
 from .dispatcher import DEFAULT_PATIENCE_S, Dispatcher, GenerationClient
 from .leases import LeaseRenewal
+from .member_adapters import Adapters
 from .members import EngineAddress, Member, State
 from .recovery import ASK_S, Adopt, agree, catch_up, copy_here, take_over
 from .router import routed_by
@@ -154,7 +155,9 @@ class Fleet:
         """Held, around :attr:`lock`, by what moves weights: updates, and what brings a member up to date."""
         self.dispatcher = Dispatcher(patience_s=options.get("patience_s", DEFAULT_PATIENCE_S))
         """The members and the generations that they have."""
-        self.client = GenerationClient(self.dispatcher, owner=self.owner)
+        self.adapters = Adapters(self)
+        """Loads and unloads adapters on all members, for :attr:`client`."""
+        self.client = GenerationClient(self.dispatcher, self.adapters, owner=self.owner)
         """Generations of the fleet, for what takes a client, such as a ``TokenizerManager``."""
         self._addresses = [EngineAddress.of(each) for each in members]
         self._keepalive_timeout = options.get("keepalive_timeout", KEEPALIVE_TIMEOUT_S)
@@ -180,6 +183,7 @@ class Fleet:
             async with self.lock:
                 joining = [self._add(address) for address in self._addresses]
                 await (take_over(self, joining, self._adopt) if self._adopt else agree(self, joining))
+                await self.adapters.restore()
             if self._adopt:
                 await self.heal()
         except BaseException:
@@ -386,6 +390,7 @@ class Fleet:
         The caller holds :attr:`lock`.
         """
         await self.fence_invalid()
+        await self.adapters.restore()
         if session.paused_here:
             await self.continue_members(PAUSE_S, torch_empty_cache=torch_empty_cache)
         self.dispatcher.place_waiting()

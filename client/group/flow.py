@@ -157,6 +157,12 @@ class Flow:
         known = [each for each in (self.request.min_weights_epoch, *seen) if each is not None]
         return max(known, default=None)
 
+    def has_adapter(self, member: Member) -> bool:
+        """Return True if ``member`` has the adapter, no older than what has sampled tokens of what waits."""
+        name = self.request.adapter
+        oldest = max((each.part.newest_adapter_epoch for each in self._waiting()), default=0)
+        return name is None or member.adapters.get(name, 0) >= max(1, oldest)
+
     def dispatch(self, member: Member) -> None:
         waiting = list(self._waiting())
         untouched = len(waiting) == len(self._samples) and not any(len(each.part) for each in waiting)
@@ -237,7 +243,9 @@ class Flow:
             return
         if isinstance(error, LOST):
             self.dispatcher.lost(attempt.member, error)
-        elif isinstance(error, UNFIT):
+        elif isinstance(error, UNFIT) or (
+            isinstance(error, errors.UnknownAdapter) and self.request.adapter in self.dispatcher.adapters
+        ):
             if attempt.member.serves:
                 self.dispatcher.fence(attempt.member, f"it refuses requests: {error.message}")
         elif isinstance(error, FULL):

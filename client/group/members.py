@@ -73,6 +73,8 @@ class Member:
         """Number of unfinished samples that this group has sent it."""
         self.status: GetStatusReqOutput | None = None
         self.epoch = 0
+        self.adapters: dict[str, int] = {}
+        """Epochs of the group's adapters that it has, by name; 0 if one could not be loaded."""
         self._epochs: list[tuple[int, int]] = []
 
     @property
@@ -93,7 +95,7 @@ class Member:
         self.state, self.reason = state, reason
 
     def restarted(self) -> None:
-        self._epochs, self.epoch = [], 0
+        self._epochs, self.epoch, self.adapters = [], 0, {}
 
     def group_epoch(self, epoch: int) -> int:
         """Return the group's epoch for the member's ``epoch``, or that of the nearest older known one."""

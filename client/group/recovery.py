@@ -100,13 +100,14 @@ def _admit_first(
     """Admit ``serving``, which have the same weights, under an epoch that none of ``every`` exceeds."""
     fleet.source = source
     fleet.dispatcher.epoch = max(status.weights_epoch for status in every.values())
+    fleet.adapters.adopt({member: every[member] for member in serving})
     for member in serving:
         fleet.weight_version = every[member].weight_version
         member.admit(every[member].weights_epoch, fleet.dispatcher.epoch)
 
 
 async def catch_up(fleet: "Fleet", member: Member) -> GetStatusReqOutput:
-    """Give ``member`` the group's weights and return its status then; MemoryReleased or WeightsInvalid."""
+    """Give ``member`` weights and adapters; return its status then. MemoryReleased or WeightsInvalid."""
     status = await asyncio.wait_for(fleet.ask(member), ASK_S)
     serving = fleet.dispatcher.serving
     if not serving and not fleet.source.updated and not fleet.weight_version:  # it is the first one
@@ -131,6 +132,7 @@ async def catch_up(fleet: "Fleet", member: Member) -> GetStatusReqOutput:
         )
     if fleet.verify == "checksums" and donor is not None and not await _equal(member, donor):
         raise WeightsInvalid(f"{member.name} has other weights than {donor.name} under the same label")
+    await fleet.adapters.give(member, status)
     return status
 
 

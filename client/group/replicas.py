@@ -248,6 +248,8 @@ class ReplicaFleet(Fleet):
                 continue
             if status.weights_epoch != member.epoch:
                 found[member] = foreign_commit(status.weight_version, status.weights_epoch)
+            elif self.adapters.lacking(member, status):
+                found[member] = "its adapters were changed on its own socket, not by this fleet"
             elif self.may_heal and status.generation != "running":
                 found[member] = "it was paused on its own socket, not by this fleet"
         return found

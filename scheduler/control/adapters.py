@@ -1,13 +1,14 @@
 """LoRA adapters by name: loaded beside running requests, swapped between two steps.
 
 Invariants:
-- A load changes nothing until its last byte is in a free slot; then the name means the new version, for later
-  requests. A load that fails leaves no trace, and never poisons the weights.
+- A load changes nothing until its last byte is in a free slot; then, or when its session commits, the name
+  means the new version, for later requests. A load that fails leaves no trace, and never poisons the weights.
 - A version keeps its slot while samples have it, whatever becomes of its name. Nothing waits for them.
-- KV belongs to a version: its epoch is part of the salt of its requests, so no prefix crosses a swap.
+- KV belongs to a version: its serial number is part of the salt of its requests, so no prefix crosses a swap.
 """
 
 from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from ...io_struct import (
     ErrorCode,
     LoadAdapterReqInput,
     LoadAdapterReqOutput,
+    OnRunning,
     UnloadAdapterReqInput,
     UnloadAdapterReqOutput,
 )
@@ -54,13 +56,24 @@ _ROWS = 4096
 """Rows of a weight that are compared at a time."""
 
 
+@dataclass(frozen=True, slots=True)
+class StagedAdapter:
+    """A version in a slot that its name does not mean yet."""
+
+    version: Adapter
+    on_running: OnRunning
+    evicted: list[str]
+    """Names of the adapters that are unloaded for it."""
+
+
 class Adapters:
     def __init__(self, engine: "Engine") -> None:
+        self._sessions = engine.sessions
         self.slots = engine.loaded.adapters if isinstance(engine.loaded, LoadedModel) else None
         self.loaded: dict[str, Adapter] = {}
         self._versions: list[Adapter] = []
         """Every version in a slot: the loaded ones, and replaced ones that samples have."""
-        self._epoch = self._clock = 0
+        self._epoch = self._clock = self._serial = 0
 
     def named(self, name: str | None) -> Adapter | None:
         """Return the adapter of a request; raises ``unknown_adapter``, or ``unsupported`` without slots."""
@@ -80,7 +93,7 @@ class Adapters:
             salt = request.salt if isinstance(request.salt, str) else request.salt[1]
             if request.adapter is not None:
                 request.adapter.running -= 1
-            request.adapter, request.salt = adapter, (adapter.epoch, salt)
+            request.adapter, request.salt = adapter, (adapter.serial, salt)
             request.prompt_key = hash((request.salt, request.prompt.tobytes()))
             adapter.running += 1
 
@@ -89,19 +102,32 @@ class Adapters:
             reason = "this engine serves no adapters: start it with enable_lora"
             raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="enable_lora")
 
-    def take_slot(self, name: str) -> tuple[int, list[str]]:
-        """Return a free slot, after unloading adapters that nobody uses; raises ``no_adapter_slot``."""
+    def take_slot(self, request: LoadAdapterReqInput) -> tuple[int, list[str]]:
+        """Return a free slot, and the adapters to unload for it; raises ``no_adapter_slot``.
+
+        Where it is published at once, they are unloaded now: their slot may be the one.
+        """
         assert self.slots is not None
-        evicted: list[str] = []
+        session = self._sessions.current
+        staged = {} if session is None else session.adapters
+        evicted = [each for each in request.evict if each in self.loaded and each != request.name]
         while True:
+            if request.session_id is None:
+                for name in evicted:
+                    self.loaded.pop(name, None)
             current = set(self.loaded.values())
             self._versions = [each for each in self._versions if each in current or each.running]
-            taken = {each.slot for each in self._versions}
+            taken = {each.slot for each in (*self._versions, *(one.version for one in staged.values()))}
             free = [slot for slot in range(self.slots.count) if slot not in taken]
-            if free and len(self.loaded.keys() | {name}) < self.slots.count:
+            names = (self.loaded.keys() - set(evicted)) | staged.keys() | {request.name}
+            if free and len(names) < self.slots.count:
                 return free[0], evicted
-            idle = [each for each in current if not (each.running or each.pinned or each.name == name)]
-            if not idle:
+            idle = [
+                each
+                for each in current
+                if not (each.running or each.pinned or each.name in (request.name, *evicted))
+            ]
+            if not idle or (request.session_id is not None and not free):
                 pinned = sum(each.pinned for each in current)
                 in_use = sum(each.running > 0 for each in self._versions)
                 limit = self.slots.count - 1
@@ -110,27 +136,36 @@ class Adapters:
                     ErrorCode.NO_ADAPTER_SLOT, reason, slots=limit, pinned=pinned, in_use=in_use
                 )
             evicted.append(min(idle, key=lambda each: each.last_used).name)
-            del self.loaded[evicted[-1]]
 
-    def publish(
+    def version(
         self, request: LoadAdapterReqInput, slot: int, rank: int, digests: dict[str, bytes]
     ) -> Adapter:
-        """Let the name mean what is in ``slot``."""
-        self._epoch += 1
-        self._clock += 1
-        version = Adapter(
+        """Return a new version, which is in ``slot``."""
+        epoch = self._epoch + 1 if request.adapter_epoch is None else request.adapter_epoch
+        self._epoch = max(self._epoch, epoch)
+        self._serial += 1
+        return Adapter(
             name=request.name,
-            epoch=self._epoch,
+            epoch=epoch,
+            serial=self._serial,
             slot=slot,
             rank=rank,
             pinned=request.pinned,
             path=request.path or "",
             digests=digests,
-            last_used=self._clock,
+            digest=_digest(
+                *(part for name in sorted(digests) for part in (name.encode(), digests[name]))
+            ).hex(),
         )
-        self.loaded[request.name] = version
-        self._versions.append(version)
-        return version
+
+    def publish(self, staged: StagedAdapter) -> None:
+        """Let the name mean the version."""
+        self._clock += 1
+        for name in staged.evicted:
+            self.loaded.pop(name, None)
+        staged.version.last_used = self._clock
+        self.loaded[staged.version.name] = staged.version
+        self._versions.append(staged.version)
 
     def status(self) -> list[AdapterStatus]:
         current = set(self.loaded.values())
@@ -143,6 +178,7 @@ class Adapters:
                 pinned=each.pinned,
                 running=each.running,
                 replaced=each not in current,
+                digest=each.digest,
             )
             for each in self._versions
             if each in current or each.running
@@ -152,7 +188,7 @@ class Adapters:
 def load_adapter(
     engine: "Engine", request: LoadAdapterReqInput, sender: Sender, buffers: Sequence[memoryview] = ()
 ) -> Operation:
-    """Check, read and stage an adapter while serving, then let its name mean it."""
+    """Check, read and stage an adapter while serving, then let its name mean it unless a session does."""
     adapters = engine.adapters
     adapters.require_slots()
     slots, model = adapters.slots, engine.loaded
@@ -160,6 +196,7 @@ def load_adapter(
     if request.name in adapters.loaded and not request.replace:
         reason = f"adapter {request.name!r} is loaded: replace it, or unload it first"
         raise CaesuraError(ErrorCode.ADAPTER_EXISTS, reason, adapter=request.name)
+    session = None if request.session_id is None else engine.sessions.named(request.session_id)
     source, config = _source(request, buffers)
     plan: AdapterPlan = plan_adapter(
         config, source.specs, slots.shapes(), model.model.own_name, slots.max_rank
@@ -174,12 +211,12 @@ def load_adapter(
     yield from _require_base(engine, model, copies)
     factors = plan.values(tensors)
     norm: float = yield from waiting(change_norm(factors.values()), Wait.SLICE)
+    scales = {b: str(scale).encode() for _, b, scale in plan.factors.values()}
     digests: dict[str, bytes] = {}
     for name, tensor in tensors.items():
-        digests[name] = blake2b(bytes_of(tensor), digest_size=16).digest()
+        digests[name] = _digest(bytes_of(tensor), scales.get(name, b""))
         yield Wait.SLICE
-    slot, evicted = adapters.take_slot(request.name)
-    before = adapters.loaded.get(request.name)
+    slot, evicted = adapters.take_slot(request)
     described, frames = sent(factors) if engine.executor.workers else ([], [])
     elsewhere = engine.executor.call("write_adapter", slot, described, frames=frames)
     writing = slots.write(slot, factors)
@@ -189,11 +226,16 @@ def load_adapter(
                 break
         yield Wait.SLICE
     yield from waiting(elsewhere)
-    version = adapters.publish(request, slot, plan.rank, digests)
+    before = adapters.loaded.get(request.name)
     known = {} if before is None else before.digests
-    switched = 0
-    if before is not None and request.on_running != "finish_old":
-        switched = yield from _switch(engine, before, version, keep=request.on_running == "keep")
+    version = adapters.version(request, slot, plan.rank, digests)
+    staged, switched = StagedAdapter(version, request.on_running, evicted), 0
+    if session is None:
+        switched = yield from publish(engine, staged)
+    else:
+        engine.sessions.require_open(session)
+        session.adapters[request.name] = staged
+        session.counts.written_tensors += len(tensors)
     return LoadAdapterReqOutput(
         id=request.id,
         adapter_epoch=version.epoch,
@@ -203,7 +245,24 @@ def load_adapter(
         rank=version.rank,
         evicted=evicted,
         switched=switched,
+        digest=version.digest,
     )
+
+
+def publish(engine: "Engine", staged: StagedAdapter) -> Generator[Wait, None, int]:
+    """Let the name mean the staged version; return how many samples went on with it."""
+    before = engine.adapters.loaded.get(staged.version.name)
+    engine.adapters.publish(staged)
+    if before is None or staged.on_running == "finish_old":
+        return 0
+    return (yield from _switch(engine, before, staged.version, keep=staged.on_running == "keep"))
+
+
+def _digest(*parts: bytes | memoryview) -> bytes:
+    digest = blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
 
 def _source(

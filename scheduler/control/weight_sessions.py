@@ -13,13 +13,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ... import io_struct as wire
 from ...io_struct import CaesuraError, ErrorCode
 from ..observability.stage_profiler import StageProfiler
 from ..weights.loader import LoadCounts
 from .engine_state import Sender
+
+if TYPE_CHECKING:
+    from .adapters import StagedAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,8 @@ class Session:
     """Route of the last call; None before the first call."""
     flush: bool = False
     empty: bool = False
+    adapters: "dict[str, StagedAdapter]" = field(default_factory=dict)
+    """Adapters that its commit publishes, by name. Their slots are free again when it ends otherwise."""
     abort_all: bool = False
     """True if every request must be aborted before the next byte is written."""
 
@@ -67,6 +72,11 @@ class Session:
     @property
     def source(self) -> str:
         return "" if self.route is None else self.route[0]
+
+    @property
+    def has_only_adapters(self) -> bool:
+        """True if its commit changes nothing of the weights, nor their label."""
+        return bool(self.adapters) and not (self.touched or self.manifest or self.version)
 
     def is_named(self, session_id: str | None) -> bool:
         return session_id is not None and session_id in (self.id, self.begin_id)
@@ -148,10 +158,19 @@ class Sessions:
         if self.current is not session:
             raise CaesuraError(ErrorCode.DEADLINE_EXCEEDED, "the session expired during the update")
 
+    def named(self, session_id: str) -> Session:
+        """Return the open session of that name; raises ``no_session``."""
+        if self.current is None or not self.current.is_named(session_id):
+            raise CaesuraError(
+                ErrorCode.NO_SESSION,
+                f"no weight session {session_id!r} is open: it has ended or expired, or was another engine's",
+            )
+        return self.current
+
     def find(self, request: wire.WeightUpdateOptions, sender: Sender, route: Route) -> Session | None:
         """Return the open session that a call belongs to; raises ``no_session`` or ``session_open``."""
         if request.session_id is not None:
-            return self._named(request.session_id)
+            return self.named(request.session_id)
         session, reason = self.current, ""
         if session is None:
             return None
@@ -201,7 +220,7 @@ class Sessions:
             raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="force", value=True)
         session = self.current
         if request.session_id is not None and not request.force:
-            return self._named(request.session_id)
+            return self.named(request.session_id)
         if session is None or session.kind == "single":
             raise CaesuraError(ErrorCode.NO_SESSION, "no weight session is open")
         if request.force:
@@ -232,7 +251,9 @@ class Sessions:
         return refused and self.current is not None and self.current.route == route
 
     def note_message(
-        self, request: wire.WeightUpdateOptions | wire.EndWeightUpdateReqInput, sender: Sender
+        self,
+        request: wire.WeightUpdateOptions | wire.EndWeightUpdateReqInput | wire.LoadAdapterReqInput,
+        sender: Sender,
     ) -> None:
         """Record that a message was received; if it belongs to the open session, its client is alive."""
         session = self.current
@@ -257,14 +278,6 @@ class Sessions:
         now = monotonic()
         deadline = None if deadline_s is None else now + deadline_s
         self.current = Session(kind, sender, stages, now, deadline)
-        return self.current
-
-    def _named(self, session_id: str) -> Session:
-        if self.current is None or not self.current.is_named(session_id):
-            raise CaesuraError(
-                ErrorCode.NO_SESSION,
-                f"no weight session {session_id!r} is open: it has ended or expired, or was another engine's",
-            )
         return self.current
 
 

@@ -42,6 +42,7 @@ from ..weights.source import (
 from ..weights.transports.disk import Checkpoint
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.upload import pieces_of
+from .adapters import publish
 from .engine_state import Sender
 from .operations import Operation, Wait, barrier, held_kind, pending, waiting
 from .weight_sessions import Route, Session
@@ -333,6 +334,11 @@ class WeightUpdates:
         if not request.commit:
             self.abort_session(session, "the session was ended without commit")
             return self._reply(request.id, session.counts, stages, started, committed=False)
+        if session.has_only_adapters and request.weight_version is None:
+            self._close_session()
+            reply = self._reply(request.id, session.counts, stages, started, committed=True)
+            reply.switched = yield from self._publish(session)
+            return reply
         engine.state.require_resident("weights")  # the commit derives from them
         self._require_complete(session)
         self._require_flushable(session.flush)
@@ -340,7 +346,17 @@ class WeightUpdates:
         if request.weight_version is not None:
             session.version = request.weight_version
         yield from self._commit(session, stages)
-        return self._reply(request.id, session.counts, stages, started, committed=True, flushed=session.flush)
+        reply = self._reply(
+            request.id, session.counts, stages, started, committed=True, flushed=session.flush
+        )
+        reply.switched = yield from self._publish(session)
+        return reply
+
+    def _publish(self, session: Session) -> Generator[Wait, None, int]:
+        switched = 0
+        for staged in session.adapters.values():
+            switched += yield from publish(self._engine, staged)
+        return switched
 
     def commit_implicit_session(self, session: Session) -> Generator[Wait, None, None]:
         """Commit an implicit session before a ``continue`` or ``flush_cache``; raises ``weight_mismatch``."""

@@ -112,7 +112,7 @@ class Dispatcher:
         engine = self._engine
         if isinstance(message, wire.ControlRequest):
             engine.state.renew_lease(message.owner)
-        if isinstance(message, wire.WeightUpdateOptions | wire.EndWeightUpdateReqInput):
+        if isinstance(message, _OF_SESSIONS):
             engine.sessions.note_message(message, Sender(client, message.owner))
         if (query := _QUERIES.get(type(message))) is not None:
             return [query(engine, message)]
@@ -138,6 +138,7 @@ class Dispatcher:
         return []
 
 
+_OF_SESSIONS = wire.WeightUpdateOptions | wire.EndWeightUpdateReqInput | wire.LoadAdapterReqInput
 _WITH_FRAMES = wire.UpdateWeightsFromTensorReqInput | wire.GenerateImagesReqInput | wire.LoadAdapterReqInput
 
 

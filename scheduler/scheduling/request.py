@@ -56,12 +56,16 @@ class Adapter:
 
     name: str
     epoch: int
+    serial: int
+    """Number that no other version of this engine has; :attr:`epoch` may be that of several engines."""
     slot: int
     rank: int
     pinned: bool
     path: str
     digests: dict[str, bytes]
-    """Digest of each tensor's bytes, by its name."""
+    """Digest of each tensor's bytes and scale, by its name."""
+    digest: str
+    """Digest of all of them, in hex."""
     running: int = 0
     """Live samples that have it."""
     last_used: int = 0

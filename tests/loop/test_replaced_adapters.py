@@ -6,13 +6,18 @@ import numpy as np
 import pytest
 from support.checkpoints import make_checkpoint
 from support.lora import ALL_LINEAR, make_adapter
-from support.scripted import EngineDriver
+from support.scripted import EngineDriver, assert_error
 
 from caesura.io_struct import (
+    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
     GenerateReqOutput,
+    GetStatusReqInput,
     LoadAdapterReqInput,
     PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+    WeightUpdateReqOutput,
 )
 
 PROMPT = [3 + 7 * i % 90 for i in range(33)]
@@ -56,3 +61,51 @@ def test_prompts_are_scored_by_the_version_that_samples(base, tmp_path, ticks, o
     assert epochs in ([1, 2], [2])
     assert not np.allclose(scores(old), scores(new), atol=1e-3)
     np.testing.assert_allclose(scores(found), scores(old if epochs[0] == 1 else new), atol=1e-5)
+
+
+def test_a_session_publishes_its_adapters_at_its_commit(base, tmp_path):
+    paths = [make_adapter(base, tmp_path / str(i), ALL_LINEAR, seed=i) for i in range(2)]
+    with EngineDriver(str(base), scripted=False, enable_lora=True, max_loras=2, dtype="float32") as driver:
+
+        def names() -> dict[str, int]:
+            status = driver.call(GetStatusReqInput())
+            return {each.name: each.adapter_epoch for each in status.adapters if not each.replaced}
+
+        def staged(*changes: tuple[str, int], commit: bool = True) -> WeightUpdateReqOutput:
+            session = driver.call(BeginWeightUpdateReqInput()).session_id
+            for name, number in changes:
+                before = names()
+                driver.call(LoadAdapterReqInput(name=name, path=str(paths[number]), session_id=session))
+                assert names() == before
+            end = EndWeightUpdateReqInput(session_id=session, commit=commit)
+            return driver.call(end)
+
+        load(driver, paths[0])
+        assert not staged(("a", 1), ("b", 1), commit=False).committed
+        assert names() == {"a": 1}
+        first = driver.complete(PROMPT, 1, **SCORED)
+        committed = staged(("a", 1), ("b", 1))
+        assert (committed.committed, committed.written_tensors, committed.weights_epoch) == (True, 56, 0)
+        assert names() == {"a": 4, "b": 5}
+        assert not np.allclose(scores(first), scores(driver.complete(PROMPT, 1, **SCORED)), atol=1e-3)
+        session = driver.call(BeginWeightUpdateReqInput()).session_id
+        request = LoadAdapterReqInput(name="c", path=str(paths[0]), session_id=session, adapter_epoch=9)
+        assert driver.call(request).evicted == ["b"]
+        driver.call(
+            UpdateWeightFromDiskReqInput(model_path=str(base), session_id=session, weight_version="second")
+        )
+        assert names() == {"a": 4, "b": 5}
+        reply = driver.call(EndWeightUpdateReqInput(session_id=session))
+        assert (reply.weights_epoch, reply.weight_version) == (1, "second")
+        assert names() == {"a": 4, "c": 9}
+        error = driver.call(LoadAdapterReqInput(name="c", path=str(paths[0]), session_id=session))
+        assert_error(error, "no_session")
+
+
+def test_versions_of_one_number_share_no_prefix(base, tmp_path):
+    paths = [make_adapter(base, tmp_path / str(i), ALL_LINEAR, seed=i) for i in range(2)]
+    with EngineDriver(str(base), scripted=False, enable_lora=True, dtype="float32") as driver:
+        for path in paths:
+            driver.call(LoadAdapterReqInput(name="a", path=str(path), adapter_epoch=7))
+            for cached in (0, 32):
+                assert driver.complete(PROMPT, 1, adapter="a").cached_tokens == cached

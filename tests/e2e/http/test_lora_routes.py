@@ -146,3 +146,27 @@ def test_names_that_no_request_could_choose_are_refused(engine, adapters, name):
         answer = engine.post(path, {"lora_name": name, "lora_path": str(adapters[0])})
         assert answer.status_code == 400
         assert "choose another" in answer.text
+
+
+def test_replicas_take_the_same_routes(model, adapters):
+    options = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--replicas", "2")
+    with served("--model", str(model), "--dtype", "float32", *options) as pair:
+        body = {"lora_name": "a", "lora_path": str(adapters[0])}
+        for number in (1, 2):
+            loaded = pair.ok("/load_lora_adapter", body)
+            assert (loaded["adapter_epoch"], loaded["loaded_adapters"]) == (number, {"a": str(adapters[0])})
+        refused = pair.post("/load_lora_adapter", {**body, "upsert": False})
+        assert (refused.status_code, refused.json()["code"]) == (400, "adapter_exists")
+        assert [each["id"] for each in pair.get("/v1/models").json()["data"]][1:] == ["a"]
+        found = {tuple(logprobs(pair, lora_path="a", routing_key=str(key))[1]) for key in range(8)}
+        (values,) = found
+        ids, _ = logprobs(pair, lora_path="a")
+        expected = logprobs_by_peft(model, adapters[0], [*PROMPT, *ids], len(PROMPT))
+        assert values == pytest.approx(expected, abs=1e-4)
+        assert pair.ok("/unload_lora_adapter", {"lora_name": "a"})["loaded_adapters"] == {}
+        for path, sent in (
+            ("/generate", {"input_ids": PROMPT, "lora_path": "a"}),
+            ("/unload_lora_adapter", {"lora_name": "a"}),
+        ):
+            gone = pair.post(path, sent)
+            assert (gone.status_code, "no adapter 'a' is loaded" in gone.text) == (404, True)
