@@ -10,6 +10,7 @@ Invariants:
 - Inputs are read where ``staging.py`` puts those of a step of its size, and what attention's ``plan`` writes,
   outside of the graph, in buffers that never move.
 - Steps are padded to the next size of a ladder with rows on the scratch page, for a slot without a request.
+- Slots of adapters are an input like others; if the engine serves adapters, a graph has the factors of all.
 - Whatever a graph reads and has not allocated itself lives as long as the graph.
 - Workspaces that grow have grown before anything is captured: the largest possible step runs first.
 - What cannot be captured (it waits for the device, or memory is out) runs eagerly, with a warning; so does
@@ -108,7 +109,7 @@ class DecodeGraphs:
     def serves(self, batch: ForwardBatch) -> bool:
         """Return True if :meth:`replay` can compute this step."""
         decodes = batch.num_decode == batch.num_rows == len(batch.sample_tokens)
-        return self.are_captured and decodes and batch.adapters is None
+        return self.are_captured and decodes
 
     def replay(self, batch: ForwardBatch) -> tuple[ForwardBatch, Tensor]:
         """Launch a decode-only step; return it, padded, and [S, hidden], valid until the next step."""
@@ -184,7 +185,7 @@ class DecodeGraphs:
 
     def _capture(self, size: int, pool: object) -> _Captured:
         attention = self.backend.for_decode(size)
-        with self._staging.staged(scratch_decode(size, self._limits.spare_slot)) as staged:
+        with self._staging.staged(scratch_decode(size, self._limits.spare_slot), size) as staged:
             attention.plan(staged)
         static = replace(
             staged,

@@ -187,7 +187,7 @@ class ModelRunner:
         wanted = batch
         if batch.inputs is not None:  # never captured: prompts are prefilled
             wanted = replace(batch, sample_tokens=torch.cat([batch.sample_tokens, batch.inputs.tokens]))
-        self._adapt(batch.adapters)
+        self._adapt(batch)
         hidden = self.model.forward(wanted, backend)
         if self._routing is not None and self.model.routing is not None:
             self._routing.store(batch.kv_slots, self.model.routing.rows(batch.kv_slots.shape[0]))
@@ -213,13 +213,17 @@ class ModelRunner:
             sampled.inputs = input_logprobs(hidden[count:], batch.inputs, head, vocab_size)
         return sampled
 
-    def _adapt(self, slots: Tensor | None) -> None:
+    def _adapt(self, batch: ForwardBatch, tokens: Tensor | None = None) -> None:
+        """Let products find the adapters of the query ``tokens``, or of all."""
         if self._adapters is not None:
+            slots = batch.adapters
+            if slots is not None and tokens is not None:
+                slots = slots.index_select(0, tokens)
             self._adapters.rows = None if slots is None else AdapterRows(slots)
 
     def _logits(self, hidden: Tensor, batch: ForwardBatch, tokens: Tensor) -> Tensor | None:
         """Return logits of the step's query ``tokens``, whose hidden states are given."""
-        self._adapt(None if batch.adapters is None else batch.adapters.index_select(0, tokens))
+        self._adapt(batch, tokens)
         return self.model.logits(hidden)
 
     def _sample_tokens(self, batch: ForwardBatch, hidden: Tensor) -> tuple[SamplerOutput, Tensor]:

@@ -4,11 +4,12 @@ import pytest
 from support import fake_elementwise, fake_flashinfer
 from support.checkpoints import make_checkpoint
 from support.faults import Fault
+from support.lora import ALL_LINEAR, make_adapter
 from support.recorded_graphs import record_graphs, without_compiled_kernels
 from support.scripted import EngineDriver, tokens_of
 
 from caesura.client.connection.results import read_floats
-from caesura.io_struct import GenerateReqOutput, SamplingParams
+from caesura.io_struct import GenerateReqOutput, LoadAdapterReqInput, SamplingParams, UnloadAdapterReqInput
 from caesura.scheduler.attention import backends, fused_store
 
 PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(45)], [9], [11, 3, 96, 40, 12, 4, 8, 31, 60, 2]]
@@ -40,8 +41,12 @@ def driver_of(path: str, **options: object) -> EngineDriver:
     return EngineDriver(path, scripted=False, max_running_requests=10, chunked_prefill_size=32, **options)
 
 
-def submit(driver: EngineDriver) -> list[str]:
-    rids = [driver.generate(prompt, 20, seed=5, return_logprob=True) for prompt in PROMPTS]
+def submit(driver: EngineDriver, adapters: str = "") -> list[str]:
+    names = [*adapters, *[None] * len(PROMPTS)]
+    rids = [
+        driver.generate(prompt, 20, seed=5, return_logprob=True, adapter=name)
+        for prompt, name in zip(PROMPTS, names, strict=False)
+    ]
     driver.hear()
     return rids
 
@@ -81,6 +86,27 @@ def test_captures_generate_pause_and_update_as_eager_does(paths, expected, devic
         driver.flush()
         assert_same(driver.finish(submit(driver)), expected[1])
         assert device.captures == GRAPHS, "an update in place needs no new capture"
+
+
+def test_captured_steps_have_adapters_as_eager_ones_do(paths, device, tmp_path):
+    folders = [
+        make_adapter(paths[0], tmp_path / str(i), [*ALL_LINEAR, "lm_head"], rank=2 + i, seed=i)
+        for i in range(3)
+    ]
+    found, replayed = {}, device.replays
+    for graphs in (False, True):
+        options = {"pipeline_depth": 1, "enable_lora": True, "max_loras": 2, "cuda_graphs": graphs}
+        with driver_of(paths[0], **options) as driver:
+            for name, folder in zip("ab", folders, strict=False):
+                driver.call(LoadAdapterReqInput(name=name, path=str(folder)))
+            results = [driver.finish(submit(driver, adapters)) for adapters in ("ab", "", "bbb")]
+            driver.call(LoadAdapterReqInput(name="a", path=str(folders[2])))
+            driver.call(UnloadAdapterReqInput(name="b"))
+            found[graphs] = [*results, driver.finish(submit(driver, "a"))]
+        assert (device.replays > replayed + 100) == graphs
+    for captured, eager in zip(found[True], found[False], strict=True):
+        assert_same(captured, eager)
+    assert found[True][0] != found[True][3]
 
 
 def test_graphs_are_captured_again_once_everything_is_back(paths, expected, device, backend):

@@ -21,6 +21,7 @@ from caesura.scheduler.execution import build, graphs
 from caesura.scheduler.execution.forward import ForwardBatch, InputTokens, SpecialRows
 from caesura.scheduler.execution.model_runner import ModelRunner
 from caesura.scheduler.layers import experts, fp8_products
+from caesura.scheduler.layers.lora import AdapterSlots
 from caesura.scheduler.models.config import parse_model_config
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.runtime.engine_config import EngineConfig
@@ -167,6 +168,7 @@ def traced_engine(
     *,
     by_torch: bool = False,
     autotune: bool = True,
+    adapters: AdapterSlots | None = None,
 ) -> Iterator[TracedEngine]:
     """
     Args:
@@ -175,6 +177,7 @@ def traced_engine(
         backend: as ``EngineConfig.attention_backend``.
         by_torch: nothing is computed by kernels in Triton.
         autotune: as ``EngineConfig.autotune``.
+        adapters: slots of the engine, which nothing is loaded into.
     """
     library = Interface(tracer.launch)
     with pytest.MonkeyPatch.context() as patch:
@@ -190,9 +193,9 @@ def traced_engine(
         kernels.why_not_triton.cache_clear()  # what is said of a fake device
         tracer.begin("start")
         config = parse_model_config({**MODELS[model], "num_hidden_layers": num_layers})
-        built = build_model(config, torch.bfloat16, DEVICE)
+        built = build_model(config, torch.bfloat16, DEVICE, adapters=adapters)
         parts = {"config": config, "model": built, "loader": WeightLoader(built)}
-        loaded = LoadedModel(**parts, dtype=torch.bfloat16, device=DEVICE, digest="")
+        loaded = LoadedModel(**parts, dtype=torch.bfloat16, device=DEVICE, digest="", adapters=adapters)
         pages = 1 + ROWS * CONTEXT // 16
         engine = EngineConfig(
             model_path="",

@@ -13,6 +13,8 @@ import torch
 from support.fake_cuda import DEVICE, Record, Tracer, fake_cuda, register_guard
 from support.traced_engine import ROWS, STEPS, traced_engine
 
+from caesura.scheduler.layers.lora import AdapterSlots
+
 pytestmark = pytest.mark.long
 
 AFTERWARDS = ("forward", "sample", "fetch")
@@ -243,6 +245,21 @@ CAPTURED = [(case, "decode") for case in CASES if case.endswith(("flashinfer", "
 def test_decode_steps_are_captured(traces, case, step):
     assert traces[case].captured
     assert traces[case].steps[step].count("launch", "forward") == 1, "the graph"
+
+
+def test_steps_with_adapters_are_captured_and_wait_for_nothing(guard):
+    pytest.importorskip("triton")
+    with (
+        fake_cuda() as tracer,
+        traced_engine(tracer, "qwen3", "flashinfer", 2, adapters=AdapterSlots(3, 16)) as engine,
+    ):
+        for name in ("decode", "mixed"):
+            batch = STEPS[name](engine.vocab_size)
+            batch.adapters = torch.arange(len(batch.input_ids)) % 4 - 1
+            record = engine.step(batch)
+            assert not record.count("wait", *AFTERWARDS), record.told("wait", *AFTERWARDS)
+            assert not record.count("mixed"), record.told("mixed")
+            assert (record.count("launch", "forward") == 1) == (name == "decode")
 
 
 @pytest.mark.parametrize("case", CASES)
