@@ -71,6 +71,28 @@ post /v1/unload_lora_adapter '{"lora_name": "b"}'
 post /skyrl/v1/load_lora_adapter "{\"lora_name\": \"c\", \"lora_path\": \"$ADAPTER\"}"
 # POST /load_lora_adapter_from_tensors takes SGLang's pickles, from a Python trainer
 
+# Tinker's API, as its SDK calls it: a session, a sampler, a promise of samples, and its result
+post /api/v1/client/config '{}'
+post /api/v1/client/dynamic_config '{}'
+get /api/v1/get_server_capabilities
+get /api/v1/healthz
+post /api/v1/telemetry '{"events": []}'
+begun=$(post /api/v1/create_session '{"tags": []}')
+echo "$begun"
+tinker=$(sed -n 's/.*"session_id":"\([^"]*\)".*/\1/p' <<< "$begun")
+post /api/v1/session_heartbeat "{\"session_id\": \"$tinker\"}"
+post /api/v1/create_sampling_session "{\"session_id\": \"$tinker\", \"sampling_session_seq_id\": 0, \"base_model\": \"default\"}"
+post /api/v1/join_sampling_session "{\"sampling_session_id\": \"$tinker:0\"}"
+post /api/v1/asample "{\"sampling_session_id\": \"$tinker:0\", \"seq_id\": 0, \"prompt\": {\"chunks\": [{\"tokens\": [1, 2, 3]}]}, \"sampling_params\": {\"max_tokens\": 8}}"
+post /api/v1/retrieve_future "{\"request_id\": \"$tinker:0:0\"}"
+post /api/v1/cancel_future "{\"request_id\": \"$tinker:0:0\"}"
+#   get /api/v1/samplers/x
+post /api/v1/sessions/x/finish '{}'
+# Of a server with --tinker-trainer, also whatever else is below /api/v1:
+#   post /api/v1/create_model '{"session_id": "…", "model_seq_id": 0, "base_model": "default"}'
+#   post /api/v1/save_weights_for_sampler '{"model_id": "run-1", "path": "step-1", "seq_id": 1}'
+#   get /api/v1/x
+
 # The same with vLLM's routes, as prime-rl does it: requests are frozen and go on with the new weights
 post '/inference/v1/generate' '{"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8, "logprobs": 1}}'
 post '/pause?mode=keep&clear_cache=false' '{}'

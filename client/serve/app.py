@@ -47,6 +47,7 @@ from .options import ServeOptions
 from .pages import dashboard, metrics, openapi
 from .server import Server
 from .sglang import control, generate, info, rollout, tokenize, weights
+from .tinker import asample, samplers, training
 from .vllm import control as vllm_control
 from .vllm import tokens
 from .vllm import weights as vllm_weights
@@ -70,9 +71,10 @@ def routes_of(*modules: ModuleType) -> list[HTTPRouteHandler]:
 
 ROUTES = [
     *routes_of(generate, rollout, control, weights, info, tokenize, completions, chat, images, models),
-    *routes_of(tokens, vllm_control, vllm_weights, lora_routes, metrics, dashboard, openapi),
+    *routes_of(tokens, vllm_control, vllm_weights, lora_routes, asample, samplers, training),
+    *routes_of(metrics, dashboard, openapi),
 ]
-for _handler in routes_of(tokens, vllm_control, vllm_weights):
+for _handler in routes_of(tokens, vllm_control, vllm_weights, asample, samplers, training):
     _handler.exception_handlers = OPENAI_HANDLERS
 
 

@@ -23,6 +23,8 @@ from ..text.tokenizer_manager import TokenizerManager
 from .bodies import UnknownKeys
 from .options import ServeOptions
 from .pages.document import LastImage
+from .tinker.promises import TinkerClients
+from .tinker.upstream_trainer import UpstreamTrainer
 from .vllm.transfer import WeightTransfer
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ class FrontEnd:
         self.health = EngineHealth(self.client, lambda: metrics.under_way > 0)
         self.admission = Admission(self.health)
         self.transfer = WeightTransfer(self.client, options.weight_transfer_backend)
+        self.tinker = TinkerClients(self.client)
+        self.trainer = UpstreamTrainer(options.tinker_trainer) if options.tinker_trainer else None
 
 
 Front = NamedDependency[FrontEnd]

@@ -48,7 +48,8 @@ def _check_name(front: FrontEnd, name: str) -> None:
         raise InvalidRequest(reason, field="lora_name", value=name)
 
 
-async def _load(front: FrontEnd, name: str, path: str, **options: Any) -> LoadAdapterReqOutput:
+async def load(front: FrontEnd, name: str, path: str, **options: Any) -> LoadAdapterReqOutput:
+    """Load the adapter in a folder under the weights root."""
     _check_name(front, name)
     folder = await asyncio.to_thread(allowed_path, path, front.options, "lora_path")
     return await front.client.load_adapter(name, folder, **options)
@@ -73,8 +74,8 @@ class LoadBody(Strict, kw_only=True):
 @command("/load_lora_adapter", _SGLANG)
 async def load_lora_adapter(front: FrontEnd, body: LoadBody) -> dict[str, Any]:
     """Load or replace an adapter while generation goes on."""
-    load = _load(front, body.lora_name, body.lora_path, pinned=body.pinned, replace=body.upsert)
-    return await _sglang(front, await load)
+    loading = load(front, body.lora_name, body.lora_path, pinned=body.pinned, replace=body.upsert)
+    return await _sglang(front, await loading)
 
 
 class TensorsBody(Strict, kw_only=True):
@@ -156,7 +157,7 @@ async def load_vllm_adapter(front: FrontEnd, body: InplaceBody) -> LoadAdapterRe
     if body.is_3d_lora_weight:
         reason = "is_3d_lora_weight is not supported: experts have no adapters"
         raise Unsupported(reason, field="is_3d_lora_weight")
-    return await _load(front, body.lora_name, body.lora_path, replace=body.load_inplace)
+    return await load(front, body.lora_name, body.lora_path, replace=body.load_inplace)
 
 
 @command("/v1/unload_lora_adapter", _told("removed"))
@@ -173,4 +174,4 @@ class SkyRLBody(Strict, kw_only=True):
 @command("/skyrl/v1/load_lora_adapter", _told("added"))
 async def load_skyrl_adapter(front: FrontEnd, body: SkyRLBody) -> LoadAdapterReqOutput:
     """Load or replace an adapter."""
-    return await _load(front, body.lora_name, body.lora_path)
+    return await load(front, body.lora_name, body.lora_path)

@@ -66,7 +66,7 @@ class AuthMiddleware(ASGIMiddleware):
         headers = dict(scope["headers"])
         if keys:
             scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-            given = token.strip() if scheme.lower() == b"bearer" else b""
+            given = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
             if not any([hmac.compare_digest(given, key) for key in keys]):  # noqa: C419 (constant time)
                 return 401, "Unauthorized"
         elif _from_other_site(headers):

@@ -87,6 +87,9 @@ class CommandLine:
     weight_transfer_backend: str = _option("nccl", _BACKENDS)
     """How weights arrive by vLLM's /init_weight_transfer_engine, unless the trainer says it: over a process
     group, in shared memory, or in a folder under --weights-root."""
+    tinker_trainer: str | None = _option(None)
+    """Address of a trainer that answers the training half of Tinker's API. Adapters that it saves for
+    sampling are loaded from folders under --weights-root."""
     vllm_metrics: bool = _option(False)
     """Add metrics by vLLM's names (vllm:num_requests_running, ...) to /metrics, as prime-rl reads them."""
     allow_pickled_tensors: bool = _option(False)

@@ -16,6 +16,7 @@ from caesura.client.serve.middleware import ACCESS_CLASSES
 CHANGES_THE_ENGINE = re.compile(
     "pause|profile|continue|flush|release|resume|update|begin|end|init|destroy|weights_checker|post_process"
     "|weight_checker|lora|sleep|wake|reset|start|finish|shutdown|collective_rpc"
+    "|/api/v1/(create_model|save_weights|x$)"
 )
 
 
@@ -44,7 +45,7 @@ def test_every_route_has_its_access_class():
     for method, path, handler in routes_served():
         access = handler.opt.get("access")
         assert access in ACCESS_CLASSES, f"{method} {path} has no access class"
-        if CHANGES_THE_ENGINE.search(path) and not path.startswith("/is_"):
+        if CHANGES_THE_ENGINE.search(path) and not path.startswith(("/is_", "/api/v1/sessions/")):
             assert access == "admin", f"{method} {path}"
         elif access == "admin":
             raise AssertionError(f"{method} {path} is for admins, but changes nothing")
@@ -76,6 +77,15 @@ def test_the_curl_example_shows_every_route():
 )
 def test_keys_open_the_routes_of_their_class(refused, options, key, expected):
     assert refused(options, key) == expected
+
+
+@pytest.mark.parametrize(("key", "status"), [("u", 200), ("x", 401), ("", 401)])
+def test_tinkers_header_has_the_key(key, status):
+    with client_of(front_end(api_key="u")) as client:
+        headers = {"x-api-key": key}
+        assert client.get("/api/v1/get_server_capabilities", headers=headers).status_code == status
+        both = {**headers, "authorization": "Bearer x"}
+        assert client.get("/api/v1/get_server_capabilities", headers=both).status_code == 401
 
 
 @pytest.mark.parametrize("header", ["u", "Basic u", "Bearer", "Bearer  ", "Bearer uu", "bearer u x"])

@@ -1,0 +1,180 @@
+"""Sessions of Tinker's clients, their samplers, and the promises that they have of results.
+
+Invariants: all ends with its session, which ends after :data:`SESSION_S` seconds without a heartbeat. A
+sampler of an adapter has one version of it, or follows its trainer; it never has another adapter. A result
+stays after it was retrieved, for a client whose connection broke, until :data:`MAX_RETRIEVED` others were.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from litestar import Response
+
+from ....io_struct import GetStatusReqOutput
+from ...connection.async_client import AsyncSchedulerClient
+from ...exceptions import QueueFull, UnknownAdapter
+
+SESSION_S = 300.0
+MAX_PROMISES = 1 << 16
+MAX_RETRIEVED = 256
+
+
+class TinkerError(Exception):
+    """An error as Tinker's futures have it, in the words of who raised it."""
+
+    def __init__(self, message: str, category: str = "server") -> None:
+        super().__init__(message)
+        self.category = category
+
+
+class GoneError(Exception):
+    """There will be no result: the client should make its request anew."""
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    id: str
+    ends: asyncio.TimerHandle
+    samplers: set[str] = field(default_factory=set)
+    promises: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """The weights that a sampling client has."""
+
+    id: str
+    session: Session
+    path: str | None = None
+    """``tinker://`` path that it was made of; None for the model itself."""
+    adapter: str | None = None
+    version: tuple[str, int] | None = None
+    """Incarnation of the engine and epoch of the adapter. None: it follows what is there."""
+    clones: list[None] = field(default_factory=list)
+    """One for each further client in other processes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    id: str
+    session: Session
+    task: "asyncio.Task[Any]"
+    answer: Callable[[Any, bool], Response[bytes]]
+    """Makes the response of the task's result, in protobuf if that is wanted."""
+
+
+class TinkerClients:
+    def __init__(self, client: AsyncSchedulerClient) -> None:
+        self.sessions: dict[str, Session] = {}
+        self.samplers: dict[str, Sampler] = {}
+        self.promises: dict[str, Promise] = {}
+        self._retrieved: dict[str, None] = {}
+        self._client = client
+        self._asking: asyncio.Task[GetStatusReqOutput] | None = None
+        self._next: asyncio.Task[GetStatusReqOutput] | None = None
+
+    def begin(self, name: str) -> Session:
+        """Return the session ``name``, alive from now on."""
+        session = self.sessions.get(name)
+        ends = asyncio.get_running_loop().call_later(SESSION_S, self.end, name)
+        if session is None:
+            session = self.sessions[name] = Session(name, ends)
+        else:
+            session.ends.cancel()
+            session.ends = ends
+        return session
+
+    def end(self, name: str) -> None:
+        """Forget a session, and abort what is generated for it."""
+        session = self.sessions.pop(name, None)
+        if session is not None:
+            session.ends.cancel()
+            for each in session.samplers:
+                del self.samplers[each]
+            for each in list(session.promises):
+                self.drop(each)
+
+    def add(self, sampler: Sampler) -> Sampler:
+        self.samplers[sampler.id] = sampler
+        sampler.session.samplers.add(sampler.id)
+        return sampler
+
+    def promise(
+        self,
+        name: str,
+        session: Session,
+        work: Coroutine[Any, Any, Any],
+        answer: Callable[[Any, bool], Response[bytes]],
+    ) -> Promise:
+        """Start ``work``; raise QueueFull if too many results have not been retrieved."""
+        if len(self.promises) >= MAX_PROMISES:
+            work.close()
+            raise QueueFull(f"{len(self.promises)} results have not been retrieved; retrieve them first")
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        promise = Promise(id=name, session=session, task=task, answer=answer)
+        self.promises[name] = promise
+        session.promises.add(name)
+        return promise
+
+    def drop(self, name: str) -> None:
+        """Forget a promise, and abort what is generated for it."""
+        promise = self.promises.pop(name, None)
+        self._retrieved.pop(name, None)
+        if promise is not None:
+            promise.session.promises.discard(name)
+            promise.task.cancel()
+
+    def retrieved(self, promise: Promise) -> None:
+        """Note that the result was sent; it, or an older one, will be forgotten."""
+        if promise.id in self.promises:
+            self._retrieved[promise.id] = None
+            if len(self._retrieved) > MAX_RETRIEVED:
+                self.drop(next(iter(self._retrieved)))
+
+    async def admitted(self, promise: Promise, sampler: Sampler) -> None:
+        """Return when the engine has taken the request; raise its refusal, or that the version is gone.
+
+        The engine answers in order: a status that was asked for after the request follows a refusal of it,
+        and has the version of the adapter that the request was given, or a newer one.
+        """
+        asked = self._status_from_now()
+        await asyncio.wait({promise.task, asked}, return_when=asyncio.FIRST_COMPLETED)
+        if promise.task.done():
+            if not promise.task.cancelled():  # by the client, in the meantime
+                promise.task.result()
+        elif sampler.version is not None:
+            status = await asked
+            check_version(sampler, version_of(status, sampler.adapter))
+
+    def _status_from_now(self) -> "asyncio.Task[GetStatusReqOutput]":
+        """Return an answer to a question that is not asked yet; many callers share one."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._ask(self._asking))
+        return self._next
+
+    async def _ask(self, before: "asyncio.Task[GetStatusReqOutput] | None") -> GetStatusReqOutput:
+        if before is not None:
+            await asyncio.wait([before])
+        self._asking, self._next = self._next, None
+        return await self._client.status(owner="")
+
+
+def version_of(status: GetStatusReqOutput, adapter: str | None) -> tuple[str, int] | None:
+    """Return the version that requests for an adapter get; None if it is not loaded."""
+    epochs = [each.adapter_epoch for each in status.adapters if each.name == adapter and not each.replaced]
+    return (status.incarnation, epochs[0]) if epochs else None
+
+
+def check_version(sampler: Sampler, found: tuple[str, int] | None) -> None:
+    """Refuse a version of the adapter that is not the sampler's."""
+    if sampler.version is not None and found != sampler.version:
+        now = "is not loaded any more" if found is None else f"has adapter_epoch {found[1]} now"
+        raise UnknownAdapter(
+            f"{sampler.path} was adapter_epoch {sampler.version[1]} of {sampler.adapter!r}, which {now}: "
+            "create a new sampling client",
+            adapter=sampler.adapter,
+            adapter_epoch=sampler.version[1],
+        )

@@ -1,0 +1,407 @@
+"""Tinker's routes over a real socket and a real engine, without its SDK."""
+
+import itertools
+import json
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.http_serve import ServedEngine, make_text_model, served
+from support.lora import ALL_LINEAR, logprobs_by_peft, make_adapter
+from support.tinker_trainer import MODEL, TinkerTrainer, training
+
+PROMPT = [5, 6, 7, 8, 9]
+PROTOBUF = "application/x-protobuf"
+GREEDY = {"max_tokens": 6, "temperature": 0.0, "stop": []}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text_model(tmp_path_factory.mktemp("tinker") / "base")
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path) -> list[Path]:
+    return [make_adapter(model, model.parent / f"a{i}", ALL_LINEAR, seed=i) for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def trainer() -> TinkerTrainer:
+    return TinkerTrainer([])
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, trainer: TinkerTrainer) -> Iterator[ServedEngine]:
+    options = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--max-waiting-requests", "3")
+    with (
+        training(trainer) as url,
+        served(
+            "--model",
+            str(model),
+            "--served-model-name",
+            "base",
+            "--dtype",
+            "float32",
+            "--tinker-trainer",
+            url,
+            *options,
+        ) as engine,
+    ):
+        yield engine
+
+
+class Client:
+    """A session and its samplers."""
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self.engine = engine
+        self.session = engine.ok("/api/v1/create_session", {"tags": []})["session_id"]
+        self._numbers = itertools.count()
+
+    def sampler(self, **model: str) -> str:
+        found = self.post("create_sampling_session", sampling_session_seq_id=next(self._numbers), **model)
+        assert found.status_code == 200, found.text
+        return found.json()["sampling_session_id"]
+
+    def post(self, route: str, **body: Any) -> httpx.Response:
+        return self.engine.post(f"/api/v1/{route}", {"session_id": self.session, **body})
+
+    def asked(self, sampler: str, params: dict[str, Any] = GREEDY, **body: Any) -> httpx.Response:
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": body.pop("prompt", PROMPT)}]}
+        given = {"sampling_session_id": sampler, "seq_id": next(self._numbers), "prompt": prompt, **body}
+        return self.engine.post("/api/v1/asample", {"sampling_params": params, "type": "sample", **given})
+
+    def result(self, promise: httpx.Response, **headers: str) -> httpx.Response:
+        assert promise.status_code == 200, promise.text
+        body = {"request_id": promise.json()["request_id"]}
+        return self.engine.post("/api/v1/retrieve_future", body, headers=headers)
+
+    def sampled(self, sampler: str, params: dict[str, Any] = GREEDY, **body: Any) -> dict[str, Any]:
+        found = self.result(self.asked(sampler, params, **body))
+        assert found.status_code == 200, found.text
+        return found.json()
+
+
+@pytest.fixture
+def client(engine: ServedEngine) -> Iterator[Client]:
+    client = Client(engine)
+    yield client
+    engine.ok(f"/api/v1/sessions/{client.session}/finish")
+
+
+def scored(model: Path, adapter: Path | None, found: dict[str, Any]) -> list[float]:
+    return logprobs_by_peft(model, adapter, [*PROMPT, *found["tokens"]], len(PROMPT))
+
+
+def tensor_of(answer: httpx.Response) -> bytes:
+    """Return ``target_prompt_logprobs`` of an answer in protobuf."""
+    (found,) = [value for number, value in fields(answer.content) if number == 5]
+    return found
+
+
+def test_samples_and_prompt_logprobs(engine, client, model):
+    sampler = client.sampler(base_model="base")
+    body = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 3}
+    promise = client.asked(sampler, num_samples=2, **body)
+    assert promise.json()["sample_sequence_ids"] == [f"{promise.json()['request_id']}/{i}" for i in (0, 1)]
+    answer = client.result(promise)
+    found = answer.json()
+    first, second = found["sequences"]
+    assert (
+        first["tokens"]
+        == second["tokens"]
+        == engine.generate(PROMPT, sampling_params={"max_new_tokens": 6})["output_ids"]
+    )
+    assert first["stop_reason"] == "length"
+    assert first["logprobs"] == pytest.approx(scored(model, None, first), abs=1e-4)
+    assert [row[0][0] for row in first["topk_logprobs"]] == first["tokens"]
+    assert {len(row) for row in first["topk_logprobs"]} == {3}
+    assert found["prompt_logprobs"][0] is found["topk_prompt_logprobs"][0] is None
+    assert found["prompt_logprobs"][1:] == pytest.approx(logprobs_by_peft(model, None, PROMPT, 1), abs=1e-4)
+    assert {len(row) for row in found["topk_prompt_logprobs"][1:]} == {2}
+    assert client.result(promise).content == answer.content  # a client whose connection broke asks again
+    last = client.sampled(sampler, prompt_logprobs=True, prompt_logprobs_last_n=2)["prompt_logprobs"]
+    assert last == [None, None, None, *map(pytest.approx, found["prompt_logprobs"][3:])]
+
+
+def test_the_answer_says_which_weights_made_it(engine, client):
+    before = engine.ok("/update_weight_version", {"new_version": "v7"})
+    assert before["success"]
+    answer = client.result(client.asked(client.sampler(base_model="base")))
+    ((span,),) = json.loads(answer.headers["x-caesura-weight-versions"])
+    assert (span["version"], span["start"], span["end"], span["adapter"]) == ("v7", 0, 6, None)
+    assert answer.json()["sequences"][0]["weight_versions"] == [span]
+
+
+def test_a_repeated_request_is_the_same_promise(engine, client):
+    sampler = client.sampler(base_model="base")
+    params = {"max_tokens": 6, "temperature": 1.0}  # of a random seed
+    promises = [client.asked(sampler, params, seq_id=5) for _ in range(2)]
+    assert promises[0].json() == promises[1].json()
+    assert len({client.result(each).text for each in promises}) == 1
+    other = client.sampler(base_model="base")
+    assert client.asked(other, seq_id=5).json()["request_id"] != promises[0].json()["request_id"]
+
+
+def test_stops_and_seeds(engine, client):
+    sampler = client.sampler(base_model="base")
+    tokens = client.sampled(sampler)["sequences"][0]["tokens"]
+    stopped = client.sampled(sampler, {**GREEDY, "stop": [tokens[2]]})["sequences"][0]
+    assert (stopped["stop_reason"], stopped["tokens"]) == ("stop", tokens[: tokens.index(tokens[2]) + 1])
+    text = engine.ok("/detokenize", {"tokens": tokens[:2]})["prompt"]
+    by_text = client.sampled(sampler, {**GREEDY, "stop": text})["sequences"][0]
+    assert (by_text["stop_reason"], by_text["tokens"]) == ("stop", tokens[: len(by_text["tokens"])])
+    seeded = {"max_tokens": 8, "temperature": 3.0, "seed": 11}
+    runs = [client.sampled(sampler, seeded, num_samples=2)["sequences"] for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert runs[0][0]["tokens"] != runs[0][1]["tokens"]
+
+
+def fields(encoded: bytes) -> list[tuple[int, int | bytes]]:
+    """Return the fields of a protobuf message of varints and bytes."""
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte, at = encoded[at], at + 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    found: list[tuple[int, int | bytes]] = []
+    at = 0
+    while at < len(encoded):
+        number, kind = divmod(varint(), 8)
+        size = varint()
+        if kind == 0:
+            found.append((number, size))
+        else:
+            found.append((number, encoded[at : at + size]))
+            at += size
+    return found
+
+
+def test_protobuf_has_what_json_has(client):
+    body = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 3}
+    promise = client.asked(client.sampler(base_model="base"), num_samples=2, **body)
+    expected = client.result(promise).json()
+    answer = client.result(promise, accept=PROTOBUF)
+    assert answer.headers["content-type"] == PROTOBUF
+    *sequences, prompt, top, cached, weights = fields(answer.content)
+    for (number, sequence), each in zip(sequences, expected["sequences"], strict=True):
+        assert number == 1
+        (_, stop), (_, tokens), (_, logprobs), (_, likely) = fields(sequence)
+        assert stop == (each["stop_reason"] == "length")
+        assert struct.unpack("<6i", tokens) == tuple(each["tokens"])
+        assert struct.unpack("<6f", logprobs) == pytest.approx(each["logprobs"])
+        assert [value for _, value in fields(likely)[2:]] == [3, 6]
+    values = struct.unpack("<5f", prompt[1])
+    assert math.isnan(values[0])
+    assert list(values[1:]) == pytest.approx(expected["prompt_logprobs"][1:])
+    ids = struct.unpack("<10i", fields(top[1])[0][1])
+    assert list(ids) == [0, 0, *(token for row in expected["topk_prompt_logprobs"][1:] for token, _ in row)]
+    assert (top[0], cached) == (3, (4, expected["prompt_cache_hit_tokens"]))
+    assert weights[0] == 1000
+    assert json.loads(weights[1]) == [each["weight_versions"] for each in expected["sequences"]]
+
+
+def test_logprobs_of_chosen_prompt_tokens(client):
+    sampler = client.sampler(base_model="base")
+    dense = {"data": [6, 3, 7, -1, -1, 4, 9, 9], "shape": [4, 2], "dtype": "int64"}
+    promise = client.asked(sampler, prompt_logprobs=True, target_prompt_logprobs=dense)
+    own = client.result(promise).json()["prompt_logprobs"]
+    tensor = tensor_of(client.result(promise, accept=PROTOBUF))
+    (_, values), (_, dtype), (_, shape) = fields(tensor)
+    values = struct.unpack("<8f", values)
+    assert (dtype, shape) == (1, bytes([4, 2]))
+    assert (values[0], values[2], values[6]) == pytest.approx((own[1], own[2], own[4]))
+    assert values[3] == values[4] == 0.0
+    assert values[6] == values[7]
+    sparse = {
+        "data": [3, 4],
+        "shape": [4, 2],
+        "sparse_crow_indices": [0, 1, 1, 2, 2],
+        "sparse_col_indices": [1, 1],
+    }
+    promise = client.asked(sampler, target_prompt_logprobs=sparse)
+    tensor = tensor_of(client.result(promise, accept=PROTOBUF))
+    layout = [value for _, value in fields(fields(tensor)[0][1])]
+    assert struct.unpack("<2f", layout[0]) == pytest.approx((values[1], values[5]), abs=1e-5)
+    assert [struct.unpack("<5q", layout[1]), struct.unpack("<2q", layout[2])] == [(0, 1, 1, 2, 2), (1, 1)]
+    for wrong in (
+        {"data": [1], "shape": [1, 1]},
+        {"data": [-1] * 4, "shape": [4, 1]},
+        {**sparse, "data": [3]},
+    ):
+        refused = client.asked(sampler, target_prompt_logprobs=wrong)
+        assert (refused.status_code, "target_prompt_logprobs" in refused.text) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
+        ({"record_stability_info": True}, "record_stability_info is not supported"),
+        ({"prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n needs prompt_logprobs"),
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 5}, "must be below 5"),
+        ({"prompt": [5] * 600}, "512"),
+        ({"prompt": [399, 400]}, "400"),
+        ({"params": {"temperature": -1}}, "temperature"),
+        ({"sampling_session_id": "nobody:0"}, "is not known"),
+        ({"topk_prompt_logprobs": 129}, "128"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused_at_once(client, body, reason):
+    refused = client.asked(client.sampler(base_model="base"), **body)
+    assert (refused.status_code, reason in refused.json()["error"]["message"]) == (400, True), refused.text
+
+
+def test_images_and_unknown_models_are_refused(client):
+    sampler = client.sampler(base_model="base")
+    image = {"chunks": [{"type": "image", "data": "", "format": "png"}]}
+    body = {"sampling_session_id": sampler, "seq_id": 1, "prompt": image, "sampling_params": {}}
+    refused = client.post("asample", **body)
+    assert (refused.status_code, "'image'" in refused.text) == (400, True)
+    for given, status in (
+        ({"base_model": "other"}, 404),
+        ({}, 404),
+        ({"model_path": "/etc"}, 400),
+        ({"model_path": "tinker://nobody"}, 404),
+    ):
+        found = client.post("create_sampling_session", sampling_session_seq_id=9, **given)
+        assert found.status_code == status, found.text
+
+
+def test_a_sampler_has_one_version_of_an_adapter(engine, client, model, adapters):
+    def load(path: Path) -> None:
+        engine.ok("/load_lora_adapter", {"lora_name": "policy", "lora_path": str(path)})
+
+    load(adapters[0])
+    first = client.sampler(model_path="tinker://policy")
+    found = client.sampled(first)["sequences"][0]
+    assert found["logprobs"] == pytest.approx(scored(model, adapters[0], found), abs=1e-4)
+    assert found["weight_versions"][0]["adapter"] == "policy"
+    load(adapters[1])
+    refused = client.asked(first)
+    assert refused.status_code == 404
+    assert "tinker://policy was adapter_epoch" in refused.json()["error"]["message"]
+    second = client.sampler(model_path="tinker://policy")
+    found = client.sampled(second)["sequences"][0]
+    assert found["logprobs"] == pytest.approx(scored(model, adapters[1], found), abs=1e-4)
+    engine.ok("/unload_lora_adapter", {"lora_name": "policy"})
+    refused = client.asked(second)
+    assert (refused.status_code, "policy" in refused.text) == (404, True)
+
+
+def test_a_full_queue_is_429_and_a_pause_is_waited_for(engine, client):
+    sampler = client.sampler(base_model="base")
+    engine.ok("/pause_generation", {"mode": "in_place"})
+    try:
+        waiting = [client.asked(sampler) for _ in range(3)]
+        full = client.asked(sampler, seq_id=77)
+        assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+        assert full.json()["error"]["code"] == "queue_full"
+    finally:
+        engine.ok("/continue_generation", {})
+    results = [client.result(each).json()["sequences"][0]["tokens"] for each in waiting]
+    assert results == [results[0]] * 3
+    later = client.asked(sampler, seq_id=77)  # the same request, which was not taken
+    assert client.result(later).json()["sequences"][0]["tokens"] == results[0]
+    assert engine.post("/pause?mode=wait").status_code == 200
+    assert client.asked(sampler).status_code == 429
+    assert engine.post("/resume").status_code == 200
+
+
+def test_promises_end(engine, client):
+    sampler = client.sampler(base_model="base")
+    engine.ok("/pause_generation", {"mode": "in_place"})
+    try:
+        cancelled, ended, aborted = (client.asked(sampler) for _ in range(3))
+        assert client.post("cancel_future", request_id=cancelled.json()["request_id"]).status_code == 200
+        assert client.result(cancelled).status_code == 410
+        assert engine.post("/abort_request", {"rid": aborted.json()["request_id"]}).status_code == 200
+        gone = client.result(aborted)
+        assert (gone.status_code, "aborted" in gone.json()["error"]) == (410, True)
+        engine.ok(f"/api/v1/sessions/{client.session}/finish")
+    finally:
+        engine.ok("/continue_generation", {})
+    assert client.result(ended).status_code == 410
+    assert client.post("session_heartbeat").status_code == 410
+    assert client.asked(sampler).status_code == 400
+
+
+def test_sessions_samplers_and_clones(engine, client):
+    assert client.post("session_heartbeat").json() == {"type": "session_heartbeat"}
+    sampler = client.sampler(base_model="base")
+    found = engine.get(f"/api/v1/samplers/{sampler}").json()
+    assert found == {"sampler_id": sampler, "base_model": "base", "model_path": None}
+    joined = [client.post("join_sampling_session", sampling_session_id=sampler).json() for _ in range(2)]
+    assert [each["client_counter"] for each in joined] == [1, 2]
+    assert engine.get("/api/v1/healthz").json() == {"status": "ok"}
+    assert engine.ok("/api/v1/telemetry", {"events": []}) == {"status": "accepted"}
+    (known,) = engine.get("/api/v1/get_server_capabilities").json()["supported_models"]
+    assert (known["model_name"], known["max_context_length"], known["trainable"]) == ("base", 512, True)
+
+
+def made(client: Client) -> None:
+    promise = client.post("create_model", model_seq_id=0, base_model="base")
+    assert client.result(promise).json()["model_id"] == MODEL
+
+
+def test_weights_that_a_trainer_saves_become_samplers(engine, client, model, adapters, trainer):
+    trainer.folders = [str(each) for each in adapters]
+    made(client)
+    save = {"model_id": MODEL, "type": "save_weights_for_sampler"}
+    named = client.result(client.post("save_weights_for_sampler", **save, path="one", seq_id=1)).json()
+    assert named == {"type": "save_weights_for_sampler", "path": f"tinker://{MODEL}/sampler_weights/one"}
+    sampler = client.sampler(model_path=named["path"])
+    for number, kind in enumerate(("snapshot", "inflight"), 1):
+        body = {**save, "sampling_session_seq_id": 90 + number, "kind": kind, "seq_id": 1 + number}
+        found = client.sampled(sampler)["sequences"][0]
+        assert found["logprobs"] == pytest.approx(scored(model, adapters[number - 1], found), abs=1e-4)
+        sampler = client.result(client.post("save_weights_for_sampler", **body)).json()["sampling_session_id"]
+    trainer.folders = [str(adapters[0])]
+    newer = {**save, "sampling_session_seq_id": 99, "kind": "inflight", "seq_id": 9}
+    assert client.result(client.post("save_weights_for_sampler", **newer)).status_code == 200
+    found = client.sampled(sampler)["sequences"][0]  # the older sampler goes on with the newer weights
+    assert found["logprobs"] == pytest.approx(scored(model, adapters[0], found), abs=1e-4)
+    assert not {"authorization", "x-api-key"} & set(trainer.headers)
+
+
+def test_failures_of_a_trainer_reach_the_client(client, trainer):
+    made(client)
+    trainer.folders = ["/etc"]
+    save = {"model_id": MODEL, "path": "two"}
+    outside = client.result(client.post("save_weights_for_sampler", **save, seq_id=11)).json()
+    assert (outside["category"], "/etc" in outside["error"]) == ("user", True)
+    trainer.saved = {"error": "the disk is full", "category": "server"}
+    failed = client.result(client.post("save_weights_for_sampler", **save, seq_id=12)).json()
+    assert failed == {"error": "the disk is full", "category": "server"}
+    trainer.saved = {"type": "save_weights_for_sampler"}
+    failed = client.result(client.post("save_weights_for_sampler", **save, seq_id=13)).json()
+    assert "has no path" in failed["error"]
+    unknown = client.post("save_weights_for_sampler", model_id="other", seq_id=14)
+    assert (unknown.status_code, "was not made here" in unknown.text) == (400, True)
+
+
+def test_other_training_routes_are_the_trainers(engine, client, trainer):
+    assert client.post("optim_step").json() == {"error": "there is no such route"}
+    found = engine.get("/api/v1/training_runs?limit=2")
+    assert found.json() == {"asked": "/api/v1/training_runs?limit=2"}
+    assert engine.post("/api/v1/retrieve_future", {"request_id": "theirs"}).json() == {"error": "no theirs"}
+
+
+def test_training_without_a_trainer_is_refused(model):
+    with served("--model", str(model)) as engine:
+        for path in ("create_model", "save_weights_for_sampler", "forward_backward"):
+            refused = engine.post(f"/api/v1/{path}", {})
+            assert refused.status_code == 404
+            assert f"/api/v1/{path} is not served" in refused.json()["error"]["message"]
+        (known,) = engine.get("/api/v1/get_server_capabilities").json()["supported_models"]
+        assert known["trainable"] is False
