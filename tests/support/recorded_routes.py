@@ -2,12 +2,14 @@
 
 Invariants: a proxy passes the bytes on unchanged, in both directions, and reads them only besides. The calls
 of a test are compared with ``tests/integrations/routes.json``; ``CAESURA_RECORD_ROUTES=1`` writes them
-there instead, with the version of the client that is installed.
+there instead, with the version of the client that is installed. What depends on time is left out, and so are
+ids of Caesura's in paths.
 """
 
 import asyncio
 import json
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,6 +23,8 @@ import httptools
 
 RECORD = Path(__file__).parents[1] / "integrations" / "routes.json"
 VARIABLE = "CAESURA_RECORD_ROUTES"
+IN_TIME = re.compile("/api/v1/(session_heartbeat|telemetry)")
+"""Routes that a client calls every so many seconds."""
 Recorded = Callable[[str, str, str], str]
 """From a client's name, its package and a server's address to that of a recording proxy."""
 
@@ -35,11 +39,13 @@ class Exchange:
         self.answers = httptools.HttpResponseParser(_Answers(self))
 
     def on_url(self, url: bytes) -> None:
-        self._asked.append(f"{self.requests.get_method().decode()} {url.decode()}")
+        target = re.sub(r"[0-9a-f]{32}(:\d+)?", "{id}", url.decode())
+        self._asked.append(f"{self.requests.get_method().decode()} {target}")
 
     def answered(self) -> None:
         asked, status = self._asked.popleft(), self.answers.get_status_code()
-        if status != 503:  # it says "later", which depends on how busy the machine is
+        # 503 says "later", which depends on how busy the machine is
+        if status != 503 and not IN_TIME.search(asked):
             self._routes.add(f"{asked} {status}")
 
 
