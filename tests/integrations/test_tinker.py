@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,12 +49,12 @@ def engine(model: Path, trainer: TinkerTrainer) -> Iterator[ServedEngine]:
 
 
 @pytest.fixture
-def service(engine: ServedEngine) -> Iterator["tinker.ServiceClient"]:
+def service(engine: ServedEngine) -> Iterator[Any]:
     with service_of(engine.url) as service:
         yield service
 
 
-def service_of(url: str) -> "tinker.ServiceClient":
+def service_of(url: str) -> Any:
     return tinker.ServiceClient(base_url=url, api_key=KEY)
 
 
@@ -144,7 +145,7 @@ def test_the_sdk_asks_anew_for_what_was_aborted(service, engine, model):
 def test_snapshots_and_weights_in_flight_of_a_trainer(engine, model, adapters, trainer, recorded):
     trainer.folders = [str(each) for each in adapters]
 
-    def check(sampler: "tinker.SamplingClient", adapter: Path) -> None:
+    def check(sampler: Any, adapter: Path) -> None:
         (found,) = sampler.sample(INPUT, 1, GREEDY).result().sequences
         expected = logprobs_by_peft(model, adapter, [*PROMPT, *found.tokens], len(PROMPT))
         assert found.logprobs == pytest.approx(expected, abs=1e-4)
