@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..io_struct import MAX_TRACE_STEPS, CaesuraError, GetStatusReqOutput, Message
+from ..io_struct import MAX_TRACE_STEPS, PAUSE_MODES, CaesuraError, GetStatusReqOutput, Message
 from ..io_struct.control import MAX_DURATION_S
 from ..io_struct.field_errors import printable
 from .connection.blocking import SchedulerClient
@@ -142,11 +142,10 @@ def status(client: SchedulerClient, timeout: float | None) -> tuple[Message, Row
 @_verb(60.0)
 @click.option(
     "--mode",
-    type=click.Choice(["abort", "retract", "in_place"]),
+    type=click.Choice(list(PAUSE_MODES)),
     default="abort",
     show_default=True,
-    help="abort: end all requests; retract: free their KV cache and requeue them; "
-    "in_place: freeze them with their KV cache.",
+    help=f"{'; '.join(f'{mode}: {text}' for mode, text in PAUSE_MODES.items())}.",
 )
 @click.option("--owner", help="Owner of the pause; continue then needs the same --owner, or --force.")
 @click.option(

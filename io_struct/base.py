@@ -8,7 +8,7 @@ and the standard library only.
 
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import msgspec
 
@@ -31,6 +31,8 @@ MAX_PATH_LENGTH = 65_536
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_LENGTH)]
 FolderPath = Annotated[str, msgspec.Meta(max_length=MAX_PATH_LENGTH)]
 SessionId = Annotated[str, msgspec.Meta(max_length=MAX_ID_LENGTH)]
+GroupRule = Literal["first", "differing", "least", "any", "all", "joined", "united"]
+"""``first``: of one engine; ``differing``: the first value unlike it; ``joined``: text; ``united``: names."""
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
 
 
@@ -53,6 +55,9 @@ class Request(Message, kw_only=True):
 class Reply(Message, kw_only=True, forbid_unknown_fields=False):
     """Scheduler to client, in answer to the request with the same ``id``."""
 
+    OF_GROUP: ClassVar[dict[str, GroupRule] | None] = None
+    """Rules by field for the one reply of several engines; other fields are added. None means that one
+    engine's reply stands for all."""
     id: str
     """The ``id`` of the request that this answers."""
 

@@ -1,6 +1,6 @@
 """Pause, continue, flush, status: the control messages (semantics: docs/reference/lifecycle.md)."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -9,6 +9,12 @@ from .distribution import Distribution
 from .images import ImageLoad
 
 PauseMode = Literal["abort", "retract", "in_place"]
+PAUSE_MODES: dict[PauseMode, str] = {
+    "abort": "end all requests",
+    "retract": "free their KV cache and requeue them",
+    "in_place": "freeze them with their KV cache",
+}
+"""Treatment of the live requests, by mode."""
 GenerationState = Literal["running", "pausing", "paused"]
 WeightsState = Literal["valid", "updating", "poisoned", "invalid"]
 MemoryState = Literal["resident", "released"]
@@ -80,6 +86,7 @@ class PauseGenerationReqInput(ControlRequest, kw_only=True):
 class PauseGenerationReqOutput(Reply, kw_only=True):
     """The engine is paused."""
 
+    OF_GROUP: ClassVar = {"owner": "differing"}
     mode: PauseMode
     step: int
     """Steps started since the engine's start."""
@@ -116,6 +123,7 @@ class RankMemory(ReplyRecord, kw_only=True, frozen=True):
 class ContinueGenerationReqOutput(Reply, kw_only=True):
     """Device memory before and after the cache was emptied, in bytes; all three are None where it was not."""
 
+    OF_GROUP: ClassVar = {"was_paused": "any"}
     was_paused: bool
     """False: the engine was running already and nothing was done."""
     reserved_before: int | None = None
@@ -141,6 +149,7 @@ class FlushCacheReqInput(ControlRequest, kw_only=True):
 class FlushCacheReqOutput(Reply, kw_only=True):
     """Result of a flush. Both byte counts are None without ``torch_empty_cache``."""
 
+    OF_GROUP: ClassVar = {}
     freed_tokens: int
     """KV token slots that were cached and are free now."""
     reserved_before: int | None = None
@@ -161,6 +170,7 @@ class ReleaseMemoryOccupationReqInput(ControlRequest, kw_only=True):
 class ReleaseMemoryOccupationReqOutput(Reply, kw_only=True):
     """The memory is released. No step runs until all of it is resident again."""
 
+    OF_GROUP: ClassVar = {"released_tags": "united"}
     released_tags: list[MemoryTag]
     """All tags that are released now, in alphabetical order."""
     freed_bytes: dict[MemoryTag, int]
@@ -183,6 +193,7 @@ class ResumeMemoryOccupationReqInput(ControlRequest, kw_only=True):
 class ResumeMemoryOccupationReqOutput(Reply, kw_only=True):
     """The memory is resident again."""
 
+    OF_GROUP: ClassVar = {"released_tags": "united"}
     released_tags: list[MemoryTag]
     resumed_bytes: dict[MemoryTag, int]
     """Sizes of what this call took again, by tag. On a CPU, pages take memory as they are written."""
@@ -195,6 +206,7 @@ class RenewPauseLeaseReqInput(ControlRequest, kw_only=True):
 class RenewPauseLeaseReqOutput(Reply, kw_only=True):
     """The lease after the renewal."""
 
+    OF_GROUP: ClassVar = {"renewed": "all", "lease_left_s": "least"}
     renewed: bool
     """False: there is no pause, it has no lease, or it has another owner."""
     lease_left_s: float | None = None
@@ -601,6 +613,7 @@ class StartProfileReqInput(ControlRequest, kw_only=True):
 class StartProfileReqOutput(Reply, kw_only=True):
     """The trace has begun."""
 
+    OF_GROUP: ClassVar = {"path": "joined", "num_steps": "first"}
     path: str
     """The file on the engine's machine, which appears when it is complete."""
     num_steps: int
@@ -617,6 +630,7 @@ class StopProfileReqInput(ControlRequest, kw_only=True):
 class StopProfileReqOutput(Reply, kw_only=True):
     """The trace is written; also the answer where the trace had ended by itself before."""
 
+    OF_GROUP: ClassVar = {"path": "joined"}
     path: str
     """The file, on the engine's machine: Chrome's trace format, compressed with gzip."""
     steps: int

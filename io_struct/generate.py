@@ -137,6 +137,11 @@ class SamplingParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
         return found
 
 
+def removes_tokens(params: SamplingParams) -> bool:
+    """Return True if some tokens are never sampled because they are unlikely."""
+    return params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
+
+
 class GenerateReqInput(Request, kw_only=True):
     """Generate ``sampling_params.n`` samples, each a :class:`GenerateReqOutput`, or all an ``ErrorReply``."""
 

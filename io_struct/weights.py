@@ -2,7 +2,7 @@
 adapters (docs/howto/adapters.md).
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -324,6 +324,7 @@ class WeightsCheckerReqInput(ControlRequest, kw_only=True):
 class WeightsCheckerReqOutput(Reply, kw_only=True):
     """Result of the weights checker."""
 
+    OF_GROUP: ClassVar = {"checksums": "first", "changed": "united"}
     checksums: dict[str, str] = {}
     """``checksum`` and ``snapshot``: parameter or derived buffer to the BLAKE2b-128 of its bytes, in hex."""
     total: str = ""

@@ -19,17 +19,6 @@ from ..exceptions import EngineError, EngineRestarting, InternalError, error_for
 from .members import Member
 from .session import Answers
 
-_ADDED = (
-    wire.PauseGenerationReqOutput,
-    wire.ContinueGenerationReqOutput,
-    wire.FlushCacheReqOutput,
-    wire.ReleaseMemoryOccupationReqOutput,
-    wire.ResumeMemoryOccupationReqOutput,
-    wire.RenewPauseLeaseReqOutput,
-    wire.WeightsCheckerReqOutput,
-    wire.StartProfileReqOutput,
-    wire.StopProfileReqOutput,
-)
 _COUNTERS = ("step", "generated_tokens", "num_retractions", "step_failures", "stages", "totals")
 _GAUGES = (
     *("running_requests", "prefilling_requests", "waiting_requests", "gen_throughput"),
@@ -50,18 +39,21 @@ def _united(lists: Iterable[Iterable[str]]) -> list[str]:
     return sorted({each for one in lists for each in one})
 
 
-_RULES: dict[str, Callable[[list[Any]], Any]] = {
-    **dict.fromkeys(("page_size", "bytes_per_token", "routing_bytes_per_token"), _first),
-    **dict.fromkeys(("num_steps", "checksums"), _first),
-    **dict.fromkeys(("median_s", "longest_s"), max),
-    **dict.fromkeys(("token_limit", "lease_left_s"), _least),
-    **dict.fromkeys(("released_tags", "changed"), _united),
-    "was_paused": any,
-    "renewed": all,
-    "path": ", ".join,
-    "owner": lambda owners: next((each for each in owners if each != owners[0]), owners[0]),
+_RULES: dict[wire.GroupRule, Callable[[list[Any]], Any]] = {
+    "first": _first,
+    "differing": lambda values: next((each for each in values if each != values[0]), values[0]),
+    "least": _least,
+    "any": any,
+    "all": all,
+    "joined": ", ".join,
+    "united": _united,
 }
-"""How fields of these names are combined; others are added."""
+_RECORDS: dict[str, Callable[[list[Any]], Any]] = {
+    **dict.fromkeys(("page_size", "bytes_per_token", "routing_bytes_per_token"), _first),
+    **dict.fromkeys(("median_s", "longest_s"), max),
+    "token_limit": _least,
+}
+"""How fields of these names are combined in the records of a status; others are added."""
 
 
 def added(values: Iterable[Any]) -> Any:
@@ -84,10 +76,15 @@ def added(values: Iterable[Any]) -> Any:
                 groups.setdefault(getattr(item, item.__struct_fields__[0]), []).append(item)
             return [added(group) for group in groups.values()]
         case msgspec.Struct() as first:
-            names = first.__struct_fields__
-            columns = {name: [getattr(each, name) for each in known] for name in names}
-            return type(first)(**{name: _RULES.get(name, added)(columns[name]) for name in names})
+            return type(first)(**_by_field(known, _RECORDS))
     return None
+
+
+def _by_field(structs: Sequence[Any], rules: Mapping[str, Callable[[list[Any]], Any]]) -> dict[str, Any]:
+    return {
+        name: rules.get(name, added)([getattr(each, name) for each in structs])
+        for name in structs[0].__struct_fields__
+    }
 
 
 def combined_answer(answers: Answers, position: Callable[[Member], int], tp: int) -> Any:
@@ -116,7 +113,7 @@ def one_error(errors: Mapping[Member, EngineError], *, among: int) -> EngineErro
 
 
 def combined(replies: Mapping[int, Any], tp: int) -> Any:
-    """Return one reply for those of one type, by position; a type without rules has the first replica's."""
+    """Return one reply for those of one type, by position, as its ``OF_GROUP`` says."""
     every = list(replies.values())
     first = every[0]
     if isinstance(first, wire.WeightsCheckerReqOutput):
@@ -133,9 +130,10 @@ def combined(replies: Mapping[int, Any], tp: int) -> Any:
             stages=msgspec.structs.replace(first.stages, **longest),
             relay_error=next((each.relay_error for each in every if each.relay_error), None),
         )
-    if not isinstance(first, _ADDED):
+    if first.OF_GROUP is None:
         return first
-    whole = added(every)
+    rules = {name: _RULES[rule] for name, rule in first.OF_GROUP.items()}
+    whole = type(first)(**_by_field(every, rules))
     if isinstance(first, wire.ContinueGenerationReqOutput):
         whole.ranks = _renumbered({at: each.ranks for at, each in replies.items()}, tp)
     return whole

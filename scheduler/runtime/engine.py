@@ -15,6 +15,7 @@ from ..control.adapters import Adapters
 from ..control.committed_weights import WeightsFile
 from ..control.engine_state import EngineState
 from ..control.parameter_server import ParameterServerUpdates
+from ..control.profiling import StepTrace
 from ..control.update_groups import WeightSending
 from ..control.weight_sessions import Sessions
 from ..control.weight_updates import WeightUpdates
@@ -33,7 +34,6 @@ from ..models.config import load_model_config
 from ..models.registry import require_ranks
 from ..observability.memory_history import MemoryGauges, MemoryHistory, OwnBytes
 from ..observability.stage_profiler import StageProfiler
-from ..observability.step_trace import StepTrace
 from ..observability.throughput import Throughput
 from ..scheduling.request import WeightStamp
 from ..scheduling.step_recovery import Recovery

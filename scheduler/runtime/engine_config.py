@@ -53,7 +53,6 @@ class EngineConfig(EngineOptions):
     curve_authorized_clients: str | None = None
     state_file: str | None = None
     reference_model_path: str | None = None
-    profile_dir: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -111,7 +110,6 @@ class EngineConfig(EngineOptions):
             num_threads=self.num_threads or max(1, torch.get_num_threads() // (self.tp - self.tp_joined)),
             model_path=str(Path(os.path.expanduser(self.model_path))),
             state_file=self.state_file and os.path.abspath(os.path.expanduser(self.state_file)),
-            profile_dir=self.profile_dir and os.path.abspath(os.path.expanduser(self.profile_dir)),
             reference_model_path=reference and str(Path(os.path.expanduser(reference))),
         )
 

@@ -12,7 +12,7 @@ from support.waiting import eventually
 from caesura.io_struct import GenerateImagesReqInput
 from caesura.io_struct import StartProfileReqInput as Start
 from caesura.io_struct import StopProfileReqInput as Stop
-from caesura.scheduler.observability import step_trace
+from caesura.scheduler.control import profiling
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_every_step_of_an_image_counts(tmp_path, folder):
 
 def test_steps_go_on_while_the_profiler_is_loaded(driver, monkeypatch):
     loaded = threading.Event()
-    monkeypatch.setattr(step_trace, "import_module", lambda _: loaded.wait())
+    monkeypatch.setattr(profiling, "import_module", lambda _: loaded.wait())
     start = driver.send(Start(num_steps=2))
     rid = driver.generate([5, 6, 7], 4)
     driver.tick(20)

@@ -23,7 +23,7 @@ from litestar import Response, post, route
 from ....io_struct import CaesuraError, RoutedExperts, SamplingMask, SamplingParams
 from ....io_struct.base import MAX_ID_LENGTH
 from ....io_struct.field_errors import FieldError, other_name
-from ....io_struct.generate import GREEDY_BELOW, MAX_SAMPLES, Seed, TokenId
+from ....io_struct.generate import GREEDY_BELOW, MAX_SAMPLES, Seed, TokenId, removes_tokens
 from ...connection.prompts import is_single
 from ...connection.results import GenerateOutput, TokenDelta, TokenLogprobs
 from ...exceptions import RETRYABLE, InvalidRequest
@@ -350,15 +350,10 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
         "sampling_params": params,
         "scored": scored,
         "top_p_token_ids": bool((body.custom_params or {}).get("return_top_p_token_ids"))
-        and _filters(params),
+        and (removes_tokens(params) or params.temperature < GREEDY_BELOW),
         "stop": [each for each in stop if each],
         **present(text),
     }
-
-
-def _filters(params: SamplingParams) -> bool:
-    limited = params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
-    return limited or params.temperature < GREEDY_BELOW
 
 
 @route(

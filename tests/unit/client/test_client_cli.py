@@ -5,6 +5,7 @@ import json
 import re
 import socket
 import sys
+from typing import get_args
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from support.fake_scheduler import FakeScheduler, answer, status_reply
 
 from caesura.client import cli
 from caesura.io_struct import (
+    PAUSE_MODES,
     AbortReq,
     ComponentStatus,
     ContinueGenerationReqInput,
@@ -20,6 +22,7 @@ from caesura.io_struct import (
     FlushCacheReqInput,
     ImageLoad,
     PauseGenerationReqInput,
+    PauseMode,
     RenewPauseLeaseReqInput,
     RenewPauseLeaseReqOutput,
     StartProfileReqInput,
@@ -116,6 +119,12 @@ def test_pause_and_continue(fake, caesura):
     assert "ranks" not in out, "an engine of one process has no others"
     request = fake.next_request(ContinueGenerationReqInput)
     assert (request.torch_empty_cache, request.force) == (False, True)
+
+
+def test_every_mode_of_a_pause_is_offered(caesura):
+    _, out, _ = caesura("pause", "--help")
+    said = " ".join(out.split())
+    assert all(f"{mode}: {PAUSE_MODES[mode]}" in said for mode in get_args(PauseMode))
 
 
 def test_a_pause_shows_the_end_of_its_lease(fake, caesura):

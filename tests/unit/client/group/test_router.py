@@ -29,6 +29,8 @@ from caesura.io_struct import (
     RankMemory,
     ReleaseMemoryOccupationReqOutput,
     RenewPauseLeaseReqOutput,
+    StartProfileReqOutput,
+    StopProfileReqOutput,
     WeightsCheckerReqOutput,
 )
 
@@ -148,6 +150,13 @@ def test_counts_are_added_and_unknown_ones_stay_unknown():
         id="a", released_tags=["kv_cache"], freed_bytes={"kv_cache": 7}, reserved_before=9, reserved_after=2
     )
     assert one_of(released, released).freed_bytes == {"kv_cache": 14}
+
+
+def test_a_trace_has_a_file_of_each_and_one_limit():
+    started = [StartProfileReqOutput(id="a", path=path, num_steps=5) for path in ("x", "y")]
+    assert one_of(*started) == StartProfileReqOutput(id="a", path="x, y", num_steps=5)
+    stopped = [StopProfileReqOutput(id="a", path=path, steps=3) for path in ("x", "y")]
+    assert one_of(*stopped) == StopProfileReqOutput(id="a", path="x, y", steps=6)
 
 
 def test_ranks_are_numbered_through():
