@@ -67,7 +67,7 @@ class FrontEnd:
         self.health = EngineHealth(self.client, lambda: metrics.under_way > 0)
         self.admission = Admission(self.health)
         self.transfer = WeightTransfer(self.client, options.weight_transfer_backend)
-        self.tinker = TinkerClients(self.client)
+        self.tinker = TinkerClients(self.client, of_group=fleet is not None)
         self.trainer = UpstreamTrainer(options.tinker_trainer) if options.tinker_trainer else None
 
 

@@ -1,5 +1,6 @@
 """Tinker's SDK (tinker 0.38.0), unmodified, against ``caesura serve``."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,41 @@ def test_snapshots_and_weights_in_flight_of_a_trainer(engine, model, adapters, t
         with pytest.raises(tinker.NotFoundError, match="no such route"):  # the trainer's own answer
             learner.forward_backward([datum], "cross_entropy").result()
     assert any(path == "/api/v1/forward_backward" for path, _ in trainer.asked)
+
+
+def test_the_cookbooks_completers_and_teacher(service, model):
+    completers = pytest.importorskip("tinker_cookbook.completers", reason="tinker-cookbook is not installed")
+    renderers = pytest.importorskip("tinker_cookbook.renderers")
+    sdft = pytest.importorskip("tinker_cookbook.distillation.sdft")
+    sampler = service.create_sampling_client(base_model=str(model)).result()
+    renderer = renderers.get_renderer("role_colon", sampler.get_tokenizer())
+    completion = [3, 4, 5, 6, 7, 8]
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints([*PROMPT, *completion[:-1]]),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData.from_torch(torch.tensor([*PROMPT[1:], *completion])),
+            "mask": types.TensorData.from_torch(torch.tensor([0.0] * 4 + [1.0] * 6)),
+        },
+    )
+
+    async def work() -> tuple[Any, Any, Any]:
+        complete = completers.TinkerTokenCompleter(sampler, max_tokens=6, temperature=0.0)
+        tokens = await complete(INPUT, stop=[PROMPT[0]])
+        chat = completers.TinkerMessageCompleter(sampler, renderer, max_tokens=4)
+        message = await chat([{"role": "user", "content": "hello"}])
+        (soft,), _ = await sdft.build_topk_distillation_datums(
+            [datum], [{"group_idx": 0}], sampler, [INPUT], topk=4, skip_first_n_tokens=0
+        )
+        return tokens, message, soft
+
+    tokens, message, soft = asyncio.run(work())
+    expected = logprobs_by_peft(model, None, [*PROMPT, *tokens.tokens], len(PROMPT))
+    assert tokens.logprobs == pytest.approx(expected, abs=1e-4)
+    assert message["role"] == "assistant"
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        values = reference(torch.tensor([[*PROMPT, *completion]])).logits[0, 4:-1]
+    targets = soft.loss_fn_inputs["target_tokens"].to_torch()[4:]
+    weights = soft.loss_fn_inputs["weights"].to_torch()[4:]
+    assert torch.equal(targets, values.topk(4).indices)
+    assert torch.allclose(weights / weights.sum(1, keepdim=True), values.topk(4).values.softmax(1), atol=1e-4)

@@ -178,7 +178,7 @@ async def _taken(front: FrontEnd, sampler: Sampler, asked: GenerationRequest, wa
             if each.output.finish_reason.type == "abort":
                 raise GoneError(f"the sample was aborted: {each.output.finish_reason.message}")
             for span in each.output.weight_versions:
-                check_version(sampler, (span.incarnation, span.adapter_epoch))
+                check_version(sampler, front.tinker.version(span.incarnation, span.adapter_epoch))
         return found
 
     def answered(found: list[Sample], protobuf: bool) -> Response[bytes]:

@@ -51,7 +51,8 @@ class Sampler:
     """``tinker://`` path that it was made of; None for the model itself."""
     adapter: str | None = None
     version: tuple[str, int] | None = None
-    """Incarnation of the engine and epoch of the adapter. None: it follows what is there."""
+    """Incarnation of the engine and epoch of the adapter. None: it follows what is there. The adapters of a
+    group outlive its engines, so that its versions have no incarnation."""
     clones: list[None] = field(default_factory=list)
     """One for each further client in other processes."""
 
@@ -66,12 +67,13 @@ class Promise:
 
 
 class TinkerClients:
-    def __init__(self, client: AsyncSchedulerClient) -> None:
+    def __init__(self, client: AsyncSchedulerClient, *, of_group: bool) -> None:
         self.sessions: dict[str, Session] = {}
         self.samplers: dict[str, Sampler] = {}
         self.promises: dict[str, Promise] = {}
         self._retrieved: dict[str, None] = {}
         self._client = client
+        self._of_group = of_group
         self._asking: asyncio.Task[GetStatusReqOutput] | None = None
         self._next: asyncio.Task[GetStatusReqOutput] | None = None
 
@@ -146,8 +148,17 @@ class TinkerClients:
             if not promise.task.cancelled():  # by the client, in the meantime
                 promise.task.result()
         elif sampler.version is not None:
-            status = await asked
-            check_version(sampler, version_of(status, sampler.adapter))
+            check_version(sampler, self.version_of(await asked, sampler.adapter))
+
+    def version(self, incarnation: str, adapter_epoch: int) -> tuple[str, int]:
+        return "" if self._of_group else incarnation, adapter_epoch
+
+    def version_of(self, status: GetStatusReqOutput, adapter: str | None) -> tuple[str, int] | None:
+        """Return the version that requests for an adapter get; None if it is not loaded."""
+        epochs = [
+            each.adapter_epoch for each in status.adapters if each.name == adapter and not each.replaced
+        ]
+        return self.version(status.incarnation, epochs[0]) if epochs else None
 
     def _status_from_now(self) -> "asyncio.Task[GetStatusReqOutput]":
         """Return an answer to a question that is not asked yet; many callers share one."""
@@ -160,12 +171,6 @@ class TinkerClients:
             await asyncio.wait([before])
         self._asking, self._next = self._next, None
         return await self._client.status(owner="")
-
-
-def version_of(status: GetStatusReqOutput, adapter: str | None) -> tuple[str, int] | None:
-    """Return the version that requests for an adapter get; None if it is not loaded."""
-    epochs = [each.adapter_epoch for each in status.adapters if each.name == adapter and not each.replaced]
-    return (status.incarnation, epochs[0]) if epochs else None
 
 
 def check_version(sampler: Sampler, found: tuple[str, int] | None) -> None:

@@ -397,8 +397,23 @@ def test_other_training_routes_are_the_trainers(engine, client, trainer):
     assert engine.post("/api/v1/retrieve_future", {"request_id": "theirs"}).json() == {"error": "no theirs"}
 
 
-def test_training_without_a_trainer_is_refused(model):
-    with served("--model", str(model)) as engine:
+def test_replicas_have_one_version_and_no_trainer(model, adapters):
+    options = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--replicas", "2")
+    with served(
+        "--model", str(model), "--served-model-name", "base", "--dtype", "float32", *options
+    ) as engine:
+        client = Client(engine)
+        body = {"lora_name": "policy", "lora_path": str(adapters[0])}
+        engine.ok("/load_lora_adapter", body)
+        sampler = client.sampler(model_path="tinker://policy")
+        engines: set[str] = set()
+        for key in itertools.takewhile(lambda _: len(engines) < 2, itertools.count()):
+            engine.http.headers["x-smg-routing-key"] = str(key)
+            found = client.sampled(sampler)["sequences"][0]
+            assert found["logprobs"] == pytest.approx(scored(model, adapters[0], found), abs=1e-4)
+            engines.add(found["weight_versions"][0]["incarnation"])
+        engine.ok("/load_lora_adapter", {**body, "lora_path": str(adapters[1])})
+        assert "tinker://policy was adapter_epoch 1" in client.asked(sampler).text
         for path in ("create_model", "save_weights_for_sampler", "forward_backward"):
             refused = engine.post(f"/api/v1/{path}", {})
             assert refused.status_code == 404
