@@ -40,8 +40,10 @@ class TinkerTrainer:
     def _result(self, name: str) -> tuple[int, Any]:
         if name == "made":
             return 200, {"type": "create_model", "model_id": MODEL}
+        if name == "theirs":
+            return 200, {"type": "optim_step"}
         if not name.startswith("saved-"):
-            return 410, {"error": f"no {name}"}
+            return 404, {"error": f"no {name}"}
         if name not in [json.loads(body).get("request_id") for _, body in self.asked[:-1]]:
             return 200, {"type": "try_again", "request_id": name, "queue_state": "active"}
         found, self.saved = self.saved, None

@@ -209,7 +209,9 @@ async def retrieve_future(request: HTTPRequest, front: Front) -> Response[bytes]
     body = await read_control(request, PromiseBody)
     promise = front.tinker.promises.get(body.request_id)
     if promise is None and front.trainer is not None:
-        return await front.trainer.pass_on(request)
+        theirs = await front.trainer.pass_on(request)
+        if theirs.status_code != 404:
+            return theirs
     if promise is None:
         return _gone(f"there is no request {shown(body.request_id)}, or not any more")
     await unless_left(request, asyncio.wait({promise.task}, timeout=HOLD_S))

@@ -6,8 +6,9 @@ stays after it was retrieved, for a client whose connection broke, until :data:`
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from litestar import Response
@@ -53,8 +54,8 @@ class Sampler:
     version: tuple[str, int] | None = None
     """Incarnation of the engine and epoch of the adapter. None: it follows what is there. The adapters of a
     group outlive its engines, so that its versions have no incarnation."""
-    clones: list[None] = field(default_factory=list)
-    """One for each further client in other processes."""
+    clones: Iterator[int] = field(default_factory=lambda: count(1))
+    """Numbers of the clients in other processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +116,7 @@ class TinkerClients:
             work.close()
             raise QueueFull(f"{len(self.promises)} results have not been retrieved; retrieve them first")
         task = asyncio.ensure_future(work)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        task.add_done_callback(_seen)
         promise = Promise(id=name, session=session, task=task, answer=answer)
         self.promises[name] = promise
         session.promises.add(name)
@@ -142,7 +143,7 @@ class TinkerClients:
         The engine answers in order: a status that was asked for after the request follows a refusal of it,
         and has the version of the adapter that the request was given, or a newer one.
         """
-        asked = self._status_from_now()
+        asked = self.status()
         await asyncio.wait({promise.task, asked}, return_when=asyncio.FIRST_COMPLETED)
         if promise.task.done():
             if not promise.task.cancelled():  # by the client, in the meantime
@@ -160,10 +161,11 @@ class TinkerClients:
         ]
         return self.version(status.incarnation, epochs[0]) if epochs else None
 
-    def _status_from_now(self) -> "asyncio.Task[GetStatusReqOutput]":
-        """Return an answer to a question that is not asked yet; many callers share one."""
+    def status(self) -> "asyncio.Task[GetStatusReqOutput]":
+        """Return the answer to a question that is not asked yet; many callers share one."""
         if self._next is None:
             self._next = asyncio.ensure_future(self._ask(self._asking))
+            self._next.add_done_callback(_seen)
         return self._next
 
     async def _ask(self, before: "asyncio.Task[GetStatusReqOutput] | None") -> GetStatusReqOutput:
@@ -171,6 +173,12 @@ class TinkerClients:
             await asyncio.wait([before])
         self._asking, self._next = self._next, None
         return await self._client.status(owner="")
+
+
+def _seen(task: "asyncio.Task[Any]") -> None:
+    """Have no failure logged as unnoticed: whoever asks for the result gets it."""
+    if not task.cancelled():
+        task.exception()
 
 
 def check_version(sampler: Sampler, found: tuple[str, int] | None) -> None:

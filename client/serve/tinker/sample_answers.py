@@ -4,6 +4,7 @@ Invariant: the few fields of Tinker's ``SampleResponse`` are written by hand, by
 types 0 (varint) and 2 (bytes); :data:`WEIGHTS` is our own, which other readers skip.
 """
 
+import json
 import math
 import struct
 from collections.abc import Sequence
@@ -85,9 +86,9 @@ def answer(samples: Sequence[Sample], wanted: Wanted, *, protobuf: bool) -> Resp
         response = Response(encoded, media_type=PROTOBUF)
     else:
         response = json_response(_json(samples, wanted, weights))
-    header = msgspec.json.encode(weights)
+    header = json.dumps(weights, separators=(",", ":"))  # which has no characters but ASCII's
     if len(header) <= MAX_HEADER:
-        response.headers[HEADER] = header.decode("ascii", "backslashreplace")
+        response.headers[HEADER] = header
     return response
 
 

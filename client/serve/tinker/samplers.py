@@ -120,7 +120,7 @@ async def _chosen(front: FrontEnd, body: SamplingSessionBody) -> dict[str, Any]:
     if not body.model_path.startswith(SCHEME):
         raise InvalidRequest(f"model_path must begin with {SCHEME}", field="model_path")
     adapter = body.model_path.removeprefix(SCHEME)
-    version = front.tinker.version_of(await front.health.status(), adapter)
+    version = front.tinker.version_of(await front.tinker.status(), adapter)
     if version is None:
         reason = f"no adapter {adapter!r} is loaded, which {body.model_path} names"
         raise UnknownAdapter(reason, adapter=adapter)
@@ -135,9 +135,8 @@ class SamplerBody(msgspec.Struct, kw_only=True):
 async def join_sampling_session(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Give a number to a client that has a sampler of another process, so that their requests differ."""
     body = await read_control(request, SamplerBody)
-    clones = sampler_of(front, body.sampling_session_id).clones
-    clones.append(None)
-    return json_response({"type": "join_sampling_session", "client_counter": len(clones)})
+    number = next(sampler_of(front, body.sampling_session_id).clones)
+    return json_response({"type": "join_sampling_session", "client_counter": number})
 
 
 @get("/api/v1/samplers/{sampler_id:str}", opt=USER)

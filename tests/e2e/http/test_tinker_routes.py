@@ -129,11 +129,10 @@ def test_samples_and_prompt_logprobs(engine, client, model):
 
 
 def test_the_answer_says_which_weights_made_it(engine, client):
-    before = engine.ok("/update_weight_version", {"new_version": "v7"})
-    assert before["success"]
+    engine.ok("/update_weight_version", {"new_version": "schön"})
     answer = client.result(client.asked(client.sampler(base_model="base")))
     ((span,),) = json.loads(answer.headers["x-caesura-weight-versions"])
-    assert (span["version"], span["start"], span["end"], span["adapter"]) == ("v7", 0, 6, None)
+    assert (span["version"], span["start"], span["end"], span["adapter"]) == ("schön", 0, 6, None)
     assert answer.json()["sequences"][0]["weight_versions"] == [span]
 
 
@@ -372,6 +371,17 @@ def test_weights_that_a_trainer_saves_become_samplers(engine, client, model, ada
     found = client.sampled(sampler)["sequences"][0]  # the older sampler goes on with the newer weights
     assert found["logprobs"] == pytest.approx(scored(model, adapters[0], found), abs=1e-4)
     assert not {"authorization", "x-api-key"} & set(trainer.headers)
+    fixed = client.sampler(model_path=f"tinker://{MODEL}")
+    engine.ok("/pause_generation", {"mode": "in_place"})
+    asked, follows = client.asked(fixed), client.asked(sampler)
+    trainer.folders = [str(adapters[1])]
+    assert (
+        client.result(client.post("save_weights_for_sampler", **{**newer, "seq_id": 10})).status_code == 200
+    )
+    engine.ok("/continue_generation", {})
+    assert client.result(follows).json()["sequences"][0]["stop_reason"] == "length"
+    refused = client.result(asked).json()  # it went on with the newer weights, which are not its own
+    assert (refused["category"], f"tinker://{MODEL} was adapter_epoch" in refused["error"]) == ("user", True)
 
 
 def test_failures_of_a_trainer_reach_the_client(client, trainer):
@@ -394,7 +404,8 @@ def test_other_training_routes_are_the_trainers(engine, client, trainer):
     assert client.post("optim_step").json() == {"error": "there is no such route"}
     found = engine.get("/api/v1/training_runs?limit=2")
     assert found.json() == {"asked": "/api/v1/training_runs?limit=2"}
-    assert engine.post("/api/v1/retrieve_future", {"request_id": "theirs"}).json() == {"error": "no theirs"}
+    assert engine.ok("/api/v1/retrieve_future", {"request_id": "theirs"}) == {"type": "optim_step"}
+    assert engine.post("/api/v1/retrieve_future", {"request_id": "nobody's"}).status_code == 410
 
 
 def test_replicas_have_one_version_and_no_trainer(model, adapters):
