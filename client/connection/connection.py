@@ -148,12 +148,12 @@ class Generation(_InFlight[WaiterT, GenerateOutput], Generic[WaiterT, QueueT]):
 
     def deliver(self, delta: TokenDelta) -> None:
         """Hand on what is new in a delta; one behind a gap is held back."""
-        index, start, count = delta.index, delta.start, len(delta.output_ids)
-        seen = self._delivered.get(index, 0) - start
-        if not self.streams or index in self._outputs or seen < 0 or seen >= count:
+        index, start = delta.index, delta.start
+        end, seen = start + len(delta.output_ids), self._delivered.get(index, 0)
+        if not start <= seen < end or index in self._outputs:
             return
-        self._delivered[index] = start + count
-        self._hand_on(delta.cut(seen) if seen else delta)
+        self._delivered[index] = end
+        self._hand_on(delta if seen == start else delta.cut(seen - start))
 
     def complete(self, output: GenerateOutput) -> bool:
         """Take the terminal result of one sample; return True when the whole request has ended."""
@@ -161,16 +161,11 @@ class Generation(_InFlight[WaiterT, GenerateOutput], Generic[WaiterT, QueueT]):
             return False
         self._outputs[output.index] = output
         delivered = self._delivered.get(output.index, 0)
-        if self.streams and delivered < len(output.output_ids):
+        if delivered < len(output.output_ids) and (self.sink is not None or self.deltas is not None):
             self._hand_on(output.as_delta(delivered))
         if self.sink is not None:
             self._tell(self.sink.on_finished, output)
         return self._end_if_complete()
-
-    @property
-    def streams(self) -> bool:
-        """True if somebody takes deltas."""
-        return self.deltas is not None or self.sink is not None
 
     def _hand_on(self, delta: TokenDelta) -> None:
         if self.sink is not None:
@@ -374,9 +369,8 @@ class Connection(Generic[WaiterT, QueueT]):
         top, token_ids = further_logprobs(delta.top, counts), further_logprobs(delta.token_ids, counts)
         details = token_details(delta.details, counts)
         offset = 0
-        for row, (rid, index, start, count) in enumerate(
-            zip(delta.rids, indices, starts, counts, strict=True)
-        ):
+        columns = zip(delta.rids, indices, starts, counts, top, token_ids, details, strict=True)
+        for rid, index, start, count, its_top, its_token_ids, its_details in columns:
             end = offset + count
             generation = self._by_rid.get(rid)
             if isinstance(generation, Generation):
@@ -386,9 +380,9 @@ class Connection(Generic[WaiterT, QueueT]):
                         start=start,
                         output_ids=tokens[offset:end],
                         output_logprobs=known_logprobs(logprobs[offset:end]),
-                        output_top_logprobs=top[row],
-                        output_token_ids_logprobs=token_ids[row],
-                        details=details[row],
+                        output_top_logprobs=its_top,
+                        output_token_ids_logprobs=its_token_ids,
+                        details=its_details,
                     )
                 )
             offset = end

@@ -29,6 +29,7 @@ from .vllm.transfer import WeightTransfer
 
 if TYPE_CHECKING:
     from ..group.replicas import ReplicaFleet
+    from .generations import EventStream
     from .pages.metrics import Metrics
 
 NOBODY = ""
@@ -66,6 +67,8 @@ class FrontEnd:
         self.unknown_keys = UnknownKeys()
         self.health = EngineHealth(self.client, lambda: metrics.under_way > 0)
         self.admission = Admission(self.health)
+        self.woken: list[EventStream] = []
+        """Streams with something to send."""
         self.transfer = WeightTransfer(self.client, options.weight_transfer_backend)
         self.tinker = TinkerClients(self.client, of_group=fleet is not None)
         self.trainer = UpstreamTrainer(options.tinker_trainer) if options.tinker_trainer else None

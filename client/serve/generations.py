@@ -189,7 +189,10 @@ class EventStream:
 
     def _wake(self, position: int) -> None:
         if not self._unread:
-            self._loop.call_soon(self.serve)  # once, after all messages that are there
+            woken = self._front.woken
+            if not woken:  # once, after all messages that are there
+                self._loop.call_soon(serve, woken)
+            woken.append(self)
         self._unread[position] = None
 
     def _read(self) -> Iterator[tuple[int, Chunk]]:
@@ -202,6 +205,14 @@ class EventStream:
             self._running -= prompt.ends()
         if self._failure is not None:
             raise self._failure
+
+
+def serve(woken: list[EventStream]) -> None:
+    """Let all streams that were woken send what is new."""
+    streams = woken.copy()
+    woken.clear()
+    for stream in streams:
+        stream.serve()
 
 
 class _Prompt:
@@ -225,23 +236,23 @@ class _Prompt:
     def next_chunk(self) -> Chunk | None:
         chunk = None if self._flow is None else self._flow.next_chunk()
         if chunk is not None:
-            self._count.heard()
+            if self._count.first is None:
+                self._count.heard()
             if chunk.finished is not None:
                 self._samples.append(chunk.finished)
         return chunk
 
     def ends(self) -> bool:
         """Return True the first time that nothing more will come; raise the error of the generation."""
-        if self._ended or self._flow is None:
+        if self._ended or self._flow is None or not self._flow.generation.waiter.done():
             return False
         try:
             self._ended = self._flow.ended()
         except CaesuraError as error:
             self.close(error)
             raise
-        if self._ended:
-            self._count.finished(self._samples)
-        return self._ended
+        self._count.finished(self._samples)
+        return True
 
     def close(self, error: BaseException | None = None) -> None:
         """Abort and count it, unless it has ended."""
@@ -288,12 +299,12 @@ class _Count:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._began = time.monotonic()
-        self._first: float | None = None
+        self.first: float | None = None
+        """Seconds to the first token."""
         metrics.request_started()
 
     def heard(self) -> None:
-        if self._first is None:
-            self._first = time.monotonic() - self._began
+        self.first = time.monotonic() - self._began
 
     def finished(self, samples: Sequence[Sample]) -> None:
         tokens = sum(len(sample.output.output_ids) for sample in samples)
@@ -304,4 +315,4 @@ class _Count:
         self._end(0, "error" if isinstance(error, CaesuraError) else "abort")
 
     def _end(self, tokens: int, kind: str) -> None:
-        self._metrics.request_finished(tokens, time.monotonic() - self._began, self._first, kind)
+        self._metrics.request_finished(tokens, time.monotonic() - self._began, self.first, kind)

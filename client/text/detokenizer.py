@@ -1,14 +1,15 @@
-"""``Detokenizer``: incremental detokenization of one sample.
+"""Incremental detokenization of one sample, of any tokenizer or of a byte-level one.
 
 Invariants:
 - All pieces together are the text of all output ids, decoded after the last :data:`CONTEXT` tokens of the
   prompt, which decide for instance if the first word keeps its space. A character that begins in the prompt
   belongs to the output that completes it.
-- A piece never ends within a character: U+FFFD at the end waits for a token or :meth:`Detokenizer.flush`.
-- Work per token is bounded: only the last tokens are decoded again.
+- A piece never ends within a character: what may be the beginning of one waits for a token or ``flush``.
+- Work per token is bounded: only the last tokens are decoded again, of a byte-level tokenizer none.
 """
 
-from collections.abc import Sequence
+from codecs import utf_8_decode
+from collections.abc import Mapping, Sequence
 
 from .tokenizer import TextTokenizer
 
@@ -22,8 +23,56 @@ WINDOW = 24
 _HALF = "\ufffd"
 
 
+class ByteDetokenizer:
+    """Text of one sample, piece by piece: the UTF-8 of its tokens' bytes."""
+
+    __slots__ = ("_bytes", "_inherited", "_rest", "_skipped")
+
+    def __init__(
+        self, token_bytes: Mapping[int, bytes], prompt_ids: Sequence[int], skipped: frozenset[int]
+    ) -> None:
+        self._bytes = token_bytes
+        self._skipped = skipped
+        self._rest = b""  # the beginning of a character
+        self._inherited = ""
+        self.feed(prompt_ids)
+        self._inherited = self._rest.decode("utf-8", "replace")  # the prompt's, if it makes no character
+
+    @property
+    def settled(self) -> bool:
+        """True if the returned text contains all ids that were fed."""
+        return not self._rest
+
+    def copy(self) -> "ByteDetokenizer":
+        """Return an independent copy in the same state."""
+        twin = ByteDetokenizer(self._bytes, (), self._skipped)
+        twin._rest, twin._inherited = self._rest, self._inherited
+        return twin
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """Add ids; return the text that is certain now, which is empty while a character is incomplete."""
+        table, skipped = self._bytes, self._skipped
+        data = self._rest + b"".join([table[token] for token in ids if token not in skipped])
+        text, used = utf_8_decode(data, "replace", False)
+        self._rest = data[used:]
+        return self._own(text) if self._inherited and text else text
+
+    def peek(self) -> str:
+        """Return the text that :meth:`flush` would return now."""
+        return self.copy().flush()
+
+    def flush(self) -> str:
+        """Return the text that is held back. Nothing may be fed afterwards."""
+        text, self._rest = self._rest.decode("utf-8", "replace"), b""
+        return self._own(text)
+
+    def _own(self, text: str) -> str:
+        inherited, self._inherited = self._inherited, ""
+        return text.removeprefix(inherited)
+
+
 class Detokenizer:
-    """Text of one sample, piece by piece."""
+    """Text of one sample, piece by piece: the last tokens decoded again with each new one."""
 
     __slots__ = ("_open", "_prompt_text", "_sent", "_skipped", "_tokenizer", "_window", "settled")
 
@@ -31,7 +80,7 @@ class Detokenizer:
         self, tokenizer: TextTokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.skipped if skip_special_tokens else frozenset[int]()
+        self._skipped = _skipped(tokenizer, skip_special_tokens)
         self._window = _context(tokenizer, prompt_ids, self._skipped)
         self._prompt_text: str | None = self._decode(self._window)  # None once the output has begun
         self._sent = len(self._prompt_text or "")
@@ -97,6 +146,16 @@ class Detokenizer:
         return piece
 
 
+def detokenizer(
+    tokenizer: TextTokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
+) -> ByteDetokenizer | Detokenizer:
+    """Return the cheaper one that the tokenizer allows."""
+    if tokenizer.token_bytes is None:
+        return Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+    skipped = _skipped(tokenizer, skip_special_tokens)
+    return ByteDetokenizer(tokenizer.token_bytes, _context(tokenizer, prompt_ids, skipped), skipped)
+
+
 def output_text(
     tokenizer: TextTokenizer,
     prompt_ids: Sequence[int],
@@ -105,8 +164,12 @@ def output_text(
     skip_special_tokens: bool = True,
 ) -> str:
     """Return the text of a complete output, decoded after the end of its prompt."""
-    detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
-    return detokenizer.feed(output_ids) + detokenizer.flush()
+    text = detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+    return text.feed(output_ids) + text.flush()
+
+
+def _skipped(tokenizer: TextTokenizer, skip_special_tokens: bool) -> frozenset[int]:
+    return tokenizer.skipped if skip_special_tokens else frozenset()
 
 
 def _common(first: str, second: str) -> int:

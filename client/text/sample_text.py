@@ -15,7 +15,7 @@ from msgspec import structs
 
 from ...io_struct import RoutedExperts
 from ..connection.results import GenerateOutput, cut
-from .detokenizer import Detokenizer
+from .detokenizer import detokenizer
 from .stop_strings import StopMatcher, StopStrings
 from .tokenizer import TextTokenizer
 
@@ -48,7 +48,7 @@ class SampleText:
         min_new_tokens: int = 0,
     ) -> None:
         """Stop strings do not count in the text of the first ``min_new_tokens`` tokens."""
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
         self._matcher = None if stops is None else StopMatcher(stops)
         self._skip = min_new_tokens
         # A match is traced back to its token from the state after the last settled token.

@@ -40,6 +40,7 @@ class TextTokenizer:
     Attributes:
         skipped: the ids that ``skip_special_tokens`` leaves out.
         byte_ids: ids of one byte each (SentencePiece's byte fallback); empty for byte-level tokenizers.
+        token_bytes: bytes by id, if all texts are the UTF-8 of their tokens' bytes; None otherwise.
         size: first id that is unknown; it and all above decode to nothing.
         longest: characters of the longest entry: a text of ``n`` has at least ``n / longest`` tokens, unless
             the tokenizer drops or joins characters.
@@ -55,6 +56,8 @@ class TextTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self.skipped = frozenset(token_id for token_id, token in added.items() if token.special)
         self.byte_ids = _byte_ids(tokenizer)
+        byte_level = decoder_state(tokenizer).get("type") == "ByteLevel"
+        self.token_bytes: Mapping[int, bytes] | None = _TokenBytes(tokenizer) if byte_level else None
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.size = 1 + max(vocabulary.values(), default=-1)
         self.longest = max(map(len, vocabulary), default=1)
@@ -119,6 +122,40 @@ class TextTokenizer:
         return self._chat_template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
         )
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Return GPT-2's alphabet of byte-level vocabularies (Radford et al. 2019, encoder.py)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_of_character()
+
+
+def bytes_of(written: str) -> bytes:
+    """Return the bytes of an entry of a byte-level vocabulary; one with other characters is itself."""
+    found = [_BYTES.get(character) for character in written]
+    return written.encode() if None in found else bytes(byte for byte in found if byte is not None)
+
+
+class _TokenBytes(dict[int, bytes]):
+    """Bytes of tokens, filled as they are asked for; unknown ids have none."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> bytes:
+        found = self[token] = bytes_of(self._tokenizer.id_to_token(token) or "")
+        return found
+
+
+def decoder_state(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the decoder of a tokenizer as in its file; empty if it has none."""
+    decoder = tokenizer.decoder
+    return {} if decoder is None else msgspec.json.decode(decoder.__getstate__(), type=dict[str, Any])
 
 
 def _byte_ids(tokenizer: Tokenizer) -> frozenset[int]:

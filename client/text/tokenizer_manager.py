@@ -182,9 +182,9 @@ class _Follower:
         )
         self._arrived: list[TokenDelta] = []
         self._tokens: list[TokenDelta] = []  # made into text, not read
-        self._read = 0  # tokens that were read
+        self._read = 0  # tokens that were read, where stop strings may hold some back
         self._whole: list[str] = []
-        self._unread: list[str] = []
+        self._shown = 0  # pieces of it that were read
         self._output: GenerateOutput | None = None
         self._ended = False  # all the text that there will be has been made
         self._given = False  # the reader has its terminal result
@@ -211,7 +211,7 @@ class _Follower:
         if text is None:
             self._ended = output is not None
             return
-        ids = [token for delta in arrived for token in delta.output_ids]
+        ids = arrived[0].output_ids if len(arrived) == 1 else [id for one in arrived for id in one.output_ids]
         if output is None:
             self._show(text.feed(ids))
             return
@@ -247,9 +247,9 @@ class _Follower:
 
     def chunk(self, rid: str) -> Chunk | None:
         self.advance()
-        delta = self._read_tokens()
-        text = "".join(self._unread)
-        self._unread.clear()
+        delta = self._read_tokens() if self._tokens else None
+        text = "".join(self._whole[self._shown :])
+        self._shown = len(self._whole)
         finished = self.sample() if self._ended and not self._given else None
         self._given = self._ended
         if not text and delta is None and finished is None:
@@ -262,17 +262,15 @@ class _Follower:
     def _show(self, text: str) -> None:
         if text:
             self._whole.append(text)
-            self._unread.append(text)
 
     def _read_tokens(self) -> TokenDelta | None:
         """Return the tokens whose text is known: others may still be cut off by a stop string."""
-        if not self._tokens:
-            return None
-        delta = joined(self._tokens)
-        known = len(delta.output_ids)
-        if self._text is not None and (self.stopped or not self._ended):
-            known = min(known, self._text.settled - self._read)
-        self._tokens = [delta.cut(known, None)] if known < len(delta.output_ids) else []
+        delta, self._tokens = joined(self._tokens), []
+        if self._text is None or self._work.stops is None or (self._ended and not self.stopped):
+            return delta
+        known = min(len(delta.output_ids), self._text.settled - self._read)
+        if known < len(delta.output_ids):
+            self._tokens.append(delta.cut(known, None))
         self._read += known
         return delta.cut(0, known) if known else None
 
@@ -280,7 +278,7 @@ class _Follower:
 class Flow:
     """The samples of one prompt while they are generated, for a reader that takes chunks when it can.
 
-    ``wake`` is called, often more than once, whenever there may be something new.
+    ``wake`` is called when there may be something new, but not again before all that was new is read.
     """
 
     def __init__(self, work: _Work, channel: Channel, wake: Callable[[], object]) -> None:
@@ -306,7 +304,7 @@ class Flow:
             _abort(self._channel, self.generation)
 
     def on_tokens(self, delta: TokenDelta) -> None:
-        follower = self.follower(delta.index)
+        follower = self._followers.get(delta.index) or self.follower(delta.index)
         if not follower.stopped:  # the engine does not know of the stop yet
             follower.arrive(delta)
             self._note(delta.index)
@@ -333,8 +331,9 @@ class Flow:
         return None
 
     def _note(self, index: int) -> None:
+        if not self._unread:
+            self._wake()
         self._unread[index] = None
-        self._wake()
         if self._work.stops is not None:
             if not self._unsearched:  # once, after all messages that are there
                 asyncio.get_running_loop().call_soon(self._search)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from ...connection.results import GenerateOutput, TokenDelta, TokenLogprobs
-from ...text.tokenizer import TextTokenizer
+from ...text.tokenizer import TextTokenizer, bytes_of, decoder_state
 
 LOWEST = -9999.0
 Position = tuple[int, float | None, Sequence[tuple[float, int]]]
@@ -39,24 +39,13 @@ ChatLogprobs = dict[str, list[dict[str, Any]]]
 """``logprobs`` of a chat's choice; ``token`` has U+FFFD for bytes of no whole character."""
 
 
-def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's alphabet of byte-level vocabularies (Radford et al. 2019, encoder.py)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _byte_of_character()
-
-
 class _TokenTable:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = {
             id: token.content for id, token in tokenizer.backend.get_added_tokens_decoder().items()
         }
-        decoder = tokenizer.backend.decoder
-        state = {} if decoder is None else msgspec.json.decode(decoder.__getstate__())
+        state = decoder_state(tokenizer.backend)
         kinds = {part["type"] for part in state.get("decoders", [state]) if "type" in part}
         self._byte_level = "ByteLevel" in kinds
         self._metaspace = "Metaspace" in kinds or bool(tokenizer.byte_ids)
@@ -77,8 +66,7 @@ class _TokenTable:
         if written is None:
             return b""  # the model's vocabulary may be padded
         if self._byte_level:
-            found = [_BYTES.get(character) for character in written]
-            return written.encode() if None in found else bytes(byte for byte in found if byte is not None)
+            return bytes_of(written)
         if token in self._tokenizer.byte_ids:
             return bytes([int(written[3:5], 16)])  # <0x0A>
         if self._metaspace:

@@ -14,7 +14,7 @@ from support.tokenizers import LINES, make_byte_level, make_sentencepiece, piece
 from caesura.client.connection.results import TokenLogprobs, decode_output
 from caesura.client.exceptions import InvalidRequest
 from caesura.client.text import Detokenizer, StopMatcher, StopStrings, TextTokenizer, output_text
-from caesura.client.text.detokenizer import CONTEXT, WINDOW
+from caesura.client.text.detokenizer import CONTEXT, WINDOW, detokenizer
 from caesura.client.text.sample_text import SampleText, shortened
 from caesura.io_struct import RoutedExperts, WeightVersionSpan
 
@@ -60,16 +60,17 @@ def ids(tokenizer):
     return st.lists(parts, max_size=30).map(lambda found: [token for part in found for token in part])
 
 
-def test_pieces_are_the_text_of_the_whole(tokenizer):
+@pytest.mark.parametrize("make", [Detokenizer, detokenizer])
+def test_pieces_are_the_text_of_the_whole(tokenizer, make):
     @given(ids(tokenizer), ids(tokenizer), st.lists(st.integers(1, 40), max_size=60), st.booleans())
     @example([], list(range(tokenizer.size)) * 2, [1] * 2000, True)
     def check(prompt, output, sizes, skip):
-        detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
-        shown = "".join(detokenizer.feed(part) for part in pieces(output, sizes))
-        rest = detokenizer.peek()
-        assert rest == detokenizer.flush()
-        detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
-        one_by_one = "".join(detokenizer.feed([token]) for token in output) + detokenizer.flush()
+        made = make(tokenizer, prompt, skip_special_tokens=skip)
+        shown = "".join(made.feed(part) for part in pieces(output, sizes))
+        rest = made.peek()
+        assert rest == made.flush()
+        made = make(tokenizer, prompt, skip_special_tokens=skip)
+        one_by_one = "".join(made.feed([token]) for token in output) + made.flush()
         whole = expected(tokenizer, prompt, output, skip)
         assert shown + rest == one_by_one == whole
         assert output_text(tokenizer, prompt, output, skip_special_tokens=skip) == whole
@@ -77,12 +78,13 @@ def test_pieces_are_the_text_of_the_whole(tokenizer):
     check()
 
 
-def test_no_piece_holds_half_a_character(tokenizer):
+@pytest.mark.parametrize("make", [Detokenizer, detokenizer])
+def test_no_piece_holds_half_a_character(tokenizer, make):
     text = "".join(LINES)
-    detokenizer = Detokenizer(tokenizer, [])
-    found = [detokenizer.feed([token]) for token in tokenizer.encode(text, add_special_tokens=False)]
+    made = make(tokenizer, [])
+    found = [made.feed([token]) for token in tokenizer.encode(text, add_special_tokens=False)]
     assert not any(HALF in piece for piece in found)
-    assert "".join(found) + detokenizer.flush() == text
+    assert "".join(found) + made.flush() == text
     assert sum(map(bool, found)) > len(text) / 8  # and they do come one by one
 
 
@@ -95,12 +97,22 @@ def test_the_prompt_decides_about_the_first_space(sentencepiece):
     assert output_text(sentencepiece, bos, word, skip_special_tokens=False) == " pause"
 
 
-def test_a_character_that_the_prompt_began(byte_level):
+@pytest.mark.parametrize("make", [Detokenizer, detokenizer])
+def test_a_character_that_the_prompt_began(byte_level, make):
     whole = byte_level.encode("🏽")
     assert len(whole) > 1
     for cut in range(1, len(whole)):
-        detokenizer = Detokenizer(byte_level, whole[:cut])
-        assert "".join(detokenizer.feed([token]) for token in whole[cut:]) == "🏽"
+        made = make(byte_level, whole[:cut])
+        assert "".join(made.feed([token]) for token in whole[cut:]) == "🏽"
+
+
+@pytest.mark.parametrize("make", [Detokenizer, detokenizer])
+@pytest.mark.parametrize("begun", [b"\xe4", b"\xe4\xb8", b"\xed\xa1", b"\xf0\x9f\x8f"])
+def test_bytes_without_a_character_stay_the_prompts(byte_level, make, begun):
+    token_of = {byte_level.token_bytes[token]: token for token in range(byte_level.size)}
+    made = make(byte_level, [token_of[bytes([byte])] for byte in begun])
+    assert made.peek() == ""
+    assert made.feed([token_of[b"a"]]) == "a"
 
 
 # Text between characters, since runs of byte tokens are decoded when they end; and bytes of no character.
@@ -131,9 +143,9 @@ class Counting:
 @pytest.mark.parametrize("flood", FLOODS)
 def test_work_per_token_is_bounded(tokenizer, flood):
     output, counting = FLOODS[flood](tokenizer), Counting(tokenizer)
-    detokenizer = Detokenizer(counting, output)
+    made = Detokenizer(counting, output)
     for token in output:
-        detokenizer.feed([token])
+        made.feed([token])
     assert max(counting.decoded) <= 2 * WINDOW
     assert sum(counting.decoded) < 2 * WINDOW * len(output)
 
@@ -142,8 +154,8 @@ def test_the_window_may_be_cut_anywhere_in_a_character(byte_level):
     four = byte_level.encode("𐍈")
     assert len(four) == 4
     for before in range(2 * WINDOW):
-        detokenizer = Detokenizer(byte_level, [])
-        found = [detokenizer.feed([token]) for token in [*byte_level.encode("a") * before, *four, *four]]
+        made = Detokenizer(byte_level, [])
+        found = [made.feed([token]) for token in [*byte_level.encode("a") * before, *four, *four]]
         assert "".join(found) == "a" * before + "𐍈𐍈"
 
 
