@@ -3,14 +3,17 @@
 Invariants:
 - A load changes nothing until its last byte is in a free slot; then, or when its session commits, the name
   means the new version, for later requests. A load that fails leaves no trace, and never poisons the weights.
+- The state file names a version before its name means it, so a restart has no older one.
 - A version keeps its slot while samples have it, whatever becomes of its name. Nothing waits for them.
 - KV belongs to a version: its serial number is part of the salt of its requests, so no prefix crosses a swap.
 """
 
+import logging
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
+from time import sleep
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,12 +48,14 @@ from ..weights.peft import (
 )
 from ..weights.source import BufferSource, WeightSource
 from ..weights.transports.disk import open_checkpoint
+from .committed_weights import AdapterRecord
 from .engine_state import Sender
 from .operations import Operation, Wait, barrier, waiting
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine
 
+logger = logging.getLogger(__name__)
 
 _ROWS = 4096
 """Rows of a weight that are compared at a time."""
@@ -73,6 +78,8 @@ class Adapters:
         self.loaded: dict[str, Adapter] = {}
         self._versions: list[Adapter] = []
         """Every version in a slot: the loaded ones, and replaced ones that samples have."""
+        self.lost: dict[str, str] = {}
+        """Why adapters of the engine before a restart are not there, by name."""
         self._epoch = self._clock = self._serial = 0
 
     def named(self, name: str | None) -> Adapter | None:
@@ -83,6 +90,8 @@ class Adapters:
         if name not in self.loaded:
             loaded = sorted(self.loaded)
             reason = f"no adapter {name!r} is loaded: {', '.join(loaded) or 'none is'}"
+            if name in self.lost:
+                reason = f"adapter {name!r} was lost in a restart, load it again: {self.lost[name]}"
             raise CaesuraError(ErrorCode.UNKNOWN_ADAPTER, reason, adapter=name, loaded=loaded)
         return self.loaded[name]
 
@@ -142,7 +151,7 @@ class Adapters:
     ) -> Adapter:
         """Return a new version, which is in ``slot``."""
         epoch = self._epoch + 1 if request.adapter_epoch is None else request.adapter_epoch
-        self._epoch = max(self._epoch, epoch)
+        self.count_from(epoch)
         self._serial += 1
         return Adapter(
             name=request.name,
@@ -158,14 +167,33 @@ class Adapters:
             ).hex(),
         )
 
+    def count_from(self, epoch: int) -> None:
+        """Count later versions from above ``epoch``."""
+        self._epoch = max(self._epoch, epoch)
+
     def publish(self, staged: StagedAdapter) -> None:
         """Let the name mean the version."""
         self._clock += 1
         for name in staged.evicted:
             self.loaded.pop(name, None)
         staged.version.last_used = self._clock
+        self.lost.pop(staged.version.name, None)
         self.loaded[staged.version.name] = staged.version
         self._versions.append(staged.version)
+
+    def records(
+        self, staged: Sequence[StagedAdapter] = (), without: Sequence[str] = ()
+    ) -> list[AdapterRecord]:
+        """Return what the state file says when ``staged`` is published, and ``without`` is unloaded."""
+        gone = {*without, *(name for each in staged for name in each.evicted)}
+        loaded = {name: each for name, each in self.loaded.items() if name not in gone}
+        loaded |= {each.version.name: each.version for each in staged}
+        return [
+            AdapterRecord(
+                name=each.name, path=each.path, pinned=each.pinned, epoch=each.epoch, digest=each.digest
+            )
+            for each in loaded.values()
+        ]
 
     def status(self) -> list[AdapterStatus]:
         current = set(self.loaded.values())
@@ -189,6 +217,55 @@ def load_adapter(
     engine: "Engine", request: LoadAdapterReqInput, sender: Sender, buffers: Sequence[memoryview] = ()
 ) -> Operation:
     """Check, read and stage an adapter while serving, then let its name mean it unless a session does."""
+    session = None if request.session_id is None else engine.sessions.named(request.session_id)
+    staged, reply = yield from _staged(engine, request, buffers)
+    if session is None:
+        reply.switched = yield from publish(engine, [staged])
+    else:
+        engine.sessions.require_open(session)
+        session.adapters[request.name] = staged
+        session.counts.written_tensors += reply.tensors
+    return reply
+
+
+def restore(engine: "Engine") -> None:
+    """Load the adapters of the state file again; log those that are lost, which errors of requests name."""
+    adapters, records = engine.adapters, engine.weights_file.adapters
+    adapters.count_from(max((each.epoch for each in records), default=0))
+    for each in records:
+        try:
+            adapters.publish(_again(engine, each))
+        except CaesuraError as error:
+            adapters.lost[each.name] = error.message
+            logger.error("adapter %r of before the restart is lost: %s", each.name, error.message)
+    engine.weights_file.keep_adapters(adapters.records())
+
+
+def _again(engine: "Engine", record: AdapterRecord) -> StagedAdapter:
+    if not record.path:
+        reason = "its tensors were sent, which leaves no copy"
+        raise CaesuraError(ErrorCode.CHECKPOINT_ERROR, reason, path="", reason=reason)
+    request = LoadAdapterReqInput(
+        name=record.name, path=record.path, pinned=record.pinned, adapter_epoch=record.epoch
+    )
+    loading = _staged(engine, request)
+    while True:
+        try:
+            if next(loading) is Wait.THREAD:
+                sleep(0.001)
+        except StopIteration as end:
+            staged: StagedAdapter = end.value[0]
+            break
+    if staged.version.digest != record.digest:
+        reason = f"{record.path} has other tensors now than were loaded from it"
+        raise CaesuraError(ErrorCode.CHECKPOINT_ERROR, reason, path=record.path, reason=reason)
+    return staged
+
+
+def _staged(
+    engine: "Engine", request: LoadAdapterReqInput, buffers: Sequence[memoryview] = ()
+) -> Generator[Wait, None, tuple[StagedAdapter, LoadAdapterReqOutput]]:
+    """Check and read an adapter, and write it into a slot that no step reads."""
     adapters = engine.adapters
     adapters.require_slots()
     slots, model = adapters.slots, engine.loaded
@@ -196,7 +273,6 @@ def load_adapter(
     if request.name in adapters.loaded and not request.replace:
         reason = f"adapter {request.name!r} is loaded: replace it, or unload it first"
         raise CaesuraError(ErrorCode.ADAPTER_EXISTS, reason, adapter=request.name)
-    session = None if request.session_id is None else engine.sessions.named(request.session_id)
     source, config = _source(request, buffers)
     plan: AdapterPlan = plan_adapter(
         config, source.specs, slots.shapes(), model.model.own_name, slots.max_rank
@@ -229,14 +305,7 @@ def load_adapter(
     before = adapters.loaded.get(request.name)
     known = {} if before is None else before.digests
     version = adapters.version(request, slot, plan.rank, digests)
-    staged, switched = StagedAdapter(version, request.on_running, evicted), 0
-    if session is None:
-        switched = yield from publish(engine, staged)
-    else:
-        engine.sessions.require_open(session)
-        session.adapters[request.name] = staged
-        session.counts.written_tensors += len(tensors)
-    return LoadAdapterReqOutput(
+    reply = LoadAdapterReqOutput(
         id=request.id,
         adapter_epoch=version.epoch,
         tensors=len(tensors),
@@ -244,18 +313,21 @@ def load_adapter(
         norm=norm,
         rank=version.rank,
         evicted=evicted,
-        switched=switched,
         digest=version.digest,
     )
+    return StagedAdapter(version, request.on_running, evicted), reply
 
 
-def publish(engine: "Engine", staged: StagedAdapter) -> Generator[Wait, None, int]:
-    """Let the name mean the staged version; return how many samples went on with it."""
-    before = engine.adapters.loaded.get(staged.version.name)
-    engine.adapters.publish(staged)
-    if before is None or staged.on_running == "finish_old":
-        return 0
-    return (yield from _switch(engine, before, staged.version, keep=staged.on_running == "keep"))
+def publish(engine: "Engine", staged: Sequence[StagedAdapter]) -> Generator[Wait, None, int]:
+    """Let the names mean the staged versions; return how many samples went on with them."""
+    adapters, switched = engine.adapters, 0
+    engine.weights_file.keep_adapters(adapters.records(staged))
+    for each in staged:
+        before = adapters.loaded.get(each.version.name)
+        adapters.publish(each)
+        if before is not None and each.on_running != "finish_old":
+            switched += yield from _switch(engine, before, each.version, keep=each.on_running == "keep")
+    return switched
 
 
 def _digest(*parts: bytes | memoryview) -> bytes:
@@ -326,6 +398,7 @@ def _switch(engine: "Engine", before: Adapter, version: Adapter, *, keep: bool) 
 
 def unload_adapter(engine: "Engine", request: UnloadAdapterReqInput, sender: Sender) -> Operation:
     engine.adapters.named(request.name)
+    engine.weights_file.keep_adapters(engine.adapters.records(without=[request.name]))
     version = engine.adapters.loaded.pop(request.name)
     yield from ()  # an operation is a generator
     return UnloadAdapterReqOutput(id=request.id, running=version.running)

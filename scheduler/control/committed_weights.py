@@ -1,4 +1,4 @@
-"""The state file: a small record of the weights that were committed last, for the next start of the engine.
+"""The state file: a small record of the weights that were committed last, and of the adapters, for a restart.
 
 - I12: an epoch names one state of the weights, across restarts, full disks and owners that die.
 - The record is written before a commit is acknowledged and before a token is sampled under it. Just before
@@ -7,6 +7,7 @@
   refused. One that is marked and not recorded stands, and its reply says so.
 - A start that does not know which weights were committed last, or whose folder has other files now, begins
   invalid, above every epoch that was given out.
+- The record has an adapter's version before its name means it: one that cannot be recorded is not published.
 - fsync, in a thread, matters only if the host loses power. A lock file ensures that one engine writes a file.
 """
 
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 INITIAL_VERSION = "default"
 """The public label before any update, as in SGLang."""
 
-_MAX_BYTES = 64 << 10
+_MAX_BYTES = 1 << 20
 _CLOSE_S = 5.0
 """Seconds that a stopping engine waits for the last fsync."""
 _UNRECORDED = 1 << 24
@@ -44,6 +45,15 @@ _BEFORE_MARK = b'{"caesura_weights_record":1,"superseded":'
 
 
 _Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    path: str
+    """Folder that it came from; empty for tensors, which leave no copy."""
+    pinned: bool
+    epoch: int
+    digest: str
 
 
 class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +73,8 @@ class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
     digest: str | None
     other_components: bool = False
     """True if updates since the engine's start have brought components that ``source`` does not contain."""
+    adapters: list[AdapterRecord] = []
+    """Adapters that are loaded, in the order in which they were."""
     lost: str | None = None
     """Why it is unknown which weights were committed last; None if this record says it."""
     time: float
@@ -91,11 +103,14 @@ class WeightsFile:
         """Calls fsync; several commits during a slow one share the next one."""
         self._sync_due = False
         self._other_components = False
+        self.adapters: list[AdapterRecord] = []
+        """Adapters of the record that was read, until others are recorded."""
         self.durable: bool | None = None
         """True if the file has the last commit; None without a file."""
         if self._path is not None:
             self._lock = _lock(self._path)
             self._record = self._read(self._path)
+            self.adapters = [] if self._record is None else self._record.adapters
 
     def close(self) -> None:
         """Wait for the last fsync, for a bounded time, and release the lock."""
@@ -121,7 +136,7 @@ class WeightsFile:
                 record.model_path,
                 model_path,
             )
-            self._record = None
+            self._record, self.adapters = None, []
             return Start(epoch)
         if record.lost is not None:
             return Start(epoch, lost=record.lost)
@@ -160,6 +175,7 @@ class WeightsFile:
                 updated=False,
                 source=folder,
                 digest=digest,
+                adapters=self.adapters,
                 time=time.time(),
             )
         try:
@@ -168,6 +184,19 @@ class WeightsFile:
             raise _unusable(self._path, str(error)) from error
         self.durable = True
         self._worker = Worker()
+        self._sync_soon()
+
+    def keep_adapters(self, adapters: list[AdapterRecord]) -> None:
+        """Record the adapters, just before they are published; raises ``state_file_error``."""
+        before = self._record
+        if before is None or adapters == self.adapters:
+            return
+        try:
+            self._write(msgspec.structs.replace(before, adapters=adapters, time=time.time()))
+        except (OSError, UnicodeEncodeError) as error:
+            self._record = before
+            raise _unusable(str(self._path), str(error)) from error
+        self.adapters = adapters
         self._sync_soon()
 
     def supersede(self) -> None:
@@ -284,6 +313,8 @@ class WeightsFile:
             os.unlink(temporary)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         encoded = msgspec.json.encode(record)
+        if len(encoded) >= _MAX_BYTES:
+            raise OSError(f"a record of {len(encoded)} bytes is too large")
         assert encoded.startswith(_BEFORE_MARK), encoded
         with open(os.open(temporary, flags, 0o600), "wb") as file:
             file.write(encoded + b"\n")

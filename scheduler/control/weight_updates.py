@@ -337,7 +337,7 @@ class WeightUpdates:
         if session.has_only_adapters and request.weight_version is None:
             self._close_session()
             reply = self._reply(request.id, session.counts, stages, started, committed=True)
-            reply.switched = yield from self._publish(session)
+            reply.switched = yield from publish(engine, list(session.adapters.values()))
             return reply
         engine.state.require_resident("weights")  # the commit derives from them
         self._require_complete(session)
@@ -349,14 +349,8 @@ class WeightUpdates:
         reply = self._reply(
             request.id, session.counts, stages, started, committed=True, flushed=session.flush
         )
-        reply.switched = yield from self._publish(session)
+        reply.switched = yield from publish(engine, list(session.adapters.values()))
         return reply
-
-    def _publish(self, session: Session) -> Generator[Wait, None, int]:
-        switched = 0
-        for staged in session.adapters.values():
-            switched += yield from publish(self._engine, staged)
-        return switched
 
     def commit_implicit_session(self, session: Session) -> Generator[Wait, None, None]:
         """Commit an implicit session before a ``continue`` or ``flush_cache``; raises ``weight_mismatch``."""

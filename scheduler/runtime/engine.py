@@ -11,7 +11,7 @@ from typing import Any
 
 from ...io_struct import CaesuraError, ErrorCode, MemoryTag
 from ..cache.manager import LedgerError
-from ..control.adapters import Adapters
+from ..control.adapters import Adapters, restore
 from ..control.committed_weights import WeightsFile
 from ..control.engine_state import EngineState
 from ..control.parameter_server import ParameterServerUpdates
@@ -70,6 +70,7 @@ class Engine:
             self._build_memory()
             self._build_steps(make_runner or build_runner)
             self._build_control()
+            restore(self)
             self.guard = Guard(fatal=(LedgerError,) if config.check_ledger else ())
             self.housekeeping = Housekeeping(self)
             self.scheduler = Scheduler(self)

@@ -11,14 +11,18 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from support.faults import full_disk
+from support.lora import ATTENTION, make_adapter
 from support.scripted import EngineDriver, assert_error, ok, tokens_of
 
 from caesura.client.trainer import as_frames, buckets
 from caesura.io_struct import (
+    AdapterStatus,
     CaesuraError,
     ErrorReply,
     GenerateReqInput,
+    LoadAdapterReqInput,
     Message,
+    UnloadAdapterReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
 )
@@ -351,3 +355,76 @@ def test_the_file_is_private_small_and_complete(start, folder, tmp_path):
     assert (record["weights_epoch"], record["weight_version"]) == (1, "step-17")
     assert record["source"] == str(folder)
     assert len(record["digest"]) == 64
+
+
+def test_adapters_of_folders_are_loaded_again(start, tiny_model, tmp_path, caplog):
+    paths = [make_adapter(tiny_model, tmp_path / str(seed), ATTENTION, seed=seed) for seed in range(2)]
+    changed = Path(shutil.copytree(paths[0], tmp_path / "changed"))
+    options = {"scripted": False, "enable_lora": True, "max_loras": 6}
+
+    def loaded(driver: EngineDriver) -> list[AdapterStatus]:
+        return [each for each in driver.status().adapters if not each.replaced]
+
+    with start(**options) as driver:
+        for name, path in (
+            ("gone", paths[0]),
+            ("a", paths[0]),
+            ("b", paths[1]),
+            ("changed", changed),
+            ("a", paths[1]),
+        ):
+            ok(driver.call(LoadAdapterReqInput(name=name, path=str(path), pinned=name == "b")))
+        named = load_file(paths[0] / "adapter_model.safetensors")
+        specs, frames = as_frames(next(iter(buckets(list(named.items()), 1 << 30))))
+        config = json.loads((paths[0] / "adapter_config.json").read_text())
+        ok(driver.call(LoadAdapterReqInput(name="sent", specs=specs, config=config), buffers=frames))
+        ok(driver.call(UnloadAdapterReqInput(name="gone")))
+        ok(driver.update(tiny_model))
+        before = {each.name: each for each in loaded(driver)}
+        tokens = tokens_of(driver.complete(PROMPT, adapter="a"))
+    shutil.copytree(paths[1], changed, dirs_exist_ok=True)
+    for _ in range(2):
+        with start(**options) as driver:
+            assert {each.name: each for each in loaded(driver)} == {name: before[name] for name in "ab"}
+            assert tokens_of(driver.complete(PROMPT, adapter="a")) == tokens
+            refused(driver, "unknown_adapter", adapter="changed")
+            assert ok(driver.call(LoadAdapterReqInput(name="a", path=str(paths[1])))).adapter_epoch in (7, 8)
+            before |= {each.name: each for each in loaded(driver)}
+    assert (
+        "adapter 'sent' of before the restart is lost: its tensors were sent, which leaves no copy"
+        in caplog.text
+    )
+    assert "adapter 'changed' of before the restart is lost" in caplog.text
+    with start(scripted=False) as driver:
+        assert loaded(driver) == []
+    assert "adapter 'a' of before the restart is lost: this engine serves no adapters" in caplog.text
+
+
+def test_a_lost_adapter_is_named_until_it_is_loaded(start, tiny_model, tmp_path):
+    path = make_adapter(tiny_model, tmp_path / "a", ATTENTION)
+    load = LoadAdapterReqInput(name="a", path=str(path))
+    with start(scripted=False, enable_lora=True) as driver:
+        ok(driver.call(load))
+    path.rename(tmp_path / "away")
+    with start(scripted=False, enable_lora=True) as driver:
+        error = refused(driver, "unknown_adapter", adapter="a")
+        assert "adapter 'a' was lost in a restart, load it again" in error.message
+        (tmp_path / "away").rename(path)
+        ok(driver.call(load))
+        driver.complete(PROMPT, adapter="a")
+        ok(driver.call(UnloadAdapterReqInput(name="a")))
+        assert "no adapter 'a' is loaded: none is" in refused(driver, "unknown_adapter", adapter="a").message
+
+
+def test_an_adapter_that_cannot_be_recorded_is_not_published(start, tiny_model, tmp_path):
+    paths = [make_adapter(tiny_model, tmp_path / str(seed), ATTENTION, seed=seed) for seed in range(2)]
+    with start(scripted=False, enable_lora=True) as driver:
+        ok(driver.call(LoadAdapterReqInput(name="a", path=str(paths[0]))))
+        (tmp_path / ".weights.json.new").mkdir()
+        for request in (LoadAdapterReqInput(name="a", path=str(paths[1])), UnloadAdapterReqInput(name="a")):
+            assert_error(driver.call(request), "state_file_error")
+            assert [each.path for each in driver.status().adapters] == [str(paths[0])]
+        (tmp_path / ".weights.json.new").rmdir()
+        ok(driver.update(tiny_model))
+    with start(scripted=False, enable_lora=True) as driver:
+        assert [each.path for each in driver.status().adapters] == [str(paths[0])]
