@@ -70,6 +70,7 @@ post /v1/completions '{"model": "b", "prompt": "Hello", "max_tokens": 8}'
 post /v1/unload_lora_adapter '{"lora_name": "b"}'
 post /skyrl/v1/load_lora_adapter "{\"lora_name\": \"c\", \"lora_path\": \"$ADAPTER\"}"
 # POST /load_lora_adapter_from_tensors takes SGLang's pickles, from a Python trainer
+# POST /load_lora_adapter_from_distributed receives what rank 0 of a process group broadcasts
 
 # Tinker's API, as its SDK calls it: a session, a sampler, a promise of samples, and its result
 post /api/v1/client/config '{}'

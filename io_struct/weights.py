@@ -347,10 +347,15 @@ class LoadAdapterReqInput(ControlRequest, kw_only=True):
     config: dict[str, Any] | None = None
     """The content of adapter_config.json. None means that ``path`` has it."""
     specs: list[TensorSpec] = []
-    """Tensors in the frames of this message or in ``handle``, by the names of adapter_model.safetensors."""
+    """Tensors by the names of adapter_model.safetensors, unless ``path`` has them."""
     handle: SharedMemoryHandle | None = None
     """Shared memory of the same host and user with all tensors, free for reuse after the reply. None means
-    that they are frames of the message, or in ``path``."""
+    that they are frames of the message, in ``path``, or come from a group."""
+    group_name: GroupName | None = None
+    """Weight update group whose rank 0 broadcasts the tensors one by one, in the order of ``specs``, during
+    the call. A call that fails before it has all of them ends the group. None: no group."""
+    expected_checksums: dict[str, str] | None = None
+    """SHA-256 of every tensor's bytes, in hex; ``weight_mismatch`` if one differs. None: not compared."""
     replace: bool = True
     """False: refuse (``adapter_exists``) if an adapter of this name is loaded."""
     session_id: Identifier | None = None

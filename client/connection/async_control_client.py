@@ -278,6 +278,8 @@ class AsyncControlClient:
         tensors: "NamedTensors | None" = None,
         config: Mapping[str, Any] | None = None,
         shared: bool = False,
+        group: "WeightUpdateGroup | None" = None,
+        expected_checksums: Mapping[str, str] | None = None,
         replace: bool = True,
         pinned: bool = False,
         on_running: wire.OnRunning = "finish_old",
@@ -286,21 +288,30 @@ class AsyncControlClient:
         """Load a PEFT folder as adapter ``name``, or replace it, while generation goes on.
 
         Instead of a folder, ``tensors`` (by the names that PEFT saves) and ``config`` (the content of
-        adapter_config.json) can be sent, or passed in memory ``shared`` on one host; this needs torch. A load
-        that fails changes nothing. ``on_running``: samples of the version before end with it
-        (``finish_old``), or go on with the new one over KV that is computed again (``retract``) or kept
-        (``keep``).
+        adapter_config.json) can be sent, passed in memory ``shared`` on one host, or broadcast over
+        ``group``, whose other ranks are the engine's; this needs torch. ``expected_checksums`` are the
+        SHA-256 of every tensor's bytes, in hex. A load that fails changes nothing. ``on_running``: samples of
+        the version before end with it (``finish_old``), or go on with the new one over KV that is computed
+        again (``retract``) or kept (``keep``).
         """
         request = wire.LoadAdapterReqInput(
             name=name,
             path=None if path is None else folder_of(path),
             config=None if config is None else dict(config),
+            expected_checksums=None if expected_checksums is None else dict(expected_checksums),
             replace=replace,
             pinned=pinned,
             on_running=on_running,
         )
         if tensors is None:
             return await self._ask(request, wire.LoadAdapterReqOutput, call)
+        if group is not None:
+            require_group(group)
+            request.id = id_of(call.get("message_id"))
+            reply: wire.LoadAdapterReqOutput = await group.load_adapter(
+                self._sender(call.get("timeout")), request, tensors
+            )
+            return reply
         from ..trainer.sending import adapter_memory
 
         with adapter_memory(request, tensors, shared=shared) as frames:

@@ -83,7 +83,7 @@ class GroupClient(GenerationClient):
                     group.released = set(reply.released_tags)
                     return reply
             case wire.LoadAdapterReqInput() | wire.UnloadAdapterReqInput():
-                return await group.adapters.carry_out(request, buffers)
+                return await group.adapters.carry_out(request, buffers, group.groups.used_by(request))
             case wire.InitWeightsUpdateGroupReqInput():
                 return group.combine(await group.groups.join(request))
             case wire.DestroyWeightsUpdateGroupReqInput():

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -321,7 +321,7 @@ class GenerationClient(AsyncSchedulerClient):
             return super().start(request, expects, buffers)
         self._dispatcher.require_open()
         self._sign(request)
-        return beside(self._adapters.carry_out(request, buffers))
+        return beside(self._adapters.carry_out(request, buffers, nullcontext()))
 
 
 def _answered(reply: wire.Message) -> Result:

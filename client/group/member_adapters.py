@@ -14,7 +14,7 @@ Methods that change something need the group's ``weights_lock``, but for ``carry
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,7 +22,7 @@ import msgspec
 from ... import io_struct as wire
 from ...transfer.shared_memory import map_memory
 from ..connection.async_channel import wait_for
-from ..exceptions import CheckpointError, EngineError, EngineRestarting, UnknownAdapter
+from ..exceptions import CheckpointError, EngineError, EngineRestarting, GroupError, UnknownAdapter
 from .combining import uniform
 from .dispatcher import GroupAdapter
 from .members import Member
@@ -46,10 +46,15 @@ class Adapters:
         self._loaded = fleet.dispatcher.adapters
         self._epoch = 0
 
-    async def carry_out(self, request: Command, buffers: Sequence[memoryview]) -> Any:
-        """Load or unload; raises FleetUpdateFailed, or what all members refuse it with."""
+    async def carry_out(
+        self,
+        request: Command,
+        buffers: Sequence[memoryview],
+        guard: AbstractAsyncContextManager[None],
+    ) -> Any:
+        """Load or unload, within ``guard``; raises FleetUpdateFailed, or what all members refuse it with."""
         fleet = self._fleet
-        async with fleet.weights_lock, fleet.lock:
+        async with fleet.weights_lock, fleet.lock, guard:
             if isinstance(request, wire.UnloadAdapterReqInput):
                 return await self._unload(request)
             if request.handle is not None:  # the memory may change after the reply
@@ -63,6 +68,9 @@ class Adapters:
         dispatcher, session = self._fleet.dispatcher, Session(verify="counts", owner=request.owner)
         if not dispatcher.serving:
             raise EngineRestarting("no engine serves now: adapters are loaded into those that do")
+        away = [member.name for member in self._fleet.members if not member.serves]
+        if request.group_name is not None and away:
+            raise GroupError(f"a broadcast needs all engines, and {', '.join(away)} does not serve")
         self._epoch += 1
         own = msgspec.structs.replace(
             request, session_id=session.id, adapter_epoch=self._epoch, evict=self._evicted(request.name)

@@ -79,12 +79,13 @@ class ProcessGroups:
         return answers
 
     @asynccontextmanager
-    async def used_by(self, request: wire.WeightUpdateOptions) -> AsyncIterator[None]:
+    async def used_by(self, request: wire.ControlRequest) -> AsyncIterator[None]:
         """Guard an update: one over a group needs all that joined, and ends it if it fails."""
-        if not isinstance(request, wire.UpdateWeightsFromDistributedReqInput):
+        receives = wire.UpdateWeightsFromDistributedReqInput | wire.LoadAdapterReqInput
+        name = request.group_name if isinstance(request, receives) else None
+        if name is None:
             yield
             return
-        name = request.group_name
         try:
             self._require_all(name)
             async with self._ends_with_anyone(name):
@@ -95,7 +96,8 @@ class ProcessGroups:
             try:
                 self._require_all(name)  # tells more than the error that this has caused
             except GroupError:
-                await self._fleet.updates.give_up(request)
+                if isinstance(request, wire.WeightUpdateOptions):
+                    await self._fleet.updates.give_up(request)
                 raise
             finally:
                 if name in self._joined:

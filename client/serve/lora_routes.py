@@ -1,4 +1,4 @@
-"""Routes that load and unload LoRA adapters, in the words of SGLang, vLLM, SkyRL and prime-rl.
+"""Routes that load and unload LoRA adapters, in the words of SGLang, miles, vLLM, SkyRL and prime-rl.
 
 Invariants: all do the same, each in its own form. A loaded name is replaced, but not by vLLM's route
 without ``load_inplace``, nor by SGLang's with ``upsert: false``. Folders lie under the weights root.
@@ -13,6 +13,7 @@ from litestar import Response
 
 from ...io_struct import CaesuraError, LoadAdapterReqInput, LoadAdapterReqOutput, TensorSpec
 from ...io_struct.field_errors import shown
+from ...io_struct.weights import DEFAULT_GROUP_NAME
 from ..connection.client_options import id_of
 from ..exceptions import InvalidRequest, Unsupported
 from .bodies import Label, Strict
@@ -21,7 +22,7 @@ from .context import FrontEnd
 from .error_responses import json_response, status_of
 from .openai.common import adapter_of
 from .sglang.tensor_payload import Frames, Part, read_pickled
-from .sglang.weights import FLATTENED, allowed_path, check_load_format
+from .sglang.weights import FLATTENED, allowed_path, broadcast_specs, check_load_format
 from .vllm.weights import refused
 
 
@@ -87,8 +88,8 @@ class TensorsBody(Strict, kw_only=True):
     upsert: bool = True
     load_format: str | None = None
     """Null or ``flattened_bucket``."""
-    expected_checksums: dict[str, Any] | None = None
-    """Refused: the answer says how many tensors changed, and the norm of the change."""
+    expected_checksums: dict[str, str] | None = None
+    """SHA-256 of each tensor's bytes, in hex."""
     added_tokens_config: dict[str, Any] | None = None
     # accepted and ignored
     lora_id: str | None = None
@@ -99,9 +100,7 @@ async def load_lora_adapter_from_tensors(front: FrontEnd, body: TensorsBody) -> 
     """Load or replace an adapter whose tensors are in the body."""
     if not front.options.allow_pickled_tensors:
         raise Unsupported("pickled tensors are off: start the server with --allow-pickled-tensors")
-    for name in ("expected_checksums", "added_tokens_config"):
-        if getattr(body, name):
-            raise Unsupported(f"{name} is not supported", field=name)
+    _refuse_tokens(body.added_tokens_config)
     flattened = check_load_format(body.load_format, FLATTENED) is not None
     _check_name(front, body.lora_name)
     parts = await asyncio.to_thread(read_pickled, body.serialized_named_tensors, flattened=flattened)
@@ -111,11 +110,51 @@ async def load_lora_adapter_from_tensors(front: FrontEnd, body: TensorsBody) -> 
         name=body.lora_name,
         config=body.config_dict,
         specs=frames.specs,
+        expected_checksums=body.expected_checksums,
         pinned=body.pinned,
         replace=body.upsert,
     )
     reply = await asyncio.shield(front.client.start(request, LoadAdapterReqOutput, frames.buffers))
     return await _sglang(front, reply)
+
+
+class DistributedBody(Strict, kw_only=True):
+    lora_name: Label
+    config_dict: dict[str, Any]
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: Label = DEFAULT_GROUP_NAME
+    pinned: bool = False
+    upsert: bool = True
+    expected_checksums: dict[str, str] | None = None
+    """Caesura's own: SHA-256 of each tensor's bytes, in hex."""
+    added_tokens_config: dict[str, Any] | None = None
+    # accepted and ignored
+    lora_id: str | None = None
+
+
+@command("/load_lora_adapter_from_distributed", _SGLANG, size="specs")
+async def load_lora_adapter_from_distributed(front: FrontEnd, body: DistributedBody) -> dict[str, Any]:
+    """Load or replace an adapter that rank 0 of a group broadcasts meanwhile, one tensor after the other."""
+    _refuse_tokens(body.added_tokens_config)
+    _check_name(front, body.lora_name)
+    request = LoadAdapterReqInput(
+        id=id_of(None),
+        name=body.lora_name,
+        config=body.config_dict,
+        specs=broadcast_specs(body.names, body.dtypes, body.shapes),
+        group_name=body.group_name,
+        expected_checksums=body.expected_checksums,
+        pinned=body.pinned,
+        replace=body.upsert,
+    )
+    return await _sglang(front, await asyncio.shield(front.client.start(request, LoadAdapterReqOutput)))
+
+
+def _refuse_tokens(config: object) -> None:
+    if config:
+        raise Unsupported("added_tokens_config is not supported", field="added_tokens_config")
 
 
 def _joined(parts: Sequence[Part]) -> Frames:

@@ -31,6 +31,12 @@ HOST_UNDER_WAY = 3
 """The same through shared memory of the host; the third one hides the time that a message takes."""
 
 
+_REPLIES: dict[type[wire.ControlRequest], type[wire.Reply]] = {
+    wire.BeginWeightUpdateReqInput: wire.BeginWeightUpdateReqOutput,
+    wire.LoadAdapterReqInput: wire.LoadAdapterReqOutput,
+}
+
+
 class Ticket(Protocol):
     """A future of either kind."""
 
@@ -53,9 +59,7 @@ class Sender:
     """Calls a function that may block."""
 
     def send(self, request: wire.ControlRequest, buffers: Sequence[memoryview] = ()) -> Any:
-        begins = isinstance(request, wire.BeginWeightUpdateReqInput)
-        expects = wire.BeginWeightUpdateReqOutput if begins else wire.WeightUpdateReqOutput
-        return self.start(request, expects, buffers)
+        return self.start(request, _REPLIES.get(type(request), wire.WeightUpdateReqOutput), buffers)
 
     async def call(self, request: wire.ControlRequest, buffers: Sequence[memoryview] = ()) -> Any:
         return await self.wait(self.send(request, buffers), request)

@@ -156,6 +156,15 @@ class WeightUpdateGroup:
             sender, tensors, options, len(parts), lambda named: self._calls(sender, parts, named, load_format)
         )
 
+    async def load_adapter(
+        self, sender: Sender, request: wire.LoadAdapterReqInput, named_tensors: NamedTensors
+    ) -> Any:
+        """Broadcast the tensors of an adapter to the engines that ``request`` is sent to."""
+        self._require_alive()
+        tensors = [(name, tensor.detach()) for name, tensor in pairs(named_tensors)]
+        request.specs, request.group_name = manifest(tensors), self.group_name
+        return await self._call(sender, request, tensors, None)
+
     def update(
         self,
         named_tensors: NamedTensors,
@@ -220,14 +229,20 @@ class WeightUpdateGroup:
             request = wire.UpdateWeightsFromDistributedReqInput(
                 specs=manifest(part), group_name=self.group_name, load_format=load_format, **options
             )
-            ticket = sender.send(request)
-            try:
-                await sender.run(partial(self._send, part, load_format, ticket.done))
-                reply = await sender.wait(ticket, request)
-            except BaseException as error:
-                self._die(f"a call failed: {error!r}")
-                raise
-            self._require_alive()
+            reply = await self._call(sender, request, part, load_format)
+        return reply
+
+    async def _call(
+        self, sender: Sender, request: wire.ControlRequest, part: list[Named], load_format: LoadFormat
+    ) -> Any:
+        ticket = sender.send(request)
+        try:
+            await sender.run(partial(self._send, part, load_format, ticket.done))
+            reply = await sender.wait(ticket, request)
+        except BaseException as error:
+            self._die(f"a call failed: {error!r}")
+            raise
+        self._require_alive()
         return reply
 
     def _send(self, part: list[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> None:

@@ -9,9 +9,10 @@ Invariants:
 """
 
 import logging
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from math import prod
 from time import sleep
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ from ...io_struct import (
     OnRunning,
     UnloadAdapterReqInput,
     UnloadAdapterReqOutput,
+    UpdateWeightsFromDistributedReqInput,
 )
 from ...transfer.shared_memory import map_memory
 from ..layers.embedding import TIED
@@ -48,6 +50,7 @@ from ..weights.peft import (
 )
 from ..weights.source import BufferSource, WeightSource
 from ..weights.transports.disk import open_checkpoint
+from ..weights.transports.distributed import DistributedSource
 from .committed_weights import AdapterRecord
 from .engine_state import Sender
 from .operations import Operation, Wait, barrier, waiting
@@ -217,12 +220,11 @@ def load_adapter(
     engine: "Engine", request: LoadAdapterReqInput, sender: Sender, buffers: Sequence[memoryview] = ()
 ) -> Operation:
     """Check, read and stage an adapter while serving, then let its name mean it unless a session does."""
-    session = None if request.session_id is None else engine.sessions.named(request.session_id)
     staged, reply = yield from _staged(engine, request, buffers)
-    if session is None:
+    if request.session_id is None:
         reply.switched = yield from publish(engine, [staged])
     else:
-        engine.sessions.require_open(session)
+        session = engine.sessions.named(request.session_id)
         session.adapters[request.name] = staged
         session.counts.written_tensors += reply.tensors
     return reply
@@ -266,23 +268,16 @@ def _staged(
     engine: "Engine", request: LoadAdapterReqInput, buffers: Sequence[memoryview] = ()
 ) -> Generator[Wait, None, tuple[StagedAdapter, LoadAdapterReqOutput]]:
     """Check and read an adapter, and write it into a slot that no step reads."""
-    adapters = engine.adapters
-    adapters.require_slots()
-    slots, model = adapters.slots, engine.loaded
+    try:
+        plan, tensors = yield from _read(engine, request, buffers)
+    except BaseException as error:
+        if request.group_name is not None:
+            engine.updates.end_group(error, request.group_name)
+        raise
+    if request.expected_checksums is not None:
+        yield from _require_checksums(tensors, request.expected_checksums)
+    adapters, slots, model = engine.adapters, engine.adapters.slots, engine.loaded
     assert slots is not None and isinstance(model, LoadedModel)
-    if request.name in adapters.loaded and not request.replace:
-        reason = f"adapter {request.name!r} is loaded: replace it, or unload it first"
-        raise CaesuraError(ErrorCode.ADAPTER_EXISTS, reason, adapter=request.name)
-    source, config = _source(request, buffers)
-    plan: AdapterPlan = plan_adapter(
-        config, source.specs, slots.shapes(), model.model.own_name, slots.max_rank
-    )
-    tensors: dict[str, Tensor] = {}
-    for piece in source.pieces(engine.config.load_bucket_bytes, lambda name: False):
-        assert piece is not None, "neither files nor memory say that nothing has come"
-        whole = tensors.setdefault(piece.name, torch.empty(piece.shape, dtype=piece.dtype))
-        whole[piece.start_row : piece.start_row + len(piece.rows)] = piece.rows
-        yield Wait.SLICE
     copies = {module: tensors.pop(name) for name, module in plan.copies.items()}
     yield from _require_base(engine, model, copies)
     factors = plan.values(tensors)
@@ -318,6 +313,54 @@ def _staged(
     return StagedAdapter(version, request.on_running, evicted), reply
 
 
+def _read(
+    engine: "Engine", request: LoadAdapterReqInput, buffers: Sequence[memoryview]
+) -> Generator[Wait, None, tuple[AdapterPlan, dict[str, Tensor]]]:
+    """Check an adapter against the model, then read its tensors."""
+    adapters, model = engine.adapters, engine.loaded
+    adapters.require_slots()
+    slots = adapters.slots
+    assert slots is not None and isinstance(model, LoadedModel)
+    if request.name in adapters.loaded and not request.replace:
+        reason = f"adapter {request.name!r} is loaded: replace it, or unload it first"
+        raise CaesuraError(ErrorCode.ADAPTER_EXISTS, reason, adapter=request.name)
+    if request.session_id is not None:
+        engine.sessions.named(request.session_id)
+    source, config = _source(engine, request, buffers)
+    plan = plan_adapter(config, source.specs, slots.shapes(), model.model.own_name, slots.max_rank)
+    tensors: dict[str, Tensor] = {}
+    elsewhere = None
+    if isinstance(source, DistributedSource):
+        elsewhere = engine.executor.call("drain", source.request)
+    with closing(source.pieces(engine.config.load_bucket_bytes, lambda name: False)) as pieces:
+        for piece in pieces:
+            if piece is None:
+                yield Wait.THREAD
+                continue
+            whole = tensors.setdefault(piece.name, torch.empty(piece.shape, dtype=piece.dtype))
+            with engine.runner.on_stream():  # after the broadcast that brings it
+                whole[piece.start_row : piece.start_row + len(piece.rows)] = piece.rows
+            yield Wait.SLICE
+    if elsewhere is not None:
+        yield from waiting(elsewhere)
+    return plan, tensors
+
+
+def _require_checksums(
+    tensors: Mapping[str, Tensor], expected: Mapping[str, str]
+) -> Generator[Wait, None, None]:
+    problems = [f"{name} has not come" for name in expected.keys() - tensors.keys()]
+    problems += [f"{name} is not among them" for name in tensors.keys() - expected.keys()]
+    for name in tensors.keys() & expected.keys():
+        if sha256(bytes_of(tensors[name])).hexdigest() != expected[name].lower():
+            problems.append(f"{name} has another")
+        yield Wait.SLICE
+    if problems:
+        more = f" (and {len(problems) - 8} more)" if len(problems) > 8 else ""
+        reason = f"the adapter does not have the expected checksums: {'; '.join(sorted(problems)[:8])}{more}"
+        raise CaesuraError(ErrorCode.WEIGHT_MISMATCH, reason, problems=sorted(problems)[:64])
+
+
 def publish(engine: "Engine", staged: Sequence[StagedAdapter]) -> Generator[Wait, None, int]:
     """Let the names mean the staged versions; return how many samples went on with them."""
     adapters, switched = engine.adapters, 0
@@ -338,12 +381,12 @@ def _digest(*parts: bytes | memoryview) -> bytes:
 
 
 def _source(
-    request: LoadAdapterReqInput, buffers: Sequence[memoryview]
+    engine: "Engine", request: LoadAdapterReqInput, buffers: Sequence[memoryview]
 ) -> tuple[WeightSource, AdapterConfig]:
     """Return an adapter's tensors and config; raises ``invalid_request`` unless it has one source."""
-    given = [request.path is not None, bool(buffers), request.handle is not None]
-    if sum(given) != 1:
-        reason = "an adapter comes from a path, from frames or from a handle: give one of them"
+    from_group = request.group_name is not None
+    if sum([request.path is not None, bool(buffers), request.handle is not None, from_group]) != 1:
+        reason = "an adapter comes from a path, from frames, from a handle or a group: give one of them"
         raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="path", value=request.path)
     if request.path is not None:
         return open_checkpoint(request.path, ("adapter_model",)), read_config(request.path)
@@ -353,13 +396,17 @@ def _source(
     if len({spec.name for spec in request.specs}) < len(request.specs):
         reason = "two tensors have the same name"
         raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="specs", value=len(request.specs))
+    config = parse_config(encode(request.config), "config")
+    if request.group_name is not None:
+        described = UpdateWeightsFromDistributedReqInput(specs=request.specs, group_name=request.group_name)
+        return engine.process_groups.open(described), config
     for spec in request.specs:
         dtype = DTYPES.get(spec.dtype)
         if dtype is None or spec.nbytes != prod(spec.shape) * dtype.itemsize:
             reason = f"tensor {spec.name!r} has {spec.nbytes} bytes for {spec.dtype} {spec.shape}"
             raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="specs", value=spec.name)
     memory = buffers if request.handle is None else [memoryview(map_memory(request.handle))]
-    return BufferSource("adapter", request.specs, memory), parse_config(encode(request.config), "config")
+    return BufferSource("adapter", request.specs, memory), config
 
 
 def _require_base(

@@ -145,15 +145,21 @@ class WeightUpdates:
         try:
             reply = yield from self._update(request, sender, route, open_source)
         except BaseException as error:
-            if not engine.sessions.protects(route, error):
-                reason = f"an update failed: {error}"
-                for name in (request.group_name, *filter(None, [request.relay_to])):
-                    engine.process_groups.out_of_step(name, reason)
-                engine.executor.call("leave_group", request.group_name, reason)
+            self.end_group(error, request.group_name, request.relay_to)
             raise
         assert isinstance(reply, wire.WeightUpdateReqOutput)
         reply.relay_error = opened[-1].relay_error
         return reply
+
+    def end_group(self, error: BaseException, name: str, relay_to: str | None = None) -> None:
+        """End a group after a failed call, as rank 0 broadcasts anyway, unless the open session uses it."""
+        engine = self._engine
+        if engine.sessions.protects(("distributed", name), error):
+            return
+        reason = f"an update failed: {error}"
+        for each in (name, *filter(None, [relay_to])):
+            engine.process_groups.out_of_step(each, reason)
+        engine.executor.call("leave_group", name, reason)
 
     def _update(
         self,

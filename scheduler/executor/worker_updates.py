@@ -9,6 +9,7 @@ Invariants:
 """
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -141,6 +142,13 @@ class WorkerUpdates:
         changed = self._loader.changed
         self._loader.take_counts()
         return changed
+
+    def drain(self, request: UpdateWeightsFromDistributedReqInput) -> Operation:
+        """Receive broadcasts and drop them: rank 0 sends this rank its part of an adapter."""
+        source = self._groups.open(request)
+        with closing(source.pieces(self._config.load_bucket_bytes, lambda name: True)) as pieces:
+            for _ in pieces:
+                yield True
 
     def abandon(self) -> None:
         self._turn += 1

@@ -2,7 +2,8 @@
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -25,6 +26,14 @@ def make_adapter(
         warnings.simplefilter("ignore", UserWarning)
         get_peft_model(_model(base), lora).save_pretrained(path)
     return path
+
+
+def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return checksums as SGLang's trainers send them."""
+    return {
+        name: sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in tensors.items()
+    }
 
 
 def edit_adapter(path: Path, *, drop: str = "", rename: tuple[str, str] = ("", ""), **config: object) -> None:

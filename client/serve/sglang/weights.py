@@ -195,16 +195,20 @@ class DistributedBody(UpdateBody, kw_only=True):
 async def update_weights_from_distributed(front: FrontEnd, body: DistributedBody) -> object:
     """Receive what rank 0 of a group broadcasts meanwhile: the body has names, dtypes and shapes only."""
     flattened = check_load_format(body.load_format, FLATTENED) is not None
-    if not len(body.names) == len(body.dtypes) == len(body.shapes):
-        raise InvalidRequest("names, dtypes and shapes have different lengths", field="names")
-    described = zip(body.names, body.dtypes, body.shapes, strict=True)
     wire = UpdateWeightsFromDistributedReqInput(
-        specs=[TensorSpec(name=n, dtype=dtype_of(dtype), shape=shape) for n, dtype, shape in described],
+        specs=broadcast_specs(body.names, body.dtypes, body.shapes),
         group_name=body.group_name,
         load_format=FLATTENED if flattened else None,
         **body.options(),
     )
     return await sent(front, wire)
+
+
+def broadcast_specs(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[TensorSpec]:
+    if not len(names) == len(dtypes) == len(shapes):
+        raise InvalidRequest("names, dtypes and shapes have different lengths", field="names")
+    described = zip(names, dtypes, shapes, strict=True)
+    return [TensorSpec(name=n, dtype=dtype_of(dtype), shape=shape) for n, dtype, shape in described]
 
 
 class TensorBody(UpdateBody, kw_only=True):

@@ -9,20 +9,28 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
 from support.lora import ALL_LINEAR, edit_adapter, logprobs_by_peft, make_adapter
+from support.plain_trainer import PlainTrainer
 from support.waiting import PATIENCE_S
 
-from caesura.client import EngineError, SamplingParams, UnknownAdapter
+from caesura.client import EngineError, GroupError, SamplingParams, UnknownAdapter
 from caesura.client.group import EngineAddress, Fleet, FleetUpdateFailed
 from caesura.client.group.members import Member
 from caesura.client.group.processes import ReplicaProcesses
 from caesura.client.group.replicas import ReplicaFleet
 from caesura.client.launch.restart_policy import RestartPolicy
-from caesura.io_struct import LoadAdapterReqInput
+from caesura.client.trainer import manifest
+from caesura.io_struct import (
+    InitWeightsUpdateGroupReqOutput,
+    LoadAdapterReqInput,
+    LoadAdapterReqOutput,
+    new_id,
+)
 
 PROMPT = [5 + 7 * i % 90 for i in range(24)]
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
@@ -182,6 +190,38 @@ def test_requests_of_a_dead_engine_go_on_with_the_adapter(processes, base, adapt
         np.testing.assert_allclose(output.output_logprobs, expected, atol=1e-4, rtol=0)
 
     run(processes, body)
+
+
+def test_a_broadcast_reaches_all_replicas_or_none(processes, base, adapters):
+    tensors = load_file(adapters[0] / "adapter_model.safetensors")
+    config = json.loads((adapters[0] / "adapter_config.json").read_text())
+    request = LoadAdapterReqInput(
+        name="b", config=config, specs=manifest(tensors.items()), group_name="group"
+    )
+    trainer = PlainTrainer(name="group", world_size=3)
+
+    async def body(fleet: ReplicaFleet) -> None:
+        known = await fleet.client.load_adapter("a", adapters[0])
+        trainer.beside(trainer.join)
+        await fleet.client.start(trainer.init_message(), InitWeightsUpdateGroupReqOutput)
+        await asyncio.to_thread(trainer.finish)
+        trainer.beside(lambda: trainer.broadcast_each(tensors))
+        loaded = await fleet.client.start(request, LoadAdapterReqOutput)
+        await asyncio.to_thread(trainer.finish)
+        assert loaded.digest == known.digest
+        assert [await versions(member) for member in fleet.members] == [{"a": 1, "b": 2}] * 2
+        load = fleet.client.start(msgspec.structs.replace(request, id=new_id()), LoadAdapterReqOutput)
+        while (await fleet.members[1].client.status()).session is None:
+            await asyncio.sleep(0.01)
+        processes.replicas[0].signal(signal.SIGKILL)
+        with pytest.raises(GroupError, match="replica-0 left the group"):
+            await load
+        assert await versions(fleet.members[1]) == {"a": 1, "b": 2}
+        await all_serve(fleet)
+        assert [await versions(member) for member in fleet.members] == [{"a": 1}, {"a": 1, "b": 2}]
+
+    run(processes, body)
+    trainer.close()
 
 
 @pytest.mark.parametrize("shared", [False, True])

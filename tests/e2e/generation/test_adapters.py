@@ -9,9 +9,27 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
-from support.lora import ALL_LINEAR, ATTENTION, edit_adapter, logprobs_by_peft, make_adapter, merge_adapter
+from support.lora import (
+    ALL_LINEAR,
+    ATTENTION,
+    checksums,
+    edit_adapter,
+    logprobs_by_peft,
+    make_adapter,
+    merge_adapter,
+)
+from support.plain_trainer import weights_of
 
-from caesura.client import EngineError, SamplingParams, UnknownAdapter, Unsupported, launch_scheduler
+from caesura.client import (
+    EngineError,
+    SamplingParams,
+    UnknownAdapter,
+    Unsupported,
+    WeightMismatch,
+    launch_scheduler,
+)
+from caesura.client.trainer import WeightUpdateGroup
+from caesura.io_struct import LoadAdapterReqInput, LoadAdapterReqOutput
 
 OPTIONS = {
     "dtype": "float32", "device": "cpu", "num_threads": 1, "kv_pool_tokens": 4096, "check_ledger": True,
@@ -282,6 +300,62 @@ def test_tensors_are_the_same_as_their_folder(base, client, tmp_path, shared):
     ):
         with pytest.raises(EngineError, match=reason):
             client.load_adapter("a", **({"config": config} if reason == "twice" else {}), **wrong)
+
+
+def test_expected_checksums_are_those_of_sglang(base, client, tmp_path):
+    path = make_adapter(base, tmp_path / "a", ALL_LINEAR)
+    tensors = load_file(path / "adapter_model.safetensors")
+    sums = checksums(tensors)
+    config = json.loads((path / "adapter_config.json").read_text())
+    name = next(iter(sums))
+    for source in ({"path": path}, {"tensors": tensors, "config": config}):
+        known = client.load_adapter("a", **source, expected_checksums=sums)
+        for wrong, reason in (
+            ({**sums, name: sums[name][::-1]}, f"{name} has another"),
+            ({**sums, "x": ""}, "x has not come"),
+            ({each: sums[each] for each in sums if each != name}, f"{name} is not among them"),
+            ({}, "and 20 more"),
+        ):
+            with pytest.raises(WeightMismatch, match=reason):
+                client.load_adapter("a", **source, expected_checksums=wrong)
+            assert [each.adapter_epoch for each in client.status().adapters] == [known.adapter_epoch]
+
+
+def test_another_scale_counts_as_a_change(base, client, tmp_path):
+    path = make_adapter(base, tmp_path / "a", ALL_LINEAR)
+    client.load_adapter("a", path)
+    edit_adapter(path, alpha_pattern={"up_proj": 64})
+    assert client.load_adapter("a", path).changed_tensors == 2
+    edit_adapter(path, lora_alpha=64)
+    assert client.load_adapter("a", path).changed_tensors == 12
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_group_broadcasts_adapters(base, tmp_path, tp):
+    path = make_adapter(base, tmp_path / "a", ALL_LINEAR)
+    tensors = load_file(path / "adapter_model.safetensors")
+    config = json.loads((path / "adapter_config.json").read_text())
+    name = next(iter(tensors))
+    with launch_scheduler(base, **OPTIONS, tp=tp) as client:
+        by_path = client.load_adapter("a", path)
+        with WeightUpdateGroup.create([client]) as group:
+            for _ in range(2):
+                loaded = client.load_adapter("b", tensors=tensors, config=config, group=group)
+            assert (loaded.digest, loaded.changed_tensors) == (by_path.digest, 0)
+            found = mixed(client, ["a", "b"] * 3)
+            again = mixed(client, ["b", "a"] * 3)
+            assert [each.output_logprobs for each in found] == [each.output_logprobs for each in again]
+            client.update_weights_from_distributed(weights_of(base), group=group)
+            wrong = {name: tensors[name]}
+            with pytest.raises(WeightMismatch, match="has no lora_B"):
+                client.load_adapter("b", tensors=wrong, config=config, group=group)
+        assert {each.name: each.digest for each in client.status().adapters} == dict.fromkeys(
+            "ab", loaded.digest
+        )
+        with pytest.raises(EngineError, match="there is no weight update group"):
+            client.start(
+                LoadAdapterReqInput(name="b", config=config, group_name="nobody"), LoadAdapterReqOutput
+            ).result()
 
 
 FAULTS = {

@@ -21,6 +21,7 @@ ELSEWHERE = {
     "/update_weights_from_distributed",
     "/update_weights_from_ipc",
     "/load_lora_adapter_from_tensors",
+    "/load_lora_adapter_from_distributed",
 }
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from support.http_serve import ServedEngine, make_text_model, served
-from support.lora import ALL_LINEAR, edit_adapter, logprobs_by_peft, make_adapter
+from support.lora import ALL_LINEAR, checksums, edit_adapter, logprobs_by_peft, make_adapter
 from support.pickles import flattened, payload_of, shared_by_file_name
+from support.plain_trainer import PlainTrainer
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -80,8 +81,47 @@ def test_tensors_as_sglang_pickles_them(engine, adapters):
     assert loaded["loaded_adapters"] == {"a": str(adapters[0]), "b": ""}
     assert (loaded["tensors"], loaded["changed_tensors"]) == (len(tensors), len(tensors))
     assert logprobs(engine, lora_path="b") == expected
-    refused = engine.post("/load_lora_adapter_from_tensors", {**sent, "expected_checksums": {"a": "b"}})
-    assert (refused.status_code, refused.json()["detail"]["field"]) == (400, "expected_checksums")
+    sums = checksums(tensors)
+    again = engine.ok("/load_lora_adapter_from_tensors", {**sent, "expected_checksums": sums})
+    assert again["changed_tensors"] == 0
+    name = next(iter(sums))
+    wrong = {**sent, "expected_checksums": {**sums, name: "00"}}
+    refused = engine.post("/load_lora_adapter_from_tensors", wrong)
+    assert (refused.status_code, refused.json()["code"]) == (400, "weight_mismatch")
+    assert f"{name} has another" in refused.text
+    refused = engine.post("/load_lora_adapter_from_tensors", {**sent, "added_tokens_config": {"<a>": 1}})
+    assert (refused.status_code, refused.json()["detail"]["field"]) == (400, "added_tokens_config")
+
+
+def test_miles_broadcasts_adapters(engine, adapters):
+    tensors = load_file(adapters[0] / "adapter_model.safetensors")
+    engine.ok("/load_lora_adapter", {"lora_name": "a", "lora_path": str(adapters[0])})
+    expected = logprobs(engine, lora_path="a")
+    trainer = PlainTrainer(name="miles-pp_0")
+    trainer.beside(trainer.join)
+    init = {"master_address": "127.0.0.1", "master_port": trainer.port, "rank_offset": 1, "world_size": 2}
+    engine.ok("/init_weights_update_group", {**init, "group_name": trainer.name, "backend": "gloo"})
+    trainer.finish()
+    body = {
+        "lora_name": "b",
+        "config_dict": json.loads((adapters[0] / "adapter_config.json").read_text()),
+        "names": list(tensors),
+        "dtypes": ["float32"] * len(tensors),
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "group_name": trainer.name,
+        "pinned": False,
+    }
+    for wrong in ({"p": "00"}, None):
+        trainer.beside(lambda: trainer.broadcast_each(tensors))
+        sent = {**body, "upsert": True, "expected_checksums": wrong}
+        answer = engine.post("/load_lora_adapter_from_distributed", sent)
+        trainer.finish()
+        assert answer.status_code == (200 if wrong is None else 400), "the group goes on after a mismatch"
+    assert logprobs(engine, lora_path="b") == expected
+    answer = engine.post("/load_lora_adapter_from_distributed", {**body, "names": ["x"]})
+    assert (answer.status_code, "different lengths" in answer.text) == (400, True)
+    engine.ok("/destroy_weights_update_group", {"group_name": trainer.name})
+    trainer.close()
 
 
 def test_vllms_routes_and_model_names(engine, model, adapters):

@@ -48,6 +48,7 @@ DOCUMENTED = {
     "`/end_weight_update`": weights.EndBody,
     "`/load_lora_adapter`, `/skyrl/v1/load_lora_adapter`": lora_routes.LoadBody,
     "`/load_lora_adapter_from_tensors`": lora_routes.TensorsBody,
+    "`/load_lora_adapter_from_distributed`": lora_routes.DistributedBody,
     "`/unload_lora_adapter`, `/v1/unload_lora_adapter`": lora_routes.UnloadBody,
     "`/v1/load_lora_adapter`": lora_routes.InplaceBody,
     "`/start_profile`": control.StartProfileBody,
