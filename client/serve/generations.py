@@ -221,6 +221,7 @@ class _Prompt:
     def __init__(self, front: FrontEnd, request: GenerationRequest) -> None:
         self._manager = front.manager
         self._request = request
+        self._interval = front.options.stream_interval
         self._count = _Count(front.metrics)
         self._samples: list[Sample] = []
         self._flow: Flow | None = None
@@ -228,7 +229,7 @@ class _Prompt:
 
     async def start(self, wake: Callable[[], None]) -> None:
         try:
-            self._flow = await self._manager.follow(self._request, wake)
+            self._flow = await self._manager.follow(self._request, wake, self._interval)
         except BaseException as error:
             self.close(error)
             raise

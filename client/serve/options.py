@@ -96,6 +96,8 @@ class CommandLine:
     """Accept weights in SGLang's pickle format. They are parsed, never unpickled."""
     incremental_streaming: bool = _option(False)
     """Send only new text and tokens in each event of a /generate stream, not the whole output so far."""
+    stream_interval: int = _option(1, click.IntRange(1))
+    """Number of tokens of each event of a stream after the first, which has one. A larger one costs less."""
     served_model_name: str = _option("")
     """Model name in the OpenAI API.  [default: the model path]"""
     tokenizer: str | None = _option(None, PATH)

@@ -89,6 +89,8 @@ class GenerationRequest:
     adapter: str | None = None
     """Name of a loaded adapter. None means the model itself."""
     min_weights_epoch: int | None = None
+    stream_interval: int | None = None
+    """Tokens of each chunk of a stream after the first token's. None means the server's default."""
     scored: bool = False
     """Only the prompt is of interest: the token that the engine samples all the same is left out."""
 
@@ -281,12 +283,15 @@ class Flow:
     ``wake`` is called when there may be something new, but not again before all that was new is read.
     """
 
-    def __init__(self, work: _Work, channel: Channel, wake: Callable[[], object]) -> None:
+    def __init__(self, work: _Work, channel: Channel, wake: Callable[[], object], interval: int = 1) -> None:
+        """Let tokens wait for those of a position that ``interval`` divides, or for the sample's end."""
         self._work = work
         self._wake = wake
+        self._interval = interval
         self._channel = channel
         self._followers: dict[int, _Follower] = {}
         self._unread: dict[int, None] = {}
+        self._held: dict[int, None] = {}  # have tokens that wait for others
         self._unsearched: dict[int, None] = {}
         self.generation = channel.start_generation(work.wire, self)
         self.generation.waiter.add_done_callback(lambda _: wake())
@@ -307,12 +312,17 @@ class Flow:
         follower = self._followers.get(delta.index) or self.follower(delta.index)
         if not follower.stopped:  # the engine does not know of the stop yet
             follower.arrive(delta)
-            self._note(delta.index)
+            if -delta.start % self._interval < len(delta.output_ids):
+                self._note(delta.index)
+            else:
+                self._held[delta.index] = None
+            self._search_soon(delta.index)
 
     def on_finished(self, output: GenerateOutput) -> None:
         if output.finish_reason.type != "error":  # the waiter raises it for the whole request
             self.follower(output.index).end(output)
             self._note(output.index)
+            self._search_soon(output.index)
 
     def follower(self, index: int) -> _Follower:
         found = self._followers.get(index)
@@ -322,6 +332,9 @@ class Flow:
 
     def next_chunk(self) -> Chunk | None:
         """Return what is unread of the sample that has waited longest; None if nothing is."""
+        if self._held and self.generation.waiter.done():  # perhaps by an error, before which they are sent
+            self._unread |= self._held
+            self._held.clear()
         while self._unread:
             index = next(iter(self._unread))
             del self._unread[index]
@@ -334,6 +347,8 @@ class Flow:
         if not self._unread:
             self._wake()
         self._unread[index] = None
+
+    def _search_soon(self, index: int) -> None:
         if self._work.stops is not None:
             if not self._unsearched:  # once, after all messages that are there
                 asyncio.get_running_loop().call_soon(self._search)
@@ -386,10 +401,13 @@ class TokenizerManager:
         outputs = await self._outputs(flow.generation)
         return [flow.follower(output.index).sample() for output in outputs]
 
-    async def follow(self, request: GenerationRequest, wake: Callable[[], object]) -> Flow:
-        """Start a generation that is read from its :class:`Flow`, which its reader must close."""
+    async def follow(self, request: GenerationRequest, wake: Callable[[], object], interval: int = 1) -> Flow:
+        """Start a generation that is read from its :class:`Flow`, which its reader must close.
+
+        ``interval`` is the default of the request's ``stream_interval``.
+        """
         work = await self._prepare(request, stream=True)
-        flow = Flow(work, self.client.channel, wake)
+        flow = Flow(work, self.client.channel, wake, request.stream_interval or interval)
         self._started(flow.generation)
         return flow
 

@@ -89,7 +89,6 @@ IGNORED = (
 REFUSED_SAMPLING = (
     "stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "beam_width", "watermark",
 )  # fmt: skip
-IGNORED_SAMPLING = ("stream_interval",)
 
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ class SamplingBody(_Sampling, kw_only=True):
     no_stop_trim: bool | None = None
     sampling_seed: Seed | None = None
     custom_params: dict[str, Any] | None = None
-    stream_interval: int | None = None
+    stream_interval: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 class GenerateBody(_OtherFields, kw_only=True):
@@ -345,6 +344,7 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
         "no_stop_trim": body.no_stop_trim,
         "skip_special_tokens": body.skip_special_tokens,
         "spaces_between_special_tokens": body.spaces_between_special_tokens,
+        "stream_interval": body.stream_interval,
     }
     return {
         "sampling_params": params,

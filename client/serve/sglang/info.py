@@ -24,6 +24,7 @@ _SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
 _PUBLIC = (
     "host", "port", "model_path", "tokenizer_path", "enable_memory_saver", "allow_pickled_tensors",
     "max_body_bytes", "max_update_bytes", "max_batch", "incremental_streaming",
+    "stream_interval",
 )  # fmt: skip
 _PARALLEL = {
     "pp_size": 1,

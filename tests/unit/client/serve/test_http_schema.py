@@ -135,7 +135,7 @@ def test_the_page_lists_every_route_and_table_and_no_other():
     ("name", "refused", "ignored"),
     [
         ("`/generate`", schema.REFUSED, schema.IGNORED),
-        ("`sampling_params`", schema.REFUSED_SAMPLING, schema.IGNORED_SAMPLING),
+        ("`sampling_params`", schema.REFUSED_SAMPLING, ()),
         ("`/start_profile`", control.StartProfileBody.REFUSED, ()),
         ("`/stop_profile`", (), ("num_steps", "start_step")),
         ("`/inference/v1/generate`", tokens.REFUSED, ("priority",)),
@@ -180,8 +180,10 @@ def test_types_and_defaults_of_commands_are_the_codes(name):
         )
 
 
-BESIDE_SAMPLING = ("no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens")
-"""Keys of ``sampling_params`` that the engine's parameters lack: text is the front end's."""
+BESIDE_SAMPLING = (
+    "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens", "stream_interval",
+)  # fmt: skip
+"""Keys of ``sampling_params`` that the engine's parameters lack: texts and events are the front end's."""
 
 
 def test_defaults_of_generations_are_the_codes():

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import pytest
 from support.fake_scheduler import answer, delta, finished, results, rid_of
 
 from caesura.client.serve.sglang.generate import EventWriter
@@ -65,6 +66,22 @@ def test_each_message_of_the_engine_makes_an_event(serve):
             last, done = found
         assert (last["output_ids"], done) == (list(range(6)), "[DONE]")
         assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 6}
+
+
+@pytest.mark.parametrize("asked", [3, None])
+def test_tokens_of_an_interval_make_an_event(serve, asked):
+    script = Script(1, lambda rids: steps(rids, 6))
+    _, server = serve(script, stream_interval=3 if asked is None else 5)
+    sampling = {"max_new_tokens": None, "stream_interval": asked}
+    with (
+        httpx.Client(base_url=server.url, timeout=None) as client,
+        client.stream("POST", "/generate", json=body(sampling_params=sampling)) as response,
+    ):
+        found = events(response.iter_lines())
+        while script.left != []:
+            client.get("/health")
+        *counts, done = [each if each == "[DONE]" else len(each["output_ids"]) for each in found]
+    assert (counts, done) == ([1, 4, 6], "[DONE]")
 
 
 def test_a_slow_reader_gets_every_token_in_few_events(serve):

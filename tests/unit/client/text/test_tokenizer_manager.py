@@ -12,7 +12,7 @@ from support.text_engine import Engine, engine_below, script, until_abort
 from support.tokenizers import LINES, make_byte_level, make_sentencepiece
 from support.waiting import eventually
 
-from caesura.client import EngineDied, InvalidRequest, PromptTooLong, QueueFull, SamplingParams
+from caesura.client import EngineDied, InvalidRequest, PromptTooLong, QueueFull, SamplingParams, ShuttingDown
 from caesura.client.text import TextClient, TextTokenizer, output_text
 from caesura.client.text.stop_strings import shared_stop_strings
 from caesura.client.text.tokenizer_manager import (
@@ -326,6 +326,26 @@ async def test_a_slow_reader_does_not_keep_the_engine_busy(endpoint, tokenizer, 
         assert len(chunks) <= 2
         assert chunks[-1].finished.text.endswith(" word 39 ")
         assert len(chunks[0].delta.output_ids) > 100
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)])
+async def test_tokens_of_an_interval_come_together(endpoint, tokenizer, engine, stop):
+    tokens = tokenizer.encode("The line goes on")[:5]
+    async with engine_below(endpoint, tokenizer, engine) as (manager, fake):
+        stream = manager.stream(GenerationRequest(prompt=[5], stream_interval=3, stop=stop))
+        step = asyncio.ensure_future(anext(stream))
+        await engine.begun(fake)
+        for first, end in ((0, 1), (1, 4)):
+            for token in tokens[first:end]:
+                engine.say(fake, 0, [token])
+                await manager.client.status()  # which is answered after it
+            assert (await step).delta.output_ids == tokens[first:end]
+            step = asyncio.ensure_future(anext(stream))
+        engine.say(fake, 0, tokens[4:])
+        fake.push(ErrorReply(id=engine.request.id, code=ErrorCode.SHUTTING_DOWN, message="ends"))
+        assert (await step).delta.output_ids == tokens[4:]
+        with pytest.raises(ShuttingDown):
+            await anext(stream)
 
 
 async def test_samples_of_a_stream_end_one_by_one(endpoint, tokenizer, engine):
