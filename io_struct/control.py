@@ -451,7 +451,7 @@ class GetStatusReqInput(ControlRequest, kw_only=True):
 
 
 class AdapterStatus(ReplyRecord, kw_only=True, frozen=True):
-    """One version of an adapter in a slot."""
+    """One version of an adapter."""
 
     name: str
     """Name that requests choose it by."""
@@ -469,6 +469,8 @@ class AdapterStatus(ReplyRecord, kw_only=True, frozen=True):
     """True: only these samples have it; it is unloaded, or another version has its name."""
     digest: str = ""
     """BLAKE2b-128 of all tensors and their scales, in hex."""
+    resident: bool = True
+    """False: only the host has a copy; one goes to the device when a request comes."""
 
 
 class GetStatusReqOutput(Reply, kw_only=True):
@@ -545,11 +547,13 @@ class GetStatusReqOutput(Reply, kw_only=True):
     weights_cpu_backup: bool = False
     """A release of the weights keeps a copy on the host, and a resume restores it."""
     max_loras: int = 0
-    """Maximum number of loaded adapters; 0 means that none are served."""
+    """Maximum number of adapters whose requests run at once; 0 means that none are served."""
+    max_loaded_loras: int = 0
+    """Maximum number of loaded adapters, those with a copy on the host alone included."""
     max_lora_rank: int = 0
     """Largest rank of an adapter; 0 means that none are served."""
     adapters: list[AdapterStatus] = []
-    """Adapters in slots, replaced versions that samples still have included."""
+    """Loaded adapters, and replaced versions that samples still have."""
     kernels: dict[str, str] = {}
     """Operation to what serves it: ``torch``, an instruction set of the CPU kernels (``avx2``, ``avx512``,
     ``avx512bf16``, ``amx``), or a GPU library. Operations that the model does not have are absent."""

@@ -150,7 +150,11 @@ class EngineOptions:
     max_lora_rank each, is taken at start.
     """
     max_loras: int = 4
-    """Maximum number of loaded adapters; the one not used for longest makes room for another."""
+    """Maximum number of adapters whose requests run at once."""
+    max_loaded_loras: int | None = None
+    """Maximum number of loaded adapters; the one not used for longest makes room for another. Above
+    max_loras, copies are kept on the host and brought to the device when requests come. Default: max_loras.
+    """
     max_lora_rank: int = 32
     """Largest rank of an adapter."""
     reference_model_path: AnyPath | None = None

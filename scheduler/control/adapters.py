@@ -1,10 +1,12 @@
 """LoRA adapters by name: loaded beside running requests, swapped between two steps.
 
 Invariants:
-- A load changes nothing until its last byte is in a free slot; then, or when its session commits, the name
-  means the new version, for later requests. A load that fails leaves no trace, and never poisons the weights.
+- A load changes nothing until its last byte is in a free slot, or on the host; then, or when its session
+  commits, the name means the new version, for later requests. A load that fails leaves no trace, and never
+  poisons the weights.
 - The state file names a version before its name means it, so a restart has no older one.
-- A version keeps its slot while samples have it, whatever becomes of its name. Nothing waits for them.
+- A version keeps its slot while samples are computed from it, whatever becomes of its name; without a copy on
+  the host, while any have it. Samples wait until their version is in a slot, and every version gets its turn.
 - KV belongs to a version: its serial number is part of the salt of its requests, so no prefix crosses a swap.
 """
 
@@ -33,7 +35,9 @@ from ...io_struct import (
     UpdateWeightsFromDistributedReqInput,
 )
 from ...transfer.shared_memory import map_memory
+from ..execution.forward import NO_ADAPTER
 from ..layers.embedding import TIED
+from ..layers.lora import Factors
 from ..memory.storage import bytes_of
 from ..runtime.dtypes import DTYPES
 from ..scheduling.batcher import Batcher
@@ -66,7 +70,7 @@ _ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class StagedAdapter:
-    """A version in a slot that its name does not mean yet."""
+    """A version that its name does not mean yet."""
 
     version: Adapter
     on_running: OnRunning
@@ -76,14 +80,21 @@ class StagedAdapter:
 
 class Adapters:
     def __init__(self, engine: "Engine") -> None:
-        self._sessions = engine.sessions
+        self._engine = engine
         self.slots = engine.loaded.adapters if isinstance(engine.loaded, LoadedModel) else None
+        here = 0 if self.slots is None else self.slots.count - 1
+        self.most = (engine.config.max_loaded_loras or here) if here else 0
+        """Maximum number of loaded adapters."""
+        self.keeps_copies = self.most > here
         self.loaded: dict[str, Adapter] = {}
         self._versions: list[Adapter] = []
-        """Every version in a slot: the loaded ones, and replaced ones that samples have."""
+        """Every version: the loaded ones, and replaced ones that samples have."""
         self.lost: dict[str, str] = {}
         """Why adapters of the engine before a restart are not there, by name."""
-        self._epoch = self._clock = self._serial = 0
+        self._writing: set[int] = set()
+        """Slots that are being written, for versions that are not there yet."""
+        self._coming: set[Adapter] = set()
+        self._epoch = self._clock = self._serial = self._arrivals = 0
 
     def named(self, name: str | None) -> Adapter | None:
         """Return the adapter of a request; raises ``unknown_adapter``, or ``unsupported`` without slots."""
@@ -108,59 +119,153 @@ class Adapters:
             request.adapter, request.salt = adapter, (adapter.serial, salt)
             request.prompt_key = hash((request.salt, request.prompt.tobytes()))
             adapter.running += 1
+        self.bring(adapter)
 
     def require_slots(self) -> None:
         if self.slots is None:
             reason = "this engine serves no adapters: start it with enable_lora"
             raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="enable_lora")
 
-    def take_slot(self, request: LoadAdapterReqInput) -> tuple[int, list[str]]:
-        """Return a free slot, and the adapters to unload for it; raises ``no_adapter_slot``.
+    def make_room(self, request: LoadAdapterReqInput) -> tuple[int | None, list[str]]:
+        """Return a free slot, or None to load to the host alone, and the adapters to unload for it.
 
-        Where it is published at once, they are unloaded now: their slot may be the one.
+        Where it is published at once, they are unloaded now: their slot may be the one. Raises
+        ``no_adapter_slot``.
         """
         assert self.slots is not None
-        session = self._sessions.current
-        staged = {} if session is None else session.adapters
         evicted = [each for each in request.evict if each in self.loaded and each != request.name]
+        limit, in_session = self.slots.count - 1, request.session_id is not None
+        host_will_do = self.keeps_copies and not request.pinned and request.on_running != "keep"
         while True:
-            if request.session_id is None:
-                for name in evicted:
-                    self.loaded.pop(name, None)
-            current = set(self.loaded.values())
-            self._versions = [each for each in self._versions if each in current or each.running]
-            taken = {each.slot for each in (*self._versions, *(one.version for one in staged.values()))}
-            free = [slot for slot in range(self.slots.count) if slot not in taken]
-            names = (self.loaded.keys() - set(evicted)) | staged.keys() | {request.name}
-            if free and len(names) < self.slots.count:
-                return free[0], evicted
-            idle = [
-                each
-                for each in current
-                if not (each.running or each.pinned or each.name in (request.name, *evicted))
-            ]
-            if not idle or (request.session_id is not None and not free):
-                pinned = sum(each.pinned for each in current)
+            for name in () if in_session else evicted:
+                self.loaded.pop(name, None)
+            others = [each for each in self.loaded.values() if each.name not in (request.name, *evicted)]
+            names = {each.name for each in (*others, *self._staged())} | {request.name}
+            pinned = sum(each.pinned for each in others)
+            # One slot is never pinned, for the others to take turns in.
+            fits = len(names) <= self.most and not (request.pinned and pinned >= limit)
+            slot = self.free_slot() if fits else None
+            if fits and (slot is not None or host_will_do):
+                return slot, evicted
+            idle = [each for each in others if not (each.running or each.pinned)]
+            if not idle or (fits and (in_session or self.keeps_copies)):
                 in_use = sum(each.running > 0 for each in self._versions)
-                limit = self.slots.count - 1
                 reason = f"of {limit} adapter slots {pinned} are pinned, and requests use {in_use} versions"
                 raise CaesuraError(
                     ErrorCode.NO_ADAPTER_SLOT, reason, slots=limit, pinned=pinned, in_use=in_use
                 )
             evicted.append(min(idle, key=lambda each: each.last_used).name)
 
+    def _staged(self) -> list[Adapter]:
+        session = self._engine.sessions.current
+        return [] if session is None else [staged.version for staged in session.adapters.values()]
+
+    def free_slot(self) -> int | None:
+        """Return a slot that no sample is computed from; a version there is on the host alone from now on."""
+        assert self.slots is not None
+        current = set(self.loaded.values())
+        self._versions = [each for each in self._versions if each in current or each.running]
+        there = {each.slot: each for each in self._versions if each.slot != NO_ADAPTER}
+        taken = {*there, *self._writing, *(each.slot for each in self._staged())}
+        free = [slot for slot in range(self.slots.count) if slot not in taken]
+        if free:
+            return free[0]
+        in_use = self._slots_in_use()
+        idle = [
+            each
+            for slot, each in there.items()
+            if slot not in in_use and self._may_leave(each) and (each.makes_way or not each.running)
+        ]
+        if not idle:
+            return None
+        leaving = min(idle, key=lambda each: (each.running > 0, each.last_used))
+        slot, leaving.slot, leaving.makes_way = leaving.slot, NO_ADAPTER, False
+        self.bring(leaving)
+        return slot
+
+    def _slots_in_use(self) -> set[int]:
+        assert isinstance(self._engine.batcher, Batcher), "image pipelines have no adapters"
+        table = self._engine.batcher.table
+        return set(table.adapter[table.live].tolist())
+
+    def _may_leave(self, version: Adapter) -> bool:
+        return version.copy is not None and not (version.pinned and self.loaded.get(version.name) is version)
+
+    def bring(self, version: Adapter) -> None:
+        """Have a version written into a slot if samples wait for that, and none is bringing it already."""
+        if version.running and version.slot == NO_ADAPTER and version not in self._coming:
+            self._coming.add(version)
+            self._engine.commands.begin(self._brought(version))
+
+    def _brought(self, version: Adapter) -> Generator[Wait, None, None]:
+        hindering: Adapter | None = None
+        is_writing = False
+        try:
+            while (slot := self.free_slot()) is None:
+                if hindering is None or not hindering.makes_way:
+                    hindering = self._ask_to_make_way()
+                yield Wait.CHANGE
+                if not version.running:
+                    return
+            assert version.copy is not None
+            is_writing = True
+            yield from self.write(slot, version.copy)
+            self._came_to(slot, version)
+            is_writing = False
+        finally:
+            self._coming.discard(version)
+            if hindering is not None:
+                hindering.makes_way = False
+            if is_writing:
+                samples = [sample for sample in self._engine.live if sample.adapter is version]
+                self._engine.outputs.fail(samples, f"adapter {version.name!r} could not be brought to a slot")
+
+    def _ask_to_make_way(self) -> Adapter | None:
+        """Let no more samples start of the version that came to its slot first, once one of it has."""
+        in_use = self._slots_in_use()
+        asked = [each for each in self._versions if each.slot in in_use and self._may_leave(each)]
+        asked = [each for each in asked if each.slot != NO_ADAPTER and not each.makes_way]
+        if not asked:
+            return None
+        first = min(asked, key=lambda each: each.came)
+        first.makes_way = True
+        return first
+
+    def write(self, slot: int, factors: Mapping[str, Factors]) -> Generator[Wait, None, None]:
+        """Write factors into a slot that nobody reads, on all ranks."""
+        engine = self._engine
+        assert self.slots is not None
+        self._writing.add(slot)
+        try:
+            described, frames = sent(factors) if engine.executor.workers else ([], [])
+            elsewhere = engine.executor.call("write_adapter", slot, described, frames=frames)
+            writing = self.slots.write(slot, factors)
+            while True:
+                with engine.runner.on_stream():  # after the steps that read what was in the slot
+                    if next(writing, True):
+                        break
+                yield Wait.SLICE
+            yield from waiting(elsewhere)
+        finally:
+            self._writing.discard(slot)
+
     def version(
-        self, request: LoadAdapterReqInput, slot: int, rank: int, digests: dict[str, bytes]
+        self,
+        request: LoadAdapterReqInput,
+        slot: int | None,
+        rank: int,
+        digests: dict[str, bytes],
+        factors: Mapping[str, Factors],
     ) -> Adapter:
         """Return a new version, which is in ``slot``."""
         epoch = self._epoch + 1 if request.adapter_epoch is None else request.adapter_epoch
         self.count_from(epoch)
         self._serial += 1
-        return Adapter(
+        version = Adapter(
             name=request.name,
             epoch=epoch,
             serial=self._serial,
-            slot=slot,
+            copy=factors if self.keeps_copies else None,
             rank=rank,
             pinned=request.pinned,
             path=request.path or "",
@@ -169,13 +274,21 @@ class Adapters:
                 *(part for name in sorted(digests) for part in (name.encode(), digests[name]))
             ).hex(),
         )
+        if slot is not None:
+            self._came_to(slot, version)
+        return version
 
     def count_from(self, epoch: int) -> None:
         """Count later versions from above ``epoch``."""
         self._epoch = max(self._epoch, epoch)
 
-    def publish(self, staged: StagedAdapter) -> None:
-        """Let the name mean the version."""
+    def _came_to(self, slot: int, version: Adapter) -> None:
+        self._arrivals += 1
+        version.slot, version.came = slot, self._arrivals
+
+    def publish(self, staged: StagedAdapter) -> Adapter | None:
+        """Let the name mean the version; return the one that it meant."""
+        before = self.loaded.get(staged.version.name)
         self._clock += 1
         for name in staged.evicted:
             self.loaded.pop(name, None)
@@ -183,6 +296,7 @@ class Adapters:
         self.lost.pop(staged.version.name, None)
         self.loaded[staged.version.name] = staged.version
         self._versions.append(staged.version)
+        return before
 
     def records(
         self, staged: Sequence[StagedAdapter] = (), without: Sequence[str] = ()
@@ -208,6 +322,7 @@ class Adapters:
                 rank=each.rank,
                 pinned=each.pinned,
                 running=each.running,
+                resident=each.slot != NO_ADAPTER,
                 replaced=each not in current,
                 digest=each.digest,
             )
@@ -287,19 +402,12 @@ def _staged(
     for name, tensor in tensors.items():
         digests[name] = _digest(bytes_of(tensor), scales.get(name, b""))
         yield Wait.SLICE
-    slot, evicted = adapters.take_slot(request)
-    described, frames = sent(factors) if engine.executor.workers else ([], [])
-    elsewhere = engine.executor.call("write_adapter", slot, described, frames=frames)
-    writing = slots.write(slot, factors)
-    while True:
-        with engine.runner.on_stream():  # after the steps that read what was in the slot
-            if next(writing, True):
-                break
-        yield Wait.SLICE
-    yield from waiting(elsewhere)
+    slot, evicted = adapters.make_room(request)
+    if slot is not None:
+        yield from adapters.write(slot, factors)
     before = adapters.loaded.get(request.name)
     known = {} if before is None else before.digests
-    version = adapters.version(request, slot, plan.rank, digests)
+    version = adapters.version(request, slot, plan.rank, digests, factors)
     reply = LoadAdapterReqOutput(
         id=request.id,
         adapter_epoch=version.epoch,
@@ -361,15 +469,15 @@ def _require_checksums(
         raise CaesuraError(ErrorCode.WEIGHT_MISMATCH, reason, problems=sorted(problems)[:64])
 
 
-def publish(engine: "Engine", staged: Sequence[StagedAdapter]) -> Generator[Wait, None, int]:
-    """Let the names mean the staged versions; return how many samples went on with them."""
-    adapters, switched = engine.adapters, 0
-    engine.weights_file.keep_adapters(adapters.records(staged))
-    for each in staged:
-        before = adapters.loaded.get(each.version.name)
-        adapters.publish(each)
-        if before is not None and each.on_running != "finish_old":
-            switched += yield from _switch(engine, before, each.version, keep=each.on_running == "keep")
+def publish(engine: "Engine", given: Sequence[StagedAdapter]) -> Generator[Wait, None, int]:
+    """Let the names mean the staged versions, all at once; return how many samples went on with them."""
+    engine.weights_file.keep_adapters(engine.adapters.records(given))
+    replaced = [(staged, engine.adapters.publish(staged)) for staged in given]
+    switched = 0
+    for staged, before in replaced:
+        if before is not None and staged.on_running != "finish_old":
+            keep = staged.on_running == "keep"
+            switched += yield from _switch(engine, before, staged.version, keep=keep)
     return switched
 
 

@@ -72,6 +72,7 @@ def status(engine: "Engine", message_id: str) -> GetStatusReqOutput:
         device=engine.config.device,
         weights_cpu_backup=engine.config.weights_cpu_backup,
         max_loras=0 if engine.adapters.slots is None else engine.adapters.slots.count - 1,
+        max_loaded_loras=engine.adapters.most,
         max_lora_rank=0 if engine.adapters.slots is None else engine.adapters.slots.max_rank,
         adapters=engine.adapters.status(),
         kernels=steps.serving.by,

@@ -53,6 +53,7 @@ class EngineConfig(EngineOptions):
     curve_authorized_clients: str | None = None
     state_file: str | None = None
     reference_model_path: str | None = None
+    profile_dir: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -73,6 +74,9 @@ class EngineConfig(EngineOptions):
         interfaces = sorted(name for _, name in socket.if_nameindex())
         if self.group_interface not in (None, *interfaces):
             raise _invalid("group_interface", self.group_interface, f"must be one of {interfaces}")
+        if self.max_loaded_loras is not None and self.max_loaded_loras < self.max_loras:
+            reason = f"must be at least max_loras = {self.max_loras}"
+            raise _invalid("max_loaded_loras", self.max_loaded_loras, reason)
         if self.deterministic and self.attention_backend != "auto":
             raise _invalid("attention_backend", self.attention_backend, "must be auto with deterministic")
         if self.deterministic and self.model_backend == "transformers":
@@ -110,6 +114,7 @@ class EngineConfig(EngineOptions):
             num_threads=self.num_threads or max(1, torch.get_num_threads() // (self.tp - self.tp_joined)),
             model_path=str(Path(os.path.expanduser(self.model_path))),
             state_file=self.state_file and os.path.abspath(os.path.expanduser(self.state_file)),
+            profile_dir=self.profile_dir and os.path.abspath(os.path.expanduser(self.profile_dir)),
             reference_model_path=reference and str(Path(os.path.expanduser(reference))),
         )
 

@@ -355,7 +355,10 @@ class Batcher:
         chunks.append((request, taken))
         return taken
 
-    def _may_start(self, request: Request) -> bool:
+    def _may_start(self, request: Request) -> bool | None:
+        """Return False for a request that waits for a prefix, None for one whose adapter waits for a slot."""
+        if request.adapter is not None and not request.adapter.may_start:
+            return None
         return not self._prefixes_in_progress[request.prompt_key] or not self._shareable_pages(request)
 
     def _shareable_pages(self, request: Request) -> int:

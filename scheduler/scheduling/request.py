@@ -23,8 +23,11 @@ from ..execution.forward import NO_ADAPTER
 from .sampling import LogprobRecord, SamplingColumns, SamplingMaskRecord
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ..cache.manager import RequestKV
     from ..cache.pool import RoutingPool
+    from ..layers.lora import Factors
 
 NO_SLOT = -1
 NO_TOKEN = -1
@@ -52,13 +55,12 @@ class WeightStamp:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Adapter:
-    """One version of an adapter in a slot, which nothing else takes while samples are ``running`` with it."""
+    """One version of an adapter: kept while it is loaded, and while samples are ``running`` with it."""
 
     name: str
     epoch: int
     serial: int
     """Number that no other version of this engine has; :attr:`epoch` may be that of several engines."""
-    slot: int
     rank: int
     pinned: bool
     path: str
@@ -66,9 +68,21 @@ class Adapter:
     """Digest of each tensor's bytes and scale, by its name."""
     digest: str
     """Digest of all of them, in hex."""
+    copy: "Mapping[str, Factors] | None" = None
+    """Factors on the host, by module, if it may give up its slot."""
+    slot: int = NO_ADAPTER
+    """Slot that it is in, from which alone samples are computed."""
+    came: int = 0
+    """Number of its arrival there."""
+    makes_way: bool = False
+    """True if no more samples are started, for the slot is wanted by another."""
     running: int = 0
     """Live samples that have it."""
     last_used: int = 0
+
+    @property
+    def may_start(self) -> bool:
+        return self.slot != NO_ADAPTER and not self.makes_way
 
     def stamped(self, stamp: WeightStamp) -> WeightStamp:
         return replace(stamp, adapter=self.name, adapter_epoch=self.epoch)

@@ -208,26 +208,32 @@ class WaitingQueue(Generic[SampleT]):
         return list(islice(self.live(), 1))
 
     def start_next(
-        self, may_start: Callable[[SampleT], bool], start: Callable[[SampleT, int], bool], look_ahead: int
+        self,
+        may_start: Callable[[SampleT], bool | None],
+        start: Callable[[SampleT, int], bool],
+        look_ahead: int,
     ) -> SampleT | None:
         """Start and remove the first of ``look_ahead`` requests for which ``may_start`` is true.
 
-        ``start`` gets how many it skips; on False no other is tried. If it raises, the queue is unchanged.
+        Those for which it is None are passed over. ``start`` gets how many others it skips; on False no other
+        is tried. If it raises, the queue is unchanged.
         """
         skipped: list[SampleT] = []
+        left = look_ahead
         started: SampleT | None = None
         candidate: SampleT | None = None
         try:
-            while self._queue and len(skipped) < look_ahead:
+            while self._queue and left:
                 candidate = self._queue.popleft()
                 if candidate.phase is not Phase.WAITING:
                     candidate = None
-                elif may_start(candidate):
-                    if start(candidate, len(skipped)):
+                elif may := may_start(candidate):
+                    if start(candidate, look_ahead - left):
                         started, candidate = candidate, None
                         self._count -= 1
                     break
                 else:
+                    left -= may is False
                     skipped.append(candidate)
                     candidate = None
         finally:

@@ -148,6 +148,7 @@ async def server_info(request: HTTPRequest, front: Front) -> Response[bytes]:
             "enable_metrics": True,
             "enable_lora": status.max_loras > 0,
             "max_loras_per_batch": status.max_loras,
+            "max_loaded_loras": status.max_loaded_loras,
             "max_lora_rank": status.max_lora_rank,
             "device": status.device,
             "context_length": status.context_len,

@@ -42,4 +42,8 @@ def server_info(front: FrontEnd, status: GetStatusReqOutput) -> dict[str, Any]:
 def _lora_config(status: GetStatusReqOutput) -> dict[str, Any] | None:
     if not status.max_loras:
         return None
-    return {"max_loras": status.max_loras, "max_lora_rank": status.max_lora_rank}
+    return {
+        "max_loras": status.max_loras,
+        "max_cpu_loras": status.max_loaded_loras,
+        "max_lora_rank": status.max_lora_rank,
+    }

@@ -475,3 +475,58 @@ def test_adapters_outlive_updates_and_released_memory(base, client, tmp_path):
     again = client.generate(PROMPTS[0], GREEDY, adapter="a", return_logprob=True)
     assert again.output_logprobs == known.output_logprobs
     assert again.weight_versions[0].epoch == known.weight_versions[0].epoch + 1
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_more_adapters_than_slots_take_turns(base, tmp_path, tp):
+    paths = [make_adapter(base, tmp_path / str(i), ALL_LINEAR, seed=i) for i in range(5)]
+    options = {**OPTIONS, "max_loras": 1, "max_loaded_loras": 5, "tp": tp}
+    with launch_scheduler(base, **options) as client:
+        for number, path in enumerate(paths):
+            client.load_adapter(str(number), path)
+        assert sum(each.resident for each in client.status().adapters) == 2
+        alone = [client.generate(PROMPTS[0], GREEDY, adapter=str(i)).output_ids for i in range(5)]
+        assert len({tuple(ids) for ids in alone}) == 5
+        handles = [client.submit(PROMPTS[0], GREEDY, adapter=str(i % 5)) for i in range(30)]
+        assert [handle.result().output_ids for handle in handles] == alone * 6
+        assert client.load_adapter("5", paths[0]).evicted == ["0"]
+        assert len(client.status().adapters) == 5
+
+
+def test_a_waiting_adapter_gets_a_slot_of_busy_ones(base, tmp_path):
+    options = {**OPTIONS, "max_loras": 1, "max_loaded_loras": 3, "max_running_requests": 2}
+    with launch_scheduler(base, **options) as client:
+        for number, name in enumerate("abc"):
+            client.load_adapter(name, make_adapter(base, tmp_path / name, ALL_LINEAR, seed=number))
+        for name in "ab":
+            client.generate(PROMPTS[0], GREEDY, adapter=name)
+        assert [each.name for each in client.status().adapters if not each.resident] == ["c"]
+        handles = [client.submit(PROMPTS[0], GREEDY, adapter=name) for name in "abc" + "ab" * 10]
+        waited = [handle.result().queue_time for handle in handles]
+        assert waited[2] < min(waited[-2:])
+
+
+def test_samples_that_wait_for_a_slot_can_be_aborted(base, tmp_path):
+    with launch_scheduler(base, **{**OPTIONS, "max_loras": 1, "max_loaded_loras": 3}) as client:
+        for number, name in enumerate("abc"):
+            client.load_adapter(name, make_adapter(base, tmp_path / name, ALL_LINEAR, seed=number))
+        running = [client.submit(PROMPTS[0], LONG, adapter=name) for name in "ab"]
+        waiting = client.submit(PROMPTS[0], GREEDY, adapter="c")
+        assert client.abort(waiting.rid).aborted == 1
+        later = [client.submit(PROMPTS[1], GREEDY, adapter=name) for name in "ab"]
+        assert all(len(handle.result().output_ids) == 200 for handle in running)
+        assert all(len(handle.result().output_ids) == 10 for handle in later)
+        client.unload_adapter("c")
+
+
+def test_pinned_adapters_keep_their_slots(base, tmp_path):
+    path = make_adapter(base, tmp_path / "a", ALL_LINEAR)
+    with launch_scheduler(base, **{**OPTIONS, "max_loras": 1, "max_loaded_loras": 4}) as client:
+        client.load_adapter("a", path, pinned=True)
+        with pytest.raises(EngineError, match="of 1 adapter slots 1 are pinned"):
+            client.load_adapter("b", path, pinned=True)
+        for name in "bcd":
+            client.load_adapter(name, path)
+            client.generate(PROMPTS[0], GREEDY, adapter=name)
+        resident = {each.name: each.resident for each in client.status().adapters}
+        assert resident == {"a": True, "b": False, "c": False, "d": True}
