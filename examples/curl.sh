@@ -87,6 +87,7 @@ post /api/v1/join_sampling_session "{\"sampling_session_id\": \"$tinker:0\"}"
 post /api/v1/asample "{\"sampling_session_id\": \"$tinker:0\", \"seq_id\": 0, \"prompt\": {\"chunks\": [{\"tokens\": [1, 2, 3]}]}, \"sampling_params\": {\"max_tokens\": 8}}"
 post /api/v1/retrieve_future "{\"request_id\": \"$tinker:0:0\"}"
 post /api/v1/cancel_future "{\"request_id\": \"$tinker:0:0\"}"
+post /api/v1/weights_info '{"tinker_path": "tinker://c"}'
 #   get /api/v1/samplers/x
 post /api/v1/sessions/x/finish '{}'
 # Of a server with --tinker-trainer, also whatever else is below /api/v1:

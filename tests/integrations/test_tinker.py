@@ -154,6 +154,8 @@ def test_snapshots_and_weights_in_flight_of_a_trainer(engine, model, adapters, t
     with service_of(recorded("Tinker's SDK", "tinker", engine.url)) as service:
         learner = service.create_lora_training_client(base_model=str(model), rank=4).result()
         path = learner.save_weights_for_sampler("step-1").result().path
+        info = service.create_rest_client().get_weights_info_by_tinker_path(path).result()
+        assert (info.base_model, info.is_lora, info.lora_rank) == (str(model), True, 4)
         named = learner.create_sampling_client(path).result()
         check(named, adapters[0])
         check(learner.save_weights_and_get_sampling_client().result(), adapters[1])

@@ -146,6 +146,24 @@ async def get_sampler(front: Front, sampler_id: FromPath[str]) -> Response[bytes
     return json_response(found)
 
 
+class PathBody(msgspec.Struct, kw_only=True):
+    tinker_path: str
+
+
+@post("/api/v1/weights_info", opt={**USER, "struct": PathBody}, status_code=200)
+async def weights_info(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Describe a loaded adapter; other weights are the trainer's to describe."""
+    path = (await read_control(request, PathBody)).tinker_path
+    adapter = path.removeprefix(SCHEME)
+    ranks = [each.rank for each in (await front.tinker.status()).adapters if each.name == adapter]
+    if ranks:
+        found = {"base_model": front.options.model_name, "is_lora": True, "lora_rank": ranks[-1]}
+        return json_response(found)
+    if front.trainer is not None:
+        return await front.trainer.pass_on(request)
+    raise UnknownAdapter(f"no adapter {adapter!r} is loaded, which {path} names", adapter=adapter)
+
+
 def session_of(front: FrontEnd, name: str) -> Session:
     session = front.tinker.sessions.get(name)
     if session is None:

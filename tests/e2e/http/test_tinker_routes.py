@@ -283,6 +283,8 @@ def test_a_sampler_has_one_version_of_an_adapter(engine, client, model, adapters
 
     load(adapters[0])
     first = client.sampler(model_path="tinker://policy")
+    known = client.post("weights_info", tinker_path="tinker://policy").json()
+    assert known == {"base_model": "base", "is_lora": True, "lora_rank": 4}
     found = client.sampled(first)["sequences"][0]
     assert found["logprobs"] == pytest.approx(scored(model, adapters[0], found), abs=1e-4)
     assert found["weight_versions"][0]["adapter"] == "policy"
@@ -429,5 +431,7 @@ def test_replicas_have_one_version_and_no_trainer(model, adapters):
             refused = engine.post(f"/api/v1/{path}", {})
             assert refused.status_code == 404
             assert f"/api/v1/{path} is not served" in refused.json()["error"]["message"]
+        unknown = engine.post("/api/v1/weights_info", {"tinker_path": "tinker://other"})
+        assert (unknown.status_code, "no adapter 'other' is loaded" in unknown.text) == (404, True)
         (known,) = engine.get("/api/v1/get_server_capabilities").json()["supported_models"]
         assert known["trainable"] is False
