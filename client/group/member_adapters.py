@@ -186,7 +186,8 @@ class Adapters:
     def _evicted(self, name: str) -> list[str]:
         """Return the adapter that was not used for longest, if all members' slots are taken and it may go."""
         dispatcher = self._fleet.dispatcher
-        room = min(member.status.max_loaded_loras for member in dispatcher.serving if member.status is not None)
+        statuses = (member.status for member in dispatcher.serving)
+        room = min(status.max_loaded_loras for status in statuses if status is not None)
         if name in self._loaded or len(self._loaded) < room:
             return []
         used = {flow.request.adapter for flow in dispatcher.flows.values()}
