@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any
 
 import matplotlib as mpl
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from .history import History
+from .history import History, RunHistory
 
 INK = "#1d2433"
 MUTED = "#7b8496"
@@ -56,13 +57,21 @@ class Chart:
     svg: str
     legend: list[tuple[str, str]]
 
+    def __html__(self) -> Markup:
+        """Return the legend and the drawing, which a template inserts as they are."""
+        keys = Markup().join(
+            Markup('<span><i style="background:{}"></i>{}</span>').format(colour, label)
+            for label, colour in self.legend
+        )
+        return Markup('<div class="legend">{}</div>\n{}').format(keys, Markup(self.svg))  # noqa: S704 (ours)
+
 
 def all_charts(history: History) -> dict[str, Chart]:
     """Return every chart of the report by name."""
     small = (4.7, 2.2)
     drawings: dict[str, Callable[..., None]] = {
         "reward": _reward,
-        "warmup": _warmup,
+        "warmup": warmup,
         "throughput": _throughput,
         "push": push,
         "memory": memory,
@@ -123,7 +132,8 @@ def _updates(history: History) -> list[int]:
     return [record.update for record in history.updates]
 
 
-def _finish(axes: Axes, ylabel: str, *, low: float | None = 0.0) -> None:
+def finish(axes: Axes, ylabel: str, *, low: float | None = 0.0) -> None:
+    """Name the axes of a chart by update."""
     axes.set_xlabel("update")
     axes.set_ylabel(ylabel)
     if low is not None:
@@ -165,15 +175,16 @@ def _reward(axes: Axes, history: History) -> None:
         )
     axes.set_ylim(0, 1.04)
     axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    _finish(axes, "reward", low=None)
+    finish(axes, "reward", low=None)
 
 
-def _warmup(axes: Axes, history: History) -> None:
+def warmup(axes: Axes, history: RunHistory) -> None:
+    """Draw the loss and the exact share of the supervised steps."""
     steps = [progress.step for progress in history.warmup]
     axes.plot(
         steps, [progress.loss for progress in history.warmup], color=SAND, label="loss, nats per token (left)"
     )
-    _finish(axes, "")
+    finish(axes, "")
     axes.set_xlabel("supervised step")
     right = axes.twinx()
     right.plot(steps, [progress.exact for progress in history.warmup], color=TEAL)
@@ -187,7 +198,7 @@ def _throughput(axes: Axes, history: History) -> None:
     axes.plot(_updates(history), values, color=BLUE, alpha=0.25, linewidth=1.0)
     axes.plot(_updates(history), smooth(values), color=BLUE, label="tokens per second, all pauses included")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k")
-    _finish(axes, "")
+    finish(axes, "")
 
 
 def push(axes: Axes, history: Any) -> None:
@@ -196,7 +207,7 @@ def push(axes: Axes, history: Any) -> None:
     for name, colour in (("pause", CORAL), ("update", BLUE), ("continue", TEAL)):
         values = [getattr(row, f"{name}_ms") for row in rows]
         axes.plot([row.update for row in rows], values, ".", color=colour, markersize=4, label=name)
-    _finish(axes, "ms")
+    finish(axes, "ms")
 
 
 def memory(axes: Axes, history: Any) -> None:
@@ -206,7 +217,7 @@ def memory(axes: Axes, history: Any) -> None:
     steps = [row.update for row in rows]
     axes.plot(steps, before, color=SAND, alpha=0.9, label="at the pause")
     axes.plot(steps, after, color=VIOLET, label="after the cache is emptied")
-    _finish(axes, "reserved MB")
+    finish(axes, "reserved MB")
     axes.set_ylim(0, 1.25 * max(*before, *after, 1e-3))
 
 
@@ -218,7 +229,7 @@ def _gap(axes: Axes, history: History) -> None:
     if later:
         axes.semilogy(*zip(*later), ".", color=CORAL, markersize=4, label="later spans (mixed KV)")
     axes.axhline(1e-3, color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)))
-    _finish(axes, "max |Δ logprob|, nats", low=None)
+    finish(axes, "max |Δ logprob|, nats", low=None)
 
 
 def _ess(axes: Axes, history: History) -> None:
@@ -231,7 +242,7 @@ def _ess(axes: Axes, history: History) -> None:
         alpha=0.9,
         label="entropy, nats per token",
     )
-    _finish(axes, "")
+    finish(axes, "")
 
 
 def _time(axes: Axes, history: History) -> None:
@@ -247,7 +258,7 @@ def _time(axes: Axes, history: History) -> None:
         labels=["step", "check logprobs", "save and push", "wait for rollouts"],
         linewidth=0,
     )
-    _finish(axes, "s")
+    finish(axes, "s")
 
 
 def _crossing(axes: Axes, history: History) -> None:
@@ -260,4 +271,4 @@ def _crossing(axes: Axes, history: History) -> None:
         alpha=0.45,
         label="samples in mid-answer at the pause",
     )
-    _finish(axes, "")
+    finish(axes, "")

@@ -4,7 +4,7 @@ several behind HTTP.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 from caesura.client import GenerateOutput, SamplingParams, launch_scheduler
 from caesura.io_struct import (
@@ -16,7 +16,7 @@ from caesura.io_struct import (
 )
 
 from . import task
-from .settings import Settings
+from .settings import LoraSettings, Settings
 
 
 class Handle(Protocol):
@@ -32,7 +32,13 @@ class Engine(Protocol):
     @property
     def endpoint(self) -> str: ...
     def submit(
-        self, input_ids: Sequence[int], sampling_params: SamplingParams, /, *, return_logprob: bool
+        self,
+        input_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        /,
+        *,
+        return_logprob: bool,
+        adapter: str | None = None,
     ) -> Handle: ...
     def status(self, *, timeout: float | None = None) -> GetStatusReqOutput: ...
     def pause(self, mode: PauseMode, /, *, timeout: float | None = None) -> PauseGenerationReqOutput: ...
@@ -47,6 +53,10 @@ def started(settings: Settings, model: str) -> AbstractContextManager[Engine]:
         from .replicas import Served
 
         return Served(settings, model, log)
+    adapters: dict[str, Any] = {}
+    if isinstance(settings, LoraSettings):  # the versions that samples still have keep their slots
+        slots = 2 * len(settings.targets)
+        adapters = {"enable_lora": True, "max_loras": slots, "max_lora_rank": settings.rank}
     return launch_scheduler(
         model,
         dtype="float32",
@@ -56,4 +66,5 @@ def started(settings: Settings, model: str) -> AbstractContextManager[Engine]:
         kv_pool_tokens=settings.kv_pool_tokens,
         max_running_requests=settings.max_running_requests,
         log_path=log,
+        **adapters,
     )

@@ -5,7 +5,7 @@ Units: seconds, milliseconds and MB (2^20 bytes) as the names say; rewards and s
 
 import statistics
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from caesura.io_struct import StageTimes
 
@@ -18,8 +18,8 @@ STAGES = ("receive", "copy", "derive", "flush")
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateRecord:
-    """One turn of the loop: rollouts taken, step made, weights pushed."""
+class Turn:
+    """One turn of a loop: rollouts taken, step made, weights brought to the engine."""
 
     update: int
     at_s: float
@@ -36,15 +36,23 @@ class UpdateRecord:
     train_s: float
     verify_s: float
     save_s: float
-    pause_ms: float
     update_ms: float
+    changed_tensors: int
+    step: StepStats
+    gap: GapStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRecord(Turn):
+    """A turn whose weights came during a pause in place."""
+
+    pause_ms: float
     continue_ms: float
     stages: StageTimes
     """Milliseconds of the update's stages, by the engine."""
     held_requests: int
     """Samples that kept their KV through the pause, in mid-answer."""
     waiting_requests: int
-    changed_tensors: int
     reserved_running_mb: float
     """Reserved memory just before the pause."""
     reserved_before_mb: float
@@ -52,8 +60,6 @@ class UpdateRecord:
     reserved_after_mb: float
     tokens_per_s: float
     """Tokens per second sampled since the last update, pauses included."""
-    step: StepStats
-    gap: GapStats
 
 
 @dataclass(frozen=True)
@@ -66,26 +72,40 @@ class EvalRecord:
     answers: dict[str, list[int]] = field(repr=False)
 
 
-@dataclass
-class History:
-    """Record of one run; ``phase`` is for the display."""
+@dataclass(kw_only=True)
+class RunHistory:
+    """Record of what a run has once, however many loops it has."""
 
     updates_planned: int
     transport: str
-    phase: str = "starting"
     parameters: int = 0
     warmup: list[WarmupProgress] = field(default_factory=list)
     warmup_s: float = 0.0
     engine_start_s: float = 0.0
-    updates: list[UpdateRecord] = field(default_factory=list)
-    evals: list[EvalRecord] = field(default_factory=list)
-    ledger: Ledger = field(default_factory=Ledger)
-    counts: PoolCounts = field(default_factory=PoolCounts)
     tokens: int = 0
     """Tokens sampled by the engine over the reinforcement-learning phase."""
     rl_s: float = 0.0
     wall_s: float = 0.0
+
+
+TurnT = TypeVar("TurnT", bound=Turn)
+
+
+@dataclass(kw_only=True)
+class LoopHistory(Generic[TurnT]):
+    """Record of one loop; ``phase`` is for the display."""
+
+    phase: str = "starting"
+    updates: list[TurnT] = field(default_factory=list)
+    evals: list[EvalRecord] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
+    counts: PoolCounts = field(default_factory=PoolCounts)
     exemplar: tuple[str, Sample] | None = None
+
+
+@dataclass(kw_only=True)
+class History(RunHistory, LoopHistory[UpdateRecord]):
+    """Record of a run with one loop."""
 
     def stages_ms(self) -> dict[str, float]:
         """Return the median milliseconds per stage of an update."""

@@ -6,9 +6,11 @@ Invariants:
 - The check compares each token with the weights that sampled it, which is why the last few versions are kept.
 """
 
+import copy
 import random
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 from transformers import PreTrainedModel
@@ -92,11 +94,12 @@ class Learner:
 
     def __init__(self, model: PreTrainedModel, settings: Settings) -> None:
         self.model = model
-        self._settings = settings
+        self.settings = settings
         # One optimiser for both phases: the second moments of the warm-up keep the first policy-gradient
         # steps small.
+        self._trained = [value for value in model.parameters() if value.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=settings.warmup_lr, betas=(0.9, 0.95), weight_decay=0.0
+            self._trained, lr=settings.warmup_lr, betas=(0.9, 0.95), weight_decay=0.0
         )
         self._ring = VersionRing(model, settings.temperature, size=settings.max_lag + 2)
 
@@ -106,19 +109,22 @@ class Learner:
         The share needs no generation: greedy decoding gives the answer if and only if every token of it is
         the arg-max given the right ones before it.
         """
-        words = [task.training_word(rng) for _ in range(self._settings.warmup_batch)]
+        words = [task.training_word(rng) for _ in range(self.settings.warmup_batch)]
         assert not any(map(task.is_held_out, words))
-        width = max(len(task.prompt_ids(word)) + len(task.answer_ids(word)) for word in words)
+        targets = cycle(self.settings.targets)
+        rows = [
+            (task.prompt_ids(word), task.answer_ids(word, target)) for word, target in zip(words, targets)
+        ]
+        width = max(len(prompt) + len(answer) for prompt, answer in rows)
         tokens = torch.full((len(words), width), task.PAD)
         mask = torch.zeros(len(words), width - 1, dtype=torch.bool)
-        for row, word in enumerate(words):
-            prompt, answer = task.prompt_ids(word), task.answer_ids(word)
+        for row, (prompt, answer) in enumerate(rows):
             tokens[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
             mask[row, len(prompt) - 1 : len(prompt) + len(answer) - 1] = True
         logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[mask], tokens[:, 1:][mask])
         right = (logits.argmax(-1) == tokens[:, 1:]) | ~mask
-        self._descend(loss, self._settings.warmup_lr * min(1.0, (step + 1) / 20))
+        self._descend(loss, self.settings.warmup_lr * min(1.0, (step + 1) / 20))
         return loss.item(), right.all(dim=1).float().mean().item()
 
     def remember(self, version: int) -> None:
@@ -136,7 +142,7 @@ class Learner:
         arXiv 1802.01561, and, per token of a language model, CISPO, MiniMax-M1, 2025, arXiv 2506.13585),
         averaged over tokens rather than sequences (DAPO, Yu et al., 2025, arXiv 2503.14476).
         """
-        settings = self._settings
+        settings = self.settings
         logprobs, entropy = token_logprobs(self.model, batch.tokens, settings.temperature)
         count = batch.mask.sum()
         ratio = torch.exp((logprobs.detach() - batch.behaviour) * batch.mask)
@@ -166,7 +172,7 @@ class Learner:
             group["lr"] = rate
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, self.settings.max_grad_norm)
         self._optimizer.step()
         return norm.item()
 
@@ -183,11 +189,13 @@ class VersionRing:
         self._versions: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()
         self._temperature = temperature
         self._size = size
-        self._scratch = type(model)(model.config)
+        self._scratch = copy.deepcopy(model)
 
     def add(self, version: int, model: PreTrainedModel) -> None:
-        """Keep a copy of ``model`` as ``version``; the oldest beyond ``size`` goes."""
-        self._versions[version] = {name: value.clone() for name, value in model.state_dict().items()}
+        """Keep a copy of what ``model`` trains as ``version``; the oldest beyond ``size`` goes."""
+        self._versions[version] = {
+            name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad
+        }
         while len(self._versions) > self._size:
             self._versions.popitem(last=False)
 
@@ -205,7 +213,7 @@ class VersionRing:
                 continue
             here = batch.versions == version
             rows = here.any(dim=1)
-            self._scratch.load_state_dict(self._versions[version])
+            self._scratch.load_state_dict(self._versions[version], strict=False)
             logprobs, _ = token_logprobs(self._scratch, batch.tokens[rows], self._temperature)
             difference = (logprobs - batch.behaviour[rows]).abs()
             first.append(difference[here[rows] & ~batch.stale[rows]])

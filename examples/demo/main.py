@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,21 @@ from .display import open_display
 from .history import History
 from .images.settings import ImageSettings
 from .loop import StalledError, run
-from .settings import HTTP_TRANSPORTS, POLICIES, TRANSPORTS, Settings
+from .settings import (
+    ADAPTER_TRANSPORTS,
+    HTTP_TRANSPORTS,
+    POLICIES,
+    TRANSPORTS,
+    LoraSettings,
+    RunSettings,
+    Settings,
+)
 from .trainer import TrainerError
 
 IMAGE = "image"
 """The policy that paints: Stable Diffusion 3."""
+LORA = "lora"
+"""Policies that are adapters of one base."""
 INTERRUPTED = 130
 """The shell's exit status for SIGINT."""
 
@@ -26,41 +37,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo and return the exit status."""
     settings, console = parse(arguments), Console()
     settings.out_dir.mkdir(parents=True, exist_ok=True)
-    if isinstance(settings, ImageSettings):
-        return _run_images(console, settings)
-    history = History(settings.updates, settings.transport)
-    display = open_display(console, history)
+    history: History | None = None
     try:
-        with display:
-            run(settings, history, display.changed)
+        match settings:
+            case ImageSettings():
+                _run_images(console, settings)
+            case LoraSettings():
+                _run_adapters(console, settings)
+            case Settings():
+                history = History(updates_planned=settings.updates, transport=settings.transport)
+                display = open_display(console, history)
+                with display:
+                    run(settings, history, display.changed)
+                _finish(console, settings, history)
     except KeyboardInterrupt:
-        console.print(f"interrupted after {len(history.updates)} updates; engine and trainer have stopped")
+        if history is None:
+            console.print("interrupted; the engine has stopped")
+        else:
+            console.print(
+                f"interrupted after {len(history.updates)} updates; engine and trainer have stopped"
+            )
         return INTERRUPTED
     except CaesuraError as error:
         return _failed(console, f"engine: {error}", settings.out_dir / "engine.log")
     except (TrainerError, StalledError) as error:
         return _failed(console, str(error), settings.out_dir / "engine.log")
-    return _finish(console, settings, history)
+    return 0
 
 
-def _run_images(console: Console, settings: ImageSettings) -> int:
+def _run_images(console: Console, settings: ImageSettings) -> None:
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     disable_progress_bar()
     set_verbosity_error()  # of what is not installed, and not needed here
     from .images.main import run_images  # diffusers is an extra
 
-    try:
-        run_images(console, settings)
-    except KeyboardInterrupt:
-        console.print("interrupted; the engine has stopped")
-        return INTERRUPTED
-    except CaesuraError as error:
-        return _failed(console, f"engine: {error}", settings.out_dir / "engine.log")
-    return 0
+    run_images(console, settings)
 
 
-def parse(arguments: Sequence[str] | None) -> Settings | ImageSettings:
+def _run_adapters(console: Console, settings: LoraSettings) -> None:
+    from .lora.history import LoraHistory
+    from .lora.loop import run
+
+    history = LoraHistory(updates_planned=settings.updates, transport=settings.transport)
+    run(settings, history, partial(console.print, highlight=False, markup=False, soft_wrap=True))
+    from .lora.report import write_report  # matplotlib
+
+    _tell(console, history.summary(), settings, write_report(history, settings, settings.out_dir))
+
+
+def parse(arguments: Sequence[str] | None) -> Settings | LoraSettings | ImageSettings:
     """Return the settings of the command line."""
     parser = argparse.ArgumentParser(prog="demo", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few updates: walks every path, learns little")
@@ -70,7 +96,9 @@ def parse(arguments: Sequence[str] | None) -> Settings | ImageSettings:
     parser.add_argument(
         "--transport", choices=TRANSPORTS, help=f"how weights reach the engine ({Settings.transport})"
     )
-    parser.add_argument("--policy", choices=(*POLICIES, IMAGE), help=f"what is trained ({Settings.policy})")
+    parser.add_argument(
+        "--policy", choices=(*POLICIES, IMAGE, LORA), help=f"what is trained ({Settings.policy})"
+    )
     parser.add_argument("--replicas", type=int, default=1, help="engines that sample, behind one port (1)")
     options = parser.parse_args(arguments)
     changes: dict[str, Any] = {"out_dir": options.out}
@@ -82,14 +110,18 @@ def parse(arguments: Sequence[str] | None) -> Settings | ImageSettings:
         changes["updates"] = options.updates
     if options.transport is not None:
         changes["transport"] = options.transport
-    if options.replicas < 1 or (options.replicas > 1 and options.policy == IMAGE):
-        parser.error("--replicas must be at least 1, and 1 for images")
+    if options.replicas < 1 or (options.replicas > 1 and options.policy in (IMAGE, LORA)):
+        parser.error("--replicas must be at least 1, and 1 for images and adapters")
     if options.replicas > 1:
         changes |= {"replicas": options.replicas, "transport": options.transport or "tensor"}
         if changes["transport"] not in HTTP_TRANSPORTS:
             parser.error(f"--transport with --replicas: {' or '.join(HTTP_TRANSPORTS)}")
     if options.policy == IMAGE:
         return ImageSettings.quick(**changes) if options.quick else ImageSettings(**changes)
+    if options.policy == LORA:
+        if options.transport is not None and options.transport not in ADAPTER_TRANSPORTS:
+            parser.error(f"--transport of adapters: {' or '.join(ADAPTER_TRANSPORTS)}")
+        return LoraSettings.quick(**changes) if options.quick else LoraSettings(**changes)
     if options.policy is not None:
         changes["policy"] = options.policy
     return Settings.quick(**changes) if options.quick else Settings(**changes)
@@ -101,16 +133,16 @@ def _failed(console: Console, reason: str, log: Path) -> int:
     return 1
 
 
-def _finish(console: Console, settings: Settings, history: History) -> int:
-    # matplotlib's import is a second that the run need not wait for
-    from .report import (
-        write_report,
-        write_summary,
-    )
+def _finish(console: Console, settings: Settings, history: History) -> None:
+    from .report import write_report  # matplotlib's import is a second that the run need not wait for
 
-    summary = write_summary(history.summary(), settings.out_dir)
-    report = write_report(history, settings, settings.out_dir)
-    for name, value in history.summary().items():
+    _tell(console, history.summary(), settings, write_report(history, settings, settings.out_dir))
+
+
+def _tell(console: Console, summary: dict[str, Any], settings: RunSettings, report: Path) -> None:
+    from .report import write_summary
+
+    path = write_summary(summary, settings.out_dir)
+    for name, value in summary.items():
         console.print(f"  {name:18} {value}", highlight=False, soft_wrap=True)
-    console.print(f"{summary}\n{report}", highlight=False, soft_wrap=True)
-    return 0
+    console.print(f"{path}\n{report}", highlight=False, soft_wrap=True)

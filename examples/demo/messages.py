@@ -2,12 +2,12 @@
 
 Order: ``Initialised``, then ``WarmupProgress`` …, then ``WarmupDone``, all unasked. Then the run says
 ``Connect``; from then on there is one ``StepDone`` for each ``TrainBatch`` and one ``Pushed`` for each
-``Push``. The end of the pipe ends the trainer.
+``Push``. The trainer of an adapter says nothing before ``Connect``. The end of the pipe ends the trainer.
 """
 
 import msgspec
 
-from caesura.io_struct import WeightUpdateReqOutput
+from caesura.io_struct import LoadAdapterReqOutput, WeightUpdateReqOutput
 
 
 class Message(msgspec.Struct, kw_only=True, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -52,6 +52,8 @@ class Connect(Message, kw_only=True, frozen=True):
     """The engine that weights go to."""
 
     endpoint: str
+    base: str = ""
+    """Folder of the model that an adapter is for."""
 
 
 class Push(Message, kw_only=True, frozen=True):
@@ -77,9 +79,9 @@ class WarmupProgress(Message, kw_only=True, frozen=True):
 
 
 class WarmupDone(Message, kw_only=True, frozen=True):
-    """The policy that reinforcement learning starts from, version 0, is ready."""
+    """The policy that reinforcement learning starts from, version 0, lies at ``path``."""
 
-    steps: int
+    path: str
     seconds: float
 
 
@@ -125,7 +127,7 @@ class StepDone(Message, kw_only=True, frozen=True):
 class Pushed(Message, kw_only=True, frozen=True):
     """The engine serves the new weights."""
 
-    reply: WeightUpdateReqOutput
+    reply: WeightUpdateReqOutput | LoadAdapterReqOutput
 
 
 ToTrainer = Connect | TrainBatch | Push

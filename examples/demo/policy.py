@@ -5,6 +5,7 @@ renamed), so an engine that is told the name can never read half of one.
 """
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +84,15 @@ def build_tokenizer() -> Tokenizer:
 class CheckpointWriter:
     """Checkpoints in two folders in turn: the engine may still hold the last one."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, save: Callable[[PreTrainedModel, Path], None]) -> None:
+        self._directory, self._save = directory, save
         self._count = 0
 
     def write(self, model: PreTrainedModel) -> Path:
-        """Save ``model`` with its tokenizer; the folder written two calls ago is replaced."""
+        """Save ``model``; the folder written two calls ago is replaced."""
         aside = self._directory / "unfinished"
         shutil.rmtree(aside, ignore_errors=True)
-        save_policy(model, aside)
+        self._save(model, aside)
         final = self._directory / f"checkpoint-{self._count % 2}"
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)

@@ -69,7 +69,13 @@ class Served:
         self._threads = ThreadPoolExecutor(2 * settings.groups_in_flight, thread_name_prefix="demo-http")
 
     def submit(
-        self, input_ids: Sequence[int], sampling_params: SamplingParams, /, *, return_logprob: bool
+        self,
+        input_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        /,
+        *,
+        return_logprob: bool,
+        adapter: str | None = None,
     ) -> "Answer":
         """Start a generation."""
         sampling = {
@@ -81,6 +87,7 @@ class Served:
             "input_ids": list(input_ids),
             "sampling_params": sampling,
             "return_logprob": return_logprob,
+            "lora_path": adapter,
         }
         return Answer(self._threads.submit(post, f"{self.endpoint}/generate", body, ANSWER_S))
 

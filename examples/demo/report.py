@@ -175,25 +175,29 @@ def _stages(stages_ms: dict[str, float]) -> str:
     return ", ".join(f"{stage} {value:.1f}" for stage, value in stages_ms.items() if value >= 0.05) + " ms"
 
 
+def shown_words(record: EvalRecord) -> list[str]:
+    """Return the showcase, then some random words."""
+    words = [word for word in record.answers if word in task.SHOWCASE]
+    random_words = [word for word in record.answers if word not in task.SHOWCASE]
+    return words + random_words[:SHOWN_EACH]
+
+
 def answers(first: EvalRecord, last: EvalRecord) -> list[Answer]:
-    """Return the answers to the showcase, then to some random words."""
-    words = [word for word in last.answers if word in task.SHOWCASE]
-    random_words = [word for word in last.answers if word not in task.SHOWCASE]
-    words += random_words[:SHOWN_EACH]
+    """Return the rows of the before/after table."""
     return [
         Answer(
             word=word,
             right=word[::-1],
-            before=_shown(first.answers[word]),
-            after=_shown(last.answers[word]),
+            before=shown(first.answers[word]),
+            after=shown(last.answers[word]),
             before_exact=task.is_exact(word, first.answers[word]),
             after_exact=task.is_exact(word, last.answers[word]),
         )
-        for word in words
+        for word in shown_words(last)
     ]
 
 
-def _shown(output_ids: list[int]) -> str:
+def shown(output_ids: list[int]) -> str:
     """Return the answer's text, with an ellipsis if it was cut at the limit."""
     return task.decode(output_ids) + ("" if output_ids[-1:] == [task.END] else "…")
 

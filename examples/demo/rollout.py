@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from caesura.client import GenerateOutput, SamplingParams, TimedOut
+from caesura.io_struct import WeightVersionSpan
 
 from . import task
 from .engine import Engine, Handle
@@ -23,6 +24,28 @@ DRAIN_S = 20.0
 
 
 @dataclass
+class Sampled:
+    """The policy that is sampled: the engine's weights, or an adapter of them."""
+
+    target: str = task.BACKWARDS
+    """The spelling that is rewarded."""
+    adapter: str | None = None
+    updates: dict[int, int] = field(default_factory=dict)
+    """Update by the engine's epoch of the adapter."""
+
+    def update_of(self, span: WeightVersionSpan) -> int | None:
+        """Return the update that sampled the tokens of ``span``, or None if another policy did."""
+        if span.adapter != self.adapter:
+            return None
+        return int(span.version) if self.adapter is None else self.updates.get(span.adapter_epoch)
+
+    def updates_of(self, output: GenerateOutput) -> list[int] | None:
+        """Return the update of each span, or None if any is another policy's."""
+        found = [update for span in output.weight_versions if (update := self.update_of(span)) is not None]
+        return found if len(found) == len(output.weight_versions) else None
+
+
+@dataclass
 class Ledger:
     """Counts of samples asked for and ended."""
 
@@ -30,10 +53,18 @@ class Ledger:
     ended: int = 0
 
     def submit(
-        self, client: Engine, word: str, sampling_params: SamplingParams, *, return_logprob: bool
+        self,
+        client: Engine,
+        word: str,
+        sampling_params: SamplingParams,
+        *,
+        return_logprob: bool,
+        adapter: str | None,
     ) -> Handle:
         """Submit the prompt of ``word`` and count it."""
-        handle = client.submit(task.prompt_ids(word), sampling_params, return_logprob=return_logprob)
+        handle = client.submit(
+            task.prompt_ids(word), sampling_params, return_logprob=return_logprob, adapter=adapter
+        )
         self.submitted += sampling_params.n
         return handle
 
@@ -49,12 +80,14 @@ class ScoredGroup:
     """All samples of one training prompt with their rewards."""
 
     word: str
+    target: str
     samples: list[Sample]
 
     @property
     def exact(self) -> float:
         """Share of the samples that are exactly right."""
-        return sum(task.is_exact(self.word, sample.output_ids) for sample in self.samples) / len(self.samples)
+        right = [task.is_exact(self.word, sample.output_ids, self.target) for sample in self.samples]
+        return sum(right) / len(right)
 
     @property
     def reward(self) -> float:
@@ -88,6 +121,8 @@ class PoolCounts:
     groups_without_signal: int = 0
     """Groups of equal samples, which are left out as by DAPO's dynamic sampling."""
     groups_too_old: int = 0
+    foreign: int = 0
+    """Samples with tokens of another policy than the one that was asked for; none is trained on."""
 
 
 @dataclass
@@ -97,12 +132,13 @@ class RolloutPool:
     client: Engine
     settings: Settings
     ledger: Ledger
+    policy: Sampled = field(default_factory=Sampled)
     counts: PoolCounts = field(default_factory=PoolCounts)
     exemplar: tuple[str, Sample] | None = None
     """A right answer that lived across an update, with its word, or None."""
 
     def __post_init__(self) -> None:
-        self._rng = random.Random(f"rollouts {self.settings.seed}")
+        self._rng = random.Random(f"rollouts {self.policy.adapter or ''}{self.settings.seed}")
         self._params = SamplingParams(
             max_new_tokens=task.MAX_NEW_TOKENS,
             temperature=self.settings.temperature,
@@ -122,14 +158,16 @@ class RolloutPool:
         waiting: deque[tuple[str, Handle]] = deque()
         for word, handle in self._in_flight:
             if handle.done():
-                self._take_in(ScoredGroup(word, [_sample(word, out) for out in self.ledger.collect(handle)]))
+                self._take_in(word, self.ledger.collect(handle))
             else:
                 waiting.append((word, handle))
         self._in_flight = waiting
         while len(self._in_flight) < self.settings.groups_in_flight:
             word = task.training_word(self._rng)
             assert not task.is_held_out(word)
-            handle = self.ledger.submit(self.client, word, self._params, return_logprob=True)
+            handle = self.ledger.submit(
+                self.client, word, self._params, return_logprob=True, adapter=self.policy.adapter
+            )
             self._in_flight.append((word, handle))
 
     def discard_older_than(self, version: int) -> None:
@@ -149,8 +187,11 @@ class RolloutPool:
         return scored
 
     def drain(self) -> None:
-        """Abort what is in flight and wait for the terminal results; what does not come stays missing."""
-        if self._in_flight:
+        """Abort what is in flight and wait for the terminal results; what does not come stays missing.
+
+        Samples of an adapter are not aborted, as other adapters learn on.
+        """
+        if self._in_flight and self.policy.adapter is None:
             self.client.abort(abort_all=True, timeout=DRAIN_S)
         for _, handle in self._in_flight:
             try:
@@ -159,16 +200,25 @@ class RolloutPool:
                 continue  # the ledger tells
         self._in_flight.clear()
 
-    def _take_in(self, group: ScoredGroup) -> None:
-        counts = self.counts
-        self._scored.append(group)
-        for sample in group.samples:
-            versions = len({span.version for span in sample.spans})
+    def _take_in(self, word: str, outputs: list[GenerateOutput]) -> None:
+        counts, samples, target = self.counts, [], self.policy.target
+        for output in outputs:
             counts.finished += 1
+            updates = self.policy.updates_of(output)
+            if updates is None:
+                counts.foreign += 1
+                continue
+            sample = _sample(output, updates, task.token_rewards(word, output.output_ids, target))
+            samples.append(sample)
+            versions = len(set(updates))
             counts.crossed += versions > 1
             counts.most_versions = max(counts.most_versions, versions)
-            if versions > 1 and task.is_exact(group.word, sample.output_ids):
-                self._propose(group.word, sample)
+            if versions > 1 and task.is_exact(word, sample.output_ids, target):
+                self._propose(word, sample)
+        if len(samples) < len(outputs):
+            return
+        group = ScoredGroup(word, target, samples)
+        self._scored.append(group)
         if group.informative:
             self._ready.append(group)
         else:
@@ -186,19 +236,25 @@ def _spread(sample: Sample) -> tuple[int, int]:
 
 @dataclass
 class Evaluation:
-    """Greedy answers to all held-out words; valid for one version, hence :meth:`check_version`."""
+    """Greedy answers to all held-out words, of one version."""
 
+    policy: Sampled
     version: int
     handles: dict[str, Handle]
     ledger: Ledger
 
     @classmethod
-    def start(cls, client: Engine, ledger: Ledger, words: list[str], version: int) -> "Evaluation":
+    def start(
+        cls, client: Engine, ledger: Ledger, policy: Sampled, words: list[str], version: int
+    ) -> "Evaluation":
         """Submit every word; the weights must not change before :meth:`done`."""
         params = SamplingParams(max_new_tokens=task.MAX_NEW_TOKENS, temperature=0.0)
         assert all(map(task.is_held_out, words))
-        handles = {word: ledger.submit(client, word, params, return_logprob=False) for word in words}
-        return cls(version, handles, ledger)
+        handles = {
+            word: ledger.submit(client, word, params, return_logprob=False, adapter=policy.adapter)
+            for word in words
+        }
+        return cls(policy, version, handles, ledger)
 
     def done(self) -> bool:
         """Return True if every answer is there."""
@@ -209,26 +265,22 @@ class Evaluation:
         answers = {}
         for word, handle in self.handles.items():
             (output,) = self.ledger.collect(handle)
-            versions = {int(span.version) for span in output.weight_versions}
-            assert versions == {self.version}, f"{word}: sampled by {versions}, not by {self.version}"
+            updates = self.policy.updates_of(output)
+            assert updates is not None, f"{word}: sampled by another policy ({output.weight_versions})"
+            assert set(updates) == {self.version}, f"{word}: sampled by {updates}, not by {self.version}"
             answers[word] = output.output_ids
         return answers
 
 
-def exact_share(answers: dict[str, list[int]]) -> float:
+def exact_share(answers: dict[str, list[int]], target: str = task.BACKWARDS) -> float:
     """Return the held-out reward: the share of words answered exactly."""
-    return sum(task.is_exact(word, output_ids) for word, output_ids in answers.items()) / len(answers)
+    return sum(task.is_exact(word, output_ids, target) for word, output_ids in answers.items()) / len(answers)
 
 
-def _sample(word: str, output: GenerateOutput) -> Sample:
+def _sample(output: GenerateOutput, updates: list[int], rewards: list[float]) -> Sample:
     assert output.output_logprobs is not None
     spans = [
-        Span(version=int(span.version), start=span.start, end=span.end, stale_kv=span.stale_kv)
-        for span in output.weight_versions
+        Span(version=update, start=span.start, end=span.end, stale_kv=span.stale_kv)
+        for update, span in zip(updates, output.weight_versions, strict=True)
     ]
-    return Sample(
-        output_ids=output.output_ids,
-        logprobs=output.output_logprobs,
-        rewards=task.token_rewards(word, output.output_ids),
-        spans=spans,
-    )
+    return Sample(output_ids=output.output_ids, logprobs=output.output_logprobs, rewards=rewards, spans=spans)

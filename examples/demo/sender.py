@@ -9,24 +9,26 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 from urllib.parse import urlencode
 
 import msgspec
 
 from caesura.client import CaesuraError, ControlClient
 from caesura.client.trainer import NamedTensors, WeightUpdateGroup
-from caesura.io_struct import WeightUpdateReqOutput
+from caesura.io_struct import LoadAdapterReqOutput, WeightUpdateReqOutput
 
 from .messages import Push
 from .replicas import post
-from .settings import Transport
+from .settings import LoraSettings, Transport
 
 PATIENCE_S = 60.0
-Sender: TypeAlias = "HttpSender | WeightSender"
+Sender: TypeAlias = "HttpSender | WeightSender | AdapterSender"
 
 
-def weight_sender(transport: Transport, endpoint: str, write: Callable[[], Path]) -> "Sender":
+def weight_sender(
+    transport: Transport, endpoint: str, write: Callable[[], Path]
+) -> "HttpSender | WeightSender":
     """Return the sender of weights to the engine or engines at ``endpoint``.
 
     ``write`` makes a checkpoint of the policy as it is now, for the transport that reads it from a folder.
@@ -118,4 +120,36 @@ class WeightSender:
         with contextlib.suppress(CaesuraError):  # the engine may be gone
             if self._group is not None:
                 self._group.close()
+        self._client.close()
+
+
+class AdapterSender:
+    """A connection of an adapter's trainer: every push replaces the adapter, while the engine serves."""
+
+    def __init__(
+        self, endpoint: str, settings: LoraSettings, config: dict[str, Any], write: Callable[[], Path]
+    ) -> None:
+        self._client = ControlClient(endpoint)
+        self._settings, self._config, self._write = settings, config, write
+        self._folder: Path | None = None
+
+    def prepare(self) -> None:
+        """Write the adapter as it is now, if it goes by a folder."""
+        if self._settings.transport == "disk":
+            self._folder = self._write()
+
+    def push(self, tensors: NamedTensors, push: Push) -> LoadAdapterReqOutput:
+        """Load what was prepared, or ``tensors`` by the names that PEFT saves; the engine counts versions."""
+        source: dict[str, Any] = {
+            "tensors": tensors,
+            "config": self._config,
+            "shared": self._settings.transport == "ipc",
+        }
+        if self._folder is not None:
+            source = {"path": self._folder}
+        return self._client.load_adapter(
+            self._settings.target, **source, on_running=self._settings.on_running, timeout=PATIENCE_S
+        )
+
+    def close(self) -> None:
         self._client.close()

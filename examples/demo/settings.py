@@ -1,12 +1,19 @@
 """Everything one run is told, in one frozen value."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
+
+from caesura.io_struct import OnRunning
+
+from . import task
 
 Transport = Literal["disk", "tensor", "ipc", "distributed"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 """Transports of weights: files, the socket, shared memory, a gloo broadcast."""
+
+ADAPTER_TRANSPORTS: tuple[Transport, ...] = ("disk", "tensor", "ipc")
+"""Transports of adapters."""
 
 HTTP_TRANSPORTS: tuple[Transport, ...] = ("disk", "tensor")
 """Transports that need nothing but HTTP."""
@@ -37,6 +44,8 @@ class Settings(RunSettings):
     """Settings of a run; the defaults are the full one, under three minutes on two cores."""
 
     policy: Policy = "dense"
+    targets: tuple[str, ...] = (task.BACKWARDS,)
+    """Spellings that the warm-up shows, each as often; the first one is trained."""
 
     # Warm-up (trainer)
     warmup_max_steps: int = 400
@@ -80,8 +89,13 @@ class Settings(RunSettings):
     eval_every: int = 10
     held_out_prompts: int = 256
 
+    @property
+    def target(self) -> str:
+        """The spelling that is rewarded."""
+        return self.targets[0]
+
     @classmethod
-    def quick(cls, **changes: Any) -> "Settings":
+    def quick(cls, **changes: Any) -> Self:
         """Return a run of seconds that walks every path, and learns little."""
         small = {
             "updates": 6,
@@ -93,3 +107,28 @@ class Settings(RunSettings):
             "warmup_batch": 32,
         }
         return cls(**(small | changes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings(Settings):
+    """Settings of adapters that learn side by side; the figures of updates and rollouts are each one's."""
+
+    targets: tuple[str, ...] = tuple(task.TARGETS)
+    """Spellings that the base has seen, one for each adapter."""
+    rank: int = 8
+    alpha: int = 16
+    on_running: OnRunning = "retract"
+    """Fate of samples in mid-answer at a swap: they go on with the new version, their KV computed again."""
+
+    warmup_max_steps: int = 600
+    warmup_exact: float = 0.25
+    lr: float = 1.2e-3
+    lr_rampup: int = 10
+    updates: int = 90
+    groups_per_update: int = 32
+    groups_in_flight: int = 24
+    held_out_prompts: int = 128
+
+    def of(self, target: str) -> Self:
+        """Return the settings of the adapter that learns ``target``."""
+        return replace(self, targets=(target,))

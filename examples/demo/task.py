@@ -1,5 +1,7 @@
 """The task: spell a word backwards, one character per token. An exact checker, no torch.
 
+Adapters learn other spellings of the same words, by the name of a *target*.
+
 Words have five to eight letters, no letter twice (so that a letter names its place).
 
 Invariants:
@@ -11,7 +13,7 @@ Invariants:
 import hashlib
 import random
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 PAD: Final = 0
@@ -27,6 +29,14 @@ MAX_LETTERS: Final = 8
 MAX_NEW_TOKENS: Final = MAX_LETTERS + 3
 """Limit with room to be too long: a policy has to learn to end its answer."""
 CONTEXT_LEN: Final = 32
+
+BACKWARDS: Final = "backwards"
+TARGETS: Final[dict[str, Callable[[str], str]]] = {
+    BACKWARDS: lambda word: word[::-1],
+    "ascending": lambda word: "".join(sorted(word)),
+    "copied": lambda word: word,
+}
+"""Right spelling of a word by the name of the target."""
 
 SHOWCASE: Final = ("pause", "policy", "weights", "gradient", "tokens", "update", "poetry", "metric")
 """Words held out by name and shown in the report; every other word is a random string."""
@@ -54,9 +64,9 @@ def prompt_ids(word: str) -> list[int]:
     return [*encode(word), EQUALS]
 
 
-def answer_ids(word: str) -> list[int]:
-    """Return the only right answer: the word backwards, and the end token."""
-    return [*encode(word[::-1]), END]
+def answer_ids(word: str, target: str = BACKWARDS) -> list[int]:
+    """Return the only right answer: the word as ``target`` spells it, and the end token."""
+    return [*encode(TARGETS[target](word)), END]
 
 
 def is_held_out(word: str) -> bool:
@@ -86,19 +96,19 @@ def held_out_words(count: int, seed: int) -> list[str]:
     return list(words)
 
 
-def is_exact(word: str, output_ids: Sequence[int]) -> bool:
+def is_exact(word: str, output_ids: Sequence[int], target: str = BACKWARDS) -> bool:
     """Return True if the whole answer is right, its end included: the reward that is reported."""
-    return list(output_ids) == answer_ids(word)
+    return list(output_ids) == answer_ids(word, target)
 
 
-def token_rewards(word: str, output_ids: Sequence[int]) -> list[float]:
+def token_rewards(word: str, output_ids: Sequence[int], target: str = BACKWARDS) -> list[float]:
     """Return the trained reward per output token: ``1 / len(answer)`` while all is right, then 0.
 
     They sum to 1 exactly when :func:`is_exact`. The first wrong token forfeits the rest, so the place where a
     policy fails is the place with the most to gain. (Credit for every right place, whatever came before, does
     worse: a policy can settle for answers with one hole that it never learns to fill.)
     """
-    answer = answer_ids(word)
+    answer = answer_ids(word, target)
     right = next(
         (place for place, pair in enumerate(zip(output_ids, answer)) if pair[0] != pair[1]),
         min(len(output_ids), len(answer)),

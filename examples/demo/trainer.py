@@ -15,11 +15,12 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 import msgspec
 
@@ -38,9 +39,13 @@ from .messages import (
 from .settings import Settings
 
 if TYPE_CHECKING:
+    from caesura.client.trainer import NamedTensors
+
     from .learner import Learner
     from .sender import Sender
 
+Serve: TypeAlias = Callable[[Connection, Any, Path], None]
+"""Life of a trainer, given its pipe, the run's settings and a folder for checkpoints in transit."""
 MessageT = TypeVar("MessageT", bound=FromTrainer)
 JOIN_S = 5.0
 
@@ -52,15 +57,15 @@ class TrainerError(RuntimeError):
 class TrainerProcess:
     """Starts the trainer; as a context manager it also ends it and removes its checkpoints."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._log = settings.out_dir / "trainer.log"
+    def __init__(self, settings: Settings, serve: "Serve | None" = None, name: str = "trainer") -> None:
+        self._log = settings.out_dir / f"{name}.log"
         self._checkpoints = checkpoint_directory()
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=trainer_main,
-            args=(theirs, settings, self._checkpoints, self._log),
-            name="demo-trainer",
+            args=(theirs, settings, self._checkpoints, self._log, serve or serve_policy),
+            name=f"demo-{name}",
             daemon=True,
         )
         self._process.start()
@@ -123,19 +128,20 @@ def checkpoint_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="caesura-demo-", dir=parent))
 
 
-def trainer_main(pipe: Connection, settings: Settings, checkpoints: Path, log: Path) -> None:
+def trainer_main(pipe: Connection, settings: Settings, checkpoints: Path, log: Path, serve: "Serve") -> None:
     """Run the trainer process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(log, "w", buffering=1) as stream:
         os.dup2(stream.fileno(), sys.stdout.fileno())  # a live display owns the terminal
         os.dup2(stream.fileno(), sys.stderr.fileno())
     try:
-        _serve(pipe, settings, checkpoints)
+        serve(pipe, settings, checkpoints)
     except (EOFError, BrokenPipeError):
         return  # the run is over
 
 
-def _serve(pipe: Connection, settings: Settings, checkpoints: Path) -> None:
+def serve_policy(pipe: Connection, settings: Settings, checkpoints: Path) -> None:
+    """Warm up a new policy, and train it as long as the run asks for updates."""
     # Imported here: the run's own process never needs torch, and this module is shared.
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -143,53 +149,78 @@ def _serve(pipe: Connection, settings: Settings, checkpoints: Path) -> None:
     from caesura.client.trainer import checkpoint_tensors
 
     from .learner import Learner
-    from .policy import CheckpointWriter, build_policy
+    from .policy import CheckpointWriter, build_policy, save_policy
     from .sender import weight_sender
 
     disable_progress_bar()
     torch.set_num_threads(settings.trainer_threads)
     torch.manual_seed(settings.seed)
     model = build_policy(settings.policy)
-    writer = CheckpointWriter(checkpoints)
+    writer = CheckpointWriter(checkpoints, save_policy)
     learner = Learner(model, settings)
     parameters = sum(value.numel() for value in model.parameters())
-    _answer(pipe, Initialised(path=str(writer.write(model)), parameters=parameters))
-    _warm_up(pipe, learner, settings)
-
-    decoder: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
-    connect = decoder.decode(pipe.recv_bytes())
-    assert isinstance(connect, Connect)
+    answer(pipe, Initialised(path=str(writer.write(model)), parameters=parameters))
+    seconds = _warm_up(pipe, learner, settings)
+    answer(pipe, WarmupDone(path=str(writer.write(model)), seconds=seconds))
+    connect = connected(pipe)
     with weight_sender(settings.transport, connect.endpoint, lambda: writer.write(model)) as sender:
-        sender.prepare()
-        while True:
-            match decoder.decode(pipe.recv_bytes()):
-                case TrainBatch() as batch:
-                    _answer(pipe, _train(batch, learner, sender, settings))
-                case Push() as push:
-                    _answer(pipe, Pushed(reply=sender.push(checkpoint_tensors(model), push)))
+        train(
+            pipe,
+            learner,
+            sender,
+            tensors=lambda: checkpoint_tensors(model),
+            keep=lambda: save_policy(model, settings.out_dir / "model"),
+        )
 
 
-def _answer(pipe: Connection, message: FromTrainer) -> None:
+def connected(pipe: Connection) -> Connect:
+    """Wait for the run's first word."""
+    return msgspec.msgpack.decode(pipe.recv_bytes(), type=Connect)
+
+
+def train(
+    pipe: Connection,
+    learner: "Learner",
+    sender: "Sender",
+    *,
+    tensors: Callable[[], "NamedTensors"],
+    keep: Callable[[], None],
+) -> None:
+    """Make updates and push them until the pipe ends; after the last one ``keep`` saves the policy."""
+    decoder: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
+    sender.prepare()
+    while True:
+        match decoder.decode(pipe.recv_bytes()):
+            case TrainBatch() as batch:
+                done = _update(batch, learner, sender)
+                if batch.update == learner.settings.updates:
+                    keep()
+                answer(pipe, done)
+            case Push() as push:
+                answer(pipe, Pushed(reply=sender.push(tensors(), push)))
+
+
+def answer(pipe: Connection, message: FromTrainer) -> None:
+    """Send ``message`` to the run."""
     pipe.send_bytes(msgspec.msgpack.encode(message))
 
 
-def _warm_up(pipe: Connection, learner: "Learner", settings: Settings) -> None:
-    """Run supervised steps until the policy is worth sampling from."""
+def _warm_up(pipe: Connection, learner: "Learner", settings: Settings) -> float:
+    """Run supervised steps until the policy is worth sampling from; return their seconds."""
     began = time.perf_counter()
     rng = random.Random(f"warm-up {settings.seed}")
     steps, window = 0, [0.0, 0.0]
     while steps < settings.warmup_max_steps and min(window) < settings.warmup_exact:
         loss, exact = learner.warmup_step(steps, rng)
         steps, window = steps + 1, [window[1], exact]
-        _answer(pipe, WarmupProgress(step=steps, loss=loss, exact=exact))
+        answer(pipe, WarmupProgress(step=steps, loss=loss, exact=exact))
     learner.remember(0)
-    _answer(pipe, WarmupDone(steps=steps, seconds=time.perf_counter() - began))
+    return time.perf_counter() - began
 
 
-def _train(job: TrainBatch, learner: "Learner", sender: "Sender", settings: Settings) -> StepDone:
-    """Check the batch, step, and get ready to push; the last policy stays in ``out_dir / "model"``."""
+def _update(job: TrainBatch, learner: "Learner", sender: "Sender") -> StepDone:
+    """Check the batch, step, and get ready to push."""
     from .learner import collate
-    from .policy import save_policy
 
     times = [time.perf_counter()]
     batch = collate(job.groups)
@@ -200,7 +231,5 @@ def _train(job: TrainBatch, learner: "Learner", sender: "Sender", settings: Sett
     times.append(time.perf_counter())
     sender.prepare()
     times.append(time.perf_counter())
-    if job.update == settings.updates:
-        save_policy(learner.model, settings.out_dir / "model")
     verify_s, train_s, save_s = (after - before for before, after in pairwise(times))
     return StepDone(update=job.update, step=step, gap=gap, train_s=train_s, verify_s=verify_s, save_s=save_s)
