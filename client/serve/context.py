@@ -70,7 +70,7 @@ class FrontEnd:
         self.woken: list[EventStream] = []
         """Streams with something to send."""
         self.transfer = WeightTransfer(self.client, options.weight_transfer_backend)
-        self.tinker = TinkerClients(self.client, of_group=fleet is not None)
+        self.tinker = TinkerClients(self.client)
         self.trainer = UpstreamTrainer(options.tinker_trainer) if options.tinker_trainer else None
 
 

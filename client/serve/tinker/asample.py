@@ -24,7 +24,7 @@ from ..error_responses import RETRY_AFTER_S, json_response, status_of
 from ..generations import unless_left, whole
 from ..middleware import generating
 from ..openai.common import MAX_STOP_STRINGS, AnySeed, TopCount, error_body, invalid_body
-from .promises import GoneError, Promise, Sampler, TinkerError, check_version
+from .promises import GoneError, Promise, Sampler, TinkerError, other_version
 from .sample_answers import PROTOBUF, Targets, Wanted, answer
 from .samplers import sampler_of
 
@@ -178,7 +178,8 @@ async def _taken(front: FrontEnd, sampler: Sampler, asked: GenerationRequest, wa
             if each.output.finish_reason.type == "abort":
                 raise GoneError(f"the sample was aborted: {each.output.finish_reason.message}")
             for span in each.output.weight_versions:
-                check_version(sampler, front.tinker.version(span.incarnation, span.adapter_epoch))
+                if sampler.version is not None and span.adapter_epoch != sampler.version[0]:
+                    raise other_version(sampler, span.adapter_epoch)
         return found
 
     def answered(found: list[Sample], protobuf: bool) -> Response[bytes]:

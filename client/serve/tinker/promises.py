@@ -51,9 +51,9 @@ class Sampler:
     path: str | None = None
     """``tinker://`` path that it was made of; None for the model itself."""
     adapter: str | None = None
-    version: tuple[str, int] | None = None
-    """Incarnation of the engine and epoch of the adapter. None: it follows what is there. The adapters of a
-    group outlive its engines, so that its versions have no incarnation."""
+    version: tuple[int, str] | None = None
+    """Epoch and digest of the adapter, which an engine that is restarted loads under the same epoch. None: it
+    follows what is there."""
     clones: Iterator[int] = field(default_factory=lambda: count(1))
     """Numbers of the clients in other processes."""
 
@@ -68,13 +68,12 @@ class Promise:
 
 
 class TinkerClients:
-    def __init__(self, client: AsyncSchedulerClient, *, of_group: bool) -> None:
+    def __init__(self, client: AsyncSchedulerClient) -> None:
         self.sessions: dict[str, Session] = {}
         self.samplers: dict[str, Sampler] = {}
         self.promises: dict[str, Promise] = {}
         self._retrieved: dict[str, None] = {}
         self._client = client
-        self._of_group = of_group
         self._asking: asyncio.Task[GetStatusReqOutput] | None = None
         self._next: asyncio.Task[GetStatusReqOutput] | None = None
 
@@ -149,17 +148,9 @@ class TinkerClients:
             if not promise.task.cancelled():  # by the client, in the meantime
                 promise.task.result()
         elif sampler.version is not None:
-            check_version(sampler, self.version_of(await asked, sampler.adapter))
-
-    def version(self, incarnation: str, adapter_epoch: int) -> tuple[str, int]:
-        return "" if self._of_group else incarnation, adapter_epoch
-
-    def version_of(self, status: GetStatusReqOutput, adapter: str | None) -> tuple[str, int] | None:
-        """Return the version that requests for an adapter get; None if it is not loaded."""
-        epochs = [
-            each.adapter_epoch for each in status.adapters if each.name == adapter and not each.replaced
-        ]
-        return self.version(status.incarnation, epochs[0]) if epochs else None
+            found = version_of(await asked, sampler.adapter)
+            if found != sampler.version:
+                raise other_version(sampler, found and found[0])
 
     def status(self) -> "asyncio.Task[GetStatusReqOutput]":
         """Return the answer to a question that is not asked yet; many callers share one."""
@@ -181,13 +172,21 @@ def _seen(task: "asyncio.Task[Any]") -> None:
         task.exception()
 
 
-def check_version(sampler: Sampler, found: tuple[str, int] | None) -> None:
-    """Refuse a version of the adapter that is not the sampler's."""
-    if sampler.version is not None and found != sampler.version:
-        now = "is not loaded any more" if found is None else f"has adapter_epoch {found[1]} now"
-        raise UnknownAdapter(
-            f"{sampler.path} was adapter_epoch {sampler.version[1]} of {sampler.adapter!r}, which {now}: "
-            "create a new sampling client",
-            adapter=sampler.adapter,
-            adapter_epoch=sampler.version[1],
-        )
+def version_of(status: GetStatusReqOutput, adapter: str | None) -> tuple[int, str] | None:
+    """Return the version that requests for an adapter get; None if it is not loaded."""
+    for each in status.adapters:
+        if each.name == adapter and not each.replaced:
+            return each.adapter_epoch, each.digest
+    return None
+
+
+def other_version(sampler: Sampler, epoch: int | None) -> UnknownAdapter:
+    """Return the error of a version of the adapter that is not the sampler's; None: it is not loaded."""
+    assert sampler.version is not None
+    now = "is not loaded any more" if epoch is None else f"has adapter_epoch {epoch} now"
+    return UnknownAdapter(
+        f"{sampler.path} was adapter_epoch {sampler.version[0]} of {sampler.adapter!r}, which {now}: "
+        "create a new sampling client",
+        adapter=sampler.adapter,
+        adapter_epoch=sampler.version[0],
+    )

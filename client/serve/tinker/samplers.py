@@ -13,7 +13,7 @@ from ..bodies import HTTPRequest, read_control
 from ..context import Front, FrontEnd
 from ..error_responses import json_response
 from ..openai.common import adapter_of, not_found
-from .promises import Sampler, Session
+from .promises import Sampler, Session, version_of
 
 SCHEME = "tinker://"
 USER = {"access": "user"}
@@ -120,7 +120,7 @@ async def _chosen(front: FrontEnd, body: SamplingSessionBody) -> dict[str, Any]:
     if not body.model_path.startswith(SCHEME):
         raise InvalidRequest(f"model_path must begin with {SCHEME}", field="model_path")
     adapter = body.model_path.removeprefix(SCHEME)
-    version = front.tinker.version_of(await front.tinker.status(), adapter)
+    version = version_of(await front.tinker.status(), adapter)
     if version is None:
         reason = f"no adapter {adapter!r} is loaded, which {body.model_path} names"
         raise UnknownAdapter(reason, adapter=adapter)

@@ -101,9 +101,7 @@ async def _load(front: FrontEnd, session: Session, body: SaveBody, folder: str) 
         session=session,
         path=SCHEME + adapter,
         adapter=adapter,
-        version=None
-        if follows
-        else front.tinker.version(str(front.client.incarnation), loaded.adapter_epoch),
+        version=None if follows else (loaded.adapter_epoch, loaded.digest),
     )
     return {**found, "sampling_session_id": front.tinker.add(sampler).id}
 

@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import os
+import signal
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from support.http_serve import ServedEngine, make_text_model, served
 from support.lora import ALL_LINEAR, logprobs_by_peft, make_adapter
 from support.tinker_trainer import MODEL, TinkerTrainer, training
+from support.waiting import eventually
 
 PROMPT = [5, 6, 7, 8, 9]
 PROTOBUF = "application/x-protobuf"
@@ -408,6 +411,21 @@ def test_other_training_routes_are_the_trainers(engine, client, trainer):
     assert found.json() == {"asked": "/api/v1/training_runs?limit=2"}
     assert engine.ok("/api/v1/retrieve_future", {"request_id": "theirs"}) == {"type": "optim_step"}
     assert engine.post("/api/v1/retrieve_future", {"request_id": "nobody's"}).status_code == 410
+
+
+def test_a_restarted_engine_has_the_samplers_version(model, adapters):
+    options = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--restart")
+    with served("--model", str(model), "--dtype", "float32", *options) as engine:
+        client = Client(engine)
+        engine.ok("/load_lora_adapter", {"lora_name": "policy", "lora_path": str(adapters[0])})
+        sampler = client.sampler(model_path="tinker://policy")
+        before = client.sampled(sampler)["sequences"][0]
+        os.kill(engine.engine_pid, signal.SIGKILL)
+        eventually(lambda: client.asked(sampler, seq_id=99).status_code == 200)
+        found = client.sampled(sampler)["sequences"][0]
+        assert (found["tokens"], found["logprobs"]) == (before["tokens"], before["logprobs"])
+        (now,), (then,) = found["weight_versions"], before["weight_versions"]
+        assert now["incarnation"] != then["incarnation"]
 
 
 def test_replicas_have_one_version_and_no_trainer(model, adapters):

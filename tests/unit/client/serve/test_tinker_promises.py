@@ -32,7 +32,7 @@ class Questions:
 def run(test: Callable[[TinkerClients, Any], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         client: Any = Questions()
-        await test(TinkerClients(client, of_group=False), client)
+        await test(TinkerClients(client), client)
 
     asyncio.run(main())
 
