@@ -157,6 +157,8 @@ class EngineOptions:
     """
     max_lora_rank: int = 32
     """Largest rank of an adapter."""
+    lora_experts: bool = False
+    """Take memory for adapters of routed experts, too: factors for every expert."""
     reference_model_path: AnyPath | None = None
     """Hugging Face folder of the reference model for score requests. By default there is none."""
     reference_residency: Residency = "resident"

@@ -435,7 +435,9 @@ def _read(
     if request.session_id is not None:
         engine.sessions.named(request.session_id)
     source, config = _source(engine, request, buffers)
-    plan = plan_adapter(config, source.specs, slots.shapes(), model.model.own_name, slots.max_rank)
+    plan = plan_adapter(
+        config, source.specs, slots.shapes(), model.model.own_name, slots.max_rank, slots.experts
+    )
     tensors: dict[str, Tensor] = {}
     elsewhere = None
     if isinstance(source, DistributedSource):

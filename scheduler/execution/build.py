@@ -71,7 +71,9 @@ def load_model(
         )
     dtype = model_config.dtype if config.dtype == "auto" else by_torch_name(config.dtype)
     device = torch.device(config.device)
-    adapters = AdapterSlots(config.max_loras + 1, config.max_lora_rank) if config.enable_lora else None
+    adapters: AdapterSlots | None = None
+    if config.enable_lora:
+        adapters = AdapterSlots(config.max_loras + 1, config.max_lora_rank, experts=config.lora_experts)
     model = build_model(model_config, dtype, device, parallel, adapters)
     loader = WeightLoader(model)
     checkpoint = open_checkpoint(folder or config.model_path)

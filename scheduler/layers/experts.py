@@ -10,7 +10,7 @@ Shazeer et al., 2017, arXiv:1701.06538. Invariants:
   its bits depend on the token alone, unless weights are FP8 that cannot be packed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import ModuleType
@@ -35,6 +35,7 @@ from .stacked_experts import StackedBiasSlot, StackedSlot
 
 if TYPE_CHECKING:
     from .fp8_products import FlashInferExperts
+    from .lora import AdaptedPairs
 
 COMBINED_ELEMENTS = 1 << 24
 """Elements that are weighted at a time: bounds the float32 transient of torch's way to 64 MB."""
@@ -55,6 +56,7 @@ class ExpertMatrix(Stored):
         fp8: Fp8Blocks | None = None,
     ) -> None:
         super().__init__(name, out_features, in_features, place, packed=packed, fp8=fp8, count=count)
+        self.outputs = out_features
         self._product: kernel.GroupedProduct | None = None
         if packed:
             data = self.parameter.data
@@ -83,6 +85,35 @@ class ExpertNames:
     """Names inside an expert's module; the module's name is its number."""
     stacked: bool = False
     """All experts are one tensor, as :mod:`.stacked_experts` describes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertModules:
+    """Checkpoint modules of a layer's experts, which PEFT may adapt as two parameters of all."""
+
+    prefix: str
+    count: int
+    gate: str
+    up: str
+    down: str
+    hidden: int
+    width: int
+    by_turns: bool
+    """True if a parameter has rows of gate and up by turns, else those of gate first."""
+
+    def name(self, expert: int, part: str) -> str:
+        return f"{self.prefix}.{expert}.{part}"
+
+    @property
+    def gate_up(self) -> str:
+        return f"{self.prefix}.gate_up_proj"
+
+    def parameter(self, shapes: Sequence[Sequence[int]]) -> tuple[str, tuple[int, int]]:
+        """Return the parameter that factors A and B of ``shapes`` belong to, with its (outputs, inputs)."""
+        size = 2 * self.width, self.hidden
+        if [*shapes[0][1:], *shapes[-1][:1]] == [size[1], size[0]]:
+            return self.gate_up, size
+        return f"{self.prefix}.down_proj", (self.hidden, self.width)
 
 
 class Experts:
@@ -130,6 +161,24 @@ class Experts:
                 for part, size in sizes.items()
             )
             self._biases = gate_up_bias, down_bias
+        self._slots, self._adapters = place.adapters, None
+        if self._slots is not None and self._fp8 is None:
+            self._adapters = self._slots.of_experts(
+                name,
+                ExpertModules(
+                    prefix=prefix,
+                    count=num_experts,
+                    gate=names.gate,
+                    up=names.up,
+                    down=names.down,
+                    hidden=hidden_size,
+                    width=self._window.total,
+                    by_turns=names.stacked,
+                ),
+                self._window,
+                place,
+                packed=self._compiled,
+            )
 
     def _matrix(
         self, name: str, part_rows: list[int], in_features: int, place: Placement
@@ -161,13 +210,15 @@ class Experts:
             return out if addend is None else out.add_(addend)
         if self._triton is not None:
             rows, places, ends = self._sorted(x, expert_ids, self._triton)
-            summed: Tensor = self._triton.combine(self._plain(rows, ends), places, weights, addend)
+            y = self._plain(rows, ends, self._adapted(places, expert_ids))
+            summed: Tensor = self._triton.combine(y, places, weights, addend)
             return summed
         if self._compiled:
             out = self._forward_compiled(x, expert_ids, weights)
         else:
             tokens, places, ends = sort_by_expert(expert_ids, self.count)
-            out = combine(self._plain(x.index_select(0, tokens), ends), places, weights)
+            y = self._plain(x.index_select(0, tokens), ends, self._adapted(places, expert_ids))
+            out = combine(y, places, weights)
         return out if addend is None else out.add_(addend)
 
     def _sorted(self, x: Tensor, expert_ids: Tensor, triton: ModuleType) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,13 +229,31 @@ class Experts:
         tokens, places, ends = sort_by_expert(expert_ids, self.count)
         return x.index_select(0, tokens), places, ends
 
-    def _plain(self, rows: Tensor, ends: Tensor) -> Tensor:
+    def _adapted(self, places: Tensor, expert_ids: Tensor) -> "AdaptedPairs | None":
+        """Return the pairs that adapters change; ``places`` [T, k]: where each pair was sorted to."""
+        if self._slots is None or self._adapters is None or self._slots.rows is None:
+            return None
+        index, ids = places.flatten(), expert_ids.flatten()
+        number = torch.arange(len(ids), device=ids.device)
+        tokens, experts = (
+            torch.empty_like(ids).index_copy_(0, index, of) for of in (number // expert_ids.shape[1], ids)
+        )
+        return self._slots.pairs(tokens, experts, self.count, self._adapters, packed=self._compiled)
+
+    def _adapt(self, product: int, x: Tensor, y: Tensor, pairs: "AdaptedPairs | None") -> Tensor:
+        if pairs is not None and self._adapters is not None:
+            self._adapters[product].add(x, y, pairs)
+        return y
+
+    def _plain(self, rows: Tensor, ends: Tensor, adapted: "AdaptedPairs | None") -> Tensor:
         experts = None
         if self._biases is not None:
             pairs = torch.arange(rows.shape[0], dtype=ends.dtype, device=ends.device)
             experts = torch.searchsorted(ends, pairs, right=True)
         gate_up = self._biased(self._gate_up.plain_product(rows, ends), experts, 0)
-        return self._biased(self._down.plain_product(self._gate(gate_up), ends), experts, 1)
+        gated = self._gate(self._adapt(0, rows, gate_up, adapted))
+        y = self._biased(self._down.plain_product(gated, ends), experts, 1)
+        return self._adapt(1, gated, y, adapted)
 
     def _biased(self, y: Tensor, experts: Tensor | None, product: int) -> Tensor:
         """Add the bias of each row's expert to ``y`` in place; that of sums over ranks on rank 0."""
@@ -223,8 +292,11 @@ class Experts:
         gate_up = self._take("gate_up", expert_ids, 2 * self.width, x)
         biases = self._added_biases
         self._gate_up.packed_product(rows, groups, gate_up, biases[0])
+        adapted = self._adapted(groups.places, expert_ids)
+        self._adapt(0, rows, gate_up, adapted)
         gated = elementwise.gate_mul(gate_up, self._take("gated", expert_ids, self.width, x), bend=self.bend)
         y = self._down.packed_product(gated, groups, rows, biases[1])  # whose inputs are no longer needed
+        self._adapt(1, gated, y, adapted)
         return kernel.combine(y, groups, weights.float().contiguous())
 
     def _take(self, purpose: str, expert_ids: Tensor, width: int, x: Tensor) -> Tensor:

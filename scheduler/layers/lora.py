@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from ..execution.forward import NO_ADAPTER
+from ..kernels import experts as grouped
 from ..kernels import linear as kernel
 from ..memory.residency import nobody
+from .experts import ExpertMatrix, ExpertModules, sort_by_expert
 from .matrix import Stored, packs
 from .parameters import Parameter, Placement
 from .sharding import Window
@@ -135,23 +137,16 @@ class LinearAdapters:
         return self._plain
 
     def write(self, slot: int, factors: Mapping[str, Factors]) -> None:
-        before, rank = self._changes[slot], self._rank
+        before = self._changes[slot]
         self._changes[slot] = any(part in factors for part in self._parts)
         if not (before or self._changes[slot]):
             return
-        a = torch.zeros(len(self._parts) * rank, self._columns.length)
         shrink, expands = self._matrices
-        parts = zip(self._parts.items(), expands, strict=True)
-        for number, ((part, windows), expand) in enumerate(parts):
-            b = torch.zeros(_length(windows), rank)
-            if part in factors:
-                given = factors[part]
-                own = given.a[:, self._columns.start : self._columns.stop]
-                a[number * rank : number * rank + len(own)] = own
-                rows = torch.cat([given.b[window.start : window.stop] for window in windows])
-                b[:, : rows.shape[1]] = rows.float() * given.scale
-            expand.write(slot, b)
+        given = [(factors.get(part), windows) for part, windows in self._parts.items()]
+        a, b = _own(given, self._columns, self._rank)
         shrink.write(slot, a)
+        for expand, rows in zip(expands, b, strict=True):
+            expand.write(slot, rows)
 
     def add(self, x: Tensor, out: Tensor) -> None:
         """Add the adapters' part of the product of ``x`` [T, inputs] to ``out`` [T, outputs]."""
@@ -184,6 +179,102 @@ class LinearAdapters:
                 out.index_add_(0, tokens, change)
 
 
+def _own(
+    given: Sequence[tuple[Factors | None, Sequence[Window]]], columns: Window, rank: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Return this rank's part of all modules' A, one below the other, and of each B, scaled."""
+    a, b = torch.zeros(len(given) * rank, columns.length), []
+    for number, (factors, windows) in enumerate(given):
+        b.append(torch.zeros(_length(windows), rank))
+        if factors is not None:
+            own = factors.a[:, columns.start : columns.stop]
+            a[number * rank : number * rank + len(own)] = own
+            rows = torch.cat([factors.b[window.start : window.stop] for window in windows])
+            b[-1][:, : rows.shape[1]] = rows.float() * factors.scale
+    return a, b
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedPairs:
+    """Pairs of a token and an expert, sorted by the token's slot and the expert."""
+
+    order: Tensor
+    """int64: the place of each among the pairs that the experts compute."""
+    groups: grouped.Groups | None = None
+    """Groups for compiled kernels, of pairs with an adapter alone."""
+    ends: Tensor | None = None
+    """int32: the end of each group otherwise; pairs without an adapter are in groups of slot 0."""
+    without: Tensor | None = None
+    """bool [pairs, 1]: True for these, as they are sorted."""
+
+
+class ExpertAdapters:
+    """The adapters of one product of routed experts: a factor A and a B of each for every slot and expert."""
+
+    def __init__(
+        self,
+        slots: "AdapterSlots",
+        name: str,
+        modules: ExpertModules,
+        parts: Sequence[str],
+        windows: tuple[Window, Window],
+        place: Placement,
+        *,
+        packed: bool,
+    ) -> None:
+        """``windows``: rows of each part, and columns."""
+        self._slots, self._modules, self._parts = slots, modules, parts
+        self._rows, self._columns = windows
+        self._rank, count = slots.width, slots.count * modules.count
+        shape = len(parts) * self._rank, self._columns.length
+        self._shrink = ExpertMatrix(f"{name}.lora_A", count, *shape, place, packed=packed)
+        shape = self._rows.length, self._rank
+        self._expand = [
+            ExpertMatrix(f"{name}.lora_B.{part}", count, *shape, place, packed=packed) for part in parts
+        ]
+        self._changes = [False] * slots.count
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        for expert in range(self._modules.count):
+            for part in self._parts:
+                yield self._modules.name(expert, part), (self._rows.total, self._columns.total)
+
+    def changed_by(self, slots: Sequence[int]) -> bool:
+        return any(self._changes[slot] for slot in slots)
+
+    def write(self, slot: int, factors: Mapping[str, Factors]) -> None:
+        before = self._changes[slot]
+        self._changes[slot] = any(name in factors for name, _ in self.shapes())
+        if not (before or self._changes[slot]):
+            return
+        for expert in range(self._modules.count):
+            names = [self._modules.name(expert, part) for part in self._parts]
+            given = [(factors.get(name), [self._rows]) for name in names]
+            a, b = _own(given, self._columns, self._rank)
+            number = slot * self._modules.count + expert
+            for matrix, rows in zip((self._shrink, *self._expand), (a, *b), strict=True):
+                matrix.slot("", number=number).write(rows, 0)
+
+    def add(self, x: Tensor, out: Tensor, pairs: AdaptedPairs) -> None:
+        """Add to ``out`` [pairs, outputs] what adapters change of the product of ``x`` [pairs, inputs]."""
+        rows = x.index_select(0, pairs.order)
+        shrunk = self._product(self._shrink, rows, pairs)
+        if pairs.without is not None:
+            shrunk.masked_fill_(pairs.without, 0)
+        factors = shrunk.split(self._rank, dim=1)
+        changes = [
+            self._product(matrix, part.contiguous(), pairs)
+            for matrix, part in zip(self._expand, factors, strict=True)
+        ]
+        out.index_add_(0, pairs.order, torch.cat(changes, dim=1) if len(changes) > 1 else changes[0])
+
+    def _product(self, matrix: ExpertMatrix, x: Tensor, pairs: AdaptedPairs) -> Tensor:
+        if pairs.groups is not None:
+            return matrix.packed_product(x, pairs.groups, x.new_empty(len(x), matrix.outputs))
+        assert pairs.ends is not None, "pairs are sorted for one of both"
+        return matrix.plain_product(x, pairs.ends)
+
+
 def _length(rows: Sequence[Window]) -> int:
     return sum(window.length for window in rows)
 
@@ -191,20 +282,64 @@ def _length(rows: Sequence[Window]) -> int:
 class AdapterSlots:
     """The adapter slots of one model, which its products find through their placement."""
 
-    def __init__(self, count: int, max_rank: int) -> None:
-        self.count, self.max_rank = count, max_rank
+    def __init__(self, count: int, max_rank: int, *, experts: bool = False) -> None:
+        """``experts``: take memory for routed experts, too."""
+        self.count, self.max_rank, self._with_experts = count, max_rank, experts
         self.width = -(-max_rank // _RANKS) * _RANKS
         """Ranks that a slot has memory for."""
         self.rows: AdapterRows | None = None
         """Adapters of the rows that are computed, or None if none has one; set by the runner."""
-        self.products: list[LinearAdapters] = []
+        self.products: list[LinearAdapters | ExpertAdapters] = []
+        self.experts: dict[str, ExpertModules] = {}
+        """Routed experts that have memory for adapters, by the module that holds them."""
 
     def of(
         self, name: str, parts: Mapping[str, Sequence[Window]], columns: Window, place: Placement
     ) -> LinearAdapters:
         with nobody():  # kept when the memory of the weights is released
-            self.products.append(LinearAdapters(self, name, parts, columns, place))
-        return self.products[-1]
+            made = LinearAdapters(self, name, parts, columns, place)
+        self.products.append(made)
+        return made
+
+    def of_experts(
+        self, name: str, modules: ExpertModules, width: Window, place: Placement, *, packed: bool
+    ) -> tuple[ExpertAdapters, ExpertAdapters] | None:
+        """Return the adapters of both products of a layer's experts, or None without memory for them."""
+        if not self._with_experts:
+            return None
+        hidden = Window.whole(modules.hidden)
+        with nobody():
+            gate_up, down = (
+                ExpertAdapters(self, f"{name}.{part}", modules, parts, windows, place, packed=packed)
+                for part, parts, windows in (
+                    ("gate_up", (modules.gate, modules.up), (width, hidden)),
+                    ("down", (modules.down,), (hidden, width)),
+                )
+            )
+        self.products += [gate_up, down]
+        self.experts[modules.prefix] = modules
+        return gate_up, down
+
+    def pairs(
+        self, tokens: Tensor, experts: Tensor, count: int, adapters: Sequence[ExpertAdapters], *, packed: bool
+    ) -> AdaptedPairs | None:
+        """Sort pairs of int64 ``tokens`` and ``experts``, of ``count``; None if no adapter changes any."""
+        if self.rows is None:
+            return None
+        if not packed:
+            slots = self.rows.slots.index_select(0, tokens)
+            key = slots.clamp_min(0) * count + experts
+            order, _, ends = sort_by_expert(key.unsqueeze(1), self.count * count)
+            without = (slots == NO_ADAPTER).index_select(0, order).unsqueeze(1)
+            return AdaptedPairs(order, ends=ends, without=without)
+        used = [slot for slot, _ in self.rows.groups]
+        if not any(each.changed_by(used) for each in adapters):
+            return None
+        slots = self.rows.slots.index_select(0, tokens)
+        (chosen,) = torch.where(slots != NO_ADAPTER)
+        key = slots[chosen] * count + experts[chosen]
+        groups = grouped.group(key.unsqueeze(1), self.count * count)
+        return AdaptedPairs(chosen[groups.tokens], groups)
 
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Return (outputs, inputs) of each module that an adapter can change, by its checkpoint name."""

@@ -6,7 +6,7 @@ otherwise than by ``scale * B @ A`` beside a product with weights is refused by 
 
 import math
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Generic, TypeVar
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
+from ..layers.experts import ExpertModules
 from ..layers.lora import Factors
 from ..layers.parameters import CASTABLE
 from ..memory.storage import bytes_of
@@ -27,13 +28,16 @@ CONFIG = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
+_INNER, _EXPERTS = ".base_layer", ".experts."
 _COPY = re.compile(r"(.+)\.base_layer\.weight")
-_PATTERN = re.compile(r"\^?[\w.-]+\$?")
+_PATTERN = re.compile(r"(?:\^|\.\*\\\.)?(?:[\w-]|\\?\.)+\$?")
+_ANY = r".*\."
+"""Beginning of a pattern that says no more than its absence: names match by their ends."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out", "use_qalora"), (False, None)),
-    **dict.fromkeys(("modules_to_save", "trainable_token_indices", "target_parameters"), (None, [], {})),
+    **dict.fromkeys(("modules_to_save", "trainable_token_indices"), (None, [], {})),
     **dict.fromkeys(("layer_replication", "alora_invocation_tokens"), (None, [])),
 }
 """Values of fields of which every other one changes the forward in a way that is not computed here."""
@@ -60,6 +64,7 @@ class _Pattern(Generic[ValueT]):
         self._whole: dict[str, tuple[int, ValueT]] = {}
         self._ends: dict[str, tuple[int, ValueT]] = {}
         for number, (key, value) in enumerate((values or {}).items()):
+            key = key.removeprefix(_ANY).replace(r"\.", ".")
             name = key.removeprefix("^").removesuffix("$")
             self._whole.setdefault(name, (number, value))
             if key == name:
@@ -111,11 +116,32 @@ class AdapterPlan:
     """The largest."""
     copies: dict[str, str]
     """Modules of the tensors that must equal the base's weights: PEFT saves an adapted head's."""
+    stacked: dict[str, ExpertModules]
+    """Experts of the names in ``factors`` that are parameters of all of them."""
 
     def values(self, tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
-        return {
-            module: Factors(tensors[a], tensors[b], scale) for module, (a, b, scale) in self.factors.items()
-        }
+        found: dict[str, Factors] = {}
+        for module, (a, b, scale) in self.factors.items():
+            given = Factors(tensors[a], tensors[b], scale)
+            experts = self.stacked.get(module)
+            found |= {module: given} if experts is None else _by_expert(module, given, experts)
+        return found
+
+
+def _by_expert(name: str, given: Factors, experts: ExpertModules) -> Iterator[tuple[str, Factors]]:
+    """Yield each module's part of the factors A [experts * rank, in] and B [out, rank * experts]."""
+    a = given.a.unflatten(0, (experts.count, -1))
+    b = given.b.unflatten(1, (-1, experts.count)).permute(2, 0, 1).contiguous()
+    for expert in range(experts.count):
+        rows = b[expert]
+        parts = [(experts.down, rows)]
+        if name == experts.gate_up:
+            by_turns = (
+                (rows[::2].contiguous(), rows[1::2].contiguous()) if experts.by_turns else rows.chunk(2)
+            )
+            parts = list(zip((experts.gate, experts.up), by_turns, strict=True))
+        for part, own in parts:
+            yield experts.name(expert, part), Factors(a[expert], own, given.scale)
 
 
 def plan_adapter(
@@ -124,35 +150,34 @@ def plan_adapter(
     shapes: Mapping[str, tuple[int, int]],
     own_name: Callable[[str], str],
     max_rank: int,
+    experts: Mapping[str, ExpertModules],
 ) -> AdapterPlan:
     """Check an adapter against the model; raises ``weight_mismatch`` with all that does not fit.
 
     ``shapes``: (outputs, inputs) of each module; ``own_name`` maps a checkpoint's tensor name to the model's.
+    ``experts``: routed experts by the module that holds them, whose parameters PEFT adapts together by two
+    wrappers of that module, one inside the other; their shapes tell whose is which.
     """
-    found: dict[str, dict[str, NamedSpec]] = {}
-    copies: dict[str, str] = {}
+    specs, shapes = list(specs), dict(shapes)
+    if not experts and (of_experts := [spec.name for spec in specs if _EXPERTS in spec.name]):
+        reason = f"{of_experts[0]} is of routed experts, for which there is no memory here (lora_experts)"
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="lora_experts", value=False)
     problems: list[str] = []
-    for spec in specs:
-        name = spec.name.removeprefix(_PREFIX)
-        if (match := _COPY.fullmatch(name)) and match[1] in shapes:
-            copies[spec.name] = match[1]
-            if tuple(spec.shape) != shapes[match[1]]:
-                problems.append(f"{spec.name} is {list(spec.shape)}, not {list(shapes[match[1]])}")
-            continue
-        match = _FACTOR.fullmatch(name)
-        if match is None:
-            problems.append(f"{spec.name} is no factor of a module")
-            continue
-        module = own_name(f"{match[1]}.weight").removesuffix(".weight")
-        halves = found.setdefault(module, {})
-        if match[2] in halves:
-            problems.append(f"{module} has lora_{match[2]} twice")
-        halves[match[2]] = spec
+    found, copies = _given(specs, shapes, own_name, problems)
+    stacked: dict[str, ExpertModules] = {}
+    for module, of in ((each, experts.get(each.removesuffix(_INNER))) for each in list(found)):
+        if of is not None:
+            halves = found.pop(module)
+            name, size = of.parameter([spec.shape for _, spec in sorted(halves.items())])
+            stacked[name], shapes[name] = of, size
+            if found.setdefault(name, halves) is not halves:
+                problems.append(f"{name} has factors twice")
     largest = 0
     ranks, alphas = _Pattern(config.rank_pattern, config.r), _Pattern(config.alpha_pattern, config.lora_alpha)
     for module, halves in found.items():
         rank = ranks.of(module)
-        problems += _problems(module, halves, shapes, rank)
+        count = stacked[module].count if module in stacked else 1
+        problems += _problems(module, halves, shapes, count * rank)
         largest = max(largest, rank)
     if not found:
         problems.append("it has no factors")
@@ -176,7 +201,35 @@ def plan_adapter(
         module: (halves["A"].name, halves["B"].name, alphas.of(module) / ranks.of(module) ** power)
         for module, halves in found.items()
     }
-    return AdapterPlan(factors, largest, copies)
+    return AdapterPlan(factors, largest, copies, stacked)
+
+
+def _given(
+    specs: Iterable[NamedSpec],
+    shapes: Mapping[str, tuple[int, int]],
+    own_name: Callable[[str], str],
+    problems: list[str],
+) -> tuple[dict[str, dict[str, NamedSpec]], dict[str, str]]:
+    """Return the factors A and B of each module, and the modules of copies of the base's weights."""
+    found: dict[str, dict[str, NamedSpec]] = {}
+    copies: dict[str, str] = {}
+    for spec in specs:
+        name = spec.name.removeprefix(_PREFIX)
+        if (match := _COPY.fullmatch(name)) and match[1] in shapes:
+            copies[spec.name] = match[1]
+            if tuple(spec.shape) != shapes[match[1]]:
+                problems.append(f"{spec.name} is {list(spec.shape)}, not {list(shapes[match[1]])}")
+            continue
+        match = _FACTOR.fullmatch(name)
+        if match is None:
+            problems.append(f"{spec.name} is no factor of a module")
+            continue
+        module = own_name(f"{match[1]}.weight").removesuffix(".weight")
+        halves = found.setdefault(module, {})
+        if match[2] in halves:
+            problems.append(f"{module} has lora_{match[2]} twice")
+        halves[match[2]] = spec
+    return found, copies
 
 
 def _problems(
@@ -207,10 +260,10 @@ class SentFactors(msgspec.Struct, array_like=True):
 
 
 def sent(factors: Mapping[str, Factors]) -> tuple[list[SentFactors], list[memoryview]]:
-    """Return what :func:`received` makes the same factors of, and its frames."""
+    """Return what :func:`received` makes the same factors of, and its frames: their memory, contiguous."""
     described, frames = [], []
     for module, each in factors.items():
-        pair = each.a.contiguous(), each.b.contiguous()
+        pair = each.a, each.b
         dtypes = NAMES[pair[0].dtype], NAMES[pair[1].dtype]
         shapes = tuple(pair[0].shape), tuple(pair[1].shape)
         described.append(SentFactors(module, each.scale, dtypes, shapes))

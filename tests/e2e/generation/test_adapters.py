@@ -12,11 +12,13 @@ from support.checkpoints import make_checkpoint
 from support.lora import (
     ALL_LINEAR,
     ATTENTION,
+    EXPERTS,
     checksums,
     edit_adapter,
     logprobs_by_peft,
     make_adapter,
     merge_adapter,
+    split_experts,
 )
 from support.plain_trainer import weights_of
 
@@ -138,6 +140,67 @@ def test_adapters_of_the_head_change_every_logprob(tmp_path, tied):
                 client.load_adapter("a", tensors={**tensors, name: wrong}, config=config)
             assert refused.value.code == "weight_mismatch"
         assert tokens(client, "a") == known
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_adapters_of_experts_compute_what_peft_does(tmp_path, tp):
+    base = tmp_path / "base"
+    sizes = {"hidden_size": 48, "moe_intermediate_size": 32, "num_experts": 5, "head_dim": 16}
+    make_checkpoint(base, "qwen3-moe", num_hidden_layers=2, **sizes)
+    both = make_adapter(base, tmp_path / "a", ["q_proj"], target_parameters=EXPERTS)
+    config = {"target_parameters": EXPERTS[1:], "rank_pattern": {r".*\.down_proj": 7}}
+    down = make_adapter(base, tmp_path / "b", ["o_proj"], seed=1, **config)
+    split = split_experts(both, tmp_path / "c", 5)
+    peft = {"a": both, "b": down, "c": both, None: None}
+    names = ["a", None, "b", "c", "b", "a"]
+    with launch_scheduler(base, **OPTIONS, lora_experts=True, tp=tp) as client:
+        loaded = {name: client.load_adapter(name, path) for name, path in zip("abc", (both, down, split))}
+        assert loaded["b"].rank == 7
+        assert loaded["a"].norm == pytest.approx(loaded["c"].norm)
+        found = mixed(client, names)
+        for prompt, name, output in zip(PROMPTS, names, found, strict=True):
+            ids = [*prompt, *output.output_ids]
+            expected = logprobs_by_peft(base, peft[name], ids, len(prompt))
+            np.testing.assert_allclose(output.output_logprobs, expected, atol=1e-4, rtol=0)
+            if tp == 1:
+                alone = client.generate(prompt, GREEDY, adapter=name, return_logprob=True)
+                assert (alone.output_ids, alone.output_logprobs) == (
+                    output.output_ids,
+                    output.output_logprobs,
+                )
+        for change, reason in (
+            ({"r": 3}, r"experts.base_layer.lora_A.weight is \[20, 48\], not \[15, 48\]"),
+            ({"drop": "experts.lora_B"}, "down_proj has no lora_B"),
+        ):
+            shutil.copytree(both, bad := tmp_path / next(iter(change)))
+            edit_adapter(bad, **change)
+            with pytest.raises(EngineError, match=reason):
+                client.load_adapter("a", bad)
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "mixtral"])
+def test_experts_of_other_names_and_layouts_are_adapted(family, tmp_path):
+    base = tmp_path / "base"
+    make_checkpoint(base, family)
+    path = make_adapter(base, tmp_path / "a", ["q_proj"], target_parameters=EXPERTS)
+    with launch_scheduler(base, **OPTIONS, lora_experts=True) as client:
+        client.load_adapter("a", path)
+        for prompt, name in zip(PROMPTS[:3], ["a", None, "a"], strict=True):
+            output = client.generate(prompt, GREEDY, adapter=name, return_logprob=True)
+            ids = [*prompt, *output.output_ids]
+            expected = logprobs_by_peft(base, None if name is None else path, ids, len(prompt))
+            np.testing.assert_allclose(output.output_logprobs, expected, atol=1e-4, rtol=0)
+
+
+def test_experts_are_refused_without_memory_for_them(tmp_path):
+    base = tmp_path / "base"
+    make_checkpoint(base, "qwen3-moe", num_hidden_layers=2)
+    path = make_adapter(base, tmp_path / "a", ["q_proj"], target_parameters=EXPERTS)
+    with launch_scheduler(base, **OPTIONS) as client:
+        for given in (path, split_experts(path, tmp_path / "b", 5)):
+            with pytest.raises(EngineError, match=r"lora_experts") as refused:
+                client.load_adapter("a", given)
+            assert refused.value.code == "unsupported"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
