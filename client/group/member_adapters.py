@@ -26,7 +26,7 @@ from ..exceptions import CheckpointError, EngineError, EngineRestarting, GroupEr
 from .combining import uniform
 from .dispatcher import GroupAdapter
 from .members import Member
-from .session import ABORT_S, SPARE_S, Answers, FleetUpdateFailed, Session, everywhere
+from .session import ABORT_S, OUT, SPARE_S, Answers, FleetUpdateFailed, Session, everywhere
 
 if TYPE_CHECKING:
     from .fleet import Fleet
@@ -151,7 +151,9 @@ class Adapters:
             try:
                 await self._load_again(member, known)
                 member.adapters[name] = known.epoch
-            except (CheckpointError, UnknownAdapter) as error:
+            except OUT:
+                raise
+            except EngineError as error:
                 member.adapters[name] = 0
                 logger.warning("engine %s serves without adapter %r: %s", member.name, name, error.message)
                 if not any(each.adapters.get(name) for each in self._fleet.members if each.state != "gone"):

@@ -239,17 +239,19 @@ def test_tensors_are_kept_for_a_replica_that_restarts(processes, adapters, share
     run(processes, body)
 
 
-def test_a_folder_that_has_changed_is_not_taken_for_it(processes, adapters, tmp_path, caplog):
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_folder_that_has_changed_is_not_taken_for_it(processes, adapters, tmp_path, caplog, refused):
     async def body(fleet: ReplicaFleet) -> None:
-        folder = adapters[0].parent / "changes"
+        folder = tmp_path / "changes"
         shutil.copytree(adapters[0], folder)
         await fleet.client.load_adapter("a", folder)
         known = await logprobs(fleet.members[1], "a")
         shutil.copytree(adapters[1], folder, dirs_exist_ok=True)
+        edit_adapter(folder, use_dora=refused)
         await restarted(processes, fleet, 0)
         assert [await versions(member) for member in fleet.members] == [{}, {"a": 1}]
         assert "replica-0 serves without adapter 'a'" in caplog.text
-        assert "has other tensors now" in caplog.text
+        assert ("use_dora" if refused else "has other tensors now") in caplog.text
         for number in range(4):
             output = await fleet.client.generate([*PROMPT, number], GREEDY, adapter="a")
             assert output.weight_versions[0].adapter_epoch == 1

@@ -12,11 +12,13 @@ import httpx
 import psutil
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file
 from support.http_serve import served
+from support.lora import ATTENTION, make_adapter
 from support.supervised import PATIENCE, Supervised, supervised
 from support.waiting import eventually
 
-from caesura.client import EngineError, SamplingParams, SchedulerClient
+from caesura.client import EngineError, SamplingParams, SchedulerClient, UnknownAdapter
 from caesura.client.cli import cli
 
 pytestmark = pytest.mark.long  # its engines take seconds to start
@@ -78,6 +80,23 @@ def test_disk_updates_are_served_again_after_a_restart(tiny_model, other_model):
         after = again(client.generate, [5, 6, 7], GREEDY, min_weights_epoch=1)
         assert after.output_ids == before.output_ids
         assert {span.version for span in after.weight_versions} == {"step-17"}
+
+
+def test_adapters_of_folders_are_served_again_after_a_restart(tiny_model, tmp_path):
+    path = make_adapter(tiny_model, tmp_path / "a", ATTENTION)
+    with supervised("--model", str(tiny_model), "--enable-lora") as running, running.client() as client:
+        loaded = client.load_adapter("a", path, timeout=PATIENCE)
+        tensors = load_file(path / "adapter_model.safetensors")
+        config = json.loads((path / "adapter_config.json").read_text())
+        client.load_adapter("sent", tensors=tensors, config=config, timeout=PATIENCE)
+        before = client.generate([5, 6, 7], GREEDY, adapter="a", timeout=PATIENCE)
+        kill(running, client)
+        after = again(client.generate, [5, 6, 7], GREEDY, adapter="a")
+        assert after.output_ids == before.output_ids
+        assert {each.adapter_epoch for each in after.weight_versions} == {loaded.adapter_epoch}
+        with pytest.raises(UnknownAdapter, match="adapter 'sent' was lost in a restart"):
+            client.generate([5, 6, 7], GREEDY, adapter="sent", timeout=PATIENCE)
+    assert any("adapter 'sent' of before the restart is lost" in line for line in running.told)
 
 
 def test_a_state_file_that_cannot_be_written_is_waited_for(tiny_model, other_model, tmp_path):
