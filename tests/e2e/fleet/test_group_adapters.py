@@ -255,6 +255,7 @@ def test_a_folder_that_has_changed_is_not_taken_for_it(processes, adapters, tmp_
         for number in range(4):
             output = await fleet.client.generate([*PROMPT, number], GREEDY, adapter="a")
             assert output.weight_versions[0].adapter_epoch == 1
+        assert fleet.dispatcher.moved == 0, "nobody asks an engine that does not have it"
         assert await logprobs(fleet.members[1], "a") == known
         shutil.rmtree(folder)
         await restarted(processes, fleet, 1)

@@ -25,7 +25,14 @@ TOP = 2
 
 
 def weights_at(token: int) -> DeltaWeights:
-    return DeltaWeights(version=f"v{token // 5}", epoch=100 + token // 5, incarnation="e", stale_kv=token > 5)
+    return DeltaWeights(
+        version=f"v{token // 5}",
+        epoch=100 + token // 5,
+        incarnation="e",
+        stale_kv=token > 5,
+        adapter="a",
+        adapter_epoch=7 + token // 5,
+    )
 
 
 def group_epoch(epoch: int) -> int:
@@ -125,6 +132,7 @@ def test_joined_parts_equal_the_answer_of_one_engine(count, data):
         assert (params.n, params.seed, params.max_new_tokens) == (1, 7, count - done)
         assert params.min_new_tokens == max(0, 2 - done)
         assert rest.min_weights_epoch == (None if not done else (done - 1) // 5)
+        assert part.newest_adapter_epoch == (0 if not done else 7 + (done - 1) // 5)
     found = joined(asked, part, answer(rest, done, count), group_epoch, rid="r")
     assert replace(found, weight_versions=[]) == replace(whole, weight_versions=[])
     assert covered(found) == covered(whole)
