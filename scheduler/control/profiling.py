@@ -21,7 +21,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from ... import io_struct as wire
 from ...io_struct import MAX_TRACE_STEPS, CaesuraError, ErrorCode
-from ...process.engine_options import AnyPath
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
 from .engine_state import Sender
@@ -40,11 +39,11 @@ _SUFFIXES = {None: "", "prefill": "-EXTEND", "decode": "-DECODE"}
 
 class StepTrace:
     def __init__(
-        self, stages: StageProfiler, folder: AnyPath | None, device: str, wake: Callable[[], None]
+        self, stages: StageProfiler, folder: str | None, device: str, wake: Callable[[], None]
     ) -> None:
         """``folder`` None: a new private folder, made when it is first needed. ``wake`` wakes the loop."""
         self._stages = stages
-        self._folder = folder and os.path.abspath(os.path.expanduser(folder))
+        self._folder = folder
         self._on_gpu = torch.device(device).type != "cpu"
         self._wake = wake
         self._loading: Task[object] | None = None
