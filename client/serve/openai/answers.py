@@ -21,6 +21,7 @@ from ..sglang.generate import experts_of, meta_info
 from .common import CommonRequest, error_body
 
 T = TypeVar("T")
+_encode = msgspec.json.Encoder().encode
 
 
 Choice = dict[str, Any]
@@ -49,18 +50,19 @@ class Job:
         self.requests = requests
         self.scored = scored
         name = request.rid if isinstance(request.rid, str) else requests[0].rid
-        self._head = {
+        head = {
             **({"request_id": name} if kind is None else {"id": name, "object": kind}),
             "created": int(time.time()),
             "model": request.lora_path or front.options.model_name,
         }
+        self._head = _encode(head)[:-1] + b","
 
     def body(self, choices: list[Choice], **fields: Any) -> bytes:
         """Return a response or a chunk, encoded, with the ids of the prompt if there is one."""
-        body = {**self._head, "choices": choices, "usage": None, **fields}
+        body = {"choices": choices, "usage": None, **fields}
         if choices and len(self.requests) == 1 and "prompt_token_ids" in choices[0]:
             body["prompt_token_ids"] = choices[0]["prompt_token_ids"]
-        return msgspec.json.encode(body)
+        return self._head + _encode(body)[1:]
 
     def index(self, position: int, sample: int) -> int:
         return position * (self.request.n or 1) + sample
