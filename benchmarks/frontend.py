@@ -2,10 +2,10 @@
 
 256 requests are in flight all the time on the tiny shape. *Direct* is ``AsyncSchedulerClient`` in this
 process, which waits for results or reads streams; the others go through ``caesura serve --endpoint`` of the
-same engine: SGLang's ``/generate`` with token ids in, text, ids and log-probabilities out, undivided or
-streamed, and OpenAI's ``/v1/completions``. Figures are medians. The load is made by this process, which has
-the cores in common with engine and server, as a trainer would. The time of a core that each process takes for
-a token depends less than rates on what else the machine does.
+same engine: SGLang's ``/generate`` with token ids in, text, ids and log-probabilities out, undivided,
+streamed, or streamed with a ``stream_interval`` of 8, and OpenAI's ``/v1/completions``. Figures are medians.
+The load is made by this process, which has the cores in common with engine and server, as a trainer would.
+The time of a core that each process takes for a token depends less than rates on what else the machine does.
 
 A pause is timed under the same load, by the socket and by HTTP in turns. vLLM's server, given an interpreter
 that has it, gets the same requests at ``/v1/completions``.
@@ -78,8 +78,8 @@ def make_prompts(connections: int, each: int, seed: int) -> Prompts:
     ]
 
 
-def native_body(prompt: list[int], *, stream: bool) -> bytes:
-    sampling = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+def native_body(prompt: list[int], *, stream: bool, interval: int = 1) -> bytes:
+    sampling = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, "stream_interval": interval}
     body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "stream": stream}
     return json.dumps(body).encode()
 
@@ -182,6 +182,7 @@ async def throughput(
         "direct, streamed": partial(direct, client, stream=True),
         "/generate": posted("/generate", partial(native_body, stream=False)),
         "/generate, streamed": posted("/generate", partial(native_body, stream=True)),
+        "/generate, streamed by 8": posted("/generate", partial(native_body, stream=True, interval=8)),
         "/v1/completions": posted("/v1/completions", openai_body),
     }
     processes = {name: psutil.Process(pid) for name, pid in pids.items()}
