@@ -16,6 +16,7 @@ from caesura.scheduler.attention.shape import Shape
 from caesura.scheduler.cache.pool import MHAPool, MLAPool
 from caesura.scheduler.execution.forward import AttentionBackend, ForwardBatch, SamplingBatch
 from caesura.scheduler.kernels.attention_form import PLAIN, FormKind
+from caesura.scheduler.layers.lora import AdapterSlots
 from caesura.scheduler.layers.sharding import head_windows
 from caesura.scheduler.models.causal_lm import CausalLM
 from caesura.scheduler.models.config import ModelBackend, load_model_config
@@ -133,9 +134,10 @@ def load_model(
     parallel: TensorParallel = SINGLE,
     *,
     backend: ModelBackend = "native",
+    adapters: AdapterSlots | None = None,
 ) -> CausalLM:
     """Return a loaded model on the CPU, or this rank's shard of one."""
-    model = build_model(load_model_config(path, backend), dtype, torch.device("cpu"), parallel)
+    model = build_model(load_model_config(path, backend), dtype, torch.device("cpu"), parallel, adapters)
     load_from_disk(WeightLoader(model), open_checkpoint(path), bucket_bytes)
     model.finalize_weights()
     return model

@@ -34,6 +34,7 @@ from caesura.scheduler.kernels.decoder_layers import (
     LayerTensors,
 )
 from caesura.scheduler.kernels.linear import storage_shape
+from caesura.scheduler.layers.lora import AdapterRows, AdapterSlots, Factors
 
 FAMILIES = {
     "llama": {"num_attention_heads": 6, "head_dim": 10, "hidden_size": 36},
@@ -128,6 +129,40 @@ def agree(model, dtype, batch, num_threads):
     assert torch.equal(hidden, expected)
     assert all(torch.equal(*pair) for pair in zip(pool, expected_pool, strict=True))
     assert noted is None or torch.equal(noted, model.routing.rows(len(batch.positions)))
+
+
+def random_adapter(slots, seed, left_out):
+    generator = torch.Generator().manual_seed(seed)
+    factors = {}
+    for module, (outputs, inputs) in slots.shapes().items():
+        if not module.endswith(left_out):
+            a, b = torch.randn(3 + seed, inputs + outputs, generator=generator).split([inputs, outputs], 1)
+            factors[module] = Factors(a, b.t().contiguous(), 0.1)
+    return factors
+
+
+@pytest.mark.parametrize("dtype", native.FLOATS)
+@pytest.mark.parametrize("chosen", [[0, 0, 0, 0, 0], [2, -1, 0, 2, 1], [-1, 1, 1, -1, -1]])
+def test_adapters_are_computed_alike(tmp_path, dtype, chosen):
+    make_checkpoint(tmp_path, "qwen3", hidden_size=72, intermediate_size=98)
+    slots = AdapterSlots(3, 20)
+    model = load_model(str(tmp_path), dtype, adapters=slots)
+    for slot, left_out in enumerate(
+        (("nothing",), ("k_proj", "gate_proj"), ("o_proj", "v_proj", "down_proj"))
+    ):
+        list(slots.write(slot, random_adapter(slots, slot, left_out)))
+    lengths = [(1, 50), (1, 7), (1, 16), (37, 20), (40, 0)]
+    batch = batch_of(lengths, 3)
+    batch.adapters = torch.tensor(chosen).repeat_interleave(torch.tensor([count for count, _ in lengths]))
+    slots.rows = AdapterRows(batch.adapters)
+    for _ in instruction_sets():
+        for num_threads in (1, 3):
+            agree(model, dtype, batch, num_threads)
+    with_adapters, _ = compute(model, dtype, batch, at_once)
+    adapted = batch.adapters >= 0
+    batch.adapters = slots.rows = None
+    without, _ = compute(model, dtype, batch, at_once)
+    assert torch.equal((with_adapters != without).any(1), adapted)
 
 
 @pytest.mark.parametrize("dtype", native.FLOATS)
