@@ -11,12 +11,13 @@ Invariants:
 """
 
 import logging
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from math import prod
-from time import sleep
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,7 +58,7 @@ from ..weights.transports.disk import open_checkpoint
 from ..weights.transports.distributed import DistributedSource
 from .committed_weights import AdapterRecord
 from .engine_state import Sender
-from .operations import Operation, Wait, barrier, waiting
+from .operations import SLICE_S, Operation, Wait, barrier, waiting
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine
@@ -74,8 +75,8 @@ class StagedAdapter:
 
     version: Adapter
     on_running: OnRunning
-    evicted: list[str]
-    """Names of the adapters that are unloaded for it."""
+    evicted: list[Adapter]
+    """Versions that are unloaded for it."""
 
 
 class Adapters:
@@ -93,7 +94,13 @@ class Adapters:
         """Why adapters of the engine before a restart are not there, by name."""
         self._writing: set[int] = set()
         """Slots that are being written, for versions that are not there yet."""
-        self._coming: set[Adapter] = set()
+        self._coming: deque[Adapter] = deque()
+        """Versions for which samples wait, in the order in which they get slots."""
+        self._bringing: Generator[Wait, None, None] | None = None
+        self._wait: Wait | None = None
+        """What the first of these waits for."""
+        self._staying: set[Adapter] = set()
+        """Versions that samples are about to go on with, over their KV."""
         self._epoch = self._clock = self._serial = self._arrivals = 0
 
     def named(self, name: str | None) -> Adapter | None:
@@ -126,35 +133,40 @@ class Adapters:
             reason = "this engine serves no adapters: start it with enable_lora"
             raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="enable_lora")
 
-    def make_room(self, request: LoadAdapterReqInput) -> tuple[int | None, list[str]]:
-        """Return a free slot, or None to load to the host alone, and the adapters to unload for it.
+    def make_room(self, request: LoadAdapterReqInput) -> tuple[int | None, list[Adapter]]:
+        """Return a free slot, or None to load to the host alone, and what to unload once it is loaded.
 
-        Where it is published at once, they are unloaded now: their slot may be the one. Raises
-        ``no_adapter_slot``.
+        Where replaced versions are in use and have no copies, one of these is unloaded now for its slot.
+        Raises ``no_adapter_slot``.
         """
         assert self.slots is not None
-        evicted = [each for each in request.evict if each in self.loaded and each != request.name]
-        limit, in_session = self.slots.count - 1, request.session_id is not None
+        staged = {each.name for each in self._staged()} | {request.name}
+        gone = {*request.evict} - {request.name}
+        evicted = [each for each in self.loaded.values() if each.name in gone]
+        others = [each for each in self.loaded.values() if each.name not in {*gone, request.name}]
+        idle = [each for each in others if not (each.running or each.pinned or each.name in staged)]
+        idle.sort(key=lambda each: each.last_used)
+        limit, pinned = self.slots.count - 1, sum(each.pinned for each in others)
+        excess = max(0, len(staged | {each.name for each in others}) - self.most)
+        in_session = request.session_id is not None
         host_will_do = self.keeps_copies and not request.pinned and request.on_running != "keep"
-        while True:
-            for name in () if in_session else evicted:
-                self.loaded.pop(name, None)
-            others = [each for each in self.loaded.values() if each.name not in (request.name, *evicted)]
-            names = {each.name for each in (*others, *self._staged())} | {request.name}
-            pinned = sum(each.pinned for each in others)
-            # One slot is never pinned, for the others to take turns in.
-            fits = len(names) <= self.most and not (request.pinned and pinned >= limit)
-            slot = self.free_slot() if fits else None
-            if fits and (slot is not None or host_will_do):
-                return slot, evicted
-            idle = [each for each in others if not (each.running or each.pinned)]
-            if not idle or (fits and (in_session or self.keeps_copies)):
-                in_use = sum(each.running > 0 for each in self._versions)
-                reason = f"of {limit} adapter slots {pinned} are pinned, and requests use {in_use} versions"
-                raise CaesuraError(
-                    ErrorCode.NO_ADAPTER_SLOT, reason, slots=limit, pinned=pinned, in_use=in_use
-                )
-            evicted.append(min(idle, key=lambda each: each.last_used).name)
+        slot = None
+        # One slot is never pinned, for the others to take turns in.
+        fits = excess <= len(idle) and not (request.pinned and pinned >= limit)
+        if fits and not (in_session and host_will_do):  # what is only staged keeps nobody waiting
+            slot = self.free_slot()
+        evicted += idle[:excess]
+        if fits and slot is None and not (in_session or self.keeps_copies):
+            unused = [each for each in (*evicted, *idle[excess:]) if not each.running]
+            if unused:
+                del self.loaded[unused[0].name]
+                slot = self.free_slot()
+                evicted += [each for each in unused[:1] if each not in evicted]
+        if not fits or (slot is None and not host_will_do):
+            in_use = sum(each.running > 0 for each in self._versions)
+            reason = f"of {limit} adapter slots {pinned} are pinned, and requests use {in_use} versions"
+            raise CaesuraError(ErrorCode.NO_ADAPTER_SLOT, reason, slots=limit, pinned=pinned, in_use=in_use)
+        return slot, evicted
 
     def _staged(self) -> list[Adapter]:
         session = self._engine.sessions.current
@@ -163,8 +175,7 @@ class Adapters:
     def free_slot(self) -> int | None:
         """Return a slot that no sample is computed from; a version there is on the host alone from now on."""
         assert self.slots is not None
-        current = set(self.loaded.values())
-        self._versions = [each for each in self._versions if each in current or each.running]
+        self.prune()
         there = {each.slot: each for each in self._versions if each.slot != NO_ADAPTER}
         taken = {*there, *self._writing, *(each.slot for each in self._staged())}
         free = [slot for slot in range(self.slots.count) if slot not in taken]
@@ -183,42 +194,79 @@ class Adapters:
         self.bring(leaving)
         return slot
 
+    def prune(self) -> None:
+        """Forget versions that are neither loaded nor had by samples."""
+        current = set(self.loaded.values())
+        self._versions = [each for each in self._versions if each in current or each.running]
+
     def _slots_in_use(self) -> set[int]:
         assert isinstance(self._engine.batcher, Batcher), "image pipelines have no adapters"
         table = self._engine.batcher.table
         return set(table.adapter[table.live].tolist())
 
     def _may_leave(self, version: Adapter) -> bool:
-        return version.copy is not None and not (version.pinned and self.loaded.get(version.name) is version)
+        pinned = version.pinned and self.loaded.get(version.name) is version
+        return version.copy is not None and not (pinned or version in self._staying)
 
     def bring(self, version: Adapter) -> None:
         """Have a version written into a slot if samples wait for that, and none is bringing it already."""
         if version.running and version.slot == NO_ADAPTER and version not in self._coming:
-            self._coming.add(version)
-            self._engine.commands.begin(self._brought(version))
+            self._coming.append(version)
+
+    @property
+    def wants_tick(self) -> bool:
+        return self._wait is Wait.SLICE
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._coming)
+
+    def advance(self) -> None:
+        """Bring versions to slots, for at most :data:`SLICE_S` seconds."""
+        started = perf_counter()
+        while self._coming and perf_counter() - started < SLICE_S:
+            if self._bringing is None:
+                self._bringing = self._brought(self._coming[0])
+            self._wait = None
+            try:
+                self._wait = next(self._bringing, None)
+            finally:
+                if self._wait is None:
+                    self._bringing = None
+                    self._coming.popleft()
+            if self._wait in (Wait.THREAD, Wait.CHANGE):
+                return
 
     def _brought(self, version: Adapter) -> Generator[Wait, None, None]:
         hindering: Adapter | None = None
-        is_writing = False
+        slot, is_writing = None, False
         try:
-            while (slot := self.free_slot()) is None:
+            while version.running and (slot := self.free_slot()) is None:
                 if hindering is None or not hindering.makes_way:
                     hindering = self._ask_to_make_way()
                 yield Wait.CHANGE
-                if not version.running:
-                    return
+            if slot is None:
+                return
             assert version.copy is not None
             is_writing = True
             yield from self.write(slot, version.copy)
             self._came_to(slot, version)
             is_writing = False
         finally:
-            self._coming.discard(version)
             if hindering is not None:
                 hindering.makes_way = False
             if is_writing:
                 samples = [sample for sample in self._engine.live if sample.adapter is version]
                 self._engine.outputs.fail(samples, f"adapter {version.name!r} could not be brought to a slot")
+
+    @contextmanager
+    def staying(self, versions: Iterable[Adapter]) -> Iterator[None]:
+        """Let versions keep their slots."""
+        self._staying.update(versions)
+        try:
+            yield
+        finally:
+            self._staying.clear()
 
     def _ask_to_make_way(self) -> Adapter | None:
         """Let no more samples start of the version that came to its slot first, once one of it has."""
@@ -290,8 +338,9 @@ class Adapters:
         """Let the name mean the version; return the one that it meant."""
         before = self.loaded.get(staged.version.name)
         self._clock += 1
-        for name in staged.evicted:
-            self.loaded.pop(name, None)
+        for each in staged.evicted:
+            if self.loaded.get(each.name) is each:
+                del self.loaded[each.name]
         staged.version.last_used = self._clock
         self.lost.pop(staged.version.name, None)
         self.loaded[staged.version.name] = staged.version
@@ -302,7 +351,7 @@ class Adapters:
         self, staged: Sequence[StagedAdapter] = (), without: Sequence[str] = ()
     ) -> list[AdapterRecord]:
         """Return what the state file says when ``staged`` is published, and ``without`` is unloaded."""
-        gone = {*without, *(name for each in staged for name in each.evicted)}
+        gone = {*without, *(version.name for each in staged for version in each.evicted)}
         loaded = {name: each for name, each in self.loaded.items() if name not in gone}
         loaded |= {each.version.name: each.version for each in staged}
         return [
@@ -351,10 +400,14 @@ def restore(engine: "Engine") -> None:
     adapters.count_from(max((each.epoch for each in records), default=0))
     for each in records:
         try:
-            adapters.publish(_again(engine, each))
+            staged = _again(engine, each)
+            adapters.publish(staged)
+            lost = {version.name: f"only {adapters.most} are kept" for version in staged.evicted}
         except CaesuraError as error:
-            adapters.lost[each.name] = error.message
-            logger.error("adapter %r of before the restart is lost: %s", each.name, error.message)
+            lost = {each.name: error.message}
+        for name, reason in lost.items():
+            adapters.lost[name] = reason
+            logger.error("adapter %r of before the restart is lost: %s", name, reason)
     engine.weights_file.keep_adapters(adapters.records())
 
 
@@ -415,7 +468,7 @@ def _staged(
         changed_tensors=sum(known.get(name) != digests.get(name) for name in known.keys() | digests.keys()),
         norm=norm,
         rank=version.rank,
-        evicted=evicted,
+        evicted=[each.name for each in evicted],
         digest=version.digest,
     )
     return StagedAdapter(version, request.on_running, evicted), reply
@@ -476,10 +529,11 @@ def publish(engine: "Engine", given: Sequence[StagedAdapter]) -> Generator[Wait,
     engine.weights_file.keep_adapters(engine.adapters.records(given))
     replaced = [(staged, engine.adapters.publish(staged)) for staged in given]
     switched = 0
-    for staged, before in replaced:
-        if before is not None and staged.on_running != "finish_old":
-            keep = staged.on_running == "keep"
-            switched += yield from _switch(engine, before, staged.version, keep=keep)
+    with engine.adapters.staying([each.version for each in given if each.on_running == "keep"]):
+        for staged, before in replaced:
+            if before is not None and staged.on_running != "finish_old":
+                keep = staged.on_running == "keep"
+                switched += yield from _switch(engine, before, staged.version, keep=keep)
     return switched
 
 
@@ -557,5 +611,6 @@ def unload_adapter(engine: "Engine", request: UnloadAdapterReqInput, sender: Sen
     engine.adapters.named(request.name)
     engine.weights_file.keep_adapters(engine.adapters.records(without=[request.name]))
     version = engine.adapters.loaded.pop(request.name)
+    engine.adapters.prune()
     yield from ()  # an operation is a generator
     return UnloadAdapterReqOutput(id=request.id, running=version.running)

@@ -86,7 +86,7 @@ class WeightSending:
         self._engine = engine
         self._under_way = 0
 
-    def holds_back(self, message: object) -> bool:
+    def holds_back(self, message: wire.ControlRequest) -> bool:
         """Return True if ``message`` may change or release weights that are being sent."""
         if not self._under_way:
             return False

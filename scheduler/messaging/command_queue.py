@@ -9,7 +9,6 @@
 
 import logging
 from collections import deque
-from collections.abc import Generator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -35,18 +34,10 @@ _EXCLUSIVE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _OwnWork:
-    """Stands for a message of the engine to itself, which nobody waits for."""
-
-    id: str = ""
-    owner: str | None = None
-
-
 @dataclass(slots=True)
 class _PendingCommand:
-    message: wire.ControlRequest | _OwnWork
-    operation: Operation | Generator[Wait, None, None]
+    message: wire.ControlRequest
+    operation: Operation
     has_begun: bool = False
 
 
@@ -94,10 +85,6 @@ class CommandQueue:
                 raise CaesuraError(ErrorCode.BUSY, f"{name} is running", running=name, id=command.message.id)
         self._queue.append(_PendingCommand(message, operation(self._engine, client, message, buffers)))
 
-    def begin(self, work: Generator[Wait, None, None]) -> None:
-        """Queue work of the engine itself."""
-        self._queue.append(_PendingCommand(_OwnWork(), work))
-
     def advance(self) -> None:
         for command in self._stepped_aside[:]:
             wait = self._advance_operation(command)
@@ -125,7 +112,7 @@ class CommandQueue:
                 command.operation.close()
             except Exception as error:  # the other commands must be answered, too
                 logger.error("%s could not clean up", type(command.message).__name__, exc_info=error)
-            refusal = CaesuraError(code, message)  # nobody hears the refusal of the engine's own work
+            refusal = CaesuraError(code, message)
             self._engine.replies.answer(command.message.id, refusal.to_reply(command.message.id))
         self._stepped_aside, self._queue = [], deque()
 

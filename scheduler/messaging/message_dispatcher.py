@@ -45,12 +45,13 @@ class Dispatcher:
     def wants_tick(self) -> bool:
         scoring = self._engine.scoring
         scores = scoring is not None and scoring.has_work and not scoring.waits
-        return scores or self._engine.commands.wants_tick
+        return scores or self._engine.commands.wants_tick or self._engine.adapters.wants_tick
 
     @property
     def waits(self) -> bool:
         scoring = self._engine.scoring
-        return self._engine.commands.has_stepped_aside or (scoring is not None and scoring.waits)
+        scores_wait = scoring is not None and scoring.waits
+        return scores_wait or self._engine.commands.has_stepped_aside or self._engine.adapters.waits
 
     def handle(self, client: bytes, header: bytes, buffers: list[memoryview]) -> None:
         engine, send = self._engine, self._engine.replies.send_answer

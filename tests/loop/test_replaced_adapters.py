@@ -109,3 +109,79 @@ def test_versions_of_one_number_share_no_prefix(base, tmp_path):
             driver.call(LoadAdapterReqInput(name="a", path=str(path), adapter_epoch=7))
             for cached in (0, 32):
                 assert driver.complete(PROMPT, 1, adapter="a").cached_tokens == cached
+
+
+def adapters_of(driver: EngineDriver) -> dict[str, int]:
+    return {each.name: each.adapter_epoch for each in driver.call(GetStatusReqInput()).adapters}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_samples_keep_an_adapter_whose_slot_is_wanted(base, tmp_path, depth):
+    paths = [make_adapter(base, tmp_path / str(i), ALL_LINEAR, seed=i) for i in range(3)]
+    options = {"enable_lora": True, "max_loras": 1, "max_loaded_loras": 3, "pipeline_depth": depth}
+    with EngineDriver(str(base), scripted=False, dtype="float32", **options) as driver:
+        for name, path in zip("ab", paths, strict=False):
+            driver.call(LoadAdapterReqInput(name=name, path=str(path)))
+        rid = driver.generate(PROMPT, 40, adapter="a", return_logprob=True)
+        driver.hear()
+        driver.tick(4)
+        session = driver.call(BeginWeightUpdateReqInput()).session_id
+        staged = {"name": "a", "path": str(paths[2]), "session_id": session}
+        driver.call(LoadAdapterReqInput(**staged, on_running="keep"))
+        waiting = driver.generate(PROMPT, 2, adapter="b")
+        driver.hear()
+        driver.call(EndWeightUpdateReqInput(session_id=session))
+        (sample,) = driver.engine.live.samples(rid)
+        assert driver.engine.batcher.table.adapter[sample.slot] == sample.adapter.slot >= 0
+        driver.run_until_idle()
+        found = driver.result(rid)
+        assert driver.result(waiting).weight_versions[-1].adapter == "b"
+    assert [span.adapter_epoch for span in found.weight_versions] == [1, 3]
+
+
+def test_a_refused_load_unloads_nothing(base, tmp_path):
+    path = make_adapter(base, tmp_path / "a", ALL_LINEAR)
+    options = {"enable_lora": True, "max_loras": 1, "max_loaded_loras": 3, "dtype": "float32"}
+    with EngineDriver(str(base), scripted=False, **options) as driver:
+        for name in "abc":
+            driver.call(LoadAdapterReqInput(name=name, path=str(path), pinned=name == "a"))
+        error = driver.call(LoadAdapterReqInput(name="d", path=str(path), pinned=True))
+        assert_error(error, "no_adapter_slot")
+        assert adapters_of(driver) == {"a": 1, "b": 2, "c": 3}
+
+
+def test_a_load_that_cannot_be_recorded_unloads_nothing(base, tmp_path):
+    path, folder = make_adapter(base, tmp_path / "a", ALL_LINEAR), tmp_path / "state"
+    folder.mkdir()
+    options = {"enable_lora": True, "max_loras": 1, "dtype": "float32", "state_file": str(folder / "file")}
+    with EngineDriver(str(base), scripted=False, **options) as driver:
+        driver.call(LoadAdapterReqInput(name="a", path=str(path)))
+        folder.rename(tmp_path / "moved")
+        assert_error(driver.call(LoadAdapterReqInput(name="b", path=str(path))), "state_file_error")
+        assert adapters_of(driver) == {"a": 1}
+
+
+def test_a_session_unloads_nothing_that_it_replaces(base, tmp_path):
+    path = make_adapter(base, tmp_path / "a", ALL_LINEAR)
+    options = {"enable_lora": True, "max_loras": 2, "max_loaded_loras": 3, "dtype": "float32"}
+    with EngineDriver(str(base), scripted=False, **options) as driver:
+        for name in "abc":
+            driver.call(LoadAdapterReqInput(name=name, path=str(path)))
+        session = driver.call(BeginWeightUpdateReqInput()).session_id
+        evicted = [
+            driver.call(LoadAdapterReqInput(name=name, path=str(path), session_id=session)).evicted
+            for name in "az"
+        ]
+        driver.call(EndWeightUpdateReqInput(session_id=session))
+        assert (evicted, adapters_of(driver)) == ([[], ["b"]], {"a": 4, "c": 3, "z": 5})
+
+
+def test_adapters_change_slots_beside_a_session(base, tmp_path):
+    path = make_adapter(base, tmp_path / "a", ALL_LINEAR)
+    options = {"enable_lora": True, "max_loras": 1, "max_loaded_loras": 3, "dtype": "float32"}
+    with EngineDriver(str(base), scripted=False, **options) as driver:
+        for name in "ab":
+            driver.call(LoadAdapterReqInput(name=name, path=str(path), pinned=name == "a"))
+        session = driver.call(BeginWeightUpdateReqInput()).session_id
+        driver.call(LoadAdapterReqInput(name="c", path=str(path), session_id=session))
+        assert driver.complete(PROMPT, 2, adapter="b").weight_versions[0].adapter == "b"
