@@ -154,7 +154,7 @@ def test_a_stage_without_steps_is_given_up_at_stop(driver, folder):
     driver.call(Start(stages=["decode"], profile_id="none"))
     assert_error(driver.call(Stop()), "invalid_request")
     driver.call(Start(stages=["decode", "prefill"], profile_id="some"))
-    driver.generate([5, 6, 7], 6)
+    driver.generate([5, 6, 7], 1)
     driver.tick(2)
     ended = driver.call(Stop(), max_ticks=20_000)
     assert ended.path == str(folder / "some-TP-0-EXTEND.trace.json.gz")

@@ -285,14 +285,14 @@ def test_an_update_that_admits_a_replica_gives_it_adapters(processes, base, adap
     async def body(fleet: ReplicaFleet) -> None:
         await fleet.client.load_adapter("a", adapters[0])
         known = await logprobs(fleet.members[0], "a")
-        fleet.heals = False
+        await fleet.client.pause("retract")  # during which nothing else admits it
         processes.replicas[0].signal(signal.SIGKILL)
         while fleet.members[0].state != "fenced":
             await asyncio.sleep(0.01)
         await fleet.client.update_weights_from_disk(base)
         assert fleet.members[0].serves
+        await fleet.client.continue_generation()
         assert await logprobs(fleet.members[0], "a") == known
-        fleet.heals = True
 
     run(processes, body)
 

@@ -439,9 +439,3 @@ def test_a_foreign_pause_holds_no_request_up(pair):
         assert answers[0]["output_ids"] == expected
         both_serve(pair)
         assert stranger.status().generation == "running"
-
-
-def test_adapters_are_refused_by_name(pair, models):
-    answer = pair.post("/load_lora_adapter", {"lora_name": "a", "lora_path": models[0]})
-    assert (answer.status_code, answer.json()["code"]) == (400, "unsupported")
-    assert "adapters are not served by several engines" in answer.json()["error_message"]

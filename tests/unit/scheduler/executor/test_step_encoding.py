@@ -9,11 +9,12 @@ import pytest
 import torch
 import zmq
 from support.checkpoints import make_checkpoint
+from support.lora import make_adapter
 from support.plain_trainer import free_port
 from support.scripted import EngineDriver, prompt_of
 
 from caesura import __version__
-from caesura.io_struct import CaesuraError, SamplingParams
+from caesura.io_struct import CaesuraError, LoadAdapterReqInput, SamplingParams
 from caesura.scheduler.execution.forward import (
     ForwardBatch,
     InputTokens,
@@ -83,7 +84,12 @@ def test_every_step_comes_back_as_it_was(tmp_path):
     seen: set[str] = set()
     for family in ("gemma3", "qwen3.5"):
         make_checkpoint(tmp_path / family, family)
-        with EngineDriver(str(tmp_path / family), scripted=False, chunked_prefill_size=32) as driver:
+        options = {"chunked_prefill_size": 32, "enable_lora": family == "gemma3"}
+        with EngineDriver(str(tmp_path / family), scripted=False, **options) as driver:
+            if family == "gemma3":
+                path = make_adapter(tmp_path / family, tmp_path / "adapter", ["q_proj"])
+                driver.call(LoadAdapterReqInput(name="adapter", path=str(path)))
+                driver.generate(prompt_of(9), 4, adapter="adapter")
             execute = driver.engine.runner.execute
 
             def through_the_line(batch: ForwardBatch, execute=execute) -> object:
