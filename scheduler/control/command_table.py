@@ -5,7 +5,7 @@ and its sender. ``messaging/message_dispatcher.py`` answers the other message ty
 from typing import TYPE_CHECKING, Any
 
 from ... import io_struct as wire
-from .adapters import load_adapter, unload_adapter
+from .adapter_loading import load_adapter, unload_adapter
 from .engine_state import Sender
 from .memory_occupation import release_memory, resume_memory
 from .operations import Operation

@@ -42,7 +42,7 @@ from ..weights.source import (
 from ..weights.transports.disk import Checkpoint
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.upload import pieces_of
-from .adapters import publish
+from .adapter_loading import publish
 from .engine_state import Sender
 from .operations import Operation, Wait, barrier, held_kind, pending, waiting
 from .weight_sessions import Route, Session

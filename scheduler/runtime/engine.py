@@ -11,7 +11,8 @@ from typing import Any
 
 from ...io_struct import CaesuraError, ErrorCode, MemoryTag
 from ..cache.manager import LedgerError
-from ..control.adapters import Adapters, restore
+from ..control.adapter_loading import restore
+from ..control.adapters import Adapters
 from ..control.committed_weights import WeightsFile
 from ..control.engine_state import EngineState
 from ..control.parameter_server import ParameterServerUpdates
