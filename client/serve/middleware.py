@@ -135,6 +135,7 @@ class BodyLimit(ASGIMiddleware):
         self._limits = {
             "prompts": limit,
             "weights": limit,
+            "training": limit,
             "text": min(limit, MAX_TEXT_BYTES),
             "specs": min(limit, MAX_SPECS_BYTES),
         }

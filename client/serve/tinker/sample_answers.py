@@ -39,7 +39,7 @@ class Targets(msgspec.Struct, kw_only=True):
     def check(self, rows: int) -> None:
         """Refuse what is not a matrix of ids with a row for each token of the prompt but the first."""
         crow, columns = self.sparse_crow_indices, self.sparse_col_indices
-        if len(self.shape) != 2 or self.shape[0] != rows:
+        if len(self.shape) != 2 or self.shape[0] != rows or not 0 < self.shape[1] < 2**31:
             problem = (
                 f"shape {self.shape} is not [{rows}, K]: a row for each token of the prompt but the first"
             )
@@ -49,7 +49,8 @@ class Targets(msgspec.Struct, kw_only=True):
             problem = "" if len(self.data) == math.prod(self.shape) else "data and shape do not match"
         else:
             ascends = [*crow] == sorted(crow) and crow[:1] == [0] and crow[-1:] == [len(self.data)]
-            whole = ascends and len(crow) == rows + 1 and len(columns or ()) == len(self.data)
+            inside = all(0 <= column < self.shape[1] for column in columns or ())
+            whole = ascends and inside and len(crow) == rows + 1 and len(columns or ()) == len(self.data)
             problem = "" if whole else "the sparse indices do not match data and shape"
         if problem:
             raise InvalidRequest(f"target_prompt_logprobs: {problem}", field="target_prompt_logprobs")

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 from litestar import Response, get, post
+from litestar.exceptions import ServiceUnavailableException
 from litestar.params import FromPath
 
 from ....io_struct import new_id
@@ -66,7 +67,11 @@ async def create_session(request: HTTPRequest, front: Front) -> Response[bytes]:
         if answer.status_code not in (200, 404):
             return answer
         if answer.status_code == 200:  # else the trainer knows no sessions
-            name = msgspec.json.decode(answer.content, type=SessionBody).session_id
+            try:
+                name = msgspec.json.decode(answer.content, type=SessionBody).session_id or name
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                reason = f"the trainer's answer to create_session has no session_id: {error}"
+                raise ServiceUnavailableException(reason) from error
     front.tinker.begin(name)
     return json_response({"type": "create_session", "session_id": name})
 

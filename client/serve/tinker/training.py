@@ -12,6 +12,7 @@ from litestar import HttpMethod, Response, post, route
 from litestar.exceptions import NotFoundException
 from litestar.params import FromPath
 
+from ....io_struct import new_id
 from ....io_struct.field_errors import shown
 from ...exceptions import InvalidRequest
 from ..bodies import HTTPRequest, read_control
@@ -32,7 +33,12 @@ def _trainer(request: HTTPRequest, front: FrontEnd) -> UpstreamTrainer:
     return front.trainer
 
 
-@route("/api/v1/{training:path}", http_method=_METHODS, opt={"access": "admin"}, status_code=200)
+@route(
+    "/api/v1/{training:path}",
+    http_method=_METHODS,
+    opt={"access": "admin", "body": "training"},
+    status_code=200,
+)
 async def pass_on(request: HTTPRequest, front: Front, training: FromPath[str]) -> Response[bytes]:
     """Pass a request of Tinker's training half on to the trainer."""
     return await _trainer(request, front).pass_on(request)
@@ -53,7 +59,9 @@ async def create_model(request: HTTPRequest, front: Front) -> Response[bytes]:
 
     async def made() -> dict[str, Any]:
         found = await trainer.result(request.scope["path"], given)
-        trainer.sessions[str(found.get("model_id"))] = session.id
+        if not isinstance(model := found.get("model_id"), str):
+            raise TinkerError("the trainer's answer has no model_id")
+        trainer.sessions[model] = session.id
         return found
 
     return _promised(front, f"{session.id}:model:{body.model_seq_id}", session, made)
@@ -76,6 +84,8 @@ async def save_weights_for_sampler(request: HTTPRequest, front: Front) -> Respon
     body = await read_control(request, SaveBody)
     if body.model_id not in trainer.sessions:
         raise InvalidRequest(f"model {shown(body.model_id)} was not made here", field="model_id")
+    if body.path is None and body.sampling_session_seq_id is None:
+        raise InvalidRequest("a path or a sampling_session_seq_id is needed", field="path")
     session = session_of(front, trainer.sessions[body.model_id])
     given = await request.body()
 
@@ -85,7 +95,8 @@ async def save_weights_for_sampler(request: HTTPRequest, front: Front) -> Respon
             raise TinkerError("the trainer's answer has no path, the folder of the adapter")
         return await _load(front, session, body, folder)
 
-    return _promised(front, f"{body.model_id}:save:{body.seq_id}", session, saved)
+    number = new_id() if body.seq_id is None else body.seq_id
+    return _promised(front, f"{body.model_id}:save:{number}", session, saved)
 
 
 async def _load(front: FrontEnd, session: Session, body: SaveBody, folder: str) -> dict[str, Any]:

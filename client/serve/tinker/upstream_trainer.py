@@ -5,12 +5,14 @@ Invariant: requests are passed on unread, without keys; so are answers, but for 
 
 import asyncio
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 import msgspec
 from litestar import Response
 from litestar.exceptions import ServiceUnavailableException
 
+from ...exceptions import InvalidRequest
 from ..bodies import HTTPRequest
 from ..error_responses import printable
 from .promises import TinkerError
@@ -27,14 +29,20 @@ class UpstreamTrainer:
         self.sessions: dict[str, str] = {}
         """Session of each model."""
         self._url = url
-        self._http = httpx.AsyncClient(base_url=url, timeout=PATIENCE_S)
+        self._base = httpx.URL(url)
+        limits = httpx.Limits(max_connections=None)  # long polls must not keep others waiting
+        self._http = httpx.AsyncClient(timeout=PATIENCE_S, limits=limits)
 
     async def pass_on(self, request: HTTPRequest) -> Response[bytes]:
         """Return the trainer's answer to a request."""
         headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
-        query = request.scope["query_string"].decode("latin-1")
-        target = request.scope["path"] + (f"?{query}" if query else "")
+        path, query = request.scope["raw_path"], request.scope["query_string"]
+        if {".", ".."} & {*unquote(path.decode("latin-1")).split("/")}:
+            raise InvalidRequest("a path with . or .. is not passed on", field="path")
+        target = path.partition(b"?")[0] + (b"?" + query if query else b"")
         answer = await self._answer(request.method, target, await request.body(), headers)
+        if not 200 <= answer.status_code < 600:
+            raise ServiceUnavailableException(f"the trainer answered with status {answer.status_code}")
         kind = answer.headers.get("content-type")
         return Response(answer.content, status_code=answer.status_code, media_type=kind)
 
@@ -50,7 +58,7 @@ class UpstreamTrainer:
         return found
 
     async def _asked(self, path: str, body: bytes) -> dict[str, Any]:
-        answer = await self._answer("POST", path, body, {"content-type": "application/json"})
+        answer = await self._answer("POST", path.encode(), body, {"content-type": "application/json"})
         if answer.status_code == 408:  # a long poll without a result
             return {"type": "try_again"}
         try:
@@ -62,9 +70,12 @@ class UpstreamTrainer:
             raise TinkerError(f"the trainer answered {path} with {said}")
         return found
 
-    async def _answer(self, method: str, target: str, body: bytes, headers: dict[str, str]) -> httpx.Response:
+    async def _answer(
+        self, method: str, target: bytes, body: bytes, headers: dict[str, str]
+    ) -> httpx.Response:
+        url = self._base.copy_with(raw_path=self._base.raw_path.rstrip(b"/") + target)  # not normalised
         try:
-            return await self._http.request(method, target, content=body, headers=headers)
+            return await self._http.request(method, url, content=body, headers=headers)
         except httpx.HTTPError as error:
             reason = f"the trainer at {self._url} does not answer: {type(error).__name__} {error}"
             raise ServiceUnavailableException(reason) from error

@@ -240,6 +240,8 @@ def test_logprobs_of_chosen_prompt_tokens(client):
         {"data": [1], "shape": [1, 1]},
         {"data": [-1] * 4, "shape": [4, 1]},
         {**sparse, "data": [3]},
+        {**sparse, "shape": [4, -1]},
+        {**sparse, "sparse_col_indices": [2**63, 1]},
     ):
         refused = client.asked(sampler, target_prompt_logprobs=wrong)
         assert (refused.status_code, "target_prompt_logprobs" in refused.text) == (400, True)
@@ -409,6 +411,12 @@ def test_other_training_routes_are_the_trainers(engine, client, trainer):
     assert client.post("optim_step").json() == {"error": "there is no such route"}
     found = engine.get("/api/v1/training_runs?limit=2")
     assert found.json() == {"asked": "/api/v1/training_runs?limit=2"}
+    asked = "/api/v1/training_runs/a%2Fb%3Fx%0A"
+    assert engine.get(asked).json() == {"asked": asked}
+    assert engine.get("/api/v1/x/%2e%2e/secret").status_code == 400
+    large = {"data": "x" * 5_000_000}  # the SDK's parts of a batch are as large
+    assert client.post("forward_backward", **large).json() == {"error": "there is no such route"}
+    assert json.loads(trainer.asked[-1][1])["data"] == large["data"]
     assert engine.ok("/api/v1/retrieve_future", {"request_id": "theirs"}) == {"type": "optim_step"}
     assert engine.post("/api/v1/retrieve_future", {"request_id": "nobody's"}).status_code == 410
 
