@@ -57,7 +57,7 @@ class Adapters:
         """Versions for which samples wait, in the order in which they get slots."""
         self._bringing: Generator[Wait, None, None] | None = None
         self._wait: Wait | None = None
-        """What the first of these waits for."""
+        """Reason why the first of these waits; None if none does."""
         self._staying: set[Adapter] = set()
         """Versions that samples are about to go on with, over their KV."""
         self._epoch = self._clock = self._serial = self._arrivals = 0

@@ -43,7 +43,7 @@ class Job:
     ) -> None:
         """``kind`` is ``object`` of OpenAI's answers, and None for vLLM's answers of tokens.
 
-        Of ``scored`` prompts the sampled token does not count.
+        The sampled token of ``scored`` prompts does not count.
         """
         self.kind = kind
         self.request = request

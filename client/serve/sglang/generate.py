@@ -634,7 +634,7 @@ class EventWriter:
     digits: bytearray = field(default_factory=bytearray)
     """The same as text."""
     parts: list[bytes | bytearray] = field(default_factory=list)
-    """What an event before the last is joined of: the buffers above and what is between them."""
+    """Parts of an event before the last: the buffers above and what is between them."""
 
     def event(self, chunk: Chunk) -> bytes:
         sample = chunk.finished

@@ -92,7 +92,7 @@ class WeightTransfer:
         self._store: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._session: str | None = None
         self._failure: CaesuraError | None = None
-        # Of the last update: those that run or have succeeded, by their body.
+        # Calls of the last update that run or have succeeded, by their body.
         self._calls: dict[bytes, asyncio.Task[Any]] = {}
         self._idle: asyncio.TimerHandle | None = None
 
