@@ -13,6 +13,8 @@ import pytest
 from support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
+CHILDREN = {"engine": b"caesura.scheduler", "trainer": b"spawn_main"}
+"""Words of the command lines of the demo's processes."""
 FIELDS = {
     "reward_first",
     "reward_last",
@@ -46,12 +48,29 @@ def start_demo(out: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def engine_pid(demo: subprocess.Popen[str]) -> int:
+def pid_of(demo: subprocess.Popen[str], process: str) -> int:
+    if process == "demo":
+        return demo.pid
     children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()
     for child in children:
-        if b"caesura.scheduler" in Path(f"/proc/{child}/cmdline").read_bytes():
+        if CHILDREN[process] in Path(f"/proc/{child}/cmdline").read_bytes():
             return int(child)
-    raise AssertionError(f"no engine among {children}")
+    raise AssertionError(f"no {process} among {children}")
+
+
+def assert_ended(demo: subprocess.Popen[str], victim: str, number: int, status: int, told: str) -> None:
+    """Signal a process of a run after its first update: all must end, and the demo must tell why."""
+    try:
+        read_until(demo, "update   0")
+        engine = pid_of(demo, "engine")
+        os.kill(pid_of(demo, victim), number)
+        output, _ = demo.communicate()
+    finally:
+        demo.kill()
+    assert demo.returncode == status
+    assert told in output
+    assert "Traceback" not in output
+    eventually(lambda: not Path(f"/proc/{engine}").exists())
 
 
 def read_until(demo: subprocess.Popen[str], text: str) -> None:
@@ -170,15 +189,4 @@ def test_last_policy_is_left_as_a_servable_folder(finished):
     ],
 )
 def test_an_end_in_the_middle_is_told_and_leaves_no_engine(tmp_path, victim, number, status, told):
-    demo = start_demo(tmp_path, "--updates", "1000")
-    try:
-        read_until(demo, "update   0")
-        engine = engine_pid(demo)
-        os.kill(engine if victim == "engine" else demo.pid, number)
-        output, _ = demo.communicate()
-    finally:
-        demo.kill()
-    assert demo.returncode == status
-    assert told in output
-    assert "Traceback" not in output
-    eventually(lambda: not Path(f"/proc/{engine}").exists())
+    assert_ended(start_demo(tmp_path, "--updates", "1000"), victim, number, status, told)

@@ -1,6 +1,5 @@
 """The demo of adapters, quick: all of their loops against a real engine and real trainers."""
 
-import os
 import re
 import signal
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench.test_demo import engine_pid, finish_demo, read_until, start_demo, summary_in
+from bench.test_demo import assert_ended, finish_demo, start_demo, summary_in
 from demo.engine import Handle
 from demo.lora.adapter import add_adapter, peft_tensors, save_adapter
 from demo.policy import build_policy, save_policy
@@ -16,7 +15,6 @@ from demo.rollout import Ledger, RolloutPool, Sampled
 from demo.settings import LoraSettings
 from demo.task import TARGETS, encode
 from peft import PeftModel
-from support.waiting import eventually
 
 from caesura.client import GenerateOutput, launch_scheduler
 from caesura.io_struct import FinishReason, WeightVersionSpan
@@ -92,24 +90,7 @@ def test_every_other_transport_brings_the_adapters(tmp_path, transport):
 )
 def test_the_end_of_one_ends_all_loops(tmp_path, victim, number, status, told):
     demo = start_demo(tmp_path, "--policy", "lora", "--updates", "1000")
-    try:
-        read_until(demo, "update   0")
-        engine = engine_pid(demo)
-        pids = {"engine": engine, "demo": demo.pid, "trainer": trainer_pid(demo.pid)}
-        os.kill(pids[victim], number)
-        output, _ = demo.communicate()
-    finally:
-        demo.kill()
-    assert demo.returncode == status
-    assert told in output
-    assert "Traceback" not in output
-    eventually(lambda: not Path(f"/proc/{engine}").exists())
-
-
-def trainer_pid(parent: int) -> int:
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    spawned = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return int(spawned[0])
+    assert_ended(demo, victim, number, status, told)
 
 
 def test_peft_computes_what_the_trainer_does(tmp_path):

@@ -21,7 +21,7 @@ from caesura.io_struct import (
 )
 
 PROMPT = [3 + 7 * i % 90 for i in range(33)]
-"""Its last token alone is the second chunk."""
+"""Prompt of two chunks: 32 tokens, and the last one."""
 SCORED = {"adapter": "a", "return_logprob": True, "logprob_start_len": 0}
 
 

@@ -167,7 +167,7 @@ async def asample(request: HTTPRequest, front: Front) -> Response[bytes]:
             response = json_response(error_body(error), 429)
             response.headers["retry-after"] = str(RETRY_AFTER_S)
             return response
-    sequences = [f"{name}/{i}" for i in range(body.num_samples)]
+    sequences = [f"{name}/{i}" for i in range(promise.samples)]  # a repeated request is the first one
     return json_response({"request_id": name, "sample_sequence_ids": sequences})
 
 
@@ -186,7 +186,8 @@ async def _taken(front: FrontEnd, sampler: Sampler, asked: GenerationRequest, wa
         return answer(found, wanted, protobuf=protobuf)
 
     assert asked.rid is not None
-    promise = front.tinker.promise(asked.rid, sampler.session, samples(), answered)
+    count = asked.sampling_params.n
+    promise = front.tinker.promise(asked.rid, sampler.session, samples(), answered, samples=count)
     try:
         await front.tinker.admitted(promise, sampler)
     except BaseException:

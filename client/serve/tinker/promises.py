@@ -65,6 +65,7 @@ class Promise:
     task: "asyncio.Task[Any]"
     answer: Callable[[Any, bool], Response[bytes]]
     """Makes the response of the task's result, in protobuf if that is wanted."""
+    samples: int = 0
 
 
 class TinkerClients:
@@ -109,6 +110,8 @@ class TinkerClients:
         session: Session,
         work: Coroutine[Any, Any, Any],
         answer: Callable[[Any, bool], Response[bytes]],
+        *,
+        samples: int = 0,
     ) -> Promise:
         """Start ``work``; raise QueueFull if too many results have not been retrieved."""
         if len(self.promises) >= MAX_PROMISES:
@@ -116,7 +119,7 @@ class TinkerClients:
             raise QueueFull(f"{len(self.promises)} results have not been retrieved; retrieve them first")
         task = asyncio.ensure_future(work)
         task.add_done_callback(_seen)
-        promise = Promise(id=name, session=session, task=task, answer=answer)
+        promise = Promise(id=name, session=session, task=task, answer=answer, samples=samples)
         self.promises[name] = promise
         session.promises.add(name)
         return promise

@@ -17,6 +17,7 @@ from support.checkpoints import make_checkpoint
 from support.lora import ALL_LINEAR, edit_adapter, logprobs_by_peft, make_adapter
 from support.plain_trainer import PlainTrainer
 from support.waiting import PATIENCE_S
+from torch import Tensor
 
 from caesura.client import EngineError, GroupError, SamplingParams, UnknownAdapter
 from caesura.client.group import EngineAddress, Fleet, FleetUpdateFailed
@@ -91,6 +92,12 @@ async def versions(member: Member) -> dict[str, int]:
 async def logprobs(member: Member, name: str) -> list[float]:
     output = await member.client.generate(PROMPT, GREEDY, adapter=name, return_logprob=True)
     return output.output_logprobs
+
+
+def sent(adapter: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the configuration of an adapter."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    return load_file(adapter / "adapter_model.safetensors"), config
 
 
 async def restarted(processes: ReplicaProcesses, fleet: Fleet, index: int) -> None:
@@ -193,8 +200,7 @@ def test_requests_of_a_dead_engine_go_on_with_the_adapter(processes, base, adapt
 
 
 def test_a_broadcast_reaches_all_replicas_or_none(processes, base, adapters):
-    tensors = load_file(adapters[0] / "adapter_model.safetensors")
-    config = json.loads((adapters[0] / "adapter_config.json").read_text())
+    tensors, config = sent(adapters[0])
     request = LoadAdapterReqInput(
         name="b", config=config, specs=manifest(tensors.items()), group_name="group"
     )
@@ -227,8 +233,7 @@ def test_a_broadcast_reaches_all_replicas_or_none(processes, base, adapters):
 @pytest.mark.parametrize("shared", [False, True])
 def test_tensors_are_kept_for_a_replica_that_restarts(processes, adapters, shared):
     async def body(fleet: ReplicaFleet) -> None:
-        tensors = load_file(adapters[0] / "adapter_model.safetensors")
-        config = json.loads((adapters[0] / "adapter_config.json").read_text())
+        tensors, config = sent(adapters[0])
         await fleet.client.load_adapter("a", tensors=tensors, config=config, shared=shared)
         for tensor in tensors.values():
             tensor.zero_()
@@ -283,7 +288,9 @@ def test_all_replicas_evict_the_same_adapter(processes, adapters):
 
 def test_an_update_that_admits_a_replica_gives_it_adapters(processes, base, adapters):
     async def body(fleet: ReplicaFleet) -> None:
-        await fleet.client.load_adapter("a", adapters[0])
+        # Tensors, which a restarted engine does not load by itself.
+        tensors, config = sent(adapters[0])
+        await fleet.client.load_adapter("a", tensors=tensors, config=config)
         known = await logprobs(fleet.members[0], "a")
         await fleet.client.pause("retract")  # during which nothing else admits it
         processes.replicas[0].signal(signal.SIGKILL)
