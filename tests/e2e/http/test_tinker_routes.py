@@ -142,7 +142,7 @@ def test_the_answer_says_which_weights_made_it(engine, client):
 def test_a_repeated_request_is_the_same_promise(engine, client):
     sampler = client.sampler(base_model="base")
     params = {"max_tokens": 6, "temperature": 1.0}  # of a random seed
-    promises = [client.asked(sampler, params, seq_id=5) for _ in range(2)]
+    promises = [client.asked(sampler, params, seq_id=5, num_samples=count) for count in (1, 2)]
     assert promises[0].json() == promises[1].json()
     assert len({client.result(each).text for each in promises}) == 1
     other = client.sampler(base_model="base")
