@@ -28,6 +28,8 @@ from .promises import GoneError, Promise, Sampler, TinkerError, other_version
 from .sample_answers import PROTOBUF, Targets, Wanted, answer
 from .samplers import sampler_of
 
+INLINE_VALUES = 2048
+"""Logprobs of a result above which it is encoded in a thread: a millisecond or two of work."""
 HOLD_S = 30.0
 """Seconds that a question for a result waits; the SDK's own limit is 45 s."""
 
@@ -182,8 +184,9 @@ async def _taken(front: FrontEnd, sampler: Sampler, asked: GenerationRequest, wa
                     raise other_version(sampler, span.adapter_epoch)
         return found
 
-    def answered(found: list[Sample], protobuf: bool) -> Response[bytes]:
-        return answer(found, wanted, protobuf=protobuf)
+    async def answered(found: list[Sample], protobuf: bool) -> Response[bytes]:
+        make = functools.partial(answer, found, wanted, protobuf=protobuf)
+        return await front.workers.run(make) if wanted.values(found) > INLINE_VALUES else make()
 
     assert asked.rid is not None
     count = asked.sampling_params.n
@@ -224,7 +227,7 @@ async def retrieve_future(request: HTTPRequest, front: Front) -> Response[bytes]
     front.tinker.retrieved(promise)
     error = promise.task.exception()
     if error is None:
-        return promise.answer(promise.task.result(), PROTOBUF in request.headers.get("accept", ""))
+        return await promise.answer(promise.task.result(), PROTOBUF in request.headers.get("accept", ""))
     if isinstance(error, GoneError) or (isinstance(error, CaesuraError) and error.code in RETRYABLE):
         return _gone(str(error))
     if isinstance(error, CaesuraError):

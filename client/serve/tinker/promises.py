@@ -6,7 +6,7 @@ stays after it was retrieved, for a client whose connection broke, until :data:`
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -63,7 +63,7 @@ class Promise:
     id: str
     session: Session
     task: "asyncio.Task[Any]"
-    answer: Callable[[Any, bool], Response[bytes]]
+    answer: Callable[[Any, bool], Awaitable[Response[bytes]]]
     """Makes the response of the task's result, in protobuf if that is wanted."""
     samples: int = 0
 
@@ -109,7 +109,7 @@ class TinkerClients:
         name: str,
         session: Session,
         work: Coroutine[Any, Any, Any],
-        answer: Callable[[Any, bool], Response[bytes]],
+        answer: Callable[[Any, bool], Awaitable[Response[bytes]]],
         *,
         samples: int = 0,
     ) -> Promise:

@@ -78,6 +78,12 @@ class Wanted(NamedTuple):
     """Number of the prompt's last tokens that are scored; None means all but the first."""
     targets: Targets | None = None
 
+    def values(self, samples: Sequence[Sample]) -> int:
+        """Return the number of logprobs in the answer."""
+        sampled = sum(len(sample.output.output_ids) for sample in samples) * (1 + self.top_sample)
+        targets = 0 if self.targets is None else len(self.targets.data)
+        return sampled + samples[0].output.prompt_tokens * (1 + self.top_prompt) + targets
+
 
 def answer(samples: Sequence[Sample], wanted: Wanted, *, protobuf: bool) -> Response[bytes]:
     """Return the response, which says in a header and in its body which weights made each token."""

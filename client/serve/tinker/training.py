@@ -117,8 +117,12 @@ async def _load(front: FrontEnd, session: Session, body: SaveBody, folder: str) 
     return {**found, "sampling_session_id": front.tinker.add(sampler).id}
 
 
+async def _answered(found: dict[str, Any], protobuf: bool) -> Response[bytes]:
+    return json_response(found)  # results of training have no other form
+
+
 def _promised(front: FrontEnd, name: str, session: Session, work: Any) -> Response[bytes]:
     promise = front.tinker.promises.get(name)
     if promise is None:  # else the answer to the first one was lost
-        promise = front.tinker.promise(name, session, work(), lambda found, _: json_response(found))
+        promise = front.tinker.promise(name, session, work(), _answered)
     return json_response({"request_id": promise.id})

@@ -189,9 +189,10 @@ def fields(encoded: bytes) -> list[tuple[int, int | bytes]]:
     return found
 
 
-def test_protobuf_has_what_json_has(client):
-    body = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 3}
-    promise = client.asked(client.sampler(base_model="base"), num_samples=2, **body)
+@pytest.mark.parametrize(("samples", "count"), [(2, 3), (3, 128)], ids=["small", "encoded in a thread"])
+def test_protobuf_has_what_json_has(client, samples, count):
+    body = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": count}
+    promise = client.asked(client.sampler(base_model="base"), num_samples=samples, **body)
     expected = client.result(promise).json()
     answer = client.result(promise, accept=PROTOBUF)
     assert answer.headers["content-type"] == PROTOBUF
@@ -202,7 +203,7 @@ def test_protobuf_has_what_json_has(client):
         assert stop == (each["stop_reason"] == "length")
         assert struct.unpack("<6i", tokens) == tuple(each["tokens"])
         assert struct.unpack("<6f", logprobs) == pytest.approx(each["logprobs"])
-        assert [value for _, value in fields(likely)[2:]] == [3, 6]
+        assert [value for _, value in fields(likely)[2:]] == [count, 6]
     values = struct.unpack("<5f", prompt[1])
     assert math.isnan(values[0])
     assert list(values[1:]) == pytest.approx(expected["prompt_logprobs"][1:])

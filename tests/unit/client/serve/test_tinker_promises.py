@@ -38,7 +38,7 @@ def run(test: Callable[[TinkerClients, Any], Coroutine[Any, Any, None]]) -> None
 
 
 def promised(clients: TinkerClients, name: str, work: Coroutine[Any, Any, Any] | None = None) -> Promise:
-    def answer(found: Any, _: bool) -> Response[bytes]:
+    async def answer(found: Any, _: bool) -> Response[bytes]:
         return Response(found)
 
     return clients.promise(name, clients.begin("session"), work or asyncio.Event().wait(), answer)
