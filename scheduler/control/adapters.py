@@ -229,13 +229,15 @@ class Adapters:
 
     def _ask_to_make_way(self) -> Adapter | None:
         """Let no more samples start of the version that came to its slot first, once one of it has."""
-        in_use = self._slots_in_use()
-        asked = [each for each in self._versions if each.slot in in_use and self._may_leave(each)]
-        asked = [each for each in asked if each.slot != NO_ADAPTER and not each.makes_way]
-        if not asked:
-            return None
-        first = min(asked, key=lambda each: each.came)
-        first.makes_way = True
+        in_use = self._slots_in_use() - {NO_ADAPTER}
+        asked = [
+            each
+            for each in self._versions
+            if each.slot in in_use and self._may_leave(each) and not each.makes_way
+        ]
+        first = min(asked, key=lambda each: each.came, default=None)
+        if first is not None:
+            first.makes_way = True
         return first
 
     def write(self, slot: int, factors: Mapping[str, Factors]) -> Generator[Wait, None, None]:
