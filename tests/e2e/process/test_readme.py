@@ -39,6 +39,9 @@ with (
 """
 """Beginnings that the parts of docs/howto/several-engines.md say they go on from."""
 
+TEXT = r"""('.*'|".*")"""
+"""A text as ``repr`` writes it."""
+
 
 def block_of(page: Path, number: int) -> str:
     return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[number]
@@ -90,9 +93,9 @@ def test_the_example_of_a_trainer_runs(tmp_path):
 
 def test_the_examples_of_text_clients_show_text(tmp_path):
     make_checkpoints(tmp_path)
-    assert re.fullmatch(r"'.*' \S+ \d+\n", example(README, 1, tmp_path))
+    assert re.fullmatch(TEXT + r" (None|'\\n') \d+\n", example(README, 1, tmp_path))
     whole, *pieces = example(FIRST_STEPS, 1, tmp_path).splitlines()
-    assert re.fullmatch(r"['\"].*['\"] \S+ (stop|length)", whole)
+    assert re.fullmatch(TEXT + r" (None|'(\\n|\.)') (stop|length)", whole)
     assert pieces
 
 
