@@ -93,9 +93,9 @@ def test_the_example_of_a_trainer_runs(tmp_path):
 
 def test_the_examples_of_text_clients_show_text(tmp_path):
     make_checkpoints(tmp_path)
-    assert re.fullmatch(TEXT + r" (None|'\\n') \d+\n", example(README, 1, tmp_path))
+    assert re.fullmatch(TEXT + r" (None|\d+|'\\n') \d+\n", example(README, 1, tmp_path))
     whole, *pieces = example(FIRST_STEPS, 1, tmp_path).splitlines()
-    assert re.fullmatch(TEXT + r" (None|'(\\n|\.)') (stop|length)", whole)
+    assert re.fullmatch(TEXT + r" (None|\d+|'(\\n|\.)') (stop|length)", whole)
     assert pieces
 
 
