@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AdapterExists",
     "AnswerForgotten",
+    "BaseMismatch",
     "Busy",
     "CheckpointError",
     "DeadlineExceeded",
@@ -37,6 +38,7 @@ __all__ = [
     "MalformedMessage",
     "MemoryReleased",
     "NoAdapterSlot",
+    "NoRollback",
     "NoSession",
     "NotIdle",
     "NotOwner",
@@ -207,6 +209,14 @@ class PartialUpdate(GroupError):
 
 class CheckpointError(EngineError, code=ErrorCode.CHECKPOINT_ERROR):
     """A checkpoint is missing, truncated or not safetensors."""
+
+
+class BaseMismatch(EngineError, code=ErrorCode.BASE_MISMATCH):
+    """A delta does not fit the engine's weights, which are as they were: send a full update."""
+
+
+class NoRollback(EngineError, code=ErrorCode.NO_ROLLBACK):
+    """The values before the last commit are not kept: only a delta's are, until another change."""
 
 
 class WeightMismatch(EngineError, code=ErrorCode.WEIGHT_MISMATCH):

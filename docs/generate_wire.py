@@ -33,6 +33,7 @@ ANSWERS = {
     "GenerateReqInput": "BatchTokenOutput",
     "AbortReq": "AbortReqOutput",
     "EndWeightUpdateReqInput": "WeightUpdateReqOutput",
+    "RollbackWeightsReqInput": "WeightUpdateReqOutput",
     "UpdateWeightFromDiskReqInput": "WeightUpdateReqOutput",
     "UpdateWeightsFromTensorReqInput": "WeightUpdateReqOutput",
     "UpdateWeightsFromIPCReqInput": "WeightUpdateReqOutput",

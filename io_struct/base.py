@@ -105,3 +105,6 @@ class TensorSpec(Record, kw_only=True, frozen=True):
     """Index of the first of these rows; 0 for a whole tensor, a scalar, and the first piece of a tensor."""
     buffer: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Index of the buffer; always 0 in an ipc update, which has one buffer."""
+    count: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Number of elements of a sparse tensor of a delta: ``nbytes`` is their flat positions, ascending int32
+    (int64 in a tensor of 2^31 elements), zeros to a multiple of 8, then as many values. None: whole rows."""

@@ -58,6 +58,11 @@ class ErrorCode(StrEnum):
     group_name, and where known address, world_size, rank, ranks_seen."""
     CHECKPOINT_ERROR = "checkpoint_error"
     """A checkpoint is missing, truncated, or not in safetensors format. ``detail``: path, reason."""
+    BASE_MISMATCH = "base_mismatch"
+    """A delta is of other weights than the engine's, or makes others than it says; nothing was written.
+    ``detail``: weights, weights_epoch, and what differs: base_epoch, base_digest or digest, with got."""
+    NO_ROLLBACK = "no_rollback"
+    """The values before the last commit are not kept, or have another digest. ``detail``: weights_epoch."""
     WEIGHT_MISMATCH = "weight_mismatch"
     """Tensors or config do not match the model. ``detail``: missing, unexpected, mismatched, config."""
     WEIGHTS_NOT_FINITE = "weights_not_finite"

@@ -102,8 +102,23 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
     """Why engines behind ``relay_to`` did not get everything; None if they did, or there are none."""
 
 
+class DeltaBase(Record, kw_only=True, frozen=True):
+    """Weights that a delta changes, else ``base_mismatch``: nothing is written."""
+
+    base_epoch: int | None = None
+    """Their ``weights_epoch``. None: not compared."""
+    base_digest: Label | None = None
+    """Their digest. None: not compared."""
+    digest: Label | None = None
+    """Digest of the weights after the delta, computed before the first write. None: not compared."""
+
+
 class WeightUpdateOptions(ControlRequest, kw_only=True):
     """Fields of every update call."""
+
+    delta: DeltaBase | None = None
+    """Weights of which the call changes some elements or tensors. It is received, checked and staged on the
+    host while generation goes on, and the session's commit writes it. None: the call writes tensors."""
 
     session_id: Identifier | None = None
     """The open session of this call. None: an explicit session refuses the call as ``session_open``; while
@@ -120,11 +135,27 @@ class WeightUpdateOptions(ControlRequest, kw_only=True):
     """True: abort every request, after the call has been checked and its first tensor has arrived."""
 
 
+class RollbackWeightsReqInput(ControlRequest, kw_only=True):
+    """Return to the weights, and their label, before the last commit, which must have been a delta's.
+
+    Their old values are kept on the host until the next update, failure or release of weights; then it is
+    ``no_rollback``. Replied as an update: the epoch is a new one.
+    """
+
+    to_digest: Label | None = None
+    """Digest of the weights to return to, else ``no_rollback``. None: not compared."""
+    flush_cache: bool = True
+    """As of an update."""
+    torch_empty_cache: bool = False
+    """True: the device allocator's cache is emptied, too."""
+
+
 class UpdateWeightFromDiskReqInput(WeightUpdateOptions, kw_only=True):
-    """Load a complete checkpoint folder in place; headers are checked before the first byte is written."""
+    """Load a checkpoint folder in place; headers are checked before the first byte is written."""
 
     model_path: FolderPath
-    """Folder with config.json and *.safetensors, as seen by the engine's process."""
+    """Folder with config.json and *.safetensors, as seen by the engine's process. One with delta.safetensors
+    is a delta, of the base that it names unless ``delta`` does."""
     load_format: Label | None = None
     """None, ``"auto"`` or ``"safetensors"``; other formats are not supported."""
 

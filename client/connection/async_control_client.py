@@ -462,6 +462,20 @@ class AsyncControlClient:
                 await self._abort_session(begin.id, error, timeout)
             raise
 
+    async def rollback_weights(
+        self,
+        *,
+        to_digest: str | None = None,
+        flush_cache: bool = True,
+        torch_empty_cache: bool = False,
+        **call: Unpack[CallOptions],
+    ) -> wire.WeightUpdateReqOutput:
+        """Return to the weights before the last commit, a delta's; NoRollback if they are not kept."""
+        request = wire.RollbackWeightsReqInput(
+            to_digest=to_digest, flush_cache=flush_cache, torch_empty_cache=torch_empty_cache
+        )
+        return await self._ask(request, wire.WeightUpdateReqOutput, call)
+
     async def check_weights(
         self, action: wire.CheckerAction = "checksum", **call: Unpack[CallOptions]
     ) -> wire.WeightsCheckerReqOutput:

@@ -143,6 +143,7 @@ class ControlClient:
     resume_memory = blocking(AsyncSchedulerClient.resume_memory)
     begin_weight_update = blocking(AsyncSchedulerClient.begin_weight_update)
     end_weight_update = blocking(AsyncSchedulerClient.end_weight_update)
+    rollback_weights = blocking(AsyncSchedulerClient.rollback_weights)
     check_weights = blocking(AsyncSchedulerClient.check_weights)
     status = blocking(AsyncSchedulerClient.status)
     metrics = blocking(AsyncSchedulerClient.metrics)

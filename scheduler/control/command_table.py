@@ -31,6 +31,7 @@ COMMANDS: "dict[type[wire.ControlRequest], Callable[[Engine, Any, Sender], Opera
     wire.StopProfileReqInput: stop_profile,
     wire.BeginWeightUpdateReqInput: lambda engine, *call: engine.updates.begin(*call),
     wire.EndWeightUpdateReqInput: lambda engine, *call: engine.updates.end(*call),
+    wire.RollbackWeightsReqInput: lambda engine, *call: engine.updates.rollback(*call),
     wire.UpdateWeightFromDiskReqInput: lambda engine, *call: engine.updates.from_disk(*call),
     wire.UpdateWeightsFromIPCReqInput: lambda engine, *call: engine.updates.from_ipc(*call),
     wire.UpdateWeightsFromDistributedReqInput: lambda engine, *call: engine.updates.from_distributed(*call),

@@ -161,6 +161,13 @@ class WeightUpdates:
             engine.process_groups.out_of_step(each, reason)
         engine.executor.call("leave_group", name, reason)
 
+    def rollback(self, request: wire.RollbackWeightsReqInput, sender: Sender) -> Operation:
+        """Return to the weights before the last commit, if it was a delta's."""
+        yield from ()
+        epoch = self._engine.state.stamp.epoch
+        reason = f"the values before weights epoch {epoch} are not kept: send a full update"
+        raise CaesuraError(ErrorCode.NO_ROLLBACK, reason, weights_epoch=epoch)
+
     def _update(
         self,
         request: wire.WeightUpdateOptions,
@@ -172,6 +179,8 @@ class WeightUpdates:
     ) -> Operation:
         """Receive, check, stop steps, write, and commit if the session is complete."""
         engine, stages, started = self._engine, self.profiler(), monotonic()
+        if request.delta is not None:
+            raise CaesuraError(ErrorCode.UNSUPPORTED, "deltas are not built yet")
         found = engine.sessions.find(request, sender, route)
         component = chosen(engine.model.components, request.component)
         if in_thread:

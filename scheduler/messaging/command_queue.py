@@ -30,6 +30,7 @@ _EXCLUSIVE = (
     wire.BeginWeightUpdateReqInput,
     wire.ReleaseMemoryOccupationReqInput,
     wire.ResumeMemoryOccupationReqInput,
+    wire.RollbackWeightsReqInput,
     wire.UpdateWeightFromDiskReqInput,
 )
 

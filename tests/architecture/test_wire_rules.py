@@ -28,7 +28,9 @@ from caesura.io_struct import (
     errors,
 )
 
-SHARED_REPLY = re.compile("UpdateWeights?From[A-Za-z]+ReqInput|EndWeightUpdateReqInput")
+SHARED_REPLY = re.compile(
+    "UpdateWeights?From[A-Za-z]+ReqInput|EndWeightUpdateReqInput|RollbackWeightsReqInput"
+)
 """Every update call and ``end`` are answered by one WeightUpdateReqOutput."""
 
 
