@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: setup demo check checked test suite test-long test-bench lint format docs sizes bench gpu gpu-wheels mutation faults kills serve wheel test-wheel test-images clean
 
 # pip, not another installer: the user's own index and wheel settings are honoured.
-$(STAMP): pyproject.toml __init__.py constraints.txt $(wildcard scheduler/kernels/cpu/*)
+$(STAMP): pyproject.toml __init__.py constraints.txt $(wildcard scheduler/kernels/cpu/* transfer/*.cpp)
 	$(PYTHON) -c 'import sys; sys.exit("Caesura needs Python 3.11 or newer, this is %s" % sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'

@@ -18,6 +18,8 @@ COMPILERS = ("cc", "gcc", "g++", "c++", "clang")
 GENERATE = """
 import sys
 from caesura.client import SamplingParams, launch_scheduler
+from caesura.transfer import words
+assert words.library() is not None, "words.cpp was not compiled"
 with launch_scheduler(sys.argv[1]) as client:
     output = client.generate([1, 2, 3], SamplingParams(max_new_tokens=8, ignore_eos=True))
     status = client.status()

@@ -1,0 +1,94 @@
+"""Elements that differ are found and overwritten by their bits, compiled or not."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.properties import examples
+
+from caesura.transfer import words
+
+DTYPES = (
+    torch.float8_e4m3fn,
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.int64,
+    torch.bool,
+)
+WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CODE = ("compiled", "torch")
+
+
+def served_by(code, monkeypatch):
+    if code == "torch":
+        monkeypatch.setattr(words, "library", lambda: None)
+    elif words.library() is None:
+        pytest.skip("words.cpp was not compiled")
+
+
+def random_bits(dtype, count, seed=0):
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(seed)).bool()
+    octets = torch.randint(0, 256, (count * dtype.itemsize,), generator=torch.Generator().manual_seed(seed))
+    return octets.to(torch.uint8).view(dtype)
+
+
+def bits(tensor):
+    return tensor.view(WIDTHS[tensor.element_size()])
+
+
+@pytest.mark.parametrize("code", CODE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_changed_elements_are_found_and_written(code, dtype, monkeypatch):
+    served_by(code, monkeypatch)
+    monkeypatch.setattr(words, "_CHUNK", 100)
+
+    @settings(max_examples=examples(60), deadline=None)
+    @given(
+        st.integers(0, 400).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, max(n - 1, 0)))))
+    )
+    def check(drawn):
+        count, places = drawn
+        before, places = random_bits(dtype, count), sorted(place for place in places if place < count)
+        after = before.clone()
+        bits(after)[places] ^= 1
+        positions, values = words.changed(before, after)
+        assert positions.dtype == torch.int32 and values.dtype == dtype
+        assert positions.tolist() == places
+        was = before.clone()
+        old = words.scatter(before, positions, values)
+        assert torch.equal(bits(before), bits(after))
+        words.scatter(before, positions, old)
+        assert torch.equal(bits(before), bits(was))
+
+    check()
+
+
+@pytest.mark.parametrize("code", CODE)
+def test_zeros_of_either_sign_and_nans_differ_by_bits(code, monkeypatch):
+    served_by(code, monkeypatch)
+    before = torch.tensor([0.0, float("nan"), 1.0])
+    after = torch.tensor([-0.0, float("nan"), 1.0])
+    assert words.changed(before, after)[0].tolist() == [0]
+
+
+@pytest.mark.parametrize("code", CODE)
+def test_wide_positions_are_those_of_large_tensors(code, monkeypatch):
+    served_by(code, monkeypatch)
+    monkeypatch.setattr(words, "position_dtype", lambda elements: torch.int64)
+    before, after = torch.zeros(300), torch.zeros(300)
+    after[[3, 299]] = 1
+    positions, values = words.changed(before, after)
+    assert positions.dtype == torch.int64 and positions.tolist() == [3, 299]
+    assert words.scatter(before, positions, values).tolist() == [0, 0] and torch.equal(before, after)
+
+
+def test_a_library_of_other_sources_does_not_serve(monkeypatch):
+    monkeypatch.setattr(words, "_ABI", -1)
+    words.library.cache_clear()
+    try:
+        assert words.library() is None
+    finally:
+        words.library.cache_clear()

@@ -1,0 +1,124 @@
+// Compares and overwrites tensors of any dtype by their bits: elements are words of 1, 2, 4 or 8 bytes.
+//
+// Positions are those of elements in the flattened tensor, int32 or, if `wide`, int64.
+#include <cstdint>
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+#define CAESURA_API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+struct Positions {
+    void* at;
+    bool wide;
+
+    void set(int64_t index, int64_t position) const {
+        if (wide)
+            static_cast<int64_t*>(at)[index] = position;
+        else
+            static_cast<int32_t*>(at)[index] = static_cast<int32_t>(position);
+    }
+    int64_t get(int64_t index) const {
+        return wide ? static_cast<const int64_t*>(at)[index] : static_cast<const int32_t*>(at)[index];
+    }
+};
+
+// Writes the elements from `begin` to `end` that differ.
+template <class Word>
+inline int64_t scan(const Word* before, const Word* after, int64_t begin, int64_t end, int64_t first, int64_t count,
+                    const Positions& positions, Word* values) {
+    for (int64_t i = begin; i < end; i++) {
+        if (before[i] == after[i]) continue;
+        positions.set(count, first + i);
+        values[count++] = after[i];
+    }
+    return count;
+}
+
+#ifdef __x86_64__
+template <class Word>
+__attribute__((target("avx2,bmi"))) int64_t changed_avx2(const Word* before, const Word* after, int64_t n, int64_t first,
+                                                     const Positions& positions, Word* values) {
+    constexpr int64_t BLOCK = 128 / sizeof(Word), PART = 32 / sizeof(Word);
+    int64_t count = 0, begin = 0;
+    for (; begin + BLOCK <= n; begin += BLOCK) {
+        __m256i difference[4];
+        for (int part = 0; part < 4; part++) {
+            const auto* a = reinterpret_cast<const __m256i*>(before + begin + part * PART);
+            const auto* b = reinterpret_cast<const __m256i*>(after + begin + part * PART);
+            _mm_prefetch(reinterpret_cast<const char*>(a) + 1024, _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<const char*>(b) + 1024, _MM_HINT_T0);
+            difference[part] = _mm256_xor_si256(_mm256_loadu_si256(a), _mm256_loadu_si256(b));
+        }
+        const __m256i any = _mm256_or_si256(_mm256_or_si256(difference[0], difference[1]),
+                                            _mm256_or_si256(difference[2], difference[3]));
+        if (_mm256_testz_si256(any, any)) continue;
+        for (int part = 0; part < 4; part++) {
+            const __m256i same = _mm256_cmpeq_epi8(difference[part], _mm256_setzero_si256());
+            uint32_t bytes = ~static_cast<uint32_t>(_mm256_movemask_epi8(same));
+            while (bytes) {  // a bit for each byte that differs
+                const int64_t element = __builtin_ctz(bytes) / sizeof(Word), i = begin + part * PART + element;
+                positions.set(count, first + i);
+                values[count++] = after[i];
+                bytes &= ~static_cast<uint32_t>(((uint64_t{1} << sizeof(Word)) - 1) << (element * sizeof(Word)));
+            }
+        }
+    }
+    return scan(before, after, begin, n, first, count, positions, values);
+}
+#endif
+
+template <class Word>
+int64_t changed(const Word* before, const Word* after, int64_t n, int64_t first, const Positions& positions, Word* values) {
+#ifdef __x86_64__
+    if (__builtin_cpu_supports("avx2")) return changed_avx2(before, after, n, first, positions, values);
+#endif
+    return scan(before, after, 0, n, first, 0, positions, values);
+}
+
+template <class Word>
+void scatter(Word* target, const Positions& positions, const Word* values, Word* before, int64_t count) {
+    constexpr int64_t AHEAD = 16;
+    for (int64_t i = 0; i < count; i++) {
+        if (i + AHEAD < count) __builtin_prefetch(target + positions.get(i + AHEAD), 1);
+        Word& place = target[positions.get(i)];
+        if (before) before[i] = place;
+        place = values[i];
+    }
+}
+
+}  // namespace
+
+// Rises, with _ABI in words.py, whenever the arguments of a function change.
+CAESURA_API int caesura_words_abi() { return 1; }
+
+// Writes position (from `first` on) and value of each of n elements that differ, ascending, and returns their number.
+CAESURA_API int64_t caesura_words_changed(const void* before, const void* after, int64_t n, int width, int64_t first,
+                                          void* positions, int wide, void* values) {
+    const Positions at{positions, wide != 0};
+#define CAESURA_CHANGED(WORD)                                                                                    \
+    return changed(static_cast<const WORD*>(before), static_cast<const WORD*>(after), n, first, at, static_cast<WORD*>(values))
+    switch (width) {
+        case 1: CAESURA_CHANGED(uint8_t);
+        case 2: CAESURA_CHANGED(uint16_t);
+        case 4: CAESURA_CHANGED(uint32_t);
+        default: CAESURA_CHANGED(uint64_t);
+    }
+}
+
+// Overwrites elements of `target`, after copying what was there to `before` if that is not null.
+CAESURA_API void caesura_words_scatter(void* target, void* positions, int wide, const void* values, void* before,
+                                       int64_t count, int width) {
+    const Positions at{positions, wide != 0};
+#define CAESURA_SCATTER(WORD)                                                                                     \
+    return scatter(static_cast<WORD*>(target), at, static_cast<const WORD*>(values), static_cast<WORD*>(before), count)
+    switch (width) {
+        case 1: CAESURA_SCATTER(uint8_t);
+        case 2: CAESURA_SCATTER(uint16_t);
+        case 4: CAESURA_SCATTER(uint32_t);
+        default: CAESURA_SCATTER(uint64_t);
+    }
+}
