@@ -1,7 +1,7 @@
 """Finds and overwrites single elements of tensors on the CPU, by their bits.
 
-Invariants: compiled and torch code give equal results. Positions are those of the flattened tensor, ascending:
-int32, or int64 for tensors of 2^31 elements and more. Threads of one call work on elements of their own.
+Invariants: compiled and torch code give equal results. Positions are those of the flattened tensor,
+ascending: int32, or int64 for tensors of 2^31 elements and more.
 """
 
 import ctypes
@@ -36,18 +36,10 @@ def library() -> ctypes.CDLL | None:
         return None
     if found.caesura_words_abi() != _ABI:
         return None
-    found.caesura_words_changed.argtypes = [
-        _POINTER,
-        _POINTER,
-        _COUNT,
-        _INT,
-        _COUNT,
-        _POINTER,
-        _INT,
-        _POINTER,
-    ]
+    two, one = [_POINTER, _POINTER], [_POINTER]
+    found.caesura_words_changed.argtypes = [*two, _COUNT, _INT, _COUNT, *one, _INT, *one]
     found.caesura_words_changed.restype = _COUNT
-    found.caesura_words_scatter.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _COUNT, _INT]
+    found.caesura_words_scatter.argtypes = [*two, _INT, *two, _COUNT, _INT]
     found.caesura_words_scatter.restype = None
     return found
 
