@@ -45,7 +45,7 @@ def test_changed_elements_are_found_and_written(code, dtype, monkeypatch):
     served_by(code, monkeypatch)
     monkeypatch.setattr(words, "_CHUNK", 100)
 
-    @settings(max_examples=examples(60), deadline=None)
+    @settings(max_examples=examples(60))
     @given(
         st.integers(0, 400).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, max(n - 1, 0)))))
     )
