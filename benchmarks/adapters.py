@@ -2,9 +2,10 @@
 
 For each rank two engines of one checkpoint live at a time, one without adapters and one with them; both, and
 rows with different numbers of adapters, take turns in an order that rotates. Printed are medians, and their
-ratios to the engine without adapters. Adapters are random, of all products in the layers.
+ratios to the engine without adapters. Adapters are random, of all products in the layers. With ``--vllm``, an
+interpreter that has vLLM, engines of vLLM take turns with them, compared with vLLM's own without adapters.
 
-    python benchmarks/adapters.py --shape 0.6b --threads 2 --repeats 5 --json adapters.json
+    python benchmarks/adapters.py --shape 0.6b --repeats 5 --vllm V/bin/python --json adapters.json
 """
 
 import argparse
@@ -21,6 +22,9 @@ from typing import Any
 
 import torch
 from checkpoints import SHAPES, Shape, random_tensor, write_checkpoint
+from harness.engines import OP_TIMEOUT_S, PEERS, START_TIMEOUT_S, vllm
+from harness.limits import kv_bytes_per_token
+from harness.peer_process import PeerProcess
 from harness.script import begin, in_turns, parser, table, write_json
 from rich.console import Console
 from safetensors.torch import save_file
@@ -69,6 +73,35 @@ def run_client(client: SchedulerClient, options: argparse.Namespace, adapters: i
     return tokens / (perf_counter() - started)
 
 
+def start_vllm(
+    stack: ExitStack, base: Path, folders: Sequence[Path], rank: int, options: argparse.Namespace
+) -> Run:
+    engine = vllm(options.vllm, options.threads, "auto", base.parent / "cache")
+    name = f"vllm-{rank}-{len(folders)}.log"
+    command = [engine.python, str(PEERS / engine.script)]
+    peer = stack.enter_context(PeerProcess(command, engine.environment, base.parent / name))
+    shape = SHAPES[options.shape]
+    peer.call(
+        "start",
+        START_TIMEOUT_S,
+        prompt=prompts_of(1, 0)[0],
+        model=str(base),
+        threads=options.threads,
+        context_len=KV_TOKENS // options.rows,
+        kv_tokens=KV_TOKENS,
+        kv_bytes_per_token=kv_bytes_per_token(shape, 2),
+        adapters=list(map(str, folders)),
+        rank=rank,
+    )
+
+    def run(seed: int) -> float:
+        ask = {"max_new_tokens": options.new_tokens, "samples": 1}
+        found = peer.call("rollout", OP_TIMEOUT_S, prompts=prompts_of(options.rows, seed), **ask)
+        return float(found["tokens"] / found["seconds"])
+
+    return run
+
+
 def swap_seconds(
     client: SchedulerClient, folders: Sequence[Path], options: argparse.Namespace
 ) -> list[float]:
@@ -101,6 +134,9 @@ def measure(base: Path, rank: int, options: argparse.Namespace) -> dict[str, Any
             adapting.load_adapter(str(number), folder)
         ways: dict[str, Run] = {"without": partial(run_client, plain, options, 0)}
         ways |= {str(count): partial(run_client, adapting, options, count) for count in options.adapters}
+        if options.vllm is not None:
+            for count in options.adapters:
+                ways[f"vLLM, {count}"] = start_vllm(stack, base, folders[:count], rank, options)
         found = in_turns(ways, options.repeats)
         swaps = swap_seconds(adapting, folders, options)
     size = (folders[0] / "adapter_model.safetensors").stat().st_size
@@ -114,7 +150,7 @@ def report(console: Console, results: Sequence[dict[str, Any]]) -> None:
         medians = {way: statistics.median(found) for way, found in result["tokens_per_second"].items()}
         swap = f"{1e3 * statistics.median(result['swap_s']):.0f}"
         for way, speed in medians.items():
-            ratio = f"{speed / medians['without']:.1%}"
+            ratio = f"{speed / medians['vLLM, 0' if way.startswith('vLLM') else 'without']:.1%}"
             size = f"{result['adapter_bytes'] / 1e6:.1f}"
             rows.append((str(result["rank"]), way, f"{speed:,.0f}", ratio, swap, size))
     console.print(table(None, headings, rows, words=2))
@@ -130,6 +166,7 @@ def main() -> None:
     made.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     made.add_argument("--repeats", type=int, default=5)
     made.add_argument("--swaps", type=int, default=20)
+    made.add_argument("--vllm", help="interpreter that has vLLM; needs 0 among --adapters")
     options = made.parse_args()
     console = Console()
     facts = begin(console, shape=options.shape)

@@ -24,6 +24,10 @@ class EngineOptions:
     kv_tokens: int
     """Capacity of the KV cache in tokens."""
     kv_bytes_per_token: int
+    adapters: Sequence[str] = ()
+    """Folders of LoRA adapters that the rows of a rollout have in turn; empty: none has one."""
+    rank: int = 0
+    """Rank of the adapters."""
 
 
 OpenEngine = Callable[[EngineOptions], Awaitable[tuple[PausableEngine, dict[str, Any]]]]

