@@ -117,6 +117,7 @@ def _staged(
 ) -> Generator[Wait, None, tuple[StagedAdapter, LoadAdapterReqOutput]]:
     """Check and read an adapter, and write it into a slot that no step reads."""
     try:
+        engine.state.require_resident("weights")  # and the slots with them
         plan, tensors = yield from _read(engine, request, buffers)
     except BaseException as error:
         if request.group_name is not None:
@@ -252,7 +253,6 @@ def _require_base(
     """Raise ``weight_mismatch`` if a module's weight is not the base's, as far as this rank holds it."""
     if not given:
         return
-    engine.state.require_resident("weights")
     held = model.model.weight_slots()
     for module, weight in given.items():
         slot = held.get(f"{module}.weight") or held[TIED]

@@ -8,6 +8,7 @@ Invariants:
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -21,6 +22,7 @@ from ..kernels import serving
 from ..layers.lora import AdapterSlots
 from ..memory.device_memory import MinReduce, get_available_memory
 from ..memory.device_module import device_module_for
+from ..memory.offload import ResidentStrategy
 from ..memory.residency import ComponentResidencyManager, nobody
 from ..models.config import load_model_config
 from ..models.registry import build_model
@@ -40,6 +42,8 @@ from .sampler import Sampler
 logger = logging.getLogger(__name__)
 
 
+ADAPTERS = "adapters"
+"""The component of the adapters' slots."""
 _TOUCHED_KV_BYTES = 128 << 20
 """Bytes of a CPU's KV pool that are touched at start; page faults would slow down the first requests."""
 _STATES_PER_ROW, _STATES_SHARE = 2, 0.5
@@ -51,7 +55,10 @@ _CPU_WARM_UP_ROWS = 16
 
 
 def load_model(
-    config: EngineConfig, folder: str | None = None, parallel: TensorParallel = SINGLE
+    config: EngineConfig,
+    folder: str | None = None,
+    parallel: TensorParallel = SINGLE,
+    adapters: AdapterSlots | None = None,
 ) -> LoadedModel:
     """Read this rank's shard of a checkpoint folder, or of the weights in ``folder``, into fresh parameters.
 
@@ -71,9 +78,6 @@ def load_model(
         )
     dtype = model_config.dtype if config.dtype == "auto" else by_torch_name(config.dtype)
     device = torch.device(config.device)
-    adapters: AdapterSlots | None = None
-    if config.enable_lora:
-        adapters = AdapterSlots(config.max_loras + 1, config.max_lora_rank, experts=config.lora_experts)
     model = build_model(model_config, dtype, device, parallel, adapters)
     loader = WeightLoader(model)
     checkpoint = open_checkpoint(folder or config.model_path)
@@ -268,8 +272,14 @@ def build_components(
     sharing: int = 1,
 ) -> tuple[LoadedModel, MHAPool | MLAPool, RoutingPool | None, AdmissionLimits]:
     """Return weights and pools, which can be released, and the limits that follow from their sizes."""
+    adapters: AdapterSlots | None = None
+    if config.enable_lora:
+        residency.register(ADAPTERS, ResidentStrategy(keep_copy=False))
+        memory = partial(residency.component, ADAPTERS)
+        count, experts = config.max_loras + 1, config.lora_experts
+        adapters = AdapterSlots(count, config.max_lora_rank, experts=experts, memory=memory)
     with residency.component("weights"):
-        loaded = load_model(config, folder, parallel)
+        loaded = load_model(config, folder, parallel, adapters)
     context_len = longest_context(config, loaded)
     with residency.component("kv_cache"):
         kept_free = residency.still_to_come

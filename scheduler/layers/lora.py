@@ -10,7 +10,8 @@ Invariants:
 - With several ranks, each has the rows of B or the columns of A that belong to its part of the weight.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -282,9 +283,17 @@ def _length(rows: Sequence[Window]) -> int:
 class AdapterSlots:
     """The adapter slots of one model, which its products find through their placement."""
 
-    def __init__(self, count: int, max_rank: int, *, experts: bool = False) -> None:
-        """``experts``: take memory for routed experts, too."""
+    def __init__(
+        self,
+        count: int,
+        max_rank: int,
+        *,
+        experts: bool = False,
+        memory: Callable[[], AbstractContextManager[None]] = nobody,
+    ) -> None:
+        """``experts``: take memory for routed experts, too. Inside of ``memory()`` it is allocated."""
         self.count, self.max_rank, self._with_experts = count, max_rank, experts
+        self._memory = memory
         self.width = -(-max_rank // _RANKS) * _RANKS
         """Ranks that a slot has memory for."""
         self.rows: AdapterRows | None = None
@@ -296,7 +305,7 @@ class AdapterSlots:
     def of(
         self, name: str, parts: Mapping[str, Sequence[Window]], columns: Window, place: Placement
     ) -> LinearAdapters:
-        with nobody():  # kept when the memory of the weights is released
+        with self._memory():
             made = LinearAdapters(self, name, parts, columns, place)
         self.products.append(made)
         return made
@@ -308,7 +317,7 @@ class AdapterSlots:
         if not self._with_experts:
             return None
         hidden = Window.whole(modules.hidden)
-        with nobody():
+        with self._memory():
             gate_up, down = (
                 ExpertAdapters(self, f"{name}.{part}", modules, parts, windows, place, packed=packed)
                 for part, parts, windows in (

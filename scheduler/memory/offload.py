@@ -1,6 +1,7 @@
 """Large components that come and go: how their memory is divided, where the values are, and when they move.
 
 - Values are saved once, when a unit first leaves the device; who changes them later writes the copy, too.
+  Where they change on the device alone (``keep_copy=False``), they are saved each time.
   Scratch memory (``preserve=False``) is never saved and comes back as zeros.
 - A unit is on the device as a whole, or not at all. Every view made of a tensor keeps working.
 - Memory is taken, used and dropped on the stream that is current in :meth:`OffloadUnit.ready`, so that the
@@ -24,7 +25,11 @@ class OffloadUnit:
     """Tensors of a component that come and go together; on the device at first."""
 
     def __init__(
-        self, pieces: Sequence[tuple[Tensor, Component]], make_copy: Callable[[], HostCopy] | None
+        self,
+        pieces: Sequence[tuple[Tensor, Component]],
+        make_copy: Callable[[], HostCopy] | None,
+        *,
+        keep_copy: bool = True,
     ) -> None:
         """``pieces`` are tensors, each with storage of its own. Without ``make_copy`` values may be lost."""
         self.tensors = [tensor for tensor, _ in pieces]
@@ -32,7 +37,7 @@ class OffloadUnit:
         self.on_device = True
         """True also while it is on its way to the device."""
         self._storages = [storage for _, storage in pieces]
-        self._make_copy = make_copy
+        self._make_copy, self._keep_copy = make_copy, keep_copy
         self._copy: HostCopy | None = None
         self.is_coming = False
 
@@ -46,6 +51,8 @@ class OffloadUnit:
             if self._copy is not None:
                 yield from self._copy.load(self.tensors)
         self.on_device = True
+        if not self._keep_copy:
+            self._copy = None
 
     def prefetch(self) -> None:
         """Begin to bring it; :meth:`ready` completes that. Raises as :meth:`bring`."""
@@ -172,7 +179,8 @@ class OffloadableComponent:
         pieces: list[list[tuple[Tensor, Component]]] = [[] for _ in range(len(layers) + 1)]
         for tensor, storage in self._pieces:
             pieces[where.get(tensor.untyped_storage().data_ptr(), 0)].append((tensor, storage))
-        self._units = [OffloadUnit(some, self._make_copy) for some in pieces]
+        keep_copy = self.strategy.keep_copy
+        self._units = [OffloadUnit(some, self._make_copy, keep_copy=keep_copy) for some in pieces]
         self._places = {
             id(tensor): (unit, number) for unit in self._units for number, tensor in enumerate(unit.tensors)
         }
@@ -198,6 +206,8 @@ class Strategy:
     """When a component is on the device: this one brings all of it for a use, and drops it when it leaves."""
 
     preserve: bool = True
+    keep_copy: bool = True
+    """False: values change on the device alone, so that the copy is made again whenever they leave."""
     kind: ClassVar[Residency]
 
     def peak_bytes(self, component: OffloadableComponent) -> int:

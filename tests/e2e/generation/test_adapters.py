@@ -24,6 +24,7 @@ from support.plain_trainer import weights_of
 
 from caesura.client import (
     EngineError,
+    MemoryReleased,
     SamplingParams,
     UnknownAdapter,
     Unsupported,
@@ -528,16 +529,23 @@ def test_requests_end_with_an_adapter_that_is_unloaded(base, client, tmp_path):
 
 
 def test_adapters_outlive_updates_and_released_memory(base, client, tmp_path):
-    client.load_adapter("a", make_adapter(base, tmp_path / "a", ALL_LINEAR))
-    known = client.generate(PROMPTS[0], GREEDY, adapter="a", return_logprob=True)
-    client.pause()
-    client.release_memory()
-    client.resume_memory()
-    client.update_weights_from_disk(base)
-    client.continue_generation()
-    again = client.generate(PROMPTS[0], GREEDY, adapter="a", return_logprob=True)
-    assert again.output_logprobs == known.output_logprobs
-    assert again.weight_versions[0].epoch == known.weight_versions[0].epoch + 1
+    for seed in range(2):  # the second copy on the host is the second adapter's
+        client.load_adapter("a", make_adapter(base, tmp_path / str(seed), ALL_LINEAR, seed=seed))
+        known = client.generate(PROMPTS[0], GREEDY, adapter="a", return_logprob=True)
+        client.pause()
+        (slots,) = (each for each in client.status().components if each.name == "adapters")
+        assert slots.device_bytes == slots.nbytes > 0
+        client.release_memory()
+        (slots,) = (each for each in client.status().components if each.name == "adapters")
+        assert slots.device_bytes == 0
+        with pytest.raises(MemoryReleased, match="resume it first"):
+            client.load_adapter("b", tmp_path / "0")
+        client.resume_memory()
+        client.update_weights_from_disk(base)
+        client.continue_generation()
+        again = client.generate(PROMPTS[0], GREEDY, adapter="a", return_logprob=True)
+        assert again.output_logprobs == known.output_logprobs
+        assert again.weight_versions[0].epoch == known.weight_versions[0].epoch + 1
 
 
 @pytest.mark.parametrize("tp", [1, 2])
