@@ -499,6 +499,8 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """Public version label of the weights: the last one given with a commit, or ``default``."""
     weights_epoch: int
     """Commit counter: 0 at start, or above the previous start's with a state file."""
+    digest: str = ""
+    """Digest of the weights as last committed, in hex. Empty: the engine keeps none (``weights_digest``)."""
     session: SessionStatus | None = None
     """The open weight update session. None means that none is open."""
     update: UpdateProgress | None = None

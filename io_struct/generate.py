@@ -224,6 +224,10 @@ class WeightVersionSpan(ReplyRecord, kw_only=True, frozen=True):
     """Name of the adapter. None means the model itself."""
     adapter_epoch: int = 0
     """Version of the adapter; 0 without one."""
+    digest: str = ""
+    """Digest of the weights, in hex. Empty means that the engine keeps none (``weights_digest``)."""
+    adapter_digest: str = ""
+    """Digest of the adapter (:class:`AdapterStatus`); empty without one."""
 
 
 class RoutedExperts(ReplyRecord, kw_only=True, frozen=True):
@@ -363,6 +367,10 @@ class DeltaWeights(ReplyRecord, kw_only=True, frozen=True):
     """Name of the adapter. None means the model itself."""
     adapter_epoch: int = 0
     """Version of the adapter; 0 without one."""
+    digest: str = ""
+    """Digest of the weights, in hex. Empty means that the engine keeps none (``weights_digest``)."""
+    adapter_digest: str = ""
+    """Digest of the adapter (:class:`AdapterStatus`); empty without one."""
 
 
 class DeltaDetails(ReplyRecord, kw_only=True, frozen=True):

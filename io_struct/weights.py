@@ -94,6 +94,8 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
     flushed: bool
     """True: this call flushed the prefix cache."""
     stages: StageTimes
+    digest: str = ""
+    """Digest of the weights as last committed, in hex. Empty: the engine keeps none (``weights_digest``)."""
     durable: bool | None = None
     """True: the state file has this commit. False: a restart is ``invalid``. None: no commit, or no file."""
     switched: int = 0

@@ -135,6 +135,10 @@ class EngineOptions:
     """Check every written weight for NaN and infinities at each commit, and refuse the commit if there are
     any: the weights are poisoned then. It reads all weights that were written.
     """
+    weights_digest: bool = True
+    """Keep a digest of the weights, which status, replies to updates and the spans of samples carry: proofs
+    of rollouts and checks of sparse updates need it. It reads what is written once more.
+    """
     group_interface: str | None = None
     """Network interface (for example eth0) for weight update groups. The default is loopback if the master
     address is loopback, else the interface of the host name's address.

@@ -71,6 +71,8 @@ class Part:
                 stale_kv=span.stale_kv,
                 adapter=span.adapter,
                 adapter_epoch=span.adapter_epoch,
+                digest=span.digest,
+                adapter_digest=span.adapter_digest,
             )
             part.weights += [by] * (span.end - span.start)
         return part

@@ -230,11 +230,16 @@ class EngineState:
         self.weights, self.weights_detail = "poisoned", reason
         logger.error("weights are POISONED: %s", reason)
 
-    def commit_weights(self, version: str | None, source: str) -> None:
+    def note_digest(self, digest: str) -> None:
+        """Set the digest of the weights of the start, before the first step."""
+        self.stamp = replace(self.stamp, digest=digest)
+        self._engine.outputs.set_stamp(self.stamp)
+
+    def commit_weights(self, version: str | None, source: str, digest: str = "") -> None:
         """Make the new weights serve: next epoch, and the label that was sent. No older KV is reused (I6)."""
         self._commits[source] += 1
         label = version if version is not None else self.stamp.version
-        self.stamp = replace(self.stamp, epoch=self.stamp.epoch + 1, version=label)
+        self.stamp = replace(self.stamp, epoch=self.stamp.epoch + 1, version=label, digest=digest)
         self._engine.cache.commit_epoch(self.stamp.epoch)
         self._engine.batcher.restart_prefills()
         self._engine.batcher.mark_stale()

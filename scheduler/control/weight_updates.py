@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ... import io_struct as wire
 from ...io_struct import CaesuraError, ErrorCode
@@ -28,6 +28,7 @@ from ..memory.workspace import Workspace
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
 from ..scheduling.request import WeightStamp
+from ..weights.digests import DigestedRows
 from ..weights.loader import END, LoadCounts, write_some
 from ..weights.reading import require_finite
 from ..weights.source import (
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from ..weights.transports.distributed import DistributedSource
 
 logger = logging.getLogger(__name__)
+
+_Value = TypeVar("_Value")
 
 
 class WeightUpdates:
@@ -316,9 +319,14 @@ class WeightUpdates:
         yield from self._while_open(barrier(self._engine), session)
 
     def _while_open(
-        self, waits: Generator[Wait, None, None], session: Session
-    ) -> Generator[Wait, None, None]:
-        for wait in waits:
+        self, waits: Generator[Wait, None, _Value], session: Session
+    ) -> Generator[Wait, None, _Value]:
+        while True:
+            try:
+                wait = next(waits)
+            except StopIteration as end:
+                value: _Value = end.value
+                return value
             yield wait
             self._engine.sessions.require_open(session)
 
@@ -377,11 +385,12 @@ class WeightUpdates:
         engine, before = self._engine, self._engine.state.stamp
         try:
             yield from self._derive(session, stages)
+            digest = yield from self._while_open(self._digest(), session)
             engine.weights_file.supersede()
             with stages.stage("flush"):
                 if session.flush:
                     engine.batcher.retract_all()
-                engine.state.commit_weights(session.version, session.source)
+                engine.state.commit_weights(session.version, session.source, digest)
                 engine.weights_file.committed(engine.state.stamp, session)
                 if session.flush:
                     engine.cache.flush()
@@ -398,6 +407,13 @@ class WeightUpdates:
             f"{session}, {session.counts.written_tensors} tensors",
             returned=None if report is None else report.freed,
         )
+
+    def _digest(self) -> Generator[Wait, None, str]:
+        digests = self._engine.loader.digests
+        if digests is None:
+            return ""
+        elsewhere = self._engine.executor.call("digests", reply=list[DigestedRows])
+        return digests.total((yield from waiting(elsewhere)))
 
     def _derive(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, None]:
         """Do everything in a commit that can fail, on every rank: all are ready afterwards, or it raises."""
@@ -514,6 +530,7 @@ class WeightUpdates:
             weights=engine.state.weights,
             weights_epoch=stamp.epoch,
             weight_version=stamp.version,
+            digest=stamp.digest,
             **asdict(counts),
             flushed=flushed,
             stages=times,

@@ -30,6 +30,7 @@ from ..parallel.group import SINGLE, TensorParallel
 from ..runtime.dtypes import by_torch_name
 from ..runtime.engine_config import PAGE_SIZE, EngineConfig
 from ..scheduling.waiting_queue import AdmissionLimits, pages_for
+from ..weights.digests import WeightDigests
 from ..weights.loaded_model import LoadedModel
 from ..weights.loader import WeightLoader
 from ..weights.transports.disk import load_from_disk, open_checkpoint
@@ -79,7 +80,7 @@ def load_model(
     dtype = model_config.dtype if config.dtype == "auto" else by_torch_name(config.dtype)
     device = torch.device(config.device)
     model = build_model(model_config, dtype, device, parallel, adapters)
-    loader = WeightLoader(model)
+    loader = WeightLoader(model, WeightDigests(parallel.rank) if config.weights_digest else None)
     checkpoint = open_checkpoint(folder or config.model_path)
     load_from_disk(loader, checkpoint, config.load_bucket_bytes, write_stream_of(device))
     loader.forget_written()

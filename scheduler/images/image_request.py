@@ -148,7 +148,12 @@ class ImageRequest:
         ends = [*(start for _, start in self.spans), self.step][1:]
         return [
             WeightVersionSpan(
-                version=stamp.version, epoch=stamp.epoch, incarnation=stamp.incarnation, start=start, end=end
+                version=stamp.version,
+                epoch=stamp.epoch,
+                incarnation=stamp.incarnation,
+                digest=stamp.digest,
+                start=start,
+                end=end,
             )
             for (stamp, start), end in zip(self.spans, ends, strict=True)
         ]

@@ -24,6 +24,7 @@ from ..models.causal_lm import Weights
 from ..runtime.dtypes import by_torch_name
 from ..runtime.engine_config import EngineConfig
 from ..runtime.files import is_pipeline
+from ..weights.digests import WeightDigests
 from ..weights.loaded_model import LoadedWeights
 from ..weights.loader import WeightLoader
 from ..weights.source import ComponentSource
@@ -97,6 +98,7 @@ def load_pipeline(
     dtype = None if config.dtype == "auto" else by_torch_name(config.dtype)
     device = torch.device(config.device)
     names, workspace = class_names(index), Workspace()
+    held = WeightDigests() if config.weights_digest else None
     components: dict[str, Component] = {}
     movable: dict[str, Blocks | None] = {}
     digests = []
@@ -116,7 +118,7 @@ def load_pipeline(
             mover.divide(blocks.tensors() if (blocks := movable[name]) is not None else [])
         if folder is not None and name == DEFAULT_COMPONENT:
             checkpoint = open_component(folder, component)
-        _load(component, checkpoint, workspace, config.load_bucket_bytes)
+        _load(component, checkpoint, workspace, config.load_bucket_bytes, held)
         if mover is not None:
             exhaust(residency.leave([name]))
         components[name] = component
@@ -126,7 +128,7 @@ def load_pipeline(
     model = DiffusionModel(components)
     return LoadedPipeline(
         model=model,
-        loader=WeightLoader(model),
+        loader=WeightLoader(model, held),
         family=kind.load(root, {name: each.module for name, each in components.items()}, names),
         movable=movable,
         dtype=components[DEFAULT_COMPONENT].dtype,
@@ -135,8 +137,14 @@ def load_pipeline(
     )
 
 
-def _load(component: Component, checkpoint: Checkpoint, workspace: Workspace, bucket_bytes: int) -> None:
-    loader = WeightLoader(DiffusionModel({component.name: component}))
+def _load(
+    component: Component,
+    checkpoint: Checkpoint,
+    workspace: Workspace,
+    bucket_bytes: int,
+    digests: WeightDigests | None,
+) -> None:
+    loader = WeightLoader(DiffusionModel({component.name: component}), digests)
     source = ComponentSource(checkpoint.into(workspace), component.name)
     loader.check(source.specs, complete=True)
     for piece in source.pieces(bucket_bytes, loader.skip):

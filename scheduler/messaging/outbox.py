@@ -58,6 +58,8 @@ class TokenDetails:
                 stale_kv=stale,
                 adapter=stamp.adapter,
                 adapter_epoch=stamp.adapter_epoch,
+                digest=stamp.digest,
+                adapter_digest=stamp.adapter_digest,
             ),
             raw if request.return_raw else np.nan,
             sampled if request.return_sampled else np.nan,

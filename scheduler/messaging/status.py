@@ -29,6 +29,7 @@ def status(engine: "Engine", message_id: str) -> GetStatusReqOutput:
         released_tags=sorted(state.released),
         weight_version=state.stamp.version,
         weights_epoch=state.stamp.epoch,
+        digest=state.stamp.digest,
         session=engine.sessions.status(),
         update=engine.updates.progress(),
         running_requests=engine.batcher.num_running,

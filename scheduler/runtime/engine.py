@@ -39,6 +39,7 @@ from ..observability.throughput import Throughput
 from ..scheduling.request import WeightStamp
 from ..scheduling.step_recovery import Recovery
 from ..scheduling.waiting_queue import LiveRequests, WaitingQueue
+from ..weights.digests import DigestedRows
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.upload import write_stream_of
 from .background import Wakeup
@@ -128,6 +129,9 @@ class Engine:
         self.open_folder, self.scoring = steps.open_folder, steps.scoring
         self._has_steps = True
         steps.serving.log()
+        if self.loader.digests is not None:
+            elsewhere = self.executor.call("digests", reply=list[DigestedRows]).wait()
+            self.state.note_digest(self.loader.digests.total(elsewhere))
         self.weights_file.begin(self.state.stamp, steps.loaded.digest)
         self.throughput = Throughput(self)
 

@@ -51,6 +51,8 @@ class WeightStamp:
     incarnation: str = ""
     adapter: str | None = None
     adapter_epoch: int = 0
+    digest: str = ""
+    adapter_digest: str = ""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -85,7 +87,7 @@ class Adapter:
         return self.slot != NO_ADAPTER and not self.makes_way
 
     def stamped(self, stamp: WeightStamp) -> WeightStamp:
-        return replace(stamp, adapter=self.name, adapter_epoch=self.epoch)
+        return replace(stamp, adapter=self.name, adapter_epoch=self.epoch, adapter_digest=self.digest)
 
 
 @dataclass(slots=True)
@@ -172,6 +174,8 @@ class Request:
                 incarnation=stamp.incarnation,
                 adapter=stamp.adapter,
                 adapter_epoch=stamp.adapter_epoch,
+                digest=stamp.digest,
+                adapter_digest=stamp.adapter_digest,
                 start=start,
                 end=end,
                 stale_kv=stale,

@@ -25,6 +25,7 @@ from ..models.causal_lm import Weights
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.dtypes import DTYPES, NAMES
 from .coverage import Coverage, num_rows
+from .digests import WeightDigests
 from .mapper import Stack, WeightsMapper
 from .mismatches import Mismatches
 from .source import NamedSpec, WeightPiece
@@ -52,7 +53,8 @@ class LoadCounts:
 
 
 class WeightLoader:
-    def __init__(self, model: Weights) -> None:
+    def __init__(self, model: Weights, digests: WeightDigests | None = None) -> None:
+        """``digests`` follow what is written; None: nothing is digested."""
         held = model.weight_slots()
         self._required = held.keys() - model.optional_names
         self._halves = {half.name: half for slot in held.values() for half in slot.halves}
@@ -66,6 +68,7 @@ class WeightLoader:
         """Components that differ from what was committed, until a complete update of them."""
         self._coverage = Coverage()
         self._changed = False  # of the tensor that lacks rows
+        self.digests = digests
         self.counts = LoadCounts()
         self.changed: list[str] = []
         """Names of the tensors that ``changed_tensors`` counts."""
@@ -146,10 +149,14 @@ class WeightLoader:
         changed = bool(before) and self._changed
         changed |= slot.update(rows, start, compare=not changed)
         self._changed = changed
+        if self.digests is not None:
+            self.digests.add(slot, rows, start, begins=not before)
         end = start + (rows.shape[0] if slot.shape else 1)
         self.counts.written_bytes += (end - before) * prod(slot.shape[1:]) * dtype.itemsize
         if end < num_rows(slot.shape):
             return
+        if self.digests is not None:
+            self.digests.finish(slot, dtype)
         self.counts.written_tensors += 1
         self.counts.cast_tensors += dtype != slot.dtype
         if changed:

@@ -168,9 +168,10 @@ def test_weights_before_the_first_token_open_no_span(driver, other_model):
     driver.update(other_model, weight_version="new")
     driver.go_on()
     driver.run_until_idle()
+    status = driver.status()
     assert driver.result(rid).weight_versions == [
         WeightVersionSpan(
-            version="new", epoch=1, start=0, end=4, incarnation=driver.status().incarnation, stale_kv=False
+            version="new", epoch=1, start=0, end=4, incarnation=status.incarnation, digest=status.digest
         )
     ]
 

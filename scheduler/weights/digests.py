@@ -1,0 +1,105 @@
+"""Digests of the checkpoint tensors that this rank holds, kept as they are written.
+
+- What is digested are the values that came, cast as they are stored, so a digest depends on neither transport
+  nor layout. A tensor that is quantised on writing is digested as it came.
+- Each rank digests the rows that it holds. Rows that several hold count once; a tensor of which every rank
+  holds all rows is left to rank 0.
+- A complete tensor's digest is never changed, but replaced: a copy of the whole costs a dictionary.
+"""
+
+from collections.abc import Iterable
+from math import prod
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ...transfer.weight_digest import TensorDigest, weights_digest
+from ..layers.parameters import HalfSlot, TensorSlot
+from ..runtime.dtypes import NAMES
+from .coverage import num_rows
+
+
+class DigestedRows(msgspec.Struct, array_like=True, frozen=True):
+    """Lanes of rows ``[start, stop)`` of a tensor, as a worker tells rank 0."""
+
+    name: str
+    start: int
+    stop: int
+    dtype: str
+    shape: tuple[int, ...]
+    lanes: tuple[int, ...]
+
+
+class WeightDigests:
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+        self._held: dict[str, dict[range, TensorDigest]] = {}
+        """Digests of the complete tensors, by rows."""
+        self._open: dict[range, TensorDigest] = {}
+        """Those of the tensor that lacks rows."""
+
+    def add(self, slot: TensorSlot, rows: Tensor, start: int, *, begins: bool) -> None:
+        """Add rows that are written from ``start`` on; ``begins``: they are the first ones."""
+        stored = slot.dtype if slot.fills(rows.dtype) is None else rows.dtype
+        if begins:
+            self._open = {
+                held: TensorDigest(NAMES[stored], slot.shape)
+                for held in slot.owned
+                if self._counts(slot, held)
+            }
+        width, count = prod(slot.shape[1:]), num_rows(rows.shape)
+        for held, digest in self._open.items():
+            first, last = max(held.start, start), min(held.stop, start + count)
+            if first < last:
+                part = rows if last - first == count else rows[first - start : last - start]
+                digest.add(first * width, part.to(stored))
+
+    def _counts(self, slot: TensorSlot, held: range) -> bool:
+        return bool(held) and (self._rank == 0 or len(held) < num_rows(slot.shape))
+
+    def finish(self, slot: TensorSlot, dtype: torch.dtype) -> None:
+        """Record that ``slot`` is complete, written from ``dtype``; what it replaces has no digest now."""
+        fills = slot.fills(dtype)
+        replaced = [slot.whole] if isinstance(slot, HalfSlot) else [half.name for half in slot.halves]
+        for name in replaced if fills is None else [*replaced, fills]:
+            self._held.pop(name, None)
+        self._held[slot.name], self._open = self._open, {}
+
+    def change(self, slot: TensorSlot, positions: Tensor, old: Tensor, new: Tensor) -> None:
+        """Replace elements at ascending flat ``positions``; values are of the dtype that is stored."""
+        width, digests = prod(slot.shape[1:]), dict(self._held[slot.name])
+        for held, digest in digests.items():
+            edges = torch.tensor([held.start * width, held.stop * width], device=positions.device)
+            first, last = torch.searchsorted(positions, edges.to(positions.dtype)).tolist()
+            digests[held] = changed = digest.copy()
+            changed.change(positions[first:last], old[first:last], new[first:last])
+        self._held[slot.name] = digests
+
+    def copy(self) -> "WeightDigests":
+        """Return a copy, which tells what a change would lead to."""
+        copied = WeightDigests(self._rank)
+        copied._held = dict(self._held)
+        return copied
+
+    def rows(self) -> list[DigestedRows]:
+        return [
+            DigestedRows(name, held.start, held.stop, digest.dtype, digest.shape, digest.settle())
+            for name, digests in self._held.items()
+            for held, digest in digests.items()
+        ]
+
+    def total(self, elsewhere: Iterable[list[DigestedRows]] = ()) -> str:
+        """Return the digest of all weights, with the rows that the workers hold."""
+        found: dict[str, dict[range, TensorDigest]] = {name: {**each} for name, each in self._held.items()}
+        for each in (each for rows in elsewhere for each in rows):
+            digest = TensorDigest(each.dtype, each.shape, each.lanes)
+            found.setdefault(each.name, {}).setdefault(range(each.start, each.stop), digest)
+        whole: dict[str, TensorDigest] = {}
+        for name, digests in found.items():
+            for digest in digests.values():
+                if name in whole:
+                    whole[name].merge(digest.settle())
+                else:
+                    whole[name] = digest.copy()
+        return weights_digest(whole)
