@@ -156,6 +156,7 @@ class Updates:
             weights=status.weights,
             weights_epoch=status.weights_epoch,
             weight_version=status.weight_version,
+            digest=status.digest,
             written_tensors=opened.tensors,
             written_bytes=0,
             changed_tensors=0,
