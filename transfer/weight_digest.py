@@ -9,6 +9,7 @@
   a fixed table of odd 16-bit numbers, B an odd 32-bit number of a counter.
 """
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,6 +18,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from . import words
 from .safetensors import NAMES_BY_TORCH
 
 LANES = 4
@@ -46,7 +48,7 @@ class TensorDigest:
     def change(self, positions: Tensor, old: Tensor, new: Tensor) -> None:
         """Replace the elements at flat ``positions``, each of which is there once; all three are 1-D."""
         for at, before, after in zip(*(each.split(_CHUNK * _BLOCK) for each in (positions, old, new))):
-            self._add(_lanes_of_change(at.to(torch.int64), _bits(before), _bits(after)))
+            self._add(_lanes_of_change(at.to(torch.int64).contiguous(), _bits(before), _bits(after)))
 
     def merge(self, lanes: Sequence[int]) -> None:
         """Add the lanes of another part of the tensor."""
@@ -138,6 +140,10 @@ def _lanes_of_run(bits: Tensor, start: int) -> Tensor:
         if before or len(bits) % 2 or bits.storage_offset() % 2:
             bits = torch.nn.functional.pad(bits, (before, (before + len(bits)) % 2))
         bits = bits.view(torch.int16)
+    if bits.device.type == "cpu" and (compiled := words.library()) is not None:
+        lanes = (ctypes.c_uint32 * LANES)()
+        compiled.caesura_words_digest(bits.data_ptr(), len(bits), word, lanes)
+        return torch.tensor(list(lanes))
     done = 0
     while done < len(bits):
         block, first = divmod(word + done, _BLOCK)
@@ -153,16 +159,23 @@ def _lanes_of_run(bits: Tensor, start: int) -> Tensor:
 
 
 def _lanes_of_change(positions: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    is_plain = new.dtype == torch.int16 and len(new) == len(positions) and new.device.type == "cpu"
+    if is_plain and (compiled := words.library()) is not None:
+        lanes = (ctypes.c_uint32 * LANES)()
+        compiled.caesura_words_digest_change(
+            positions.data_ptr(), 1, old.data_ptr(), new.data_ptr(), len(new), lanes
+        )
+        return torch.tensor(list(lanes))
     if new.dtype == torch.uint8:  # the second byte of a word is the one with the sign
         second = positions % 2 == 1
         less, more = (
             torch.where(second, bits.view(torch.int8).to(torch.int64) * 256, bits.to(torch.int64))
             for bits in (old, new)
         )
-        words = positions // 2
+        places = positions // 2
     else:
         each = len(new) // max(1, len(positions))
         less, more = old.to(torch.int64), new.to(torch.int64)
-        words = (positions[:, None] * each + torch.arange(each, device=positions.device)).view(-1)
-    of_words = _table(words.device)[:, words % _BLOCK] * _of_blocks(words // _BLOCK)
-    return (of_words * (more - less)).sum(1)
+        places = (positions[:, None] * each + torch.arange(each, device=positions.device)).view(-1)
+    factors = _table(places.device)[:, places % _BLOCK] * _of_blocks(places // _BLOCK)
+    return (factors * (more - less)).sum(1)

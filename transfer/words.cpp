@@ -93,7 +93,7 @@ void scatter(Word* target, const Positions& positions, const Word* values, Word*
 }  // namespace
 
 // Rises, with _ABI in words.py, whenever the arguments of a function change.
-CAESURA_API int caesura_words_abi() { return 1; }
+CAESURA_API int caesura_words_abi() { return 2; }
 
 // Writes position (from `first` on) and value of each of n elements that differ, ascending, and returns their number.
 CAESURA_API int64_t caesura_words_changed(const void* before, const void* after, int64_t n, int width, int64_t first,

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_ABI = 1
+_ABI = 2
 _CHUNK = 1 << 22
 """Elements that a thread compares at a time."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -41,6 +41,10 @@ def library() -> ctypes.CDLL | None:
     found.caesura_words_changed.restype = _COUNT
     found.caesura_words_scatter.argtypes = [*two, _INT, *two, _COUNT, _INT]
     found.caesura_words_scatter.restype = None
+    found.caesura_words_digest.argtypes = [*one, _COUNT, _COUNT, *one]
+    found.caesura_words_digest.restype = None
+    found.caesura_words_digest_change.argtypes = [*one, _INT, *two, _COUNT, *one]
+    found.caesura_words_digest_change.restype = None
     return found
 
 

@@ -1,11 +1,25 @@
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.properties import examples
 
+from caesura.transfer import words
 from caesura.transfer.weight_digest import TensorDigest, digest_of, tensor_digest, weights_digest
+
+
+@pytest.fixture(params=["compiled", "torch"], autouse=True, scope="module")
+def implementation(request):
+    """Let the compiled functions compute, or the torch code that is there without them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(words, "library", lambda: None)
+        elif words.library() is None:
+            pytest.skip("the extension was not built")
+        yield
+
 
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -26,7 +40,8 @@ def random_bytes(count: int, seed: int) -> torch.Tensor:
 
 
 def random_tensor(name: str, size: int, seed: int) -> torch.Tensor:
-    return random_bytes(size * DTYPES[name].itemsize, seed).view(DTYPES[name])
+    data = random_bytes(size * DTYPES[name].itemsize, seed)
+    return (data % 2 if name == "BOOL" else data).view(DTYPES[name])
 
 
 def digest_in_python(tensor: torch.Tensor) -> list[int]:

@@ -1,0 +1,110 @@
+// Lanes of weight_digest.py, which has the definition.
+#include <cstdint>
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+#define CAESURA_API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int LANES = 4;
+constexpr int64_t BLOCK = 4096;
+
+uint64_t mixed(uint64_t state) {
+    state *= 0x9E3779B97F4A7C15;
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9;
+    state = (state ^ state >> 27) * 0x94D049BB133111EB;
+    return state ^ state >> 31;
+}
+
+struct Table {
+    alignas(64) int16_t of[LANES][BLOCK];
+    Table() {
+        for (int64_t i = 0; i < LANES * BLOCK; ++i) of[i / BLOCK][i % BLOCK] = static_cast<int16_t>(mixed(i) | 1);
+    }
+};
+const Table TABLE;
+
+uint32_t of_block(int64_t block, int lane) {
+    return static_cast<uint32_t>(mixed(~(uint64_t(block) * LANES + lane + 1)) | 1);
+}
+
+// Sums of the words of one block from place `first` on, each times its number of the table.
+void block_sums(const int16_t* words, int64_t first, int64_t count, uint32_t* sums) {
+    for (int64_t i = 0; i < count; ++i)
+        for (int lane = 0; lane < LANES; ++lane) sums[lane] += uint32_t(int32_t(TABLE.of[lane][first + i]) * words[i]);
+}
+
+#ifdef __x86_64__
+__attribute__((target("avx2"))) uint32_t total(__m256i sums) {
+    alignas(32) uint32_t each[8];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(each), sums);
+    uint32_t all = 0;
+    for (uint32_t one : each) all += one;
+    return all;
+}
+
+// Two whole blocks at once: the table is read half as often.
+__attribute__((target("avx2"))) void two_blocks(const int16_t* words, uint32_t* first, uint32_t* second) {
+    __m256i sums[2][LANES];
+    for (auto& of_block : sums)
+        for (auto& each : of_block) each = _mm256_setzero_si256();
+    for (int64_t i = 0; i < BLOCK; i += 16) {
+        const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + i));
+        const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + BLOCK + i));
+#pragma GCC unroll 4
+        for (int lane = 0; lane < LANES; ++lane) {
+            const __m256i factors = _mm256_load_si256(reinterpret_cast<const __m256i*>(TABLE.of[lane] + i));
+            sums[0][lane] = _mm256_add_epi32(sums[0][lane], _mm256_madd_epi16(a, factors));
+            sums[1][lane] = _mm256_add_epi32(sums[1][lane], _mm256_madd_epi16(b, factors));
+        }
+    }
+    for (int lane = 0; lane < LANES; ++lane) first[lane] = total(sums[0][lane]), second[lane] = total(sums[1][lane]);
+}
+
+#endif
+
+void take(int64_t block, const uint32_t* sums, uint32_t* lanes) {
+    for (int lane = 0; lane < LANES; ++lane) lanes[lane] += of_block(block, lane) * sums[lane];
+}
+
+}  // namespace
+
+// Adds the lanes of `count` words from number `start` on to `lanes`.
+CAESURA_API void caesura_words_digest(const int16_t* words, int64_t count, int64_t start, uint32_t* lanes) {
+    while (count > 0) {
+        const int64_t block = start / BLOCK, first = start % BLOCK;
+        int64_t length = BLOCK - first;
+        if (length > count) length = count;
+        uint32_t sums[2][LANES] = {};
+#ifdef __x86_64__
+        if (first == 0 && count >= 2 * BLOCK && __builtin_cpu_supports("avx2")) {
+            two_blocks(words, sums[0], sums[1]);
+            take(block + 1, sums[1], lanes);
+            length = 2 * BLOCK;
+        } else
+#endif
+            block_sums(words, first, length, sums[0]);
+        take(block, sums[0], lanes);
+        words += length, start += length, count -= length;
+    }
+}
+
+// Adds to `lanes` what replacing the words at `positions` (int32, or int64 if `wide`) changes.
+CAESURA_API void caesura_words_digest_change(const void* positions, int wide, const int16_t* before,
+                                             const int16_t* after, int64_t count, uint32_t* lanes) {
+    int64_t last = -1;  // block of `factors`
+    uint32_t factors[LANES] = {};
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t at = wide ? static_cast<const int64_t*>(positions)[i] : static_cast<const int32_t*>(positions)[i];
+        if (at / BLOCK != last) {
+            last = at / BLOCK;
+            for (int lane = 0; lane < LANES; ++lane) factors[lane] = of_block(last, lane);
+        }
+        const uint32_t change = uint32_t(after[i]) - uint32_t(before[i]);
+        for (int lane = 0; lane < LANES; ++lane)
+            lanes[lane] += factors[lane] * uint32_t(TABLE.of[lane][at % BLOCK]) * change;
+    }
+}
