@@ -48,7 +48,7 @@ from .fork import Process
 from .status_figures import explained, figures, time_to_ask
 
 if TYPE_CHECKING:
-    from ..trainer import NamedTensors, SharedBuckets, WeightUpdateGroup
+    from ..trainer import NamedTensors, SharedBuckets, WeightDelta, WeightUpdateGroup
     from ..trainer.sending import Sender
 
 ReplyT = TypeVar("ReplyT", bound=wire.Message)
@@ -248,6 +248,40 @@ class AsyncControlClient:
             self._sender(timeout), named_tensors, self._named(options), bucket_bytes=bucket_bytes
         )
         return reply
+
+    async def update_weights_sparse(
+        self,
+        delta: "WeightDelta",
+        *,
+        base_epoch: int | None = None,
+        transport: Literal["tensor", "ipc", "disk", "distributed"] = "tensor",
+        folder: str | os.PathLike[str] | None = None,
+        group: "WeightUpdateGroup | None" = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout: float | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> wire.WeightUpdateReqOutput:
+        """Send what has changed; generation goes on until the commit writes it. Needs torch.
+
+        BaseMismatch, and the weights are as they were, if those of the engine are not ``base_epoch`` or those
+        that ``delta`` is of. A delta of so much that all tensors take less time is sent as those.
+
+        Args:
+            transport: ``disk`` writes the delta to ``folder``, which the engine reads; ``distributed``
+                broadcasts it over ``group``, whose only other rank is this engine.
+        """
+        from ..trainer.sending import send_delta
+
+        return await send_delta(
+            self._sender(timeout),
+            delta,
+            {**self._named(options), "delta": delta.base(base_epoch)},
+            transport=transport,
+            folder=folder,
+            group=group,
+            bucket_bytes=bucket_bytes,
+            shared=self._shared_buckets(),
+        )
 
     async def update_weights_from_checkpoint_engine(
         self,
@@ -475,6 +509,12 @@ class AsyncControlClient:
             to_digest=to_digest, flush_cache=flush_cache, torch_empty_cache=torch_empty_cache
         )
         return await self._ask(request, wire.WeightUpdateReqOutput, call)
+
+    async def rollback(
+        self, delta: "WeightDelta | None" = None, **call: Unpack[CallOptions]
+    ) -> wire.WeightUpdateReqOutput:
+        """Return to the weights before ``delta``, or before the last delta, in the time that it took."""
+        return await self.rollback_weights(to_digest=None if delta is None else delta.base_digest, **call)
 
     async def check_weights(
         self, action: wire.CheckerAction = "checksum", **call: Unpack[CallOptions]

@@ -130,6 +130,7 @@ class ControlClient:
     update_weights_from_tensor = blocking(AsyncSchedulerClient.update_weights_from_tensor)
     update_weights_from_ipc = blocking(AsyncSchedulerClient.update_weights_from_ipc)
     update_weights_from_distributed = blocking(AsyncSchedulerClient.update_weights_from_distributed)
+    update_weights_sparse = blocking(AsyncSchedulerClient.update_weights_sparse)
     update_weights_from_checkpoint_engine = blocking(
         AsyncSchedulerClient.update_weights_from_checkpoint_engine
     )
@@ -144,6 +145,7 @@ class ControlClient:
     begin_weight_update = blocking(AsyncSchedulerClient.begin_weight_update)
     end_weight_update = blocking(AsyncSchedulerClient.end_weight_update)
     rollback_weights = blocking(AsyncSchedulerClient.rollback_weights)
+    rollback = blocking(AsyncSchedulerClient.rollback)
     check_weights = blocking(AsyncSchedulerClient.check_weights)
     status = blocking(AsyncSchedulerClient.status)
     metrics = blocking(AsyncSchedulerClient.metrics)

@@ -1,19 +1,23 @@
 """The trainer's side of weight updates and importance weights; the client's only part that imports torch."""
 
-from .buckets import Bucket, NamedTensors, as_frames, buckets, manifest
+from .buckets import Bucket, NamedTensors, SparseTensor, as_frames, buckets, manifest
 from .chain import WeightUpdateChain, clone_weights
 from .names import checkpoint_tensors
 from .shared import SharedBucket, SharedBuckets, SharedTensors
+from .sparse_updates import DeltaTracker, WeightDelta
 from .token_weights import importance_weights
 from .two_phase import update_from_shared
 from .update_group import WeightUpdateGroup
 
 __all__ = [
     "Bucket",
+    "DeltaTracker",
     "NamedTensors",
     "SharedBucket",
     "SharedBuckets",
     "SharedTensors",
+    "SparseTensor",
+    "WeightDelta",
     "WeightUpdateChain",
     "WeightUpdateGroup",
     "as_frames",

@@ -4,8 +4,9 @@ Invariants: a bucket holds at most ``bucket_bytes`` (or one larger row) and fits
 contiguous tensors on the CPU are viewed, not copied.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ...io_struct import TensorSpec
 from ...io_struct.base import MAX_FRAMES
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES
 from ...transfer.safetensors import DTYPES
+from ...transfer.weight_delta import nbytes_of, position_bytes, values_offset
 from ..connection.client_options import must_be
 from ..exceptions import InvalidRequest
 
@@ -26,8 +28,54 @@ DTYPE_NAMES = {
 }
 """Maps a torch dtype to its name on the wire, which is that of safetensors."""
 
-NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-"""Checkpoint names and tensors: a mapping such as ``model.state_dict()``, or pairs."""
+
+class SparseTensor:
+    """Some elements of a tensor: their flat positions, ascending, and their values, as on the wire."""
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, count: int, data: Tensor | None = None
+    ) -> None:
+        """Wrap ``data``, uint8 in the layout of ``transfer/weight_delta.py``, or make room."""
+        self.shape = tuple(shape)
+        """Shape of the whole tensor."""
+        self.dtype = dtype
+        self.count = count
+        """Number of elements."""
+        if data is None:
+            data = torch.zeros(nbytes_of(DTYPE_NAMES[dtype], self.shape, count), dtype=torch.uint8)
+        self.data = data
+        """Positions, padding and values, uint8 on the CPU."""
+
+    @classmethod
+    def of(cls, shape: Sequence[int], positions: Tensor, values: Tensor) -> "SparseTensor":
+        """Pack positions of the dtype that ``shape`` needs, and as many values."""
+        sparse = cls(shape, values.dtype, positions.numel())
+        sparse.positions.copy_(positions)
+        sparse.values.copy_(values)
+        return sparse
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    @property
+    def positions(self) -> Tensor:
+        """Flat positions, a view of int32, or of int64 where they need it."""
+        size = position_bytes(self.shape)
+        return self.data[: self.count * size].view(torch.int32 if size == 4 else torch.int64)
+
+    @property
+    def values(self) -> Tensor:
+        """Values, a view of :attr:`dtype`."""
+        return self.data[values_offset(self.shape, self.count) :].view(self.dtype)
+
+    def detach(self) -> "SparseTensor":
+        return self
+
+
+AnyTensor = Tensor | SparseTensor
+NamedTensors = Mapping[str, AnyTensor] | Iterable[tuple[str, AnyTensor]]
+"""Checkpoint names and tensors: a mapping such as ``model.state_dict()`` or a ``WeightDelta``, or pairs."""
 
 
 @dataclass(slots=True)
@@ -40,6 +88,8 @@ class Piece:
     """Position of the first of these rows in dimension 0; 0 for a scalar."""
     rows: Tensor
     """[n, *shape[1:]], or the scalar itself. Contiguous, on the device of the tensor."""
+    count: int | None = None
+    """Number of elements of a sparse tensor, whose ``rows`` are its bytes."""
 
 
 @dataclass(slots=True)
@@ -50,7 +100,7 @@ class Bucket:
     """Bytes with the padding between pieces in shared memory."""
 
 
-def pairs(named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+def pairs(named_tensors: NamedTensors) -> Iterator[tuple[str, Any]]:
     """Return each name with its tensor; InvalidRequest if there are none, or one cannot be sent."""
     if isinstance(named_tensors, torch.nn.Module):
         raise InvalidRequest(
@@ -67,11 +117,13 @@ def pairs(named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     return (_checked(position, pair) for position, pair in enumerate(each))
 
 
-def _checked(position: int, pair: object) -> tuple[str, Tensor]:
+def _checked(position: int, pair: object) -> tuple[str, AnyTensor]:
     if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
         reason = f"named_tensors[{position}] must be a pair of name and tensor, not a {type(pair).__name__}"
         raise InvalidRequest(reason, field="named_tensors")
     name, tensor = pair
+    if isinstance(tensor, SparseTensor):
+        return name, tensor
     if not isinstance(tensor, Tensor):
         raise _cannot_send(name, f"is a {type(tensor).__name__}, not a torch.Tensor")
     if hasattr(tensor, "full_tensor"):
@@ -91,7 +143,12 @@ def _cannot_send(name: str, reason: str) -> InvalidRequest:
 def manifest(named_tensors: NamedTensors) -> list[TensorSpec]:
     """Return names, shapes and dtypes of all tensors, as ``begin_weight_update`` takes them."""
     return [
-        TensorSpec(name=name, dtype=_dtype_name(name, t), shape=list(t.shape))
+        TensorSpec(
+            name=name,
+            dtype=_dtype_name(name, t),
+            shape=list(t.shape),
+            count=t.count if isinstance(t, SparseTensor) else None,
+        )
         for name, t in pairs(named_tensors)
     ]
 
@@ -125,8 +182,11 @@ def as_frames(bucket: Bucket) -> tuple[list[TensorSpec], list[memoryview]]:
     return [spec_of(piece, buffer=number) for number, piece in enumerate(bucket.pieces)], frames
 
 
-def _cut(name: str, tensor: Tensor, bucket_bytes: int) -> Iterator[Piece]:
+def _cut(name: str, tensor: AnyTensor, bucket_bytes: int) -> Iterator[Piece]:
     shape = tuple(tensor.shape)
+    if isinstance(tensor, SparseTensor):
+        yield Piece(name, tensor.dtype, shape, 0, tensor.data, tensor.count)
+        return
     if tensor.nbytes <= bucket_bytes:
         yield Piece(name, tensor.dtype, shape, 0, tensor.contiguous())
         return
@@ -147,7 +207,15 @@ def spec_of(piece: Piece, *, buffer: int = 0, offset: int = 0) -> TensorSpec:
         nbytes=piece.rows.nbytes,
         start_row=piece.start_row,
         buffer=buffer,
+        count=piece.count,
     )
+
+
+def flat_bytes(tensor: AnyTensor) -> Tensor:
+    """Return the bytes of a tensor as uint8 [nbytes], contiguous."""
+    if isinstance(tensor, SparseTensor):
+        return tensor.data
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -156,7 +224,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return view
 
 
-def _dtype_name(name: str, tensor: Tensor) -> str:
+def _dtype_name(name: str, tensor: AnyTensor) -> str:
     found = DTYPE_NAMES.get(tensor.dtype)
     if found is None:
         raise _cannot_send(name, f"has the dtype {tensor.dtype}, which cannot be sent")

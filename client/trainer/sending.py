@@ -10,6 +10,7 @@ Invariants:
 """
 
 import contextlib
+import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,12 +20,16 @@ import torch
 from ... import io_struct as wire
 from ...io_struct import CaesuraError
 from ...io_struct.base import MAX_FRAME_BYTES
+from ...io_struct.field_errors import one_of
+from ..connection.client_options import folder_of, must_be, require_group
 from ..exceptions import InvalidRequest, NoSession, WeightMismatch, is_answer
 from .buckets import Bucket, NamedTensors, as_frames, bucket_size, buckets, manifest, pairs
 from .shared import SharedBucket, SharedBuckets, SharedTensors, common_cuda_device
+from .sparse_updates import WeightDelta
 
 MIN_PART_BYTES = 8 << 20
 """Size of a message below which tensors are not cut further to occupy both sides."""
+_SPARSE_TRANSPORTS = ("disk", "distributed", "ipc", "tensor")
 UNDER_WAY = 2
 """Number of messages of one update that wait for their answers."""
 HOST_UNDER_WAY = 3
@@ -74,7 +79,7 @@ async def send_tensors(
     shared: SharedBuckets,
 ) -> wire.WeightUpdateReqOutput:
     """Send one update over the socket; ``options`` are fields of ``WeightUpdateOptions``."""
-    tensors = list(pairs(named_tensors))
+    tensors, options = list(pairs(named_tensors)), with_base(named_tensors, options)
     bucket_bytes = min(bucket_size(bucket_bytes), MAX_FRAME_BYTES)
     size, total = bucket_bytes, total_bytes(tensors)
     if total > bucket_bytes:  # several messages, so that one can be sent while another is copied
@@ -98,7 +103,7 @@ async def share_tensors(
     """Send one update through shared memory of at most ``bucket_bytes``, or one message for SharedTensors."""
     if isinstance(named_tensors, SharedTensors):
         return await _handed_over(sender, named_tensors, options)
-    tensors = list(pairs(named_tensors))
+    tensors, options = list(pairs(named_tensors)), with_base(named_tensors, options)
     size, total = bucket_size(bucket_bytes), total_bytes(tensors)
     device = common_cuda_device(tensor for _, tensor in tensors)
     under_way = HOST_UNDER_WAY if device is None else UNDER_WAY
@@ -112,6 +117,47 @@ async def share_tensors(
         len(parts),
         lambda named: _shared(sender, parts, named, shared, device, under_way),
     )
+
+
+async def send_delta(
+    sender: Sender,
+    delta: WeightDelta,
+    options: dict[str, Any],
+    *,
+    transport: str,
+    folder: str | os.PathLike[str] | None,
+    group: Any,
+    bucket_bytes: int,
+    shared: SharedBuckets,
+) -> wire.WeightUpdateReqOutput:
+    """Send a delta by ``transport``, or all tensors if that is faster; nothing if nothing has changed."""
+    if transport not in _SPARSE_TRANSPORTS:
+        raise must_be("transport", transport, one_of(_SPARSE_TRANSPORTS))
+    if not delta:  # the base is compared, and the label changes
+        empty: wire.WeightUpdateReqOutput = await sender.call(
+            wire.UpdateWeightsFromTensorReqInput(specs=[], **options)
+        )
+        return empty
+    tensors: NamedTensors = delta
+    if delta.after is not None and not delta.is_small and transport != "disk":
+        tensors, options = delta.after, {**options, "delta": None}
+    if transport == "disk":
+        if folder is None:
+            raise InvalidRequest("disk needs a folder that the engine reads, too", field="folder")
+        version = options.get("weight_version")
+        await sender.run(lambda: delta.save(folder, weight_version=version))
+        only: wire.WeightUpdateReqOutput = await sender.call(
+            wire.UpdateWeightFromDiskReqInput(model_path=folder_of(folder), **options)
+        )
+        return only
+    if transport == "distributed":
+        require_group(group)
+        reply: wire.WeightUpdateReqOutput = await group.carry_out(
+            sender, tensors, options, bucket_bytes=bucket_bytes
+        )
+        return reply
+    send = send_tensors if transport == "tensor" else share_tensors
+    return await send(sender, tensors, options, bucket_bytes=bucket_bytes, shared=shared)
 
 
 @contextlib.contextmanager
@@ -138,6 +184,13 @@ def adapter_memory(
         yield []
 
 
+def with_base(named_tensors: NamedTensors, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of an update, with the base of a delta unless they have one."""
+    if not isinstance(named_tensors, WeightDelta) or options.get("delta") is not None:
+        return options
+    return {**options, "delta": named_tensors.base()}
+
+
 def total_bytes(tensors: list[tuple[str, Any]]) -> int:
     return sum(tensor.nbytes for _, tensor in tensors)
 
@@ -162,8 +215,9 @@ async def in_one_session(
         )
     if num_calls == 1 or options.get("session_id") is not None:
         return await exchanges(options)
-    component = options.get("component")
-    begin = wire.BeginWeightUpdateReqInput(manifest=manifest(tensors), component=component)
+    begin = wire.BeginWeightUpdateReqInput()
+    if options.get("delta") is None:
+        begin.manifest, begin.component = manifest(tensors), options.get("component")
     try:
         try:
             await sender.call(begin)

@@ -38,15 +38,15 @@ from ..connection.channel import at_once, finished, wait_for
 from ..connection.client_options import UpdateOptions, must_be, update_fields
 from ..exceptions import EngineError, GroupError, InvalidRequest, Unsupported, is_answer
 from . import rendezvous
-from .buckets import NamedTensors, bucket_size, manifest, pairs
-from .sending import Sender, in_one_session
+from .buckets import AnyTensor, NamedTensors, bucket_size, flat_bytes, manifest, pairs
+from .sending import Sender, in_one_session, with_base
 from .two_phase import started
 
 if TYPE_CHECKING:
     from ..connection.blocking import ControlClient
 
 LoadFormat = Literal["flattened_bucket"] | None
-Named = tuple[str, Tensor]
+Named = tuple[str, AnyTensor]
 ItemT = TypeVar("ItemT")
 
 _LOOK_S = 0.05
@@ -150,6 +150,7 @@ class WeightUpdateGroup:
     ) -> Any:
         """Send one update; more than one bucket is a session, all or nothing, unless the options name one."""
         self._require_alive()
+        options = with_base(named_tensors, options)
         tensors = [(name, tensor.detach()) for name, tensor in pairs(named_tensors)]
         parts = list(whole(tensors, bucket_size(bucket_bytes), lambda named: named[1].nbytes))
         return await in_one_session(
@@ -263,7 +264,7 @@ class WeightUpdateGroup:
             end = 0
             for _, tensor in batch:
                 start, end = end, end + tensor.nbytes
-                self._buffer[start:end].copy_(tensor.contiguous().view(-1).view(torch.uint8))
+                self._buffer[start:end].copy_(flat_bytes(tensor))
             yield self._buffer[:total]
 
     def _broadcast(self, flat: Tensor, answered: Callable[[], bool]) -> None:
