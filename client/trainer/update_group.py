@@ -216,7 +216,7 @@ class WeightUpdateGroup:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def send(self, part: list[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> None:
+    def send(self, part: Sequence[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> None:
         """Broadcast ``part`` until others' calls are ``answered``; GroupError if it failed."""
         if self._dead is None:
             self._send(part, load_format, answered)
@@ -234,7 +234,7 @@ class WeightUpdateGroup:
         return reply
 
     async def _call(
-        self, sender: Sender, request: wire.ControlRequest, part: list[Named], load_format: LoadFormat
+        self, sender: Sender, request: wire.ControlRequest, part: Sequence[Named], load_format: LoadFormat
     ) -> Any:
         ticket = sender.send(request)
         try:
@@ -246,7 +246,7 @@ class WeightUpdateGroup:
         self._require_alive()
         return reply
 
-    def _send(self, part: list[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> None:
+    def _send(self, part: Sequence[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> None:
         try:
             for flat in self._flat(part, load_format):
                 self._broadcast(flat, answered)
@@ -256,7 +256,7 @@ class WeightUpdateGroup:
             self._die("a broadcast was interrupted")
             raise
 
-    def _flat(self, part: list[Named], load_format: LoadFormat) -> Iterator[Tensor]:
+    def _flat(self, part: Sequence[Named], load_format: LoadFormat) -> Iterator[Tensor]:
         for batch in [part] if load_format is not None else [[named] for named in part]:
             total = sum(tensor.nbytes for _, tensor in batch)
             if self._buffer.numel() < total:
