@@ -39,6 +39,7 @@ class SparseTensor:
         self.shape = tuple(shape)
         """Shape of the whole tensor."""
         self.dtype = dtype
+        """Type of the values."""
         self.count = count
         """Number of elements."""
         if data is None:
@@ -56,6 +57,7 @@ class SparseTensor:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of positions, padding and values."""
         return self.data.nbytes
 
     @property
@@ -70,12 +72,15 @@ class SparseTensor:
         return self.data[values_offset(self.shape, self.count) :].view(self.dtype)
 
     def detach(self) -> "SparseTensor":
+        """Return itself."""
         return self
 
 
 AnyTensor = Tensor | SparseTensor
-NamedTensors = Mapping[str, AnyTensor] | Iterable[tuple[str, AnyTensor]]
-"""Checkpoint names and tensors: a mapping such as ``model.state_dict()`` or a ``WeightDelta``, or pairs."""
+NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+"""Checkpoint names and tensors: a mapping such as ``model.state_dict()``, or pairs."""
+Sendable = NamedTensors | Mapping[str, AnyTensor] | Iterable[tuple[str, AnyTensor]]
+"""These, or a ``WeightDelta``."""
 
 
 @dataclass(slots=True)
@@ -100,7 +105,7 @@ class Bucket:
     """Bytes with the padding between pieces in shared memory."""
 
 
-def pairs(named_tensors: NamedTensors) -> Iterator[tuple[str, Any]]:
+def pairs(named_tensors: Sendable) -> Iterator[tuple[str, Any]]:
     """Return each name with its tensor; InvalidRequest if there are none, or one cannot be sent."""
     if isinstance(named_tensors, torch.nn.Module):
         raise InvalidRequest(
@@ -140,7 +145,7 @@ def _cannot_send(name: str, reason: str) -> InvalidRequest:
     return InvalidRequest(f"tensor {name!r} {reason}", field=name)
 
 
-def manifest(named_tensors: NamedTensors) -> list[TensorSpec]:
+def manifest(named_tensors: Sendable) -> list[TensorSpec]:
     """Return names, shapes and dtypes of all tensors, as ``begin_weight_update`` takes them."""
     return [
         TensorSpec(
@@ -153,7 +158,7 @@ def manifest(named_tensors: NamedTensors) -> list[TensorSpec]:
     ]
 
 
-def buckets(named_tensors: NamedTensors, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
+def buckets(named_tensors: Sendable, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
     """Yield the tensors in their order, packed into buckets."""
     bucket = Bucket()
     for name, tensor in pairs(named_tensors):

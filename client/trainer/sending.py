@@ -23,7 +23,7 @@ from ...io_struct.base import MAX_FRAME_BYTES
 from ...io_struct.field_errors import one_of
 from ..connection.client_options import folder_of, must_be, require_group
 from ..exceptions import InvalidRequest, NoSession, WeightMismatch, is_answer
-from .buckets import Bucket, NamedTensors, as_frames, bucket_size, buckets, manifest, pairs
+from .buckets import Bucket, NamedTensors, Sendable, as_frames, bucket_size, buckets, manifest, pairs
 from .shared import SharedBucket, SharedBuckets, SharedTensors, common_cuda_device
 from .sparse_updates import WeightDelta
 
@@ -72,7 +72,7 @@ class Sender:
 
 async def send_tensors(
     sender: Sender,
-    named_tensors: NamedTensors,
+    named_tensors: Sendable,
     options: dict[str, Any],
     *,
     bucket_bytes: int,
@@ -94,7 +94,7 @@ async def send_tensors(
 
 async def share_tensors(
     sender: Sender,
-    named_tensors: NamedTensors,
+    named_tensors: Sendable,
     options: dict[str, Any],
     *,
     bucket_bytes: int,
@@ -138,7 +138,7 @@ async def send_delta(
             wire.UpdateWeightsFromTensorReqInput(specs=[], **options)
         )
         return empty
-    tensors: NamedTensors = delta
+    tensors: Sendable = delta
     if delta.after is not None and not delta.is_small and transport != "disk":
         tensors, options = delta.after, {**options, "delta": None}
     if transport == "disk":
@@ -184,7 +184,7 @@ def adapter_memory(
         yield []
 
 
-def with_base(named_tensors: NamedTensors, options: dict[str, Any]) -> dict[str, Any]:
+def with_base(named_tensors: Sendable, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of an update, with the base of a delta unless they have one."""
     if not isinstance(named_tensors, WeightDelta) or options.get("delta") is not None:
         return options

@@ -276,15 +276,15 @@ def _folder(folder: str | os.PathLike[str]) -> Iterator[tuple[str, Tensor]]:
         yield from mapped_file(path)
 
 
-def mapped_file(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a safetensors file, mapped; CheckpointError if it is torn."""
+def mapped_file(path: Path, mapping: mmap.mmap | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield a safetensors file's tensors, in ``mapping`` or a private one; CheckpointError if it is torn."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = header_length(file.read(LENGTH_BYTES), size)
             data = LENGTH_BYTES + length
             entries = parse_header(file.read(length), size - data)
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            mapping = mapping or mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, SafetensorsError) as error:
         raise CheckpointError(f"{path} {error}", path=str(path), reason=str(error)) from error
     for entry in entries:

@@ -38,7 +38,7 @@ from ..connection.channel import at_once, finished, wait_for
 from ..connection.client_options import UpdateOptions, must_be, update_fields
 from ..exceptions import EngineError, GroupError, InvalidRequest, Unsupported, is_answer
 from . import rendezvous
-from .buckets import AnyTensor, NamedTensors, bucket_size, flat_bytes, manifest, pairs
+from .buckets import AnyTensor, NamedTensors, Sendable, bucket_size, flat_bytes, manifest, pairs
 from .sending import Sender, in_one_session, with_base
 from .two_phase import started
 
@@ -142,7 +142,7 @@ class WeightUpdateGroup:
     async def carry_out(
         self,
         sender: Sender,
-        named_tensors: NamedTensors,
+        named_tensors: Sendable,
         options: dict[str, Any],
         *,
         bucket_bytes: int,

@@ -1,0 +1,347 @@
+"""Versions of a checkpoint that a trainer publishes as folders, applied to a copy of it on this host.
+
+slime's folders ``weight_v000007`` and SkyRL's ``v00000007`` hold, for each tensor that changed, zstd of the
+xor with the version before, or of the bytes that are new, and a checksum of the new state.
+
+Invariants:
+- Nothing is written before every tensor of a version is there and has its checksum. What changes is saved
+  first (``delta.safetensors``), so that the next pull completes what a process that died has begun to write.
+- A version is applied to the one that it names. One that is no delta replaces the copy.
+- A copy belongs to one process at a time, by a lock on its host.
+"""
+
+import fcntl
+import hashlib
+import mmap
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ...transfer import words
+from ...transfer.safetensors import LENGTH_BYTES
+from ...transfer.weight_delta import sparse_nbytes
+from ..exceptions import CheckpointError, InvalidRequest, Unsupported
+from .buckets import DTYPE_NAMES, AnyTensor, SparseTensor
+from .sparse_updates import WeightDelta, mapped_file
+
+STATE_FOLDER = ".weight_sync"
+_INDEX = "model.safetensors.index.json"
+Bytes = bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    name: str
+    data: Bytes
+    """Compressed."""
+    checksum: str
+    algorithm: str
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    folder: Path
+    base: int | None
+    """Version that it changes. None: the folder is a whole checkpoint."""
+    encoding: Literal["xor", "overwrite"] = "xor"
+    patches: Callable[[], Iterator[Patch]] = lambda: iter(())
+
+
+class _State(msgspec.Struct, omit_defaults=True):
+    version: str
+    applying: str | None = None
+    """Version whose delta is saved, and perhaps written in part."""
+
+
+class _SlimeIndex(msgspec.Struct):
+    metadata: dict[str, Any] = {}
+    weight_map: dict[str, str] = {}
+
+
+class _SafetensorsHeader(msgspec.Struct):
+    metadata: dict[str, str] = msgspec.field(name="__metadata__", default={})
+
+
+class _SkyRecord(msgspec.Struct):
+    name: str
+    payload_file: str
+    payload_key: str
+    checksum: str
+    checksum_algorithm: str = "xxh3-128"
+
+
+class _SkyManifest(msgspec.Struct):
+    version: int
+    base_version: int
+    tensors: list[_SkyRecord] = []
+
+
+def slime_version(source: Path, number: int) -> Version:
+    """Return version ``number`` of slime's folder; CheckpointError if it is not there, or not whole."""
+    folder = source / f"weight_v{number:06d}"
+    if not folder.is_dir():
+        raise _wrong(folder, "is not there: the version has not been published, or not as a whole")
+    index = _json(folder / _INDEX, _SlimeIndex) if (folder / _INDEX).exists() else _SlimeIndex()
+    metadata = index.metadata
+    encoding = metadata.get("delta_encoding")
+    if encoding is None:
+        return Version(folder, None)
+    if encoding not in ("xor", "overwrite"):
+        raise Unsupported(f"{folder}: the encoding {encoding!r} is not known", field="delta_encoding")
+    if metadata.get("compression_format") != "zstd":
+        raise Unsupported(f"{folder}: the compression must be zstd", field="compression_format")
+    if int(metadata.get("version", -1)) != number:
+        raise _wrong(folder, f"says that it is version {metadata.get('version')}")
+    algorithm = str(metadata.get("checksum_format"))
+
+    def patches() -> Iterator[Patch]:
+        files = set(index.weight_map.values()) | {path.name for path in folder.glob("*.safetensors")}
+        for file in sorted(files):
+            tensors = list(mapped_file(_inside(folder, file)))  # a torn one is refused here
+            checksums = _file_metadata(folder / file)
+            for name, tensor in tensors:
+                yield Patch(name, _data(tensor), checksums.get(name, ""), algorithm)
+
+    return Version(folder, int(metadata.get("base_version", -1)), encoding, patches)
+
+
+def skyrl_version(folder: Path, number: int) -> Version:
+    """Return the version in a folder of SkyRL's. Raises as :func:`slime_version`."""
+    if not (folder / "manifest.json").is_file():
+        raise _wrong(folder, "has no manifest.json: the version has not been published")
+    manifest = _json(folder / "manifest.json", _SkyManifest)
+    if manifest.version != number:
+        raise _wrong(folder, f"says that it is version {manifest.version}")
+
+    def patches() -> Iterator[Patch]:
+        held: tuple[str, dict[str, Tensor]] = ("", {})
+        for record in manifest.tensors:
+            if record.payload_file != held[0]:
+                held = record.payload_file, dict(mapped_file(_inside(folder, record.payload_file)))
+            if record.payload_key not in held[1]:
+                raise _wrong(folder, f"lacks {record.payload_key!r} in {record.payload_file}")
+            data = _data(held[1][record.payload_key])
+            yield Patch(record.name, data, record.checksum, record.checksum_algorithm)
+
+    return Version(folder, manifest.base_version, "xor", patches)
+
+
+def pull(local: Path, base: Path | None, target: int, read: Callable[[int], Version]) -> Path | None:
+    """Bring the copy in ``local`` to version ``target``; ``base`` is the checkpoint that is version 0.
+
+    Return the folder of a delta from the version before ``target``, or None where it is a whole checkpoint.
+    Raises CheckpointError, with the copy at the last version that was whole.
+    """
+    if target < 0:
+        raise InvalidRequest(f"target_version = {target} must not be negative", field="target_version")
+    with _locked(local):
+        state = _completed(local)
+        have = None if state is None or int(state.version) > target else int(state.version)
+        chain: list[tuple[int, Version]] = []
+        for number in count(target, -1):
+            start = number
+            if number == 0 or number == have:
+                break
+            version = read(number)
+            if version.base is None:
+                break
+            if version.base != number - 1:
+                raise _wrong(version.folder, f"changes version {version.base}, not {number - 1}")
+            chain.append((number, version))
+        if start != have:
+            seed = base if start == 0 else version.folder
+            if seed is None:
+                raise CheckpointError(
+                    f"{local} is empty, and the server knows no checkpoint to begin with", path=str(local)
+                )
+            _copy(seed, local, start)
+        for number, version in reversed(chain):
+            _apply(local, number, version)
+        delta = _delta_folder(local, target)
+        return delta if delta.exists() else None
+
+
+def _completed(local: Path) -> _State | None:
+    """Return the state of the copy, after completing a version whose writing was interrupted."""
+    path = local / STATE_FOLDER / "state.json"
+    if not path.exists():
+        return None
+    state: _State = _json(path, _State)
+    if state.applying is not None:
+        _write(local, WeightDelta.load(_delta_folder(local, int(state.applying))))
+        state = _State(state.applying)
+        _remember(local, state)
+    return state
+
+
+def _apply(local: Path, number: int, version: Version) -> None:
+    own = {name: tensor for path in _files(local) for name, tensor in mapped_file(path)}
+    found: dict[str, AnyTensor] = {}
+    for patch in version.patches():
+        old = own.get(patch.name)
+        if old is None:
+            raise _wrong(version.folder, f"changes {patch.name!r}, which {local} has not")
+        before = old.reshape(-1).view(torch.uint8)
+        after = _patched(before, patch, version)
+        if checksum(patch.algorithm, _data(after)) != patch.checksum:
+            raise _wrong(version.folder, f"is torn, or of another base: {patch.name!r} has another checksum")
+        new = after.view(old.dtype).view(old.shape)
+        positions, values = words.changed(old, new)
+        if not positions.numel():
+            continue
+        size = sparse_nbytes(list(old.shape), DTYPE_NAMES[old.dtype], positions.numel())
+        found[patch.name] = new if size >= new.nbytes else SparseTensor.of(old.shape, positions, values)
+    folder = _delta_folder(local, number)
+    for earlier in folder.parent.glob("delta_v*"):
+        shutil.rmtree(earlier, ignore_errors=True)
+    delta = WeightDelta(found)
+    delta.save(folder, base_version=str(number - 1), weight_version=str(number))
+    _remember(local, _State(f"{number - 1:06d}", f"{number:06d}"))
+    _write(local, delta)
+    _remember(local, _State(f"{number:06d}"))
+
+
+def _patched(before: Tensor, patch: Patch, version: Version) -> Tensor:
+    limit = before.numel() if version.encoding == "xor" else 4 + 5 * before.numel()
+    data = torch.frombuffer(_decompressed(patch, limit, version.folder), dtype=torch.uint8)
+    if version.encoding == "xor":
+        if data.numel() != before.numel():
+            raise _wrong(version.folder, f"has {data.numel()} bytes for {before.numel()} of {patch.name!r}")
+        return before ^ data
+    number = int(data[:4].view(torch.int32)) if data.numel() >= 4 else -1
+    if number < 0 or data.numel() != 4 + 5 * number:
+        raise _wrong(version.folder, f"has {data.numel()} bytes for {number} positions of {patch.name!r}")
+    positions = data[4 : 4 + 4 * number].clone().view(torch.int32).long() & 0xFFFFFFFF
+    if number and int(positions.max()) >= before.numel():
+        raise _wrong(version.folder, f"has positions beyond the end of {patch.name!r}")
+    after = before.clone()
+    after[positions] = data[4 + 4 * number :]
+    return after
+
+
+def _decompressed(patch: Patch, limit: int, folder: Path) -> bytearray:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise _needs("zstandard") from error
+    try:
+        size = zstandard.frame_content_size(patch.data)
+        if size > limit:  # else a few bytes would make terabytes
+            raise _wrong(folder, f"holds {size} bytes for {patch.name!r}, of at most {limit}")
+        return bytearray(zstandard.ZstdDecompressor().decompress(patch.data, max_output_size=limit))
+    except zstandard.ZstdError as error:
+        raise _wrong(folder, f"is torn: {patch.name!r} does not decompress ({error})") from error
+
+
+def checksum(algorithm: str, data: Bytes) -> str:
+    """Return a checksum in hex; Unsupported if it is unknown, or its package is missing."""
+    if algorithm == "adler32":
+        return f"{zlib.adler32(data):08x}"
+    if algorithm == "sha256":
+        return hashlib.sha256(data).hexdigest()
+    package = {"xxh3-128": "xxhash", "blake3": "blake3"}.get(algorithm)
+    if package is None:
+        raise Unsupported(f"the checksum {algorithm!r} is not known", field="checksum_format")
+    try:
+        module = __import__(package)
+    except ImportError as error:
+        raise _needs(package) from error
+    hasher = module.xxh3_128() if package == "xxhash" else module.blake3()
+    hasher.update(data)
+    return str(hasher.hexdigest())
+
+
+def _write(local: Path, delta: WeightDelta) -> None:
+    """Overwrite what a delta changes in the files of the copy; again: no change."""
+    for path in _files(local):
+        with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
+            for name, tensor in mapped_file(path, mapping):
+                change = delta.get(name)
+                if isinstance(change, SparseTensor):
+                    words.scatter(tensor, change.positions, change.values)
+                elif change is not None:
+                    tensor.copy_(change)
+                del tensor  # the mapping is closed with the last view of it
+            mapping.flush()
+
+
+def _copy(source: Path, local: Path, number: int) -> None:
+    for path in _files(source):
+        for _ in mapped_file(path):  # a torn one is refused here
+            pass
+    for old in (*_files(local), local / STATE_FOLDER / "state.json"):
+        old.unlink(missing_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file():
+            shutil.copyfile(path, local / path.name)
+    for delta in (local / STATE_FOLDER).glob("delta_v*"):
+        shutil.rmtree(delta, ignore_errors=True)
+    _remember(local, _State(f"{number:06d}"))
+
+
+def _remember(local: Path, state: _State) -> None:
+    path = local / STATE_FOLDER / "state.json"
+    unfinished = path.with_suffix(".new")
+    with open(unfinished, "wb") as file:
+        file.write(msgspec.json.encode(state))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+@contextmanager
+def _locked(local: Path) -> Iterator[None]:
+    (local / STATE_FOLDER).mkdir(parents=True, exist_ok=True)
+    with open(local / STATE_FOLDER / "lock", "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _delta_folder(local: Path, number: int) -> Path:
+    return local / STATE_FOLDER / f"delta_v{number:06d}"
+
+
+def _files(local: Path) -> list[Path]:
+    return sorted(local.glob("*.safetensors"))
+
+
+def _file_metadata(path: Path) -> dict[str, str]:
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        return msgspec.json.decode(file.read(length).rstrip(), type=_SafetensorsHeader).metadata
+
+
+def _json(path: Path, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _wrong(path, f"cannot be read: {error}") from error
+
+
+def _inside(folder: Path, name: str) -> Path:
+    if Path(name).name != name:
+        raise _wrong(folder, f"names a file outside: {name!r}")
+    return folder / name
+
+
+def _data(tensor: Tensor) -> memoryview:
+    view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return view
+
+
+def _wrong(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path} {reason}", path=str(path), reason=reason)
+
+
+def _needs(package: str) -> Unsupported:
+    return Unsupported(f'published deltas need {package}: pip install "caesura[deltas]"', field=package)

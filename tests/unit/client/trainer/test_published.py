@@ -1,0 +1,220 @@
+"""Published versions reach the copy of a checkpoint whole and verified, or not at all."""
+
+import json
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.published_weights import publish_skyrl, publish_slime
+
+from caesura.client import CheckpointError, InvalidRequest, Unsupported
+from caesura.client.trainer import WeightDelta, published
+from caesura.client.trainer.published import pull, skyrl_version, slime_version
+
+
+def versions(count):
+    """Return ``count`` versions of weights, each with few changes."""
+    draw = torch.Generator().manual_seed(5)
+    found = [
+        {
+            "embed": torch.randn(50, 8, generator=draw).bfloat16(),
+            "layer.0": torch.randn(20, 20, generator=draw).bfloat16(),
+            "layer.1": torch.randn(20, 20, generator=draw),
+            "norm": torch.ones(20),
+        }
+    ]
+    for number in range(1, count):
+        new = {name: tensor.clone() for name, tensor in found[-1].items()}
+        for name in list(new)[: 1 + number % 4]:
+            new[name].view(-1)[number * 3 % 19] += 1 + number
+        found.append(new)
+    return found
+
+
+def save(folder, weights):
+    folder.mkdir(parents=True)
+    names = list(weights)
+    for part in range(2):
+        save_file({name: weights[name] for name in names[part::2]}, folder / f"model-{part}.safetensors")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def content(folder):
+    return {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
+
+
+def same(folder, weights):
+    found = content(folder)
+    return found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def skyrl_in(folder, number):
+    return skyrl_version(folder / f"v{number:08d}", number)
+
+
+@pytest.fixture
+def places(tmp_path):
+    """Base checkpoint, folder of the trainer's versions, copy."""
+    return save(tmp_path / "base", versions(1)[0]), tmp_path / "source", tmp_path / "local"
+
+
+@pytest.mark.parametrize("checksum", ["xxh3-128", "adler32"])
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_slimes_chain_reaches_the_copy(places, encoding, checksum):
+    base, source, local = places
+    weights = versions(4)
+    read = partial(slime_version, source)
+    for number in (1, 2, 3):
+        publish_slime(
+            source, number, weights[number - 1], weights[number], encoding=encoding, checksum=checksum
+        )
+    delta = pull(local, base, 1, read)
+    assert same(local, weights[1]) and same(base, weights[0]) and (local / "config.json").exists()
+    assert WeightDelta.load(delta).keys() == WeightDelta.between(weights[0], weights[1]).keys()
+    assert pull(local, base, 3, read) and same(local, weights[3])
+    assert pull(local, base, 3, read) and same(local, weights[3]), "it is there already"
+    assert pull(local, base, 2, read) and same(local, weights[2]), "an earlier one begins again"
+
+
+@pytest.mark.parametrize("checksum", ["xxh3-128", "sha256"])
+def test_skyrls_chain_reaches_the_copy(places, checksum):
+    base, source, local = places
+    weights = versions(3)
+    for number in (1, 2):
+        publish_skyrl(source, number, weights[number - 1], weights[number], checksum=checksum)
+    assert pull(local, base, 2, partial(skyrl_in, source)) and same(local, weights[2])
+
+
+def test_a_whole_version_restarts_the_chain(places):
+    base, source, local = places
+    weights = versions(5)
+    publish_slime(source, 1, weights[0], weights[1])
+    assert pull(local, base, 1, partial(slime_version, source))
+    shutil.rmtree(source / "weight_v000001")  # as trainers do with what has been loaded
+    save(source / "weight_v000003", weights[3])
+    publish_slime(source, 4, weights[3], weights[4])
+    assert pull(local, None, 3, partial(slime_version, source)) is None, "a whole checkpoint is no delta"
+    assert same(local, weights[3])
+    assert pull(local, None, 4, partial(slime_version, source)) and same(local, weights[4])
+
+
+def spoil_payload(folder):
+    path = min(folder.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 0x55
+    path.write_bytes(data)
+
+
+def cut(folder):
+    path = min(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lose(folder):
+    min(folder.glob("*.safetensors")).unlink()
+
+
+def change_metadata(folder, **fields):
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["metadata"] |= fields
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "words"),
+    [
+        (spoil_payload, CheckpointError, "is torn"),
+        (cut, CheckpointError, "truncated"),
+        (lose, CheckpointError, "No such file"),
+        (shutil.rmtree, CheckpointError, "has not been published"),
+        (partial(change_metadata, base_version="000000"), CheckpointError, "changes version 0, not 1"),
+        (partial(change_metadata, version="000005"), CheckpointError, "says that it is version 000005"),
+        (partial(change_metadata, delta_encoding="add"), Unsupported, "'add' is not known"),
+        (partial(change_metadata, compression_format="lz4"), Unsupported, "must be zstd"),
+        (partial(change_metadata, checksum_format="crc"), Unsupported, "'crc' is not known"),
+    ],
+)
+def test_a_version_that_is_not_whole_changes_nothing(places, spoil, error, words):
+    base, source, local = places
+    weights = versions(3)
+    for number in (1, 2):
+        publish_slime(source, number, weights[number - 1], weights[number], encoding="xor")
+    read = partial(slime_version, source)
+    pull(local, base, 1, read)
+    spoil(source / "weight_v000002")
+    with pytest.raises(error, match=words):
+        pull(local, base, 2, read)
+    assert same(local, weights[1])
+    shutil.rmtree(source / "weight_v000002", ignore_errors=True)
+    publish_slime(source, 2, weights[1], weights[2])
+    assert pull(local, base, 2, read) and same(local, weights[2])
+
+
+def test_a_delta_of_another_base_changes_nothing(places):
+    base, source, local = places
+    weights = versions(3)
+    publish_slime(source, 1, weights[1], weights[2])
+    with pytest.raises(CheckpointError, match="of another base"):
+        pull(local, base, 1, partial(slime_version, source))
+    assert same(local, weights[0])
+
+
+def test_a_pull_that_died_while_writing_is_completed(places, monkeypatch):
+    base, source, local = places
+    weights = versions(5)
+    for number in (1, 2, 3, 4):
+        publish_slime(source, number, weights[number - 1], weights[number])
+    read = partial(slime_version, source)
+    pull(local, base, 2, read)
+
+    def die(local, delta):
+        half = WeightDelta({name: delta[name] for name in list(delta)[:1]})
+        write(local, half)
+        raise MemoryError
+
+    write = published._write
+    with monkeypatch.context() as patched:
+        patched.setattr(published, "_write", die)
+        with pytest.raises(MemoryError):
+            pull(local, base, 3, read)
+    assert not same(local, weights[2])
+    assert pull(local, base, 3, read) and same(local, weights[3])
+    assert pull(local, base, 4, read) and same(local, weights[4])
+
+
+def test_a_frame_that_claims_too_much_is_refused(places):
+    base, source, local = places
+    weights = versions(2)
+    folder = publish_slime(source, 1, weights[0], weights[1])
+    name = next(iter(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]))
+    small = {name: weights[0][name].view(-1)[:4].clone()}
+    save_file(small, base / "model-0.safetensors")
+    (base / "model-1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"holds \d+ bytes for .*, of at most 8"):
+        pull(local, base, 1, partial(slime_version, source))
+
+
+def test_a_manifest_names_no_file_outside(places):
+    base, source, local = places
+    weights = versions(2)
+    folder = publish_skyrl(source, 1, weights[0], weights[1])
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["tensors"][0]["payload_file"] = "../../base/model-0.safetensors"
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="names a file outside"):
+        pull(local, base, 1, partial(skyrl_in, source))
+
+
+def test_versions_and_bases_that_are_not_there(places):
+    base, source, local = places
+    with pytest.raises(InvalidRequest, match="must not be negative"):
+        pull(local, base, -1, partial(slime_version, source))
+    with pytest.raises(CheckpointError, match="no checkpoint to begin with"):
+        pull(local, None, 0, partial(slime_version, source))
+    assert pull(local, base, 0, partial(slime_version, source)) is None and same(local, versions(1)[0])
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
+        pull(local, base, 1, partial(skyrl_in, source))
