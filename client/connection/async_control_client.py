@@ -600,7 +600,7 @@ class AsyncControlClient:
                 self._failed(request, error)
                 raise
 
-        return Sender(self.start, wait, self._run)
+        return Sender(self.start, wait, self._run, timeout)
 
     async def _begin(
         self, request: wire.BeginWeightUpdateReqInput, timeout: float | None

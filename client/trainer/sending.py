@@ -62,6 +62,8 @@ class Sender:
     """Waits for the reply to a message."""
     run: Callable[[Callable[[], Any]], Awaitable[Any]]
     """Calls a function that may block."""
+    timeout: float | None
+    """Longest wait for a reply in seconds; None: no limit."""
 
     def send(self, request: wire.ControlRequest, buffers: Sequence[memoryview] = ()) -> Any:
         return self.start(request, _REPLIES.get(type(request), wire.WeightUpdateReqOutput), buffers)

@@ -9,6 +9,7 @@ Invariants:
 
 import contextlib
 import copy
+import math
 import operator
 import threading
 import time
@@ -197,7 +198,7 @@ class WeightUpdateGroup:
         def replies(tickets: _Tickets, request: wire.Request) -> list[Any]:
             return _replies(clients, tickets.futures, request, timeout)
 
-        sender = Sender(start, at_once(replies), at_once(operator.call))
+        sender = Sender(start, at_once(replies), at_once(operator.call), timeout)
         found: list[wire.WeightUpdateReqOutput] = finished(
             self.carry_out(sender, named_tensors, named, bucket_bytes=bucket_bytes, load_format=load_format)
         )
@@ -237,8 +238,13 @@ class WeightUpdateGroup:
         self, sender: Sender, request: wire.ControlRequest, part: Sequence[Named], load_format: LoadFormat
     ) -> Any:
         ticket = sender.send(request)
+        limit = math.inf if sender.timeout is None else time.monotonic() + sender.timeout
+
+        def answered() -> bool:
+            return ticket.done() or time.monotonic() > limit  # a message that was lost is never answered
+
         try:
-            await sender.run(partial(self._send, part, load_format, ticket.done))
+            await sender.run(partial(self._send, part, load_format, answered))
             reply = await sender.wait(ticket, request)
         except BaseException as error:
             self._die(f"a call failed: {error!r}")
@@ -276,7 +282,7 @@ class WeightUpdateGroup:
             if answered():  # if well, the last bytes have arrived, and this end learns of it next
                 given_up = min(given_up, now + 1)
             if now > given_up:
-                raise TimeoutError("an engine answered before it had everything")
+                raise TimeoutError("an engine answered, or its time was over, before it had everything")
             wait_a_little()
         work.wait()
 

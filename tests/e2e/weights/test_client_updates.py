@@ -90,6 +90,15 @@ def settled(sender: ControlClient) -> str:
     return sender.status(timeout=PATIENCE).weights
 
 
+def test_a_broadcast_ends_with_the_time_of_its_call(engine, trainer, tiny_model):
+    with WeightUpdateGroup.create([trainer], group_name="late", timeout_s=PATIENCE) as late:
+        with stopped(engine.status().pid), pytest.raises(TimedOut):
+            trainer.update_weights_from_distributed(weights_of(tiny_model).items(), group=late, timeout=0.1)
+        with pytest.raises(GroupError, match="is dead"):
+            late.update([(NORM, weights_of(tiny_model)[NORM])])
+    eventually(lambda: engine.status(timeout=PATIENCE).session is None)
+
+
 def test_memory_of_a_timed_out_call_keeps_its_bytes(engine, trainer, tiny_model, other_model):
     first, second = weights_of(other_model), weights_of(tiny_model)
     expected = checksum_of(engine, {**first, NORM: second[NORM]})

@@ -76,7 +76,7 @@ class Update:
 
     def __init__(self, transport, tensors, options=None, *, bucket_bytes=BUCKET_BYTES, shared=None) -> None:
         self.sent, self.tickets = [], []
-        sender = sending.Sender(self._start, lambda *_: suspended(), at_once(operator.call))
+        sender = sending.Sender(self._start, lambda *_: suspended(), at_once(operator.call), None)
         shared = shared or SharedBuckets()
         self.coroutine = transport(sender, tensors, options or {}, bucket_bytes=bucket_bytes, shared=shared)
 
