@@ -75,6 +75,9 @@ class SamplingParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
     """Seed of the sampling noise. None means a random seed, which the result contains."""
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)] = 1
     """Number of samples of this prompt. Sample ``i`` uses the noise stream ``(seed, i)``."""
+    forced_output_ids: list[TokenId] | None = None
+    """Output to replay: all else comes back as if it had been sampled. Needs ``n`` = 1; ``max_new_tokens``
+    does not count, and stop tokens before the last end nothing. None means that the output is sampled."""
 
     @staticmethod
     def fields_beside() -> tuple[str, ...]:
@@ -94,6 +97,10 @@ class SamplingParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
             found.append(("top_k", self.top_k, "must be at least 1, or -1 or 0, which keep all"))
         if len(self.stop_token_ids) > 64:
             found.append(("stop_token_ids", len(self.stop_token_ids), "at most 64 ids"))
+        if self.forced_output_ids is not None and not self.forced_output_ids:
+            found.append(("forced_output_ids", [], "must have at least one id"))
+        if self.forced_output_ids is not None and self.n > 1:
+            found.append(("n", self.n, "must be 1 with forced_output_ids"))
         return found + self._edit_problems()
 
     def _edit_problems(self) -> list[tuple[str, object, str]]:

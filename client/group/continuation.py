@@ -102,9 +102,15 @@ def continuation(
     """Return the request for the rest of sample ``index`` behind ``part``; ``request`` must have a seed."""
     params, done = request.sampling_params, len(part)
     prompt_len = len(request.input_ids)
-    left = None if params.max_new_tokens is None else params.max_new_tokens - done
+    left, forced = params.max_new_tokens, params.forced_output_ids
+    if left is not None and forced is None:
+        left -= done
     rest = msgspec.structs.replace(
-        params, n=1, max_new_tokens=left, min_new_tokens=max(0, params.min_new_tokens - done)
+        params,
+        n=1,
+        max_new_tokens=left,
+        min_new_tokens=max(0, params.min_new_tokens - done),
+        forced_output_ids=None if forced is None else forced[done:],
     )
     floor = part.newest_epoch
     minimum = max((each for each in (request.min_weights_epoch, floor) if each is not None), default=None)

@@ -151,6 +151,8 @@ class SamplingBatch:
     want_sampled: bool
     min_p: Tensor | None = field(default=None, metadata=column("sample", torch.float32))
     """float32 [S], or None if 0 for all."""
+    given: Tensor | None = field(default=None, metadata=column("sample", torch.int64, -1))
+    """int64 [S]: the token of a replayed row, which is not drawn; -1 for the others. None: all are drawn."""
     largest_top_k: int | None = None
     """Largest top-k of the filtered rows, or None if it may be the whole vocabulary."""
     special: SpecialRows | None = None

@@ -16,7 +16,9 @@ Definitions, in the order of the operations:
   probabilities reach top_p: at least one token;
 - *min-p* drops, of what is left, tokens less likely than min_p times the likeliest;
 - one uniform per row, and the inverse of the cumulative distribution: of filtered rows in descending order,
-  of the others in the order of the indices.
+  of the others in the order of the indices;
+- a *given* token takes the place of the one that is drawn, or of the greedy one; the log-probability of one
+  that could not have been sampled is -inf under the sampling distribution.
 
 The cumulative sum has two levels, blocks of 256 and the entries of one block: a scan of the vocabulary in
 order neither vectorises nor parallelises within a row.
@@ -161,6 +163,7 @@ class Sampler:
         serving = TORCH if in_torch else best("sampler", device, dtype)
         self._compiled = RowSampler(vocab_size) if serving not in (TORCH, TRITON) else None
         self._triton: TritonSampler | None = None
+        self._in_torch: Sampler | None = None
         if serving == TRITON:
             kernels = import_module("..kernels.triton_sampler", __package__)
             if vocab_size <= kernels.LARGEST_VOCABULARY:
@@ -179,7 +182,8 @@ class Sampler:
                 f"expected {self.dtype} [S, {self._vocab_size}]"
             )
         if self._triton is not None:
-            return self._sample_triton(self._triton, logits, batch)
+            out = self._sample_triton(self._triton, logits, batch)
+            return out if batch.given is None else self._with_given(logits, batch, batch.given, out)
         rows, filtered = logits.shape[0], batch.any_filtered
         out = SamplerOutput.empty(rows, logits.device, batch)
         if self._compiled is None:
@@ -201,6 +205,7 @@ class Sampler:
             top_p=batch.top_p if filtered else None,
             min_p=batch.min_p if filtered else None,
             last_kept=out.last_kept,
+            given=batch.given,
         )
         return out
 
@@ -235,6 +240,19 @@ class Sampler:
             sampled_logprobs=sampled if batch.want_sampled else None,
         )
 
+    def _with_given(
+        self, logits: Tensor, batch: SamplingBatch, given: Tensor, out: SamplerOutput
+    ) -> SamplerOutput:
+        """Take the results of rows with a ``given`` token from torch."""
+        if self._in_torch is None:
+            rows, device = self._chunk_rows, logits.device
+            self._in_torch = Sampler(self._vocab_size, rows, device, self.dtype, in_torch=True)
+        found = self._in_torch.sample(logits, batch)
+        for name in ("token_ids", "logprobs", "raw_logprobs", "sampled_logprobs"):
+            if (mine := getattr(out, name)) is not None:
+                setattr(out, name, torch.where(given >= 0, getattr(found, name), mine))
+        return out
+
     def _sample_chunk(
         self,
         logits: Tensor,
@@ -249,9 +267,16 @@ class Sampler:
         if batch.any_sampled:
             tokens = torch.where(greedy, tokens, _draw(rows, batch.uniforms[chunk]))
         kept_mass = rows.total.clone()
-        last_kept = None if out.last_kept is None else torch.where(greedy, tokens, -1)
+        wanted = out.last_kept is not None or batch.given is not None
+        last_kept = torch.where(greedy, tokens, -1) if wanted else None
         if plan is not None:
             plan.draw(rows, chunk.start, tokens, kept_mass, last_kept)
+        is_kept = None
+        if batch.given is not None and last_kept is not None:
+            given = batch.given[chunk]
+            tokens = torch.where(given >= 0, given, tokens)
+            value, border = _at(rows.scaled, tokens), _at(rows.scaled, last_kept.clamp_min(0))
+            is_kept = (value > border) | ((value == border) & (tokens <= last_kept)) | (last_kept < 0)
 
         logprobs = rows.logprob(tokens)
         out.token_ids[chunk] = tokens.where(rows.finite, -1)
@@ -260,6 +285,8 @@ class Sampler:
             out.last_kept[chunk] = last_kept.where(rows.finite, -1)
         if out.sampled_logprobs is not None:
             sampled = torch.where(greedy, 0.0, logprobs + torch.log(rows.total / kept_mass))
+            if is_kept is not None:
+                sampled = sampled.where(is_kept, -torch.inf)
             out.sampled_logprobs[chunk] = sampled.where(rows.finite, torch.nan)
         if out.raw_logprobs is not None:
             if batch.any_sampled:  # overwrites the workspaces, hence last

@@ -10,6 +10,7 @@ from . import native
 from .native import INT, POINTER, SIZE
 
 _SAMPLE = native.by_dtype("caesura_sample", POINTER, SIZE, SIZE, SIZE, *[POINTER] * 12, INT)
+_SAMPLE_GIVEN = native.by_dtype("caesura_sample_given", POINTER, SIZE, SIZE, SIZE, *[POINTER] * 13, INT)
 _workspace_size = native.function("caesura_sample_workspace", SIZE, result=SIZE)
 
 
@@ -35,6 +36,7 @@ class RowSampler:
         top_p: Tensor | None = None,
         min_p: Tensor | None = None,
         last_kept: Tensor | None = None,
+        given: Tensor | None = None,
     ) -> None:
         """Sample every row of ``logits`` into the last four positional arguments, and into ``last_kept``.
 
@@ -51,6 +53,7 @@ class RowSampler:
             top_p, min_p: float32 [S], 1 and 0 where unused. No ``top_k`` or ``top_p``: no row is filtered.
             last_kept: int64 [S], the last kept token in descending order; -1 where all are or not finite; or
                 None.
+            given: int64 [S], tokens that are not drawn; -1 where one is; or None.
         """
         per_row = (
             (temperature, torch.float32),
@@ -64,6 +67,7 @@ class RowSampler:
             (top_p, torch.float32),
             (min_p, torch.float32),
             (last_kept, torch.int64),
+            *(() if given is None else ((given, torch.int64),)),
         )
         self._check(logits, per_row)
         if (top_k is None or top_p is None) and not top_k is top_p is min_p is None:
@@ -71,7 +75,7 @@ class RowSampler:
         threads = native.num_threads()
         # What no row needs of it is address space, not memory.
         memory = self._workspace.take("rows", (threads, _workspace_size(self._vocab_size)), torch.float64)
-        _SAMPLE[logits.dtype](
+        (_SAMPLE if given is None else _SAMPLE_GIVEN)[logits.dtype](
             logits.data_ptr(), logits.stride(0), logits.shape[0], self._vocab_size,
             *(None if t is None else t.data_ptr() for t, _ in per_row), memory.data_ptr(), threads,
         )  # fmt: skip

@@ -44,7 +44,9 @@ class ScheduledBatch:
     forward: ForwardBatch
     slots: np.ndarray
     sample_slots: np.ndarray
-    """int64 [S]: slots that a token is sampled for."""
+    """int64 [S]: slots that a token is sampled for; replays have several, in order."""
+    sample_positions: np.ndarray
+    """int64 [S]: positions of these tokens."""
     completed: list[Request]
     num_tokens: int
     inputs: list[InputSpan]
@@ -122,7 +124,7 @@ class Batcher:
             return None
         if self._decode_slots is None:  # a preemption has removed rows
             decode = decode[np.isin(decode, self._ready_decode_slots())]
-        chunks = self._prefill_chunks(self._chunk_sizer.budget(len(decode)))
+        chunks = self._prefill_chunks(self._chunk_sizer.budget(len(decode)), self.table.slots - len(decode))
         if not len(decode) and not chunks:
             return None
         return self._build(decode, chunks)
@@ -327,31 +329,52 @@ class Batcher:
         budget = 0 if self._chunk_sizer.limit is None else self._chunk_sizer.budget()
         for request in self._prefilling:
             if request.restarted and budget:
-                budget -= self._append_chunk(request, budget, chunks)
+                budget -= self._append_chunk(request, budget, 1, chunks)
         while budget > 0 and any(request.restarted for request in self.waiting.head()):
             if (started := self._start_next()) is None:
                 break
-            budget -= self._append_chunk(started, budget, chunks)
+            budget -= self._append_chunk(started, budget, 1, chunks)
         return chunks
 
-    def _prefill_chunks(self, budget: int) -> list[tuple[Request, int]]:
+    def _prefill_chunks(self, budget: int, samples: int) -> list[tuple[Request, int]]:
+        """Return chunks of at most ``budget`` tokens, of which ``samples`` have a successor to sample."""
         chunks: list[tuple[Request, int]] = []
         for request in self._prefilling:
-            if budget == 0:
+            if not budget or not samples:
                 return chunks
-            budget -= self._append_chunk(request, budget, chunks)
-        while budget > 0 and (started := self._start_next()) is not None:
-            budget -= self._append_chunk(started, budget, chunks)
+            budget -= self._append_chunk(request, budget, samples, chunks)
+            samples -= self._samples(*chunks[-1])
+        while budget > 0 and samples > 0 and (started := self._start_next()) is not None:
+            budget -= self._append_chunk(started, budget, samples, chunks)
+            samples -= self._samples(*chunks[-1])
         return chunks
+
+    def _samples(self, request: Request, taken: int) -> int:
+        """Return how many samples ``taken`` tokens of ``request`` need at most; 1 is kept for every chunk."""
+        start = int(self.table.scheduled[request.slot])
+        return (
+            1 if request.forced is None else max(1, start + taken - max(start, self._first_sample(request)))
+        )
+
+    def _first_sample(self, request: Request) -> int:
+        """Return the position of the last token that is recorded."""
+        return int(self.table.length[request.slot]) - 1
 
     def _start_next(self) -> Request | None:
         if not (self.table.num_free and self.cache.can_open and len(self.waiting)):
             return None
         return self.waiting.start_next(self._may_start, self._start, LOOK_AHEAD)
 
-    def _append_chunk(self, request: Request, budget: int, chunks: list[tuple[Request, int]]) -> int:
-        remaining = int(self.table.length[request.slot] - self.table.scheduled[request.slot])
-        taken = min(budget, remaining)
+    def _append_chunk(
+        self, request: Request, budget: int, samples: int, chunks: list[tuple[Request, int]]
+    ) -> int:
+        table, slot = self.table, request.slot
+        start = int(table.scheduled[slot])
+        taken = min(budget, int(table.computable(slot)) - start)
+        if request.forced is not None:
+            # Counters of penalties advance by one token a step.
+            most = 1 if table.sampling.penalised[slot] else samples
+            taken = min(taken, max(self._first_sample(request) - start, 0) + most)
         chunks.append((request, taken))
         return taken
 
@@ -388,8 +411,9 @@ class Batcher:
             kv = cache.open(tokens if first is None else tokens[: first + 1], request.salt, row)
             # Every running request keeps one page to grow: starting more would only preempt one of them.
             reserved = len(self._active) + PAGES_PER_SKIPPED_REQUEST * num_skipped
-            missing = pages_for(len(tokens)) - kv.num_pages
-            if missing > cache.available() - reserved or not cache.extend(kv, len(tokens)):
+            length = len(tokens) if request.forced is None else request.limit - 1
+            missing = pages_for(length) - kv.num_pages
+            if missing > cache.available() - reserved or not cache.extend(kv, length):
                 return False
             table.bind(request, slot)
             bound = True
@@ -435,8 +459,11 @@ class Batcher:
         window_slots, window_table = self._windows.places(
             slots, starts, ends, page_table, row_of_token, positions
         )
-        complete = np.flatnonzero(ends[num_decode:] == table.length[slots[num_decode:]])
+        complete = np.flatnonzero(ends[num_decode:] == table.computable(slots[num_decode:]))
         samples = np.concatenate([np.arange(num_decode), num_decode + complete])
+        sample_positions = ends[samples]
+        if table.replays[slots].any():
+            samples, sample_positions = self._with_replays(slots, starts, ends, samples)
         sample_slots = slots[samples]
         spans = input_spans(chunks, table) if chunks else []
         adapters: torch.Tensor | None = None
@@ -457,9 +484,9 @@ class Batcher:
             q_lens_host=q_lens.tolist(),
             kv_lens_host=ends.tolist(),
             slots=torch.from_numpy(slots),
-            sample_tokens=torch.from_numpy((token_starts + q_lens - 1)[samples]),
+            sample_tokens=torch.from_numpy((token_starts - starts)[samples] + sample_positions - 1),
             sample_slots=torch.from_numpy(sample_slots),
-            sampling=sampling_batch(table, sample_slots, ends[samples]),
+            sampling=sampling_batch(table, sample_slots, sample_positions),
             inputs=input_tokens(spans, slots, token_starts - starts),
             adapters=adapters,
         )
@@ -467,6 +494,7 @@ class Batcher:
             forward=forward,
             slots=slots,
             sample_slots=sample_slots,
+            sample_positions=sample_positions,
             completed=[chunks[row][0] for row in complete],
             num_tokens=len(positions),
             inputs=spans,
@@ -481,8 +509,20 @@ class Batcher:
             self._decode_offset += num_decode
         self._states.launched(slots, starts)
         if forward.sampling.special is not None:
-            table.sampling.counted[sample_slots] = ends[samples] + 1
+            table.sampling.counted[sample_slots] = sample_positions + 1
         return batch
+
+    def _with_replays(
+        self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, samples: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows and positions of all tokens that are sampled or replayed, in the order of rows."""
+        count = np.zeros(len(slots), np.int64)
+        count[samples] = 1
+        replayed = ends - np.maximum(starts, self.table.length[slots] - 1)
+        count = np.where(self.table.replays[slots], np.maximum(replayed, 0), count)
+        rows = np.repeat(np.arange(len(slots)), count)
+        behind = np.cumsum(count)[rows] - np.arange(len(rows)) - 1
+        return rows, ends[rows] - behind
 
 
 def _forget_inputs(request: Request) -> None:

@@ -129,13 +129,13 @@ class OutputProcessor(Outputs[Request]):
         tokens = output.token_ids if all_live else output.token_ids[keep]
         valid = tokens != NO_TOKEN
         if not valid.all():
-            self._fail_non_finite(slots[~valid])
-            keep = keep & (output.token_ids != NO_TOKEN)
+            self._fail_non_finite(np.unique(slots[~valid]))
+            keep = table.live[batch.sample_slots]
             all_live = False
             slots, tokens = batch.sample_slots[keep], output.token_ids[keep]
         if not len(slots):
             return
-        at = table.length[slots]
+        at = batch.sample_positions if all_live else batch.sample_positions[keep]
         table.tokens[slots, at] = tokens
         table.logprobs[slots, at] = output.logprobs if all_live else output.logprobs[keep]
         if output.raw_logprobs is not None:
@@ -147,7 +147,7 @@ class OutputProcessor(Outputs[Request]):
         self._open_spans(slots, at)
         table.length[slots] = at + 1  # this line makes all of the step's tokens known at once
         self.generated_tokens += len(slots)
-        self._end_finished(slots, tokens)
+        self._end_finished(slots, tokens, at)
         streaming = table.stream[slots] & table.live[slots]
         if streaming.any():
             self._stream(slots[streaming], at[streaming])
@@ -163,7 +163,7 @@ class OutputProcessor(Outputs[Request]):
             request = table.by_slot[slot]
             if request is None or not table.live[slot]:
                 continue
-            at = int(table.length[slot] - table.prompt_len[slot])
+            at = int(batch.sample_positions[row] - table.prompt_len[slot])
             if request.record is not None:
                 request.record.put_output(at, *of_row)
             if request.masks is not None:
@@ -205,8 +205,12 @@ class OutputProcessor(Outputs[Request]):
                 request.spans.append((stamp, stale, int(at[row] - table.prompt_len[slot])))
         table.stamp[slots] = current
 
-    def _end_finished(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+    def _end_finished(self, slots: np.ndarray, tokens: np.ndarray, at: np.ndarray) -> None:
         table = self._table
+        masked = slots[table.sampling.masked[slots]]
+        if table.replays[slots].any():  # their last tokens alone may end them
+            may_end = ~table.replays[slots] | (at + 1 == table.limit[slots])
+            slots, tokens = slots[may_end], tokens[may_end]
         stopped = (table.stop_ids[slots] == tokens[:, None]).any(axis=1)
         full = table.length[slots] >= table.limit[slots]
         for row in np.flatnonzero(stopped | full):
@@ -217,7 +221,7 @@ class OutputProcessor(Outputs[Request]):
             else:
                 reason = FinishReason(type="length", length=request.limit - len(request.prompt))
             self.finish(request, reason)
-        for slot in slots[table.sampling.masked[slots]]:
+        for slot in masked:
             request = table.by_slot[slot]
             if request is not None and request.masks is not None and request.masks.nbytes > MAX_MASK_BYTES:
                 limit = f"its sampling masks take more than {MAX_MASK_BYTES} bytes"

@@ -8,6 +8,8 @@
   ends, is retracted, or gets a new weight-version span.
 - ``scheduled[slot]`` counts tokens whose KV is computed or in flight; ``length[slot]`` counts known tokens.
   Between steps at pipeline depth 0, ``length == scheduled + 1`` for every decoding row.
+- A replay (``forced_output_ids``) is a prefill of prompt and output whose logits are wanted from the prompt's
+  last token on. Its row has the whole output from the start; ``length`` counts what was recorded of it.
 """
 
 import heapq
@@ -137,6 +139,9 @@ class Request:
     adapter: Adapter | None = None
     """Written by ``control/adapters.py``, with ``salt`` and ``prompt_key``."""
 
+    forced: np.ndarray | None = None
+    """int32: the output of a replay."""
+
     # Written by batcher.py and waiting_queue.py.
     phase: Phase = Phase.WAITING
     slot: int = NO_SLOT
@@ -222,6 +227,9 @@ def make_requests(
             masks=SamplingMaskRecord() if message.return_sampling_mask else None,
             continued=message.continued_tokens,
             details=message.stream_details,
+            forced=None
+            if params.forced_output_ids is None
+            else np.asarray(params.forced_output_ids, np.int32),
         )
         for index in range(message.first_sample, message.first_sample + params.n)
     ]
@@ -245,6 +253,7 @@ class RequestTable:
         self.stale_kv = np.zeros(slots, np.bool_)
         self.adapter = np.full(slots, NO_ADAPTER, np.int64)
         """Slot of the adapter, or NO_ADAPTER."""
+        self.replays = np.zeros(slots, np.bool_)
         self.sampling = SamplingColumns(slots, vocab_size)
 
         # Changed by steps.
@@ -290,6 +299,9 @@ class RequestTable:
         self.prompt_len[slot] = prompt_len
         self.length[slot] = length
         self.limit[slot] = request.limit
+        self.replays[slot] = request.forced is not None
+        if request.forced is not None:
+            self.tokens[slot, prompt_len : request.limit] = request.forced
         self.stream[slot] = request.stream
         self.stale_kv[slot] = False
         self.adapter[slot] = NO_ADAPTER if request.adapter is None else request.adapter.slot
@@ -308,6 +320,11 @@ class RequestTable:
     def evict(self, request: Request) -> None:
         request.evicted = self.outputs(request)
         self.release(request)
+
+    def computable(self, slots: np.ndarray | int) -> np.ndarray:
+        """Return how many tokens of ``slots`` a prefill computes: the last token of an output needs no KV."""
+        found: np.ndarray = np.where(self.replays[slots], self.limit[slots] - 1, self.length[slots])
+        return found
 
     def outputs(self, request: Request) -> OutputArrays:
         """Return the outputs so far: a copy of the row while bound, else the request's own arrays."""

@@ -8,7 +8,8 @@ Invariants:
   every launched step has run; 0 means that the counter must be rebuilt from the tokens.
 - What is recorded of an output position is overwritten when the position is sampled again, so a step that was
   rolled back leaves nothing, and outlives retractions with the tokens.
-- A mask is what the sampler drew from, not a computation beside it: the sampled token is in it.
+- A mask is what the sampler drew from, not a computation beside it: the sampled token is in it, and a
+  replayed one if it could have been sampled.
 """
 
 import heapq
@@ -312,7 +313,15 @@ def sampling_batch(table: "RequestTable", slots: np.ndarray, positions: np.ndarr
         min_p=torch.from_numpy(min_p) if any_filtered and min_p.any() else None,
         largest_top_k=int(columns.top_k[filtered].max()) if any_filtered else None,
         special=_special_rows(table, slots, positions),
+        given=_given(table, slots, positions),
     )
+
+
+def _given(table: "RequestTable", slots: np.ndarray, positions: np.ndarray) -> Tensor | None:
+    replays = table.replays[slots]
+    if not replays.any():
+        return None
+    return torch.from_numpy(np.where(replays, table.tokens[slots, positions], np.int64(-1)))
 
 
 def _special_rows(table: "RequestTable", slots: np.ndarray, positions: np.ndarray) -> SpecialRows | None:

@@ -59,6 +59,7 @@ class AdmissionLimits:
             ("sampling_params.logit_bias", list(params.logit_bias or ())),
             ("sampling_params.allowed_token_ids", params.allowed_token_ids or []),
             ("sampling_params.bad_words_ids", list(chain.from_iterable(params.bad_words_ids or ()))),
+            ("sampling_params.forced_output_ids", params.forced_output_ids or []),
         ):
             _check_ids(field, ids, self.vocab_size)
         if prompt_len == 0:
@@ -74,7 +75,8 @@ class AdmissionLimits:
             reason = f"{field} = {start} is beyond the prompt of {prompt_len} tokens"
             raise _invalid(reason, field, start, prompt_tokens=prompt_len)
         require_room(params.n, waiting, self.max_waiting)
-        limit = self._total_limit(prompt_len, params.max_new_tokens)
+        forced = params.forced_output_ids
+        limit = self._total_limit(prompt_len, params.max_new_tokens if forced is None else len(forced))
         self._check_further_logprobs(message, limit)
         return make_requests(
             message,

@@ -87,6 +87,7 @@ def sampling_rows(
     top_p: Any = 1.0,
     min_p: Any = None,
     uniforms: Any = 0.5,
+    given: Any = None,
     **flags: bool,
 ) -> SamplingBatch:
     """Return what ``rows`` are sampled with: each option for all of them, or an array with one for each."""
@@ -109,6 +110,7 @@ def sampling_rows(
         top_p=p,
         uniforms=column(uniforms, torch.float64),
         min_p=None if min_p is None else column(min_p, torch.float32),
+        given=None if given is None else column(given, torch.int64),
         **(found | flags),
     )
 

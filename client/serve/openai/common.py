@@ -109,6 +109,8 @@ class CommonRequest(_OtherFields, kw_only=True):
     rid: Identifier | list[Identifier] | None = None
     """Name of the generations for an abort (``rid_0``, … of several prompts), and id of the response."""
     min_tokens: Count | None = None
+    trace_decode_token_ids: list[TokenId] | None = None
+    """vLLM's name of ``forced_output_ids``."""
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     """Number of the prompt's tokens that are kept; -1 means as many as leave room for the output."""
     truncation_side: Literal["left", "right"] | None = None
@@ -181,6 +183,8 @@ def sampling_params(
     given = present({name: getattr(request, name, None) for name in SamplingParams.__struct_fields__})
     if request.min_tokens is not None:
         given["min_new_tokens"] = request.min_tokens
+    if request.trace_decode_token_ids is not None:
+        given["forced_output_ids"] = request.trace_decode_token_ids
     if request.seed is not None:
         given["seed"] = request.seed & (2**63 - 1)
     words = _forbidden(request.bad_words or [], tokenizer)

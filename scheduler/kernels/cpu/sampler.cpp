@@ -37,6 +37,7 @@ struct Sampling {
     const float* top_p;       // as top_k
     const float* min_p;       // nullptr: all 0
     int64_t* last_kept;       // nullptr: not wanted. The last token in descending order that the filters keep; -1: all are kept
+    const int64_t* given;     // nullptr: all are drawn. The row's token instead of one that is drawn; -1: none
 
     int64_t blocks() const { return (vocabulary + BLOCK - 1) / BLOCK; }
 };
@@ -85,13 +86,23 @@ void sample(const Sampling& a, int64_t rows, double* workspace, int threads) {
 
 // `workspace` holds caesura_sample_workspace(vocabulary) doubles for each thread.
 #define CAESURA_SAMPLE(NAME, E)                                                                                        \
+    CAESURA_API void caesura_sample_given_##NAME(const void* logits, int64_t stride, int64_t rows, int64_t vocabulary, \
+                                                 const float* temperature, const uint8_t* greedy,                      \
+                                                 const double* uniforms, int64_t* tokens, float* logprobs,             \
+                                                 float* raw_logprobs, float* sampled_logprobs, const int64_t* top_k,   \
+                                                 const float* top_p, const float* min_p, int64_t* last_kept,           \
+                                                 const int64_t* given, double* workspace, int threads) {               \
+        sample<E>({logits, stride, vocabulary, temperature, greedy, uniforms, tokens, logprobs, raw_logprobs,          \
+                   sampled_logprobs, top_k, top_p, min_p, last_kept, given},                                           \
+                  rows, workspace, threads);                                                                           \
+    }                                                                                                                  \
     CAESURA_API void caesura_sample_##NAME(const void* logits, int64_t stride, int64_t rows, int64_t vocabulary,       \
                                            const float* temperature, const uint8_t* greedy, const double* uniforms,    \
                                            int64_t* tokens, float* logprobs, float* raw_logprobs,                      \
                                            float* sampled_logprobs, const int64_t* top_k, const float* top_p,          \
                                            const float* min_p, int64_t* last_kept, double* workspace, int threads) {   \
         sample<E>({logits, stride, vocabulary, temperature, greedy, uniforms, tokens, logprobs, raw_logprobs,          \
-                   sampled_logprobs, top_k, top_p, min_p, last_kept},                                                  \
+                   sampled_logprobs, top_k, top_p, min_p, last_kept, nullptr},                                         \
                   rows, workspace, threads);                                                                           \
     }
 CAESURA_EACH_TYPE(CAESURA_SAMPLE)
@@ -238,12 +249,19 @@ static void sample_row(const Sampling& a, int64_t row, const Workspace& work) {
                                  a.uniforms[row], kept, last);
     else if (!greedy)
         token = draw(a, logits, a.uniforms[row], temperature, largest, work.blocks);
+    bool is_kept = true;
+    if (a.given && a.given[row] >= 0) {
+        token = a.given[row];
+        is_kept = last < 0 || to_item(to_float(logits[token]) / temperature, token) <=
+                                  to_item(to_float(logits[last]) / temperature, last);
+    }
     const float logit = to_float(logits[token]);
     const double distance = (double)(logit / temperature) - (double)largest;
     a.tokens[row] = token;
     if (a.last_kept) a.last_kept[row] = last;
     a.logprobs[row] = (float)(distance - std::log(total));
-    if (a.sampled_logprobs) a.sampled_logprobs[row] = greedy ? 0.0f : (float)(distance - std::log(kept));
+    if (a.sampled_logprobs)
+        a.sampled_logprobs[row] = !is_kept ? -INFINITY : greedy ? 0.0f : (float)(distance - std::log(kept));
     if (!a.raw_logprobs) return;
     const double raw_total =
         temperature == 1.0f ? total : sums(logits, a.vocabulary, 1.0f, raw_largest, (double*)nullptr);

@@ -104,6 +104,18 @@ def test_logprobs_of_a_prompt_with_its_likeliest_tokens(served, http, count):
     assert found["choices"][0]["logprobs"] is None
 
 
+def test_given_tokens_are_replayed(http):
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 6, "seed": 3, "logprobs": 0}}
+    sampled = http.post("/inference/v1/generate", json=body).json()["choices"][0]
+    body["sampling_params"] = {"logprobs": 0, "trace_decode_token_ids": sampled["token_ids"]}
+    replayed = http.post("/inference/v1/generate", json=body).json()["choices"][0]
+    assert replayed["token_ids"] == sampled["token_ids"]
+    found, expected = (
+        [each["logprob"] for each in one["logprobs"]["content"]] for one in (replayed, sampled)
+    )
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
 def test_logprobs_of_given_tokens(served, http):
     params = SamplingParams(max_new_tokens=3, ignore_eos=True, seed=3)
     expected = served.engine.generate(

@@ -191,7 +191,7 @@ GENERATE = {"type": "GenerateReqInput", "input_ids": [1]}
 SAMPLING = (
     "max_new_tokens, temperature, top_p, top_k, min_p, frequency_penalty, presence_penalty, "
     "repetition_penalty, logit_bias, allowed_token_ids, bad_words_ids, "
-    "min_new_tokens, stop_token_ids, ignore_eos, seed, n"
+    "min_new_tokens, stop_token_ids, ignore_eos, seed, n, forced_output_ids"
 )
 
 

@@ -158,6 +158,15 @@ def test_a_promised_epoch_is_kept_and_never_lowered():
         assert rest.min_weights_epoch == expected
 
 
+def test_a_continued_replay_has_the_rest_of_its_ids():
+    asked = request(24)
+    asked.sampling_params = SamplingParams(max_new_tokens=4, n=1, forced_output_ids=list(range(9)))
+    part = Part()
+    part.add(delta(0, 0, 6), group_epoch)
+    rest = continuation(asked, 2, part, rid="o", message_id="m").sampling_params
+    assert (rest.forced_output_ids, rest.max_new_tokens, rest.problems()) == ([6, 7, 8], 4, [])
+
+
 def test_a_continuation_asks_for_no_logprobs_of_the_prompt():
     """A position at the prompt's end asks for none; in the longer prompt it would ask for the output's."""
     part = Part()

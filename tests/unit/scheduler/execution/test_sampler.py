@@ -326,6 +326,51 @@ def test_a_row_does_not_depend_on_its_neighbours(vocab_size, dtype, filters):
         assert run([row]) == [[column[row]] for column in together]
 
 
+@pytest.mark.parametrize("vocab_size", [33, 4097])
+@pytest.mark.parametrize("dtype", native.FLOATS)
+@pytest.mark.parametrize("filters", [[], ["top_k", "top_p", "min_p"]], ids=" ".join)
+def test_a_given_token_has_the_numbers_of_a_drawn_one(vocab_size, dtype, filters):
+    rows = 24
+    logits = (torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(5)) * 4).to(dtype)
+    number = np.arange(rows)
+    values = {
+        "top_k": np.where(number % 3 == 1, 20, vocab_size),
+        "top_p": np.where(number % 5 == 2, 0.7, 1.0),
+        "min_p": np.where(number % 3 == 2, 0.2, 0.0),
+    }
+    parameters = {name: values[name] for name in filters} | {
+        "temperature": np.linspace(0.5, 2.0, rows), "greedy": number % 4 == 3
+    }  # fmt: skip
+
+    def numbers(out: SamplerOutput) -> list[torch.Tensor]:
+        floats = (out.logprobs, out.raw_logprobs, out.sampled_logprobs)
+        return [out.token_ids, *(values.view(torch.int32) for values in floats)]
+
+    drawn = sample(logits, uniforms=uniforms(rows), **parameters)
+    forced = np.where(number % 2 == 0, drawn.token_ids.numpy(), -1)
+    again = sample(logits, uniforms=uniforms(rows), given=forced, **parameters)
+    assert all(map(torch.equal, numbers(again), numbers(drawn)))
+    other = sample(logits, uniforms=uniforms(rows, 2), given=drawn.token_ids.numpy(), **parameters)
+    assert all(map(torch.equal, numbers(other), numbers(drawn)))
+
+    worst = logits.argmin(1)
+    never = sample(logits, uniforms=uniforms(rows), given=worst.numpy(), **parameters)
+    assert torch.equal(never.token_ids, worst)
+    assert never.logprobs.isfinite().all()
+    exact = [
+        Exact.of(logits[row], float(parameters["temperature"][row]), *(values[name][row] for name in filters))
+        for row in range(rows)
+    ]
+    unfiltered = (number % 3 == 0) & (number % 5 != 2) | (
+        not filters
+    )  # rounding may drop the last in `exact`
+    could = [
+        bool(unfiltered[row] or exact[row].kept[worst[row]]) and not parameters["greedy"][row]
+        for row in range(rows)
+    ]
+    assert never.sampled_logprobs.isfinite().tolist() == could
+
+
 def test_no_rows():
     out = sample(torch.zeros(0, 10))
     assert out.token_ids.shape == (0,)

@@ -63,6 +63,7 @@ KINDS = (
     {"top_k": 7, "top_p": 0.9, "min_p": 0.01},
     {"frequency_penalty": 0.7, "presence_penalty": 0.2, "repetition_penalty": 1.2, "logit_bias": {11: 3.0}},
     {"allowed_token_ids": [5, 6, 7], "min_new_tokens": 3, "bad_words_ids": [[5, 6], [6, 7], [7, 5]]},
+    {"forced_output_ids": [5, 6, 7, 8]},
 )
 DETAILS = {
     "return_logprob": True, "return_raw_logprob": True, "return_sampled_logprob": True,

@@ -75,6 +75,21 @@ def test_random_rows(vocab_size, dtype):
     assert_same(in_triton(vocab_size, 4, dtype).sample(logits, batch), by_torch(logits, batch))
 
 
+def test_given_tokens():
+    rows, vocab_size = 6, 257
+    logits = torch.randn((rows, vocab_size), generator=torch.Generator().manual_seed(2)) * 3
+    options = {
+        "temperature": 1.3,
+        "top_k": [9, 257] * 3,
+        "greedy": [True] + [False] * 5,
+        "uniforms": np.linspace(0, 0.9, 6),
+    }
+    batch = batch_of(rows, vocab_size, given=[-1, 7, -1, 200, -1, 0], **options)
+    found = in_triton(vocab_size, 4, torch.float32).sample(logits, batch)
+    assert found.token_ids[1::2].tolist() == [7, 200, 0]
+    assert_same(found, by_torch(logits, batch))
+
+
 def test_equal_logits():
     rng, rows, vocab_size = np.random.default_rng(3), 8, 300
     logits = torch.as_tensor(rng.integers(-2, 3, (rows, vocab_size))).float()
