@@ -165,7 +165,7 @@ class GenerateReqInput(Request, kw_only=True):
     """Return logprobs under the sampling distribution: renormalised after top-k, top-p and min-p."""
     logprob_start_len: int = -1
     """With ``return_logprob``: also logprobs of prompt tokens from here on, without temperature and logit
-    edits, recomputed if the prefix cache has them. -1, or at least the prompt's length: none."""
+    edits, once for equal prompts. -1, or at least the prompt's length: none."""
     top_logprobs_num: int = 0
     """With ``return_logprob``: at each of these positions, also this many most likely tokens; at most 128."""
     token_ids_logprob: list[TokenId] | None = None

@@ -25,6 +25,7 @@ import numpy as np
 from .allocator import LedgerError as LedgerError
 from .allocator import PageAllocator, Usage
 from .layer_ledgers import RequestState, StateRows, WindowPages
+from .prompt_logprobs import PromptLogprobs
 from .radix import NO_PAGES, Node, RadixTree, Salt
 
 
@@ -62,6 +63,7 @@ class CacheManager:
         self.epoch = epoch
         self.page_size = page_size
         self.prefix_cache = prefix_cache
+        self.prompt_logprobs = PromptLogprobs()
         self._allocator = PageAllocator(num_pages)
         self._tree = RadixTree(page_size)
         self._open: dict[RequestKV, None] = {}  # a set that remembers the order
@@ -209,6 +211,7 @@ class CacheManager:
         if epoch <= self.epoch:
             raise ValueError(f"epoch {epoch} does not follow {self.epoch}")
         self.epoch = epoch
+        self.prompt_logprobs.clear()
         for kv in self._open:
             if kv.num_pages:
                 kv.stale = True
@@ -219,6 +222,7 @@ class CacheManager:
     def flush(self) -> int:
         if self._open:
             raise LedgerError(f"flush while {len(self._open)} requests hold KV")
+        self.prompt_logprobs.clear()
         return self._free(self._tree.clear())
 
     def available(self) -> int:

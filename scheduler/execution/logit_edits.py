@@ -28,7 +28,7 @@ _CHUNK_BYTES = 64 << 20
 _BLOCK_BYTES_CPU = 10 << 20
 _BLOCK_BYTES = 128 << 20
 """Bytes of float32 logits of prompt tokens that exist at a time."""
-_LEAST_ROWS = 16
+_LEAST_ROWS = 64
 
 
 class TokenCounters:
@@ -147,7 +147,7 @@ class SpecialSampler:
         scaled = edited.index_select(0, local) / selected.temperature[local, None]
         any_logprobs = rows.top > 0 or rows.token_ids.shape[1] > 0
         logprobs = torch.log_softmax(scaled, 1) if any_logprobs else scaled
-        further = further_of(logprobs, None, rows.top, rows.token_ids[chosen])
+        further = further_of(logprobs, rows.top, rows.token_ids[chosen])
         if sampled.last_kept is not None:
             further.kept = _kept(scaled, sampled.last_kept[local])
         return [further]
@@ -179,11 +179,11 @@ class SpecialSampler:
         return self.exact
 
 
-def further_of(logprobs: Tensor, targets: Tensor | None, top: int, token_ids: Tensor) -> FurtherLogprobs:
-    """Return what is wanted of ``logprobs`` [N, V]: of ``targets`` [N], the ``top``, ``token_ids`` [N, M]."""
+def further_of(logprobs: Tensor, top: int, token_ids: Tensor) -> FurtherLogprobs:
+    """Return what is wanted of ``logprobs`` [N, V]: of the ``top`` tokens, and of ``token_ids`` [N, M]."""
     best = logprobs.topk(top, 1)
     return FurtherLogprobs(
-        logprobs=logprobs[:0, 0] if targets is None else logprobs.gather(1, targets[:, None])[:, 0],
+        logprobs=logprobs[:0, 0],
         top_ids=best.indices.int(),
         top=best.values,
         token_ids_logprobs=logprobs.gather(1, token_ids),
@@ -216,7 +216,11 @@ def _raw(logits: Tensor, sampled: SamplerOutput) -> Tensor:
 
 
 def input_logprobs(
-    hidden: Tensor, inputs: InputTokens, head: Callable[[Tensor, Tensor], Tensor | None], vocab_size: int
+    hidden: Tensor,
+    inputs: InputTokens,
+    head: Callable[[Tensor, Tensor], Tensor | None],
+    sampler: Sampler,
+    vocab_size: int,
 ) -> FurtherLogprobs:
     """Return prompt tokens' log-probabilities, unedited and without temperature, as in SGLang.
 
@@ -230,6 +234,11 @@ def input_logprobs(
         block = slice(start, start + rows)
         logits = head(hidden[block], inputs.tokens[block])
         assert logits is not None, "a dummy run has no prompts"
-        logprobs = torch.log_softmax(logits.float(), 1)
-        parts.append(further_of(logprobs, inputs.targets[block], inputs.top, inputs.token_ids[block]))
+        token_ids = inputs.token_ids[block]
+        any_others = inputs.top > 0 or token_ids.shape[1] > 0
+        part = further_of(
+            torch.log_softmax(logits.float(), 1) if any_others else logits, inputs.top, token_ids
+        )
+        part.logprobs = sampler.logprobs_of(logits, inputs.targets[block])
+        parts.append(part)
     return joined(parts)

@@ -210,7 +210,7 @@ class ModelRunner:
             def head(hidden: Tensor, tokens: Tensor) -> Tensor | None:
                 return self._logits(hidden, batch, tokens)
 
-            sampled.inputs = input_logprobs(hidden[count:], batch.inputs, head, vocab_size)
+            sampled.inputs = input_logprobs(hidden[count:], batch.inputs, head, self.sampler, vocab_size)
         return sampled
 
     def _adapt(self, batch: ForwardBatch, tokens: Tensor | None = None) -> None:

@@ -209,6 +209,16 @@ class Sampler:
         )
         return out
 
+    def logprobs_of(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return float32 [S]: the log-softmax of ``logits`` [S, V] at ``targets``, int64 [S]."""
+        if self._compiled is None:
+            return torch.log_softmax(logits.float(), 1).gather(1, targets[:, None])[:, 0]
+        rows = len(logits)
+        found, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        greedy, uniforms = torch.zeros(rows, dtype=torch.bool), torch.zeros(rows, dtype=torch.float64)
+        self._compiled.sample(logits, None, greedy, uniforms, tokens, found, None, given=targets)
+        return found
+
     @property
     def compiles_at_first_use(self) -> bool:
         return self._triton is not None

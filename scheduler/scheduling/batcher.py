@@ -8,12 +8,12 @@ One step mixes all decoding requests (one token each) with as many prompt tokens
   advances.
 - A slot whose step is in flight keeps its pages: preemption, retraction and release wait for the step.
 - A prefix is computed once: a request waits while a running request computes the same prompt, then shares its
-  pages.
+  pages and, if it wants any, the prompt's log-probabilities.
 - If a call raises, every request stays where it was, or where a later call finds it.
 """
 
 import logging
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -82,7 +82,7 @@ class Batcher:
         self._states = LinearStateSteps(table, cache)
         self._active: list[Request] = []  # in start order: the last one is preempted first
         self._prefilling: list[Request] = []
-        self._prefixes_in_progress: Counter[int] = Counter()
+        self._prefixes_in_progress: defaultdict[int, list[Request]] = defaultdict(list)
         self._starting: Request | None = None
         """The request that :meth:`_start` works on; it stays set if that raises."""
         self._decode_slots: np.ndarray | None = None  # until requests join or leave the decoding rows
@@ -137,6 +137,7 @@ class Batcher:
         for request in batch.completed:
             request.restarted = False
             self._release_prefix_waiters(request)
+            self._keep_inputs(request)
         self._run_deferred_releases(kv_is_valid=True)
         for request in batch.completed:
             if request.phase is Phase.DECODE and request.kv is not None:
@@ -252,9 +253,27 @@ class Batcher:
         """Let requests with the same prompt start, which waited for the prefix of ``request``."""
         if request.computes_shared_prefix:
             request.computes_shared_prefix = False
-            self._prefixes_in_progress[request.prompt_key] -= 1
+            self._prefixes_in_progress[request.prompt_key].remove(request)
             if not self._prefixes_in_progress[request.prompt_key]:
                 del self._prefixes_in_progress[request.prompt_key]
+
+    def _keep_inputs(self, request: Request) -> None:
+        record, kept = request.record, self.cache.prompt_logprobs
+        if record is None or not record.num_inputs or not self.cache.prefix_cache:
+            return
+        known = kept.get(request.salt, request.prompt)
+        if record.first_uncached is None and (known is None or not known.covers(record)):
+            kept.put(request.salt, request.prompt, record)
+
+    def _take_inputs(self, request: Request) -> int | None:
+        """Return the first prompt position that must be computed for log-probabilities, or None."""
+        record = request.record
+        if record is None or record.first_uncached is None:
+            return None
+        known = self.cache.prompt_logprobs.get(request.salt, request.prompt)
+        if known is not None and known.covers(record):
+            record.take_inputs(known)
+        return record.first_uncached
 
     def _rotate_decode_rows(self, decode: np.ndarray) -> np.ndarray:
         limit = self._chunk_sizer.limit
@@ -382,7 +401,14 @@ class Batcher:
         """Return False for a request that waits for a prefix, None for one whose adapter waits for a slot."""
         if request.adapter is not None and not request.adapter.may_start:
             return None
-        return not self._prefixes_in_progress[request.prompt_key] or not self._shareable_pages(request)
+        leaders = self._prefixes_in_progress.get(request.prompt_key)
+        if not leaders:
+            return True
+        record = request.record
+        wants = record is not None and record.first_uncached is not None
+        if wants and any(leader.record is not None and leader.record.covers(record) for leader in leaders):
+            return False
+        return not self._shareable_pages(request)
 
     def _shareable_pages(self, request: Request) -> int:
         if not self.cache.prefix_cache:
@@ -405,7 +431,7 @@ class Batcher:
         row[:] = 0
         kv, bound = None, False
         try:
-            first = None if request.record is None else request.record.first_uncached
+            first = self._take_inputs(request)
             # A cached prefix yields no logits, so it must end before the first prompt token whose logprob is
             # wanted.
             kv = cache.open(tokens if first is None else tokens[: first + 1], request.salt, row)
@@ -433,9 +459,10 @@ class Batcher:
         request.phase = Phase.PREFILL
         self._active.append(request)
         self._prefilling.append(request)
-        request.computes_shared_prefix = kv.num_shared < self._shareable_pages(request)
+        computes_inputs = first is not None and cache.prefix_cache
+        request.computes_shared_prefix = computes_inputs or kv.num_shared < self._shareable_pages(request)
         if request.computes_shared_prefix:
-            self._prefixes_in_progress[request.prompt_key] += 1
+            self._prefixes_in_progress[request.prompt_key].append(request)
         return True
 
     def _build(self, decode: np.ndarray, chunks: list[tuple[Request, int]]) -> ScheduledBatch:

@@ -41,10 +41,8 @@ class LogprobRecord:
         prompt_len, start = len(message.input_ids), message.logprob_start_len
         self.start: int | None = start if 0 <= start < prompt_len else None
         self.num_inputs = 0 if self.start is None else prompt_len - 1 - self.start
-        self.known_inputs = 0
         self._outputs = _Rows(self.top, len(self.token_ids))
-        self._inputs = _Rows(self.top, len(self.token_ids))
-        self._input_logprobs = np.empty(self.num_inputs, np.float32)
+        self.forget_inputs()
 
     @staticmethod
     def of(message: GenerateReqInput) -> "LogprobRecord | None":
@@ -82,6 +80,25 @@ class LogprobRecord:
 
     def forget_inputs(self) -> None:
         self.known_inputs = 0
+        self._inputs = _Rows(self.top, len(self.token_ids))
+        self._input_logprobs = np.empty(self.num_inputs, np.float32)
+
+    @property
+    def input_bytes(self) -> int:
+        return self.num_inputs * (4 + 8 * self.top + 4 * len(self.token_ids))
+
+    def covers(self, other: "LogprobRecord") -> bool:
+        """Return True if this record of the same prompt is to have all that ``other`` wants of it."""
+        if self.start is None or other.start is None or self.start > other.start or self.top < other.top:
+            return False
+        return not len(other.token_ids) or np.array_equal(self.token_ids, other.token_ids)
+
+    def take_inputs(self, known: "LogprobRecord") -> None:
+        """Take the prompt's log-probabilities from a complete record that covers this one."""
+        first = known.num_inputs - self.num_inputs
+        self._input_logprobs = known._input_logprobs[first:]
+        self._inputs = known._inputs.cut(first, known.num_inputs, self.top, len(self.token_ids))
+        self.known_inputs = self.num_inputs
 
     def output_rows(self, start: int, end: int) -> tuple[LogprobRows | None, LogprobRows | None]:
         """Return ``(top, token_ids)`` of the output tokens [start, end), None where not asked for."""
@@ -122,6 +139,13 @@ class _Rows:
         self._top[at:end] = top[:, : self._top.shape[1]]
         self._of_ids[at:end] = logprobs_of_ids[:, : self._of_ids.shape[1]]
         self._known = end
+
+    def cut(self, start: int, end: int, top: int, num_token_ids: int) -> "_Rows":
+        found = _Rows(top, num_token_ids)
+        found._known = end - start
+        found._top_ids, found._top = self._top_ids[start:end, :top], self._top[start:end, :top]
+        found._of_ids = self._of_ids[start:end, :num_token_ids]
+        return found
 
     def wire(
         self, start: int, end: int, token_ids: np.ndarray

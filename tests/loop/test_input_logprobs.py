@@ -8,6 +8,7 @@ from support.faults import Fault
 from support.scripted import EngineDriver, cell, next_token, prompt_of, tokens_of
 
 from caesura.io_struct import GenerateReqOutput, SamplingParams
+from caesura.scheduler.cache import prompt_logprobs
 
 PROMPT = [3 + i * 7 % 90 for i in range(33)]
 EVERY_LOGPROB = {
@@ -233,3 +234,102 @@ def test_streamed_rows_are_those_of_the_result(tiny_model, depth):
         assert found["top"] == result.output_top_logprobs.logprobs[: -3 * 4]
         assert found["token_ids"] == result.output_token_ids_logprobs.logprobs[: -2 * 4]
         assert result.output_token_ids_logprobs.ids == np.asarray([5, 90], "<i4").tobytes()
+
+
+def scored_tokens(driver: EngineDriver) -> list[int]:
+    """Return a list to which each step will append how many prompt tokens it scores."""
+    counts: list[int] = []
+    execute = driver.engine.runner.execute
+
+    def counted(batch):
+        counts.append(0 if batch.inputs is None else len(batch.inputs.tokens))
+        return execute(batch)
+
+    driver.engine.runner.execute = counted
+    return counts
+
+
+def inputs_of(result: GenerateReqOutput) -> list[object]:
+    rows = result.input_top_logprobs, result.input_token_ids_logprobs
+    return [result.input_logprobs[4:], *(None if row is None else (row.ids, row.logprobs) for row in rows)]
+
+
+SCORED = {name: value for name, value in EVERY_LOGPROB.items() if name != "return_raw_logprob"}
+
+
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_samples_of_a_prompt_score_it_once(tiny_model, depth, chunk):
+    options = {"scripted": False, "chunked_prefill_size": chunk, "pipeline_depth": depth}
+    with EngineDriver(str(tiny_model), **options) as driver:
+        expected = inputs_of(driver.complete(PROMPT, 4, cache_salt="alone", **SCORED))
+        counts = scored_tokens(driver)
+        rids = [driver.generate(PROMPT, 4, n=3, **SCORED), driver.generate(PROMPT, 4, **SCORED)]
+        driver.run_until_idle()
+        driver.generate(PROMPT, 4, **SCORED, rid="later")
+        driver.run_until_idle()
+        assert sum(counts) == len(PROMPT) - 2
+        results = [driver.result(rids[0], index) for index in range(3)]
+        results += [driver.result(rids[1]), driver.result("later")]
+        assert [inputs_of(result) for result in results] == [expected] * 5
+        assert [result.cached_tokens for result in results] == [0, 32, 32, 32, 32]
+
+
+def test_scores_serve_requests_that_want_less(tiny_model, depth):
+    with EngineDriver(str(tiny_model), scripted=False, pipeline_depth=depth) as driver:
+        whole = driver.complete(PROMPT, 1, **SCORED)
+        counts = scored_tokens(driver)
+        less = driver.complete(PROMPT, 1, return_logprob=True, logprob_start_len=9, top_logprobs_num=1)
+        assert sum(counts) == 0
+        assert less.input_logprobs[4:] == whole.input_logprobs[4 * 9 :]
+        found, top = (np.frombuffer(each.input_top_logprobs.ids, "<i4") for each in (less, whole))
+        assert found.tolist() == top.reshape(-1, 2)[8:, 0].tolist()
+        assert less.input_token_ids_logprobs is None
+        for more in ({"logprob_start_len": 0}, {"top_logprobs_num": 3}, {"token_ids_logprob": [5]}):
+            counts.clear()
+            driver.complete(PROMPT, 1, **{**SCORED, **more})
+            assert sum(counts) == len(PROMPT) - 1 - more.get("logprob_start_len", 1)
+
+
+def test_scores_of_a_prompt_end_with_their_weights(tiny_model, other_model):
+    with engine(tiny_model) as driver:
+        before = driver.complete(PROMPT, 1, **SCORED)
+        commit(driver, other_model)
+        after = driver.complete(PROMPT, 1, **SCORED)
+        counts = scored_tokens(driver)
+        driver.flush()
+        flushed = driver.complete(PROMPT, 1, **SCORED)
+        driver.complete(PROMPT, 1, **SCORED, cache_salt="another")
+    assert inputs_of(before) != inputs_of(after) == inputs_of(flushed)
+    assert sum(counts) == 2 * (len(PROMPT) - 2)
+
+
+def test_no_scores_are_kept_without_a_prefix_cache(tiny_model):
+    with EngineDriver(str(tiny_model), scripted=False, prefix_cache=False) as driver:
+        counts = scored_tokens(driver)
+        driver.generate(PROMPT, 1, n=2, **SCORED)
+        driver.run_until_idle()
+        assert sum(counts) == 2 * (len(PROMPT) - 2)
+
+
+def test_kept_scores_are_bounded(tiny_model, monkeypatch):
+    monkeypatch.setattr(prompt_logprobs, "MAX_BYTES", 3 * 32 * (4 + 4))
+    with EngineDriver(str(tiny_model), scripted=False) as driver:
+        asked = {"return_logprob": True, "logprob_start_len": 0}
+        counts = scored_tokens(driver)
+        prompts = [prompt_of(32, seed) for seed in range(4)]
+        for prompt in (*prompts, *prompts[1:], prompts[0]):
+            driver.complete(prompt, 1, **asked)
+        assert sum(counts) == 5 * 31, "the oldest one alone was to be scored again"
+        assert driver.engine.cache.prompt_logprobs.nbytes <= prompt_logprobs.MAX_BYTES
+
+
+def test_who_waits_for_scores_goes_on_when_they_do_not_come(tiny_model, depth):
+    options = {"scripted": False, "chunked_prefill_size": 16, "pipeline_depth": depth}
+    with EngineDriver(str(tiny_model), **options) as driver:
+        expected = inputs_of(driver.complete(PROMPT, 4, cache_salt="alone", **SCORED))
+        first, second = (driver.generate(PROMPT, 4, **SCORED) for _ in range(2))
+        driver.tick(2)
+        assert driver.engine.batcher.num_prefilling == 1
+        driver.abort(first)
+        driver.run_until_idle()
+        assert inputs_of(driver.result(second)) == expected
