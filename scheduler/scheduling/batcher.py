@@ -405,9 +405,10 @@ class Batcher:
         if not leaders:
             return True
         record = request.record
-        wants = record is not None and record.first_uncached is not None
-        if wants and any(leader.record is not None and leader.record.covers(record) for leader in leaders):
-            return False
+        if record is not None and record.first_uncached is not None:
+            records = [leader.record for leader in leaders if leader.record is not None]
+            if any(each.covers(record) for each in records):
+                return False
         return not self._shareable_pages(request)
 
     def _shareable_pages(self, request: Request) -> int:

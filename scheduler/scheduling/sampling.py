@@ -42,6 +42,8 @@ class LogprobRecord:
         self.start: int | None = start if 0 <= start < prompt_len else None
         self.num_inputs = 0 if self.start is None else prompt_len - 1 - self.start
         self._outputs = _Rows(self.top, len(self.token_ids))
+        self._inputs: _Rows
+        self._input_logprobs: np.ndarray
         self.forget_inputs()
 
     @staticmethod
