@@ -194,7 +194,12 @@ class _Events:
 
 
 def _finished(job: Job, choice: Choice, position: int, sample: Sample, label: str) -> Choice:
-    choice["weight_versions"] = sample.output.weight_versions
+    output = sample.output
+    choice["weight_versions"] = output.weight_versions
+    if (mask := output.sampling_mask) is not None:
+        count = 0 if job.scored else len(mask)
+        choice["sampling_mask"] = [mask.at(position) for position in range(count)]
+        choice["sampling_logprobs"] = (output.sampled_logprobs or [])[:count]
     if job.request.return_meta_info:
         choice["meta_info"] = meta_info(sample, job.requests[position], label, None)
     return choice

@@ -137,6 +137,8 @@ class CommonRequest(_OtherFields, kw_only=True):
     """Write tokens ``token_id:17`` in logprobs."""
     return_routed_experts: bool | None = None
     routed_experts_start_len: Count | None = None
+    return_sampling_mask: bool | None = None
+    """Return ``sampling_mask`` and ``sampling_logprobs`` in each finished choice."""
     return_meta_info: bool | None = None
     """Return the native route's ``meta_info`` in each finished choice."""
     response_format: dict[str, Any] | None = None
@@ -242,6 +244,8 @@ def common_fields(request: CommonRequest) -> dict[str, Any]:
         "spaces_between_special_tokens": request.spaces_between_special_tokens is not False,
         "return_routed_experts": bool(request.return_routed_experts),
         "routed_experts_start_len": request.routed_experts_start_len or 0,
+        "return_sampling_mask": bool(request.return_sampling_mask),
+        "return_sampled_logprob": bool(request.return_sampling_mask),
         "cache_salt": f"{salt}\n{request.extra_key}" if request.extra_key else salt,
         "min_weights_epoch": request.min_weights_epoch,
         "adapter": request.lora_path or None,

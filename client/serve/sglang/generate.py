@@ -230,8 +230,6 @@ def plan_job(body: GenerateBody, *, max_batch: int, detokenize: bool) -> Job:
                 **fields,
             )
         )
-    if body.stream and any(request.return_sampling_mask for request in requests):
-        raise InvalidRequest("stream: sampling masks come with whole answers only", field="stream")
     return Job(body=body, requests=requests, as_list=not single or samples > 1)
 
 

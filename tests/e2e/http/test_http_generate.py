@@ -192,7 +192,6 @@ def test_events_of_a_batched_stream_name_their_prompt(server):
         ({}, "input_ids"),
         ({"input_ids": [1] * 600}, "600"),
         ({"input_ids": [1], "min_weights_epoch": 99}, "epoch"),
-        ({"input_ids": [1], "return_sampling_mask": True, "stream": True}, "stream"),
         (
             {"input_ids": [1], "return_sampling_mask": True, "sampling_logprobs_mode": "support"},
             "sampling_logprobs_mode",
@@ -447,6 +446,15 @@ def test_kept_tokens_as_slime_and_as_sglangs_masks(server):
         assert all(1e-5 >= of_kept >= whole - 1e-5 for of_kept, whole in zip(logprobs, of_all))
         alone = [logprob for logprob, mask in zip(logprobs, masks) if len(mask) == 1]
         assert alone == pytest.approx([0.0] * len(alone), abs=1e-5)
+
+
+def test_the_last_event_of_a_stream_has_the_masks(server):
+    body = {"input_ids": [5, 6, 7], "sampling_params": FILTERS, "return_sampling_mask": True}
+    whole = server.generate(body["input_ids"], **{name: body[name] for name in body if name != "input_ids"})
+    *others, last = stream(server, **body)
+    names = ("output_token_sampling_mask", "output_token_sampling_logprobs")
+    assert [last["meta_info"][name] for name in names] == [whole["meta_info"][name] for name in names]
+    assert not any(names[0] in each["meta_info"] for each in others)
 
 
 def test_without_a_filter_slime_gets_no_kept_tokens(server):

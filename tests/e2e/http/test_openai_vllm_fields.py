@@ -1,5 +1,6 @@
 """Fields of vLLM's on OpenAI's routes, with which trainers score prompts and render chats of their own."""
 
+import json
 import math
 from collections.abc import Iterator
 from itertools import pairwise
@@ -170,6 +171,41 @@ def test_words_of_several_tokens_are_not_sampled(served, http, path):
         found = sampled(**fields)
         assert {first, last} == set(found)
         assert (first, last) not in pairwise(found)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"])
+def test_kept_tokens_come_with_each_choice(served, http, path, stream):
+    params = {"temperature": 1.5, "top_p": 0.7, "seed": 5, "n": 2}
+    body: dict[str, Any] = {**params, "max_tokens": 6, "return_sampling_mask": True, "return_token_ids": True}
+    if path == "/inference/v1/generate":
+        body = {"token_ids": PROMPTS[0], "sampling_params": body, "return_token_ids": True}
+    elif path == "/v1/completions":
+        body["prompt"] = PROMPTS[0]
+    else:
+        body["messages"] = [{"role": "user", "content": "once"}]
+    answer = http.post(f"{served.url}{path}", json={**body, "stream": stream})
+    assert answer.status_code == 200, answer.text
+    if stream:
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        chunks = [json.loads(line) for line in lines[:-1]]
+        prompt = chunks[0]["prompt_token_ids"]
+        choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+    else:
+        whole = answer.json()
+        prompt, choices = whole["prompt_token_ids"], whole["choices"]
+    outputs = served.engine.generate(
+        prompt,
+        sampling_params=SamplingParams(**params, max_new_tokens=6),
+        return_sampled_logprob=True,
+        return_sampling_mask=True,
+    )
+    choices.sort(key=lambda choice: choice["index"])
+    for choice, output in zip(choices, outputs, strict=True):
+        kept = [output.sampling_mask.at(position) for position in range(len(output.output_ids))]
+        assert choice["sampling_mask"] == kept
+        assert max(map(len, kept)) > 1
+        assert choice["sampling_logprobs"] == pytest.approx(output.sampled_logprobs, abs=1e-5)
 
 
 # -- prompts that are cut ------------------------------------------------------------------------------------
