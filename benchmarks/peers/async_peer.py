@@ -63,6 +63,22 @@ class AsyncPeer:
     def updates(self, **arguments: Any) -> dict[str, Any]:
         return self._loop.run_until_complete(measure_updates(self.engine, **arguments))
 
+    def update(self, path: str) -> dict[str, Any]:
+        """Load the weights of a checkpoint folder."""
+
+        async def paused() -> None:
+            await self.engine.pause()
+            await self.engine.update(path)
+            await self.engine.resume(self.engine.resume_variants[0])
+
+        self._loop.run_until_complete(paused())
+        return {}
+
+    def score(self, rows: Sequence[Prompt], start: int) -> dict[str, Any]:
+        """Return the log-probabilities of each row's tokens from ``start`` on, by engines that can."""
+        engine: Any = self.engine
+        return {"logprobs": self._loop.run_until_complete(engine.score(rows, start))}
+
     def close(self) -> None:
         if self._engine is not None:
             self._loop.run_until_complete(self._engine.close())
@@ -81,7 +97,14 @@ def serve_engine(open_engine: OpenEngine) -> None:
     try:
         serve(
             channel,
-            {"start": peer.start, "rollout": peer.rollout, "pauses": peer.pauses, "updates": peer.updates},
+            {
+                "start": peer.start,
+                "rollout": peer.rollout,
+                "pauses": peer.pauses,
+                "updates": peer.updates,
+                "update": peer.update,
+                "score": peer.score,
+            },
         )
     finally:
         peer.close()

@@ -83,6 +83,22 @@ class VllmEngine:
             outputs += [list(each.token_ids) for each in output.outputs]
         return outputs
 
+    async def score(self, rows: Sequence[Prompt], start: int) -> list[list[float]]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+
+        async def scored(row: Prompt) -> list[float]:
+            request = self._engine.generate({"prompt_token_ids": row}, params, str(next(self._ids)))
+            outputs = [output async for output in request]
+            found = outputs[-1].prompt_logprobs
+            return [found[i][row[i]].logprob for i in range(start, len(row))]
+
+        return list(await asyncio.gather(*map(scored, rows)))
+
     async def pause(self) -> None:
         await self._engine.pause_generation(mode="keep", clear_cache=False)
 
