@@ -36,7 +36,7 @@ STEPS = 4
 SUCCESSORS = 8
 """Tokens that can follow each pair of tokens in the language."""
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-ENGINES = {
+ENGINES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16, deterministic": {"dtype": "bfloat16", "deterministic": True},
     "float16": {"dtype": "float16"},
@@ -165,7 +165,11 @@ def measure(
     base = trainer.save(folder / "base")
     fp8 = trainer.save(folder / "fp8", quantization_config=FP8)
     with ExitStack() as stack:
-        shared = {"num_threads": options.threads, "kv_pool_tokens": KV_TOKENS, "log_level": "ERROR"}
+        shared: dict[str, Any] = {
+            "num_threads": options.threads,
+            "kv_pool_tokens": KV_TOKENS,
+            "log_level": "ERROR",
+        }
         engines = {
             name: stack.enter_context(launch_scheduler(fp8 if "FP8" in name else base, **how, **shared))
             for name, how in ENGINES.items()
