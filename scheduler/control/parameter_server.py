@@ -45,6 +45,8 @@ class ParameterServerUpdates:
     def update(self, request: UpdateWeightsFromCheckpointEngineReqInput, sender: Sender) -> Operation:
         """Connect to the server of this engine's device, and load its buckets until it is done."""
         engine = self._engine
+        if request.delta is not None:
+            raise CaesuraError(ErrorCode.UNSUPPORTED, "a parameter server sends no deltas")
         engine.sessions.find(request, sender, _ROUTE)
         stages, started = engine.updates.profiler(), monotonic()
         conversation = self._connect(request)

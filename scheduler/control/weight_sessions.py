@@ -51,6 +51,10 @@ class Session:
     counts: LoadCounts = field(default_factory=LoadCounts)
     touched: bool = False
     """True once a byte has been written."""
+    delta: wire.DeltaBase | None = None
+    """Weights that its calls change; nothing of them is written before the commit. None: each call writes."""
+    is_swapping: bool = False
+    """True while its delta may be in place, and is not committed."""
     component: str | None = None
     version: str | None = None
     model_path: str | None = None

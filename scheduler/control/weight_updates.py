@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ... import io_struct as wire
 from ...io_struct import CaesuraError, ErrorCode
+from ...transfer.weight_delta import DELTA_FILE
 from ..memory.workspace import Workspace
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
 from ..scheduling.request import WeightStamp
 from ..weights.digests import DigestedRows
-from ..weights.loader import END, LoadCounts, write_some
+from ..weights.loader import END, LoadCounts, WeightLoader, write_some
 from ..weights.reading import require_finite
 from ..weights.source import (
     BufferSource,
@@ -40,7 +41,7 @@ from ..weights.source import (
     in_component,
     renamed,
 )
-from ..weights.transports.disk import Checkpoint
+from ..weights.transports.disk import Checkpoint, open_delta
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.upload import pieces_of
 from .adapter_loading import publish
@@ -61,6 +62,8 @@ class WeightUpdates:
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._progress: tuple[WeightSource, float] | None = None
+        self._before: WeightStamp | None = None
+        """Stamp of the weights that a rollback returns to."""
         self._workspace = Workspace()
         self.maps = SharedMemoryMaps(engine.config.device)
         self.model_path = engine.initial_weights.folder or engine.config.model_path
@@ -114,6 +117,12 @@ class WeightUpdates:
 
         def open_source() -> WeightSource:
             component = chosen(engine.model.components, request.component)
+            delta = open_delta(request.model_path, request.delta)
+            if delta is not None:
+                return delta
+            if request.delta is not None:
+                reason = f"{request.model_path} has no {DELTA_FILE}: a whole checkpoint has no base"
+                raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="delta")
             checkpoint = engine.open_folder(request.model_path, component)
             return checkpoint.into(self._workspace, engine.loader.owned)
 
@@ -123,9 +132,10 @@ class WeightUpdates:
     def from_tensor(
         self, request: wire.UpdateWeightsFromTensorReqInput, sender: Sender, frames: Sequence[memoryview]
     ) -> Operation:
-        return self._update(
-            request, sender, ("tensor", None), lambda: BufferSource("tensor", request.specs, frames)
-        )
+        def open_source() -> WeightSource:
+            return BufferSource("tensor", request.specs, frames, delta=request.delta)
+
+        return self._update(request, sender, ("tensor", None), open_source)
 
     def from_ipc(self, request: wire.UpdateWeightsFromIPCReqInput, sender: Sender) -> Operation:
         return self._update(request, sender, ("ipc", None), lambda: self.maps.open(request))
@@ -166,10 +176,27 @@ class WeightUpdates:
 
     def rollback(self, request: wire.RollbackWeightsReqInput, sender: Sender) -> Operation:
         """Return to the weights before the last commit, if it was a delta's."""
-        yield from ()
-        epoch = self._engine.state.stamp.epoch
-        reason = f"the values before weights epoch {epoch} are not kept: send a full update"
-        raise CaesuraError(ErrorCode.NO_ROLLBACK, reason, weights_epoch=epoch)
+        engine, stages, started = self._engine, self.profiler(), monotonic()
+        engine.sessions.require_none(sender)
+        self._require_valid()
+        epoch = engine.state.stamp.epoch
+        if self._before is None or engine.delta.before is None:
+            reason = f"the values before weights epoch {epoch} are not kept: send a full update"
+            raise CaesuraError(ErrorCode.NO_ROLLBACK, reason, weights_epoch=epoch)
+        if request.to_digest not in (None, self._before.digest):
+            reason = f"the weights before have the digest {self._before.digest}, not {request.to_digest}"
+            raise CaesuraError(ErrorCode.NO_ROLLBACK, reason, weights_epoch=epoch)
+        options = wire.WeightUpdateOptions(
+            flush_cache=request.flush_cache,
+            torch_empty_cache=request.torch_empty_cache,
+            weight_version=self._before.version,
+        )
+        session = self.join(None, options, sender, ("rollback", None))
+        session.delta = wire.DeltaBase(base_epoch=epoch)
+        with self.call(session):
+            engine.delta.take_back()
+            engine.executor.call("take_back")
+            return (yield from self.finish(request.id, session, stages, started, last=True))
 
     def _update(
         self,
@@ -182,8 +209,6 @@ class WeightUpdates:
     ) -> Operation:
         """Receive, check, stop steps, write, and commit if the session is complete."""
         engine, stages, started = self._engine, self.profiler(), monotonic()
-        if request.delta is not None:
-            raise CaesuraError(ErrorCode.UNSUPPORTED, "deltas are not built yet")
         found = engine.sessions.find(request, sender, route)
         component = chosen(engine.model.components, request.component)
         if in_thread:
@@ -199,6 +224,8 @@ class WeightUpdates:
                 source, names = self.check(open_source, found, component)
             is_ignored = found is None and bool(source.specs) and not names
             session = None if is_ignored else self.join(found, request, sender, route)
+            if session is not None:
+                session.delta = source.delta
         except CaesuraError:
             if engine.sessions.current is None:  # otherwise its end unmaps what was opened
                 self.maps.end_session()
@@ -208,7 +235,8 @@ class WeightUpdates:
             return self._reply(request.id, counts, stages, started, committed=engine.state.serviceable)
         self._note_folder(session, source)
         with self.call(session):
-            yield from self.write(source, session, stages)
+            write = self.write if source.delta is None else self._stage
+            yield from write(source, session, stages)
             return (yield from self.finish(request.id, session, stages, started))
 
     def check(
@@ -218,13 +246,50 @@ class WeightUpdates:
         engine = self._engine
         try:
             source = in_component(open_source(), component)
+            self._require_base(source, session)
             single = session is None and engine.state.generation == "running"
             last = single and engine.state.serviceable
-            return source, engine.loader.check(source.specs, complete=source.complete, last=last)
+            return source, self._loader(source).check(source.specs, complete=source.complete, last=last)
         except CaesuraError as error:
             if session is not None and session.touched:
                 self.abort_session(session, f"a later call of the session failed: {error.message}")
             raise
+
+    def _loader(self, source: WeightSource) -> WeightLoader:
+        return self._engine.loader if source.delta is None else self._engine.delta
+
+    def _require_base(self, source: WeightSource, session: Session | None) -> None:
+        """Refuse a delta of other weights than these, or of other ones than its session's calls before."""
+        delta = source.delta
+        if session is not None and session.route is not None and session.delta != delta:
+            reason = "the calls of a session have all one base (delta), or none"
+            raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="delta")
+        if delta is None:
+            return
+        if session is not None and session.manifest is not None:
+            reason = "a session with a manifest takes whole weights, not a delta"
+            raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="delta")
+        self._require_valid()
+        stamp = self._engine.state.stamp
+        if delta.base_epoch not in (None, stamp.epoch):
+            raise _other_base(f"they are of epoch {stamp.epoch}", stamp, base_epoch=delta.base_epoch)
+        if (delta.base_digest or delta.digest) and not stamp.digest:
+            raise CaesuraError(ErrorCode.UNSUPPORTED, "the engine keeps no digest: weights_digest is off")
+        if delta.base_digest not in (None, stamp.digest):
+            reason = f"their digest is {stamp.digest}, not {delta.base_digest}"
+            raise _other_base(reason, stamp, base_digest=delta.base_digest, got=stamp.digest)
+
+    def _require_valid(self) -> None:
+        """Refuse a change of weights that are not valid: it would leave them so."""
+        state = self._engine.state
+        if not state.serviceable:
+            raise _other_base(f"they are {state.weights}", state.stamp, weights=state.weights)
+
+    def _require_promised(self, delta: wire.DeltaBase, digest: str) -> None:
+        """Refuse a delta that makes other weights than it says, before its first write."""
+        if delta.digest not in (None, digest):
+            reason = f"after it their digest is {digest}, not {delta.digest}"
+            raise _other_base(reason, self._engine.state.stamp, digest=delta.digest, got=digest)
 
     def join(
         self, found: Session | None, request: wire.WeightUpdateOptions, sender: Sender, route: Route
@@ -239,6 +304,7 @@ class WeightUpdates:
     def call(self, session: Session) -> Iterator[None]:
         """Do the work of one call of ``session`` in a ``with`` block; any failure aborts the session."""
         self._engine.loader.take_counts()
+        self._engine.delta.take_counts()
         with self._engine.sessions.working():
             try:
                 yield
@@ -292,6 +358,7 @@ class WeightUpdates:
                     engine.batcher.retract_all()
                 if not session.touched:
                     engine.history.note("update_begin", str(session))
+                engine.delta.forget()
                 while piece is not END:
                     session.touched = True
                     with engine.runner.on_stream():
@@ -303,6 +370,56 @@ class WeightUpdates:
             finally:
                 self._progress = None
         engine.runner.synchronize()
+
+    def _stage(
+        self, source: WeightSource, session: Session, stages: StageProfiler
+    ) -> Generator[Wait, None, None]:
+        """Receive a delta and stage it, while steps go on."""
+        engine, delta = self._engine, self._engine.delta
+        own = pieces_of(source, delta, None, engine.config.load_bucket_bytes)
+        with contextlib.closing(engine.executor.pieces(source, own, delta)) as pieces:
+            self._progress = source, monotonic()
+            try:
+                piece = yield from self._next_piece(pieces, session, stages)
+                while piece is not END:
+                    with stages.stage("receive"):
+                        delta.write(piece)
+                    yield Wait.SLICE
+                    engine.sessions.require_open(session)
+                    piece = yield from self._next_piece(pieces, session, stages)
+            finally:
+                self._progress = None
+
+    def _swap(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, None]:
+        """Put what is staged in place, on all ranks or on none; the steps stop here."""
+        engine, delta = self._engine, self._engine.delta
+        yield from self._stop_steps(session)
+        if session.abort_all:
+            session.abort_all = False
+            engine.outputs.abort_all(f"Aborted by a weight update from {session.source}")
+        if session.flush and engine.state.generation == "running":
+            engine.batcher.retract_all()
+        engine.history.note("update_begin", str(session))
+        session.is_swapping = True
+        swapping = engine.executor.call("swap", reply=set[str])
+        with stages.stage("copy"), engine.runner.on_stream():
+            changed = delta.swap()
+        engine.runner.synchronize()
+        elsewhere: list[set[str]] = yield from waiting(swapping)
+        engine.sessions.require_open(session)
+        session.counts.changed_tensors = len(changed.union(*elsewhere))
+
+    def _restore(self, session: Session) -> None:
+        """Undo a swap that cannot commit, on every rank: the weights are as they were, bit for bit."""
+        engine = self._engine
+        session.touched = True  # unless all of it succeeds
+        restoring = engine.executor.call("restore")
+        with engine.runner.on_stream():
+            if engine.delta.restore():
+                engine.model.finalize_weights()
+        engine.runner.synchronize()
+        restoring.wait()
+        session.touched = False
 
     def _next_piece(
         self, pieces: Iterator[WeightPiece | None], session: Session, stages: StageProfiler
@@ -335,7 +452,8 @@ class WeightUpdates:
     ) -> Operation:
         """Commit a complete session (if ``last`` even while paused), close one without calls, and reply."""
         engine = self._engine
-        counts, committed = engine.loader.take_counts(), False
+        loader = engine.loader if session.delta is None else engine.delta
+        counts, committed = loader.take_counts(), False
         session.counts.add(counts)
         session.stages.add(stages)
         if session.kind != "explicit":
@@ -344,6 +462,7 @@ class WeightUpdates:
             committed = covered or (ends and engine.state.serviceable)
         if committed:
             yield from self._commit(session, stages)
+            counts.changed_tensors = session.counts.changed_tensors
         elif session.kind == "single":
             # Poisoned or invalid weights stay incomplete; later calls may complete them
             self._close_session()
@@ -384,9 +503,16 @@ class WeightUpdates:
         """Make the new weights serve. A failure aborts the session, because the weights are half new."""
         engine, before = self._engine, self._engine.state.stamp
         try:
+            if session.delta is not None:
+                digest = yield from self._while_open(self._digest(staged=True), session)
+                self._require_promised(session.delta, digest)
+                yield from self._swap(session, stages)
             yield from self._derive(session, stages)
-            digest = yield from self._while_open(self._digest(), session)
+            if session.delta is None:
+                digest = yield from self._while_open(self._digest(), session)
             engine.weights_file.supersede()
+            session.touched |= session.is_swapping
+            session.is_swapping = False
             with stages.stage("flush"):
                 if session.flush:
                     engine.batcher.retract_all()
@@ -398,6 +524,10 @@ class WeightUpdates:
         except BaseException as error:
             self.abort_session(session, f"the commit failed: {error}")
             raise
+        if session.delta is not None:
+            self._before = before if session.source != "rollback" else None
+            engine.delta.commit(keep=self._before is not None)
+            engine.executor.call("commit_delta", self._before is not None)
         _warn_of_commit(session.counts, before, engine.state.stamp)
         self._close_session()
         self.model_path = session.model_path or self.model_path
@@ -408,18 +538,20 @@ class WeightUpdates:
             returned=None if report is None else report.freed,
         )
 
-    def _digest(self) -> Generator[Wait, None, str]:
-        digests = self._engine.loader.digests
+    def _digest(self, *, staged: bool = False) -> Generator[Wait, None, str]:
+        engine = self._engine
+        digests = (engine.delta.digests if staged else None) or engine.loader.digests
         if digests is None:
             return ""
-        elsewhere = self._engine.executor.call("digests", reply=list[DigestedRows])
+        elsewhere = engine.executor.call("digests", staged, reply=list[DigestedRows])
         return digests.total((yield from waiting(elsewhere)))
 
     def _derive(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, None]:
         """Do everything in a commit that can fail, on every rank: all are ready afterwards, or it raises."""
         engine = self._engine
         engine.loader.require_whole()
-        check_finite = engine.config.check_finite and bool(engine.loader.written)
+        written = engine.loader.written | engine.delta.written
+        check_finite = engine.config.check_finite and bool(written)
         derived = engine.executor.call("derive", check_finite)
         own: CaesuraError | None = None
 
@@ -433,7 +565,7 @@ class WeightUpdates:
                 engine.model.finalize_weights()
             engine.runner.synchronize()
             if check_finite:
-                finite = require_finite(engine.model, engine.loader.written, deriving)
+                finite = require_finite(engine.model, written, deriving)
                 yield from self._while_open(waiting(finite, Wait.SLICE), session)
         except CaesuraError as error:
             own = error
@@ -443,6 +575,9 @@ class WeightUpdates:
         """Raise if rows or tensors of the manifest are missing, or any tensor where weights do not serve."""
         engine = self._engine
         engine.loader.require_whole()
+        engine.delta.require_whole()
+        if session.delta is not None:
+            self._require_valid()
         written = engine.loader.written
         missing = sorted((session.manifest or frozenset()) - written)
         if not missing and not engine.state.serviceable:
@@ -479,6 +614,7 @@ class WeightUpdates:
     def forget(self) -> None:
         """Close the session and forget what was written, because the weights' memory is released."""
         self._close_session()
+        self._forget_delta()
         self._engine.loader.release_written(lost=self._engine.state.weights == "invalid")
 
     def abort_session(self, session: Session, reason: str) -> None:
@@ -486,6 +622,11 @@ class WeightUpdates:
         engine = self._engine
         if engine.sessions.current is not session:
             return
+        if session.is_swapping:
+            try:
+                self._restore(session)
+            except CaesuraError:
+                logger.exception("a delta could not be undone")
         self._close_session()
         if session.touched:
             self.poison(reason)
@@ -497,10 +638,20 @@ class WeightUpdates:
     def poison(self, reason: str) -> None:
         """Poison the weights; a complete update must write every parameter again."""
         self._engine.loader.lose_written()
+        self._forget_delta()
         self._engine.state.poison(reason)
 
+    def _forget_delta(self) -> None:
+        """Forget what is staged, and the version before the last commit."""
+        self._engine.delta.forget_written()
+        self._engine.delta.forget()
+        self._engine.executor.call("forget_delta")
+
     def _close_session(self) -> None:
-        self._engine.sessions.current = None
+        session, self._engine.sessions.current = self._engine.sessions.current, None
+        if session is not None and session.delta is not None:
+            self._engine.delta.forget_written()
+            self._engine.executor.call("forget_staged")
         self.maps.end_session()
 
     def _reply(
@@ -539,6 +690,11 @@ class WeightUpdates:
 
 def _component(source: WeightSource) -> str | None:
     return source.component if isinstance(source, ComponentSource) else None
+
+
+def _other_base(reason: str, stamp: WeightStamp, **differing: object) -> CaesuraError:
+    text = f"the delta is not of these weights: {reason}; send a full update"
+    return CaesuraError(ErrorCode.BASE_MISMATCH, text, weights_epoch=stamp.epoch, **differing)
 
 
 def _warn_of_commit(counts: LoadCounts, before: WeightStamp, after: WeightStamp) -> None:

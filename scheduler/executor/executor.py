@@ -197,7 +197,7 @@ class Executor:
     def _pieces(self, source: WeightSource, own: Pieces, loader: WeightLoader) -> Pieces:
         fresh = not loader.written and loader.is_whole
         described_source, frames = described(source)
-        opening = self.call("open", described_source, fresh, frames=frames)
+        opening = self.call("open", described_source, fresh, loader.is_staging, frames=frames)
         writing: Pending[set[str]] | None = None
         done = False
         try:

@@ -28,7 +28,6 @@ from ..memory.device_memory import (
 )
 from ..memory.device_module import device_module_for, use_device
 from ..memory.residency import ComponentResidencyManager
-from ..weights.digests import DigestedRows
 from ..weights.peft import SentFactors, received
 from ..weights.reading import Held, checksums, garbage
 from ..weights.transports.distributed import LEAVE_S, WeightsUpdateGroups
@@ -123,10 +122,6 @@ class Worker:
     def resume(self, tags: list[MemoryTag]) -> Operation:
         yield from self._advance(self._residency.resume([tag for tag in tags if tag in self._released]))
         self._released.difference_update(tags)
-
-    def digests(self) -> list[DigestedRows]:
-        found = self._loaded.loader.digests
-        return [] if found is None else found.rows()
 
     def checksums(self) -> Operation:
         work = checksums(self._loaded.model)

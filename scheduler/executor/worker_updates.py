@@ -24,8 +24,10 @@ from ..memory.workspace import Workspace
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
 from ..runtime.engine_config import EngineConfig
+from ..weights.delta import DeltaLoader
+from ..weights.digests import DigestedRows
 from ..weights.loaded_model import LoadedModel
-from ..weights.loader import END, write_some
+from ..weights.loader import END, WeightLoader, write_some
 from ..weights.reading import require_finite
 from ..weights.source import BufferSource, ComponentSource, SharedMemory, WeightSource
 from ..weights.transports.disk import Checkpoint, open_fitting
@@ -94,6 +96,8 @@ class WorkerUpdates:
         self._config = config
         self._loaded = loaded
         self._loader = loaded.loader
+        self._delta = DeltaLoader(loaded.model, loaded.loader)
+        self._opened_loader: WeightLoader = self._loader
         self._runner = runner
         self._groups = groups
         self._write_stream = write_stream
@@ -105,16 +109,18 @@ class WorkerUpdates:
         self._first: Any = END
         self._turn = 0
 
-    def open(self, source: Source, fresh: bool, *frames: memoryview) -> Operation:
-        """Open and check a source; ``fresh`` if nothing is written since the last commit."""
+    def open(self, source: Source, fresh: bool, staging: bool, *frames: memoryview) -> Operation:
+        """Open and check a source; ``fresh`` if nothing is written, or staged, since the last commit."""
         self.abandon()
         turn = self._turn
+        self._opened_loader = loader = self._delta if staging else self._loader
         if fresh:
-            self._loader.forget_written()
+            loader.forget_written()
         opened = yield from self._opened(source, frames)
         self._require(turn)
-        self._loader.check(opened.specs, complete=opened.complete)
-        pieces = pieces_of(opened, self._loader, self._write_stream, self._config.load_bucket_bytes)
+        loader.check(opened.specs, complete=opened.complete)
+        stream = None if staging else self._write_stream
+        pieces = pieces_of(opened, loader, stream, self._config.load_bucket_bytes)
         self._pieces = pieces
         while (piece := next(pieces, END)) is None:
             yield True
@@ -123,13 +129,15 @@ class WorkerUpdates:
         return None
 
     def write(self) -> Operation:
-        """Write all of the open source; return the names of tensors that differed from what was there."""
-        turn, pieces, piece = self._turn, self._pieces, self._first
+        """Write, or stage, the open source; return the names of tensors that differed from what was there."""
+        turn, pieces, piece, loader = self._turn, self._pieces, self._first, self._opened_loader
         assert pieces is not None, "rank 0 has opened no source"
-        self._loader.take_counts()
+        loader.take_counts()
+        if loader is self._loader:
+            self._delta.forget()
         while piece is not END:
             with self._runner.on_stream():
-                piece = write_some(self._loader.write, piece, pieces, self._stages)
+                piece = write_some(loader.write, piece, pieces, self._stages)
             yield False
             self._require(turn)
             while piece is None:
@@ -137,11 +145,46 @@ class WorkerUpdates:
                 if piece is None:
                     yield True
                     self._require(turn)
-        self._runner.synchronize()
+        if loader is self._loader:
+            self._runner.synchronize()
         self.abandon()
-        changed = self._loader.changed
-        self._loader.take_counts()
+        changed = loader.changed
+        loader.take_counts()
         return changed
+
+    def digests(self, staged: bool) -> list[DigestedRows]:
+        """Return those of what is in place, or will be after the swap of what is ``staged``."""
+        found = (self._delta.digests if staged else None) or self._loader.digests
+        return [] if found is None else found.rows()
+
+    def swap(self) -> set[str]:
+        """Exchange what is staged with what is in place; return the names of the tensors that differed."""
+        with self._runner.on_stream():
+            changed = self._delta.swap()
+        self._runner.synchronize()
+        return changed
+
+    def restore(self) -> None:
+        """Undo a swap that was not committed."""
+        with self._runner.on_stream():
+            if self._delta.restore():
+                self._loaded.model.finalize_weights()
+        self._runner.synchronize()
+
+    def commit_delta(self, keep: bool) -> None:
+        self._delta.commit(keep=keep)
+
+    def take_back(self) -> None:
+        self._delta.take_back()
+
+    def forget_staged(self) -> None:
+        self.abandon()
+        self._delta.forget_written()
+
+    def forget_delta(self) -> None:
+        """Forget what is staged, and the version before."""
+        self.forget_staged()
+        self._delta.forget()
 
     def drain(self, request: UpdateWeightsFromDistributedReqInput) -> Operation:
         """Receive broadcasts and drop them: rank 0 sends this rank its part of an adapter."""
@@ -164,7 +207,8 @@ class WorkerUpdates:
             self._loaded.model.finalize_weights()
         self._runner.synchronize()
         if check_finite:
-            for _ in require_finite(self._loaded.model, self._loader.written, self._runner.on_stream):
+            names = self._loader.written | self._delta.written
+            for _ in require_finite(self._loaded.model, names, self._runner.on_stream):
                 yield False
         self._loader.forget_written()
         return None

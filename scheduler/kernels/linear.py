@@ -207,6 +207,22 @@ def unpack_rows(weight: Tensor, start: int, out: Tensor) -> Tensor:
     return out
 
 
+def places(weight: Tensor, start: int, inputs: int, positions: Tensor) -> Tensor:
+    """Return where ``positions`` in rows [n, inputs] from ``start`` lie in the packed weight, flat."""
+    if weight.numel() > torch.iinfo(positions.dtype).max:
+        positions = positions.to(torch.int64)
+    each = _WORD // weight.itemsize
+    rows = positions // inputs
+    columns = positions - rows * inputs
+    rows = rows + start
+    words = columns >> (each.bit_length() - 1)
+    tile = _TILE_BYTES // _WORD
+    shift, rest = tile.bit_length() - 1, tile - 1  # as in the picture of cpu/linear.cpp
+    places = (rows >> shift + 1) * (_PANEL * weight.shape[1] // each) + (words >> shift) * (_PANEL * tile)
+    places += ((rows >> shift) & 1) * (tile * tile) + (words & rest) * tile + (rows & rest)
+    return places * each + (columns & (each - 1))
+
+
 def equal_rows(weight: Tensor, rows: Tensor, start: int) -> bool:
     """Return True if :func:`pack_rows` would change no byte; stops soon after a difference."""
     return bool(_equal(*_walk(weight, rows, start)))

@@ -30,7 +30,7 @@ from ..memory.workspace import Workspace
 from ..runtime.dtypes import torch_name
 from . import fp8_products
 from .fp8_products import BLOCK, Dense, Grouped
-from .parameters import CASTABLE, Fp8Blocks, Parameter, Placement, WeightSlot
+from .parameters import CASTABLE, Fp8Blocks, Parameter, Place, Placement, WeightSlot
 
 FP8_MAX = 448.0
 
@@ -136,6 +136,9 @@ class Fp8Slot(WeightSlot):
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         return self._stored.read(start, stop)
+
+    def places(self, positions: Tensor) -> Iterator[Place]:
+        return self._stored.places(positions)
 
     def _whole_blocks(self, rows: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, float32 rows) of all blocks that ``rows`` complete, some at a time."""

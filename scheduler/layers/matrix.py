@@ -18,7 +18,7 @@ from ..kernels import TORCH, best
 from ..kernels import linear as kernel
 from ..kernels.linear import FP8, Scales
 from .fp8_block import Fp8Slot, chunks, dequantize
-from .parameters import Fp8Blocks, Parameter, Placement, PlainSlot, WeightSlot
+from .parameters import Fp8Blocks, Parameter, Place, Placement, PlainSlot, WeightSlot
 
 
 class PackedSlot(WeightSlot):
@@ -50,6 +50,10 @@ class PackedSlot(WeightSlot):
         out = torch.empty((rows, self.shape[1]), dtype=self.dtype)
         return kernel.unpack_rows(self._storage, self._start + start, out)
 
+    def places(self, positions: Tensor) -> Iterator[Place]:
+        places = kernel.places(self._storage, self._start, self.shape[1], positions)
+        yield self._storage.view(-1), places, None
+
     def _cast(self, rows: Tensor) -> Tensor:
         return rows.to(device=self._storage.device, dtype=self.dtype).contiguous()
 
@@ -73,6 +77,16 @@ class ScalesSlot(WeightSlot):
         rows = self._lines[:, :: self._height][:, start:stop].t()
         # Contiguous also where there is one: its bytes may be viewed.
         return rows.clone(memory_format=torch.contiguous_format)
+
+    def places(self, positions: Tensor) -> Iterator[Place]:
+        blocks, outputs = self._lines.shape
+        line = self._lines.stride(0)
+        rows = positions // blocks
+        first = (positions - rows * blocks) * line + rows * self._height
+        storage = self._lines.as_strided(((blocks - 1) * line + outputs,), (1,))
+        for output in range(self._height):  # one scale has a place for each
+            chosen = (rows * self._height + output < outputs).nonzero().squeeze(1)
+            yield storage, first[chosen] + output, chosen
 
 
 def packs(in_features: int, place: Placement, fp8: Fp8Blocks | None = None) -> bool:

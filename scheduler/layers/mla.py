@@ -15,6 +15,7 @@ Invariants:
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -27,9 +28,9 @@ from .fp8_block import Fp8Matrix
 from .linear import Linear, PackedTensors, divided, fp8_blocks
 from .matrix import Stored
 from .norm import RMSNorm
-from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
+from .parameters import CompositeLayer, Layer, Parameter, Place, Placement, WeightSlot
 from .rotary import rotate
-from .sharding import Window, as_window, even, require_borders, sharded
+from .sharding import Window, among, as_window, even, parts_with, require_borders, sharded
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latents: fixed by the architecture, whatever the config says of the others."""
@@ -71,6 +72,15 @@ class ScatteredSlot(WeightSlot):
         places = self._places(start, self.shape[0] if stop is None else stop)
         return torch.cat([part.read(own.start, own.stop) for part, own, _ in places])
 
+    def parts(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
+        for part, own, of_rows in self._places(start, start + len(rows)):
+            yield from part.parts(rows[of_rows], own.start)
+
+    def places(self, positions: Tensor) -> Iterator[Place]:
+        sizes = [prod(part.shape) for part in self._parts]
+        for number, chosen, own in parts_with(positions, sizes):
+            yield from among(chosen, self._parts[number].places(own))
+
     def _places(self, start: int, stop: int) -> Iterator[tuple[WeightSlot, slice, slice]]:
         """Yield each part of rows ``[start, stop)``, where these are in it, and where it is among them."""
         begin = 0
@@ -100,6 +110,11 @@ class TurnedSlot(WeightSlot):
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         return self._matrix.read()[:, start:stop].t().contiguous()
+
+    def places(self, positions: Tensor) -> Iterator[Place]:
+        rows = positions // self.shape[1]
+        columns = positions - rows * self.shape[1]
+        return self._matrix.places(columns * self.shape[0] + rows)
 
 
 class UpProjection:

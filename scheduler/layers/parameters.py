@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ...io_struct import CaesuraError, ErrorCode
 from ..memory import residency
 from ..memory.offload import OffloadableComponent
 from ..memory.workspace import ALIGNMENT, Workspace
@@ -31,6 +32,9 @@ _PROBE_ELEMENTS = 1024
 _COMPARE_ELEMENTS = 1 << 20  # bounds the transient of a cast comparison to a few megabytes
 
 CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+
+Place = tuple[Tensor, Tensor, Tensor | None]
+"""Flat storage, the places of some elements in it, and which elements these are: None means all, in order."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -144,6 +148,11 @@ class WeightSlot(TensorSlot):
         """Columns that this rank holds, or None if it holds all."""
         return None
 
+    @property
+    def is_whole(self) -> bool:
+        """True if this rank holds every element."""
+        return self.owned_columns is None and sum(map(len, self.owned)) == prod(self.shape[:1])
+
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
         if compare and not self.differs(rows, start):
             return False
@@ -164,6 +173,19 @@ class WeightSlot(TensorSlot):
     @abstractmethod
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return held rows ``[start, stop)`` in checkpoint layout, viewed if possible; scalars whole."""
+
+    def parts(self, rows: Tensor, start: int) -> Iterator[tuple["WeightSlot", Tensor, int]]:
+        """Yield what this rank holds of ``rows``, as slots whose :meth:`read` returns what was written."""
+        yield self, rows, start
+
+    def places(self, positions: Tensor) -> Iterator[Place]:
+        """Yield the places of the elements at flat ``positions`` in checkpoint layout that this rank holds.
+
+        An element may have several. Raises ``unsupported`` where elements have no place of their own.
+        """
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED, f"elements of {self.name} cannot be written one by one", name=self.name
+        )
 
 
 class PlainSlot(WeightSlot):
@@ -190,6 +212,9 @@ class PlainSlot(WeightSlot):
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         return self._rows[start:stop] if self.shape else self._rows
+
+    def places(self, positions: Tensor) -> Iterator[Place]:
+        yield self._rows.view(-1), positions, None
 
     def _target(self, rows: Tensor, start: int) -> Tensor:
         if rows.shape == self.shape:  # all of it

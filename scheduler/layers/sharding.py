@@ -8,13 +8,15 @@ Invariants:
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
 
 import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..parallel.group import TensorParallel
-from .parameters import WeightSlot
+from .parameters import Place, WeightSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,25 @@ class ShardedSlot(WeightSlot):
         first, last = (self._held_before(row) for row in slice(start, stop).indices(self.shape[0])[:2])
         return self._inner.read(first, max(first, last))
 
+    def parts(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
+        for part, first in self._held(rows, start):
+            yield from self._inner.parts(part, first)
+
+    def places(self, positions: Tensor) -> Iterator[Place]:
+        width = prod(self.shape[1:])
+        for window in self._rows:
+            held = (positions >= window.start * width) & (positions < window.stop * width)
+            before = self._held_before(window.start) - window.start
+            if self._columns is None:
+                own = positions + before * width
+            else:
+                rows = positions // width
+                columns = positions - rows * width - self._columns.start
+                held &= (columns >= 0) & (columns < self._columns.length)
+                own = (rows + before) * self._columns.length + columns
+            chosen = held.nonzero().squeeze(1)
+            yield from among(chosen, self._inner.places(own[chosen]))
+
     def _held_before(self, row: int) -> int:
         return sum(min(max(row - window.start, 0), window.length) for window in self._rows)
 
@@ -175,6 +196,24 @@ class ShardedSlot(WeightSlot):
             if self._columns is not None:
                 part = part[:, self._columns.start : self._columns.stop]
             yield part, self._held_before(first)
+
+
+def among(chosen: Tensor, places: Iterator[Place]) -> Iterator[Place]:
+    """Yield ``places`` of ``chosen`` elements as those of all."""
+    for storage, place, which in places:
+        yield storage, place, chosen if which is None else chosen[which]
+
+
+def parts_with(positions: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each part of consecutive ``sizes`` that has ``positions``, which ascend: its number, which these
+    are, and where they are in it.
+    """
+    ends = torch.tensor(sizes).cumsum(0)
+    borders = torch.searchsorted(positions.to(torch.int64), ends).tolist()
+    for number, (first, last) in enumerate(pairwise([0, *borders])):
+        if first < last:
+            begin = int(ends[number]) - sizes[number]
+            yield number, torch.arange(first, last), positions[first:last] - begin
 
 
 def sharded(slot: WeightSlot, rows: Window | Sequence[Window], columns: Window | None = None) -> WeightSlot:

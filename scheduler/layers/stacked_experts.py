@@ -15,14 +15,14 @@ first in its lower half; 32 share a scale of E8M0, ``2^(scale - 127)``, 255 bein
   later. So at most one tensor's blocks and the scales of all wait.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from .parameters import HalfSlot, WeightSlot, differ
-from .sharding import Window
+from .parameters import HalfSlot, Place, PlainSlot, WeightSlot, differ
+from .sharding import Window, among, parts_with
 
 GROUP = 32
 """Values that share a scale."""
@@ -58,6 +58,10 @@ class StackedSlot(WeightSlot):
     def halves(self) -> tuple[HalfSlot, ...]:
         return () if self._pair is None else (self._pair.blocks, self._pair.scales)
 
+    @property
+    def is_whole(self) -> bool:
+        return all(slot.is_whole for slot in self._parts[0])
+
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
         self._forget_halves()
         changed = not compare
@@ -82,6 +86,21 @@ class StackedSlot(WeightSlot):
             for part, slot in zip(by_turns(len(slots), target), slots, strict=True):
                 part.copy_(slot.read().t())
         return out
+
+    def parts(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
+        for slot, values in self._turned(rows, start):
+            yield from slot.parts(values, 0)
+
+    def places(self, positions: Tensor) -> Iterator[Place]:
+        _, inputs, outputs = self.shape
+        for expert, chosen, own in parts_with(positions, [inputs * outputs] * self.shape[0]):
+            rows = own // outputs
+            columns = own - rows * outputs
+            slots = self._parts[expert]
+            for part, slot in enumerate(slots):
+                of_part = (columns % len(slots) == part).nonzero().squeeze(1)
+                places = slot.places(columns[of_part] // len(slots) * inputs + rows[of_part])
+                yield from among(chosen[of_part], places)
 
     def _turned(self, rows: Tensor, start: int) -> list[tuple[WeightSlot, Tensor]]:
         return [
@@ -129,6 +148,10 @@ class StackedBiasSlot(WeightSlot):
         super().__init__(name, parameter, (storage.shape[0], parts * held.total), storage.dtype)
         self._storage, self._count, self._held = storage, parts, held
 
+    @property
+    def is_whole(self) -> bool:
+        return self._held.is_whole
+
     def write(self, rows: Tensor, start: int) -> None:
         self._storage[start : start + len(rows)].copy_(self._in_parts(rows))
 
@@ -138,6 +161,17 @@ class StackedBiasSlot(WeightSlot):
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         stored = self._storage[start:stop]
         return torch.stack(stored.chunk(self._count, dim=1), dim=-1).flatten(1)
+
+    def parts(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
+        yield PlainSlot(self.name, self.parameter, self._storage), self._in_parts(rows), start
+
+    def places(self, positions: Tensor) -> Iterator[Place]:
+        rows = positions // self.shape[1]
+        columns = positions - rows * self.shape[1]
+        own = columns // self._count - self._held.start
+        chosen = ((own >= 0) & (own < self._held.length)).nonzero().squeeze(1)
+        places = rows * self._storage.shape[1] + columns % self._count * self._held.length + own
+        yield self._storage.view(-1), places[chosen], chosen
 
     def _in_parts(self, rows: Tensor) -> Tensor:
         held = slice(self._held.start, self._held.stop)

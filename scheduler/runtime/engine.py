@@ -39,6 +39,7 @@ from ..observability.throughput import Throughput
 from ..scheduling.request import WeightStamp
 from ..scheduling.step_recovery import Recovery
 from ..scheduling.waiting_queue import LiveRequests, WaitingQueue
+from ..weights.delta import DeltaLoader
 from ..weights.digests import DigestedRows
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.upload import write_stream_of
@@ -122,6 +123,7 @@ class Engine:
     def _build_steps(self, make_runner: MakeRunner) -> None:
         self.steps = steps = _steps(self, make_runner)
         self.loaded, self.model, self.loader = steps.loaded, steps.loaded.model, steps.loaded.loader
+        self.delta = DeltaLoader(self.model, self.loader)
         self.weights_bytes, self.derived_bytes = steps.loaded.weights_bytes, steps.loaded.derived_bytes
         self.runner, self.batcher, self.outputs = steps.runner, steps.batcher, steps.outputs
         self.request_type, self.admit = steps.request_type, steps.admit
@@ -130,7 +132,7 @@ class Engine:
         self._has_steps = True
         steps.serving.log()
         if self.loader.digests is not None:
-            elsewhere = self.executor.call("digests", reply=list[DigestedRows]).wait()
+            elsewhere = self.executor.call("digests", False, reply=list[DigestedRows]).wait()
             self.state.note_digest(self.loader.digests.total(elsewhere))
         self.weights_file.begin(self.state.stamp, steps.loaded.digest)
         self.throughput = Throughput(self)

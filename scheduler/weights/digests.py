@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...transfer.weight_digest import TensorDigest, weights_digest
-from ..layers.parameters import HalfSlot, TensorSlot
+from ..layers.parameters import HalfSlot, TensorSlot, WeightSlot
 from ..runtime.dtypes import NAMES
 from .coverage import num_rows
 
@@ -66,12 +66,19 @@ class WeightDigests:
             self._held.pop(name, None)
         self._held[slot.name], self._open = self._open, {}
 
-    def change(self, slot: TensorSlot, positions: Tensor, old: Tensor, new: Tensor) -> None:
-        """Replace elements at ascending flat ``positions``; values are of the dtype that is stored."""
+    def change(self, slot: WeightSlot, positions: Tensor, old: Tensor, new: Tensor) -> None:
+        """Replace elements at ascending flat ``positions`` that this rank holds, by values as they are stored.
+
+        Of a tensor that is divided within rows rank 0 has digested all, and other ranks add their changes.
+        """
         width, digests = prod(slot.shape[1:]), dict(self._held[slot.name])
+        if not (digests or slot.is_whole):
+            digests[range(-1 - self._rank, -self._rank)] = TensorDigest(NAMES[slot.dtype], slot.shape)
         for held, digest in digests.items():
-            edges = torch.tensor([held.start * width, held.stop * width], device=positions.device)
-            first, last = torch.searchsorted(positions, edges.to(positions.dtype)).tolist()
+            first, last = 0, len(positions)
+            if held.start >= 0:
+                edges = torch.tensor([held.start * width, held.stop * width], device=positions.device)
+                first, last = torch.searchsorted(positions, edges.to(positions.dtype)).tolist()
             digests[held] = changed = digest.copy()
             changed.change(positions[first:last], old[first:last], new[first:last])
         self._held[slot.name] = digests

@@ -53,6 +53,9 @@ class LoadCounts:
 
 
 class WeightLoader:
+    is_staging = False
+    """True if pieces are staged instead of written."""
+
     def __init__(self, model: Weights, digests: WeightDigests | None = None) -> None:
         """``digests`` follow what is written; None: nothing is digested."""
         held = model.weight_slots()
@@ -89,7 +92,7 @@ class WeightLoader:
             name, tensor = self._mapper.find(spec.name)
             if tensor is None and self._is_skipped(name):
                 continue
-            names = [name] if tensor is None else [slot.name for slot in _slots_of(tensor)]
+            names = [name] if tensor is None else [slot.name for slot in slots_of(tensor)]
             twice = seen.intersection(names)
             seen.update(names)
             if tensor is None:
@@ -100,11 +103,12 @@ class WeightLoader:
                 if dtype is not None:
                     brought |= {
                         fills: f"{slot.name} as {spec.dtype}"
-                        for slot in _slots_of(tensor)
+                        for slot in slots_of(tensor)
                         if (fills := slot.fills(dtype))
                     }
                 if not (complete or found.any):
-                    _walk_rows(spec, tensor, coverage, disorder)
+                    assert isinstance(spec, TensorSpec)
+                    self._walk(spec, tensor, coverage, disorder)
             found.mismatched += [{"name": each, "reason": "named twice"} for each in names if each in twice]
         for name in sorted(seen & brought.keys()):
             found.add(name, reason=f"{brought[name]} brings it")
@@ -117,6 +121,23 @@ class WeightLoader:
             disorder.missing = sorted(coverage.due)
         disorder.raise_if_any()
         return seen
+
+    def _walk(
+        self, spec: TensorSpec, tensor: TensorSlot | Stack, coverage: Coverage, disorder: Mismatches
+    ) -> None:
+        """Walk the slots that a write of ``spec`` would fill."""
+        if spec.count is not None:
+            disorder.add(spec.name, reason="is sparse, and the update says no base (delta)")
+            return
+        dtype = DTYPES[spec.dtype]
+        row_bytes = prod(spec.shape[1:]) * dtype.itemsize
+        count = spec.nbytes // row_bytes if row_bytes else num_rows(spec.shape)
+        due = coverage.next_row(tensor, spec.start_row)
+        if spec.start_row != due:
+            disorder.add(spec.name, reason=_out_of_order(spec.start_row, due))
+            return
+        for _ in coverage.walk(tensor, spec.start_row, count, dtype):
+            pass
 
     def write(self, piece: WeightPiece) -> None:
         """Write one piece in place. A tensor's pieces come in row order; a refused one writes nothing."""
@@ -147,7 +168,7 @@ class WeightLoader:
                 self._last_half.make_room()  # the halves of one tensor at a time may be large
             self._last_half = slot
         changed = bool(before) and self._changed
-        changed |= slot.update(rows, start, compare=not changed)
+        changed |= self._put(slot, rows, start, compare=not changed)
         self._changed = changed
         if self.digests is not None:
             self.digests.add(slot, rows, start, begins=not before)
@@ -162,6 +183,9 @@ class WeightLoader:
         if changed:
             self.counts.changed_tensors += 1
             self.changed.append(slot.name)
+
+    def _put(self, slot: TensorSlot, rows: Tensor, start: int, *, compare: bool) -> bool:
+        return slot.update(rows, start, compare=compare)
 
     def _require_fitting(self, piece: WeightPiece, tensor: TensorSlot | Stack) -> None:
         found, rows = Mismatches(self._slots), piece.rows
@@ -281,23 +305,9 @@ def _compare(
     if shape != tensor.shape:
         name_of_all = name if isinstance(tensor, Stack) else tensor.name
         found.add(name_of_all, expected_shape=list(tensor.shape), got_shape=list(shape))
-    for slot in _slots_of(tensor):
+    for slot in slots_of(tensor):
         if dtype is None or not slot.accepts(dtype):
             found.add(slot.name, expected_dtype=NAMES[slot.dtype], got_dtype=dtype_name)
-
-
-def _walk_rows(spec: NamedSpec, tensor: TensorSlot | Stack, coverage: Coverage, disorder: Mismatches) -> None:
-    """Walk the slots that a write of ``spec`` would fill."""
-    assert isinstance(spec, TensorSpec)
-    dtype = DTYPES[spec.dtype]
-    row_bytes = prod(spec.shape[1:]) * dtype.itemsize
-    count = spec.nbytes // row_bytes if row_bytes else num_rows(spec.shape)
-    due = coverage.next_row(tensor, spec.start_row)
-    if spec.start_row != due:
-        disorder.add(spec.name, reason=_out_of_order(spec.start_row, due))
-        return
-    for _ in coverage.walk(tensor, spec.start_row, count, dtype):
-        pass
 
 
 def _parts(tensor: TensorSlot | Stack, piece: WeightPiece) -> Iterator[tuple[Tensor, int]]:
@@ -316,7 +326,7 @@ def _out_of_order(start_row: int, due: int) -> str:
     return f"row {start_row} came when row {due} was due"
 
 
-def _slots_of(tensor: TensorSlot | Stack) -> Sequence[TensorSlot]:
+def slots_of(tensor: TensorSlot | Stack) -> Sequence[TensorSlot]:
     return tensor.slots if isinstance(tensor, Stack) else (tensor,)
 
 

@@ -16,8 +16,19 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ...io_struct import CaesuraError, CudaIPCHandle, ErrorCode, SharedMemoryHandle, TensorSpec
+from ...io_struct import (
+    CaesuraError,
+    CudaIPCHandle,
+    DeltaBase,
+    ErrorCode,
+    SharedMemoryHandle,
+    TensorSpec,
+)
+from ...transfer.weight_delta import position_bytes, sparse_nbytes, values_offset
 from ..runtime.dtypes import DTYPES
+
+ELEMENTS = 1 << 18
+"""Elements of a delta that are staged at a time, a few milliseconds' work."""
 
 
 class NamedSpec(Protocol):
@@ -43,7 +54,11 @@ class WeightPiece:
     start_row: int
     """First row in dimension 0; 0 for a scalar."""
     rows: Tensor
-    """[n, *shape[1:]], or the scalar itself."""
+    """[n, *shape[1:]], or the scalar itself; the values at ``positions``, where these are given."""
+    positions: Tensor | None = None
+    """Flat positions, ascending, of elements of a delta. None means rows."""
+    is_last: bool = True
+    """False if more elements of the tensor follow."""
 
 
 Pieces = Generator[WeightPiece | None, None, None]
@@ -54,6 +69,8 @@ class WeightSource(Protocol):
     name: str
     total_bytes: int
     complete: bool
+    delta: DeltaBase | None
+    """Weights that the tensors change, staged until the commit; None if they are written as they come."""
 
     @property
     def specs(self) -> Sequence[NamedSpec]:
@@ -85,6 +102,7 @@ class ComponentSource:
         self.inner = inner
         self.component = component
         self.name, self.total_bytes, self.complete = inner.name, inner.total_bytes, inner.complete
+        self.delta = inner.delta
         self.specs = renamed(inner.specs, component)
         self._prefix = f"{component}."
 
@@ -126,6 +144,7 @@ class BufferSource:
         specs: list[TensorSpec],
         buffers: Sequence[memoryview | Tensor],
         memory: SharedMemory | None = None,
+        delta: DeltaBase | None = None,
     ) -> None:
         """Raise ``invalid_request`` if a spec does not fit. Other ranks map ``memory``."""
         self.name = name
@@ -133,6 +152,7 @@ class BufferSource:
         self.total_bytes = sum(spec.nbytes for spec in specs)
         self.buffers = buffers
         self.memory = memory
+        self.delta = delta
         for spec in specs:
             _require_fitting(spec, buffers)
 
@@ -143,7 +163,7 @@ class BufferSource:
             buffer = self.buffers[spec.buffer]
             if isinstance(buffer, Tensor):
                 yield from cut(spec, buffer[spec.offset : spec.offset + spec.nbytes], bucket_bytes)
-            elif not 0 < spec.nbytes <= bucket_bytes:
+            elif spec.count is not None or not 0 < spec.nbytes <= bucket_bytes:
                 data = torch.empty(0, dtype=torch.uint8)  # frombuffer takes no empty ones
                 if spec.nbytes:
                     data = torch.frombuffer(buffer, dtype=torch.uint8, count=spec.nbytes, offset=spec.offset)
@@ -160,6 +180,9 @@ class BufferSource:
 def cut(spec: TensorSpec, data: Tensor, bucket_bytes: int) -> Iterator[WeightPiece]:
     """Yield the rows of ``spec`` in pieces of about ``bucket_bytes``; ``data`` is uint8, whole rows."""
     dtype, shape = DTYPES[spec.dtype], tuple(spec.shape)
+    if spec.count is not None:
+        yield from _elements(spec, data)
+        return
     row_bytes = prod(shape[1:]) * dtype.itemsize
     if not data.numel():
         yield WeightPiece(spec.name, shape, dtype, spec.start_row, torch.empty(shape, dtype=dtype))
@@ -171,6 +194,24 @@ def cut(spec: TensorSpec, data: Tensor, bucket_bytes: int) -> Iterator[WeightPie
             part = part.clone()
         rows = part.view(dtype).view((-1, *shape[1:]) if shape else ())
         yield WeightPiece(spec.name, shape, dtype, spec.start_row + start, rows)
+
+
+def _elements(spec: TensorSpec, data: Tensor) -> Iterator[WeightPiece]:
+    """Yield the elements of a sparse tensor in pieces; refuse positions that do not ascend within it."""
+    assert spec.count is not None
+    dtype, shape, count = DTYPES[spec.dtype], tuple(spec.shape), spec.count
+    data = data.clone()  # aligned, and nobody else's: what is checked stays so
+    kind = torch.int64 if position_bytes(shape) == 8 else torch.int32
+    positions = data[: count * kind.itemsize].view(kind)
+    values = data[values_offset(shape, count) :].view(dtype)
+    inside = not count or (int(positions[0]) >= 0 and int(positions[-1]) < prod(shape))
+    if not inside or not bool((positions[1:] > positions[:-1]).all()):
+        raise _invalid(spec, f"has positions that do not ascend within its {prod(shape)} elements")
+    for start in range(0, max(count, 1), ELEMENTS):
+        end = start + ELEMENTS
+        yield WeightPiece(
+            spec.name, shape, dtype, 0, values[start:end], positions[start:end].cpu(), is_last=end >= count
+        )
 
 
 def _require_fitting(spec: TensorSpec, buffers: Sequence[memoryview | Tensor]) -> None:
@@ -185,6 +226,10 @@ def _require_fitting(spec: TensorSpec, buffers: Sequence[memoryview | Tensor]) -
         raise _invalid(spec, f"ends at byte {spec.offset + spec.nbytes} of a buffer of {size}")
     if spec.offset % dtype.itemsize:
         raise _invalid(spec, f"starts at byte {spec.offset}, which is not aligned to {spec.dtype}")
+    if spec.count is not None:
+        if spec.count > prod(spec.shape) or spec.nbytes != sparse_nbytes(spec.shape, spec.dtype, spec.count):
+            raise _invalid(spec, f"of shape {spec.shape} has {spec.nbytes} bytes for {spec.count} elements")
+        return
     row_bytes = prod(spec.shape[1:]) * dtype.itemsize
     rows = spec.shape[0] if spec.shape else 1
     given = spec.nbytes // row_bytes if row_bytes else rows

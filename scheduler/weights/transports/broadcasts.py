@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import accumulate, islice
-from math import prod
 from time import monotonic
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from .... import io_struct as wire
 from ....io_struct import CaesuraError, ErrorCode
+from ....transfer.weight_delta import nbytes_of as nbytes_of_tensor
 from ...runtime.background import Task
 from ...runtime.dtypes import DTYPES
 from ..upload import WriteStream
@@ -75,7 +75,8 @@ def _whole(spec: wire.TensorSpec) -> wire.TensorSpec:
         problem = "starts in its midst" if dtype is not None else f"has the unknown dtype {spec.dtype!r}"
         reason = f"tensor {spec.name!r} {problem}"
         raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="specs", value=spec.name)
-    return msgspec.structs.replace(spec, offset=0, nbytes=prod(spec.shape) * dtype.itemsize, buffer=0)
+    nbytes = nbytes_of_tensor(spec.dtype, spec.shape, spec.count)
+    return msgspec.structs.replace(spec, offset=0, nbytes=nbytes, buffer=0)
 
 
 def _miscounted(problem: str) -> CaesuraError:

@@ -19,14 +19,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ....io_struct import CaesuraError, ErrorCode
+from ....io_struct import CaesuraError, DeltaBase, ErrorCode
 from ....transfer.safetensors import LENGTH_BYTES, SafetensorsError, TensorEntry, header_length, parse_header
+from ....transfer.weight_delta import DELTA_FILE, read_delta
 from ...memory.workspace import Workspace
 from ...models.config import ModelBackend, ModelConfig, config_difference, load_model_config
 from ...runtime.dtypes import DTYPES
 from ...runtime.files import checkpoint_error, open_regular, read_small, require_folder
 from ..loader import WeightLoader
-from ..source import Pieces
+from ..source import BufferSource, Pieces
 from ..upload import Fill, Place, WriteStream, pieces_of
 
 MAX_HEADER_BYTES = 16 << 20
@@ -66,6 +67,7 @@ class Checkpoint:
 
     name = "disk"
     complete = True
+    delta: DeltaBase | None = None
 
     def __init__(
         self, path: Path, files: list[_File], workspace: Workspace | None = None, owned: Owned | None = None
@@ -140,6 +142,22 @@ def open_fitting(path: str, config: ModelConfig) -> Checkpoint:
         reason = f"{path}/config.json differs in what the forward reads: {', '.join(differing)}"
         raise CaesuraError(ErrorCode.WEIGHT_MISMATCH, reason, config=differing)
     return checkpoint
+
+
+def open_delta(folder: str, base: DeltaBase | None) -> BufferSource | None:
+    """Read a delta's folder; None if it is not one. ``base`` takes the place of the file's own."""
+    path = Path(folder) / DELTA_FILE
+    if not path.exists():
+        return None
+    try:
+        with open(open_regular(path), "rb") as file:
+            facts, specs, buffer = read_delta(file)
+    except SafetensorsError as error:
+        raise checkpoint_error(path, str(error)) from error
+    except OSError as error:
+        raise checkpoint_error(path, f"cannot be read: {error.strerror}") from error
+    own = DeltaBase(base_digest=facts.base_digest, digest=facts.digest)
+    return BufferSource("disk", specs, [memoryview(buffer)], delta=base or own)
 
 
 def open_checkpoint(path: str | Path, stems: Sequence[str] = _STEMS) -> Checkpoint:

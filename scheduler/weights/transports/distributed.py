@@ -348,6 +348,7 @@ class DistributedSource:
     ) -> None:
         """``behind`` is a group of which this engine is rank 0, and to which everything is relayed."""
         self.request = request
+        self.delta = request.delta
         self.relay_error: str | None = None
         """Why the ranks ``behind`` did not get everything, or None."""
         self._behind = behind

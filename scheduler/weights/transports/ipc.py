@@ -42,7 +42,8 @@ class SharedMemoryMaps:
     def open(self, request: wire.UpdateWeightsFromIPCReqInput) -> BufferSource:
         """Return the tensors of ``request``; raises as :meth:`view`, or if a spec does not fit."""
         handle = request.handle
-        return BufferSource("ipc", request.specs, [self.view(handle)], SharedMemory(handle, 0, handle.nbytes))
+        memory = SharedMemory(handle, 0, handle.nbytes)
+        return BufferSource("ipc", request.specs, [self.view(handle)], memory, request.delta)
 
     def view(self, handle: wire.SharedMemoryHandle | wire.CudaIPCHandle) -> memoryview | Tensor:
         """Return the bytes of ``handle``, valid until :meth:`close`; raises ``invalid_request`` if unfit."""

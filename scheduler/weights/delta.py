@@ -1,0 +1,234 @@
+"""Stages a delta of the weights on the host, and writes it in place at a step boundary.
+
+Invariants:
+- Staging changes no weight. It finds where in storage each element lies, casts values as a cold load does,
+  and drops those that this rank does not hold: only :meth:`DeltaLoader.swap` is left for the pause.
+- A swap exchanges what is staged with what is in place. So the staged memory holds the version before, and a
+  second swap returns to it, bit for bit. One that fails has swapped nothing.
+- No tensor is staged twice before a commit, nor more bytes than the weights have.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ...io_struct import CaesuraError, ErrorCode, TensorSpec
+from ...transfer.words import as_words, scatter
+from ..layers.parameters import HalfSlot, TensorSlot, WeightSlot, differ
+from ..layers.sharding import parts_with
+from ..models.causal_lm import Weights
+from ..runtime.dtypes import DTYPES
+from .coverage import Coverage
+from .digests import WeightDigests
+from .loader import WeightLoader, slots_of
+from .mapper import Stack
+from .mismatches import Mismatches
+from .source import WeightPiece
+
+
+@dataclass(slots=True)
+class _Elements:
+    name: str
+    storage: Tensor
+    places: Tensor
+    values: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.places.nbytes + self.values.nbytes
+
+    def swap(self) -> bool:
+        """Exchange it with what is in place; return True if a byte differed."""
+        if self.storage.device.type == "cpu":
+            old = scatter(self.storage, self.places, self.values)
+        else:
+            places = self.places.to(self.storage.device, torch.int64)
+            old = self.storage[places].cpu()
+            self.storage[places] = self.values.to(self.storage.device)
+        changed = differ(self.values, old)
+        self.values = old
+        return changed
+
+
+@dataclass(slots=True)
+class _Rows:
+    name: str
+    slot: WeightSlot
+    rows: Tensor
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes
+
+    def swap(self) -> bool:
+        end = self.start + len(self.rows) if self.rows.dim() else None
+        old = self.slot.read(self.start, end).cpu().clone()
+        self.slot.write(self.rows, self.start)
+        changed = differ(self.rows, old)
+        self.rows = old
+        return changed
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is staged, or after a swap the version before it."""
+
+    staged: list[_Elements | _Rows] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    nbytes: int = 0
+    digests: WeightDigests | None = None
+    """Digests of the version before, after a commit."""
+
+    def add(self, staged: _Elements | _Rows) -> None:
+        self.staged.append(staged)
+        self.names.add(staged.name)
+        self.nbytes += staged.nbytes
+
+    def swap(self) -> set[str]:
+        """Swap all of it; return the names of the tensors that differed. A failure swaps nothing."""
+        changed, done = set(), 0
+        try:
+            for each in self.staged:
+                if each.swap():
+                    changed.add(each.name)
+                done += 1
+        except BaseException:
+            for each in self.staged[:done]:
+                each.swap()
+            raise
+        return changed
+
+
+class DeltaLoader(WeightLoader):
+    """Stages the pieces of a delta, and keeps what the last one has replaced."""
+
+    is_staging = True
+
+    def __init__(self, model: Weights, loader: WeightLoader) -> None:
+        """``loader`` writes all else, and has the digests of what is in place."""
+        super().__init__(model)
+        self._loader = loader
+        self._limit = sum(tensor.nbytes for _, tensor in model.named_storage())
+        self._staged = Delta()
+        self._is_in_place = False
+        self.before: Delta | None = None
+        """Values that the last commit replaced, if it was a delta's and nothing has changed weights since."""
+
+    def write(self, piece: WeightPiece) -> None:
+        """Stage one piece; a refused one stages nothing."""
+        if self.digests is None and self._loader.digests is not None:
+            self.digests = self._loader.digests.copy()
+        if piece.positions is None:
+            super().write(piece)
+            return
+        _, tensor = self._mapper.find(piece.name)
+        assert tensor is not None, "only what was checked is written"
+        for slot, positions, values in _in_slots(tensor, piece.positions, piece.rows):
+            assert isinstance(slot, WeightSlot), "halves are refused"
+            self._stage_elements(slot, positions, values.to(slot.dtype).cpu())
+            self.counts.cast_tensors += piece.is_last and slot.dtype != piece.dtype
+        self.counts.written_bytes += piece.positions.nbytes + piece.rows.nbytes
+        if piece.is_last:
+            names = {slot.name for slot in slots_of(tensor)}
+            self.counts.written_tensors += len(names)
+            self._coverage.written |= names
+
+    @property
+    def staged_bytes(self) -> int:
+        """Host memory that staged elements take on this rank."""
+        return self._staged.nbytes
+
+    def swap(self) -> set[str]:
+        """Exchange what is staged with what is in place; return the names of the tensors that differed."""
+        changed = self._staged.swap()
+        self._is_in_place = not self._is_in_place
+        return changed
+
+    def restore(self) -> bool:
+        """Undo a swap that was not committed; return True if there was one."""
+        if not self._is_in_place:
+            return False
+        self.swap()
+        return True
+
+    def commit(self, *, keep: bool) -> None:
+        """Keep the version before a swap, if ``keep``, or forget it."""
+        self._staged.digests = self._loader.digests
+        self._loader.digests = self.digests or self._loader.digests
+        self.before = self._staged if keep else None
+        self.forget_written()
+
+    def take_back(self) -> None:
+        """Stage the version before the last commit."""
+        assert self.before is not None, "rank 0 has looked"
+        self._staged, self.before = self.before, None
+        self.digests = self._staged.digests
+        self._coverage.written |= self._staged.names
+        self.counts.written_tensors = len(self._staged.names)
+        self.counts.written_bytes = self._staged.nbytes
+
+    def forget(self) -> None:
+        """Forget the version before, because something else has changed the weights."""
+        self.before = None
+
+    def _put(self, slot: TensorSlot, rows: Tensor, start: int, *, compare: bool) -> bool:
+        assert isinstance(slot, WeightSlot), "halves are refused"
+        for part, own, first in slot.parts(rows, start):
+            self._stage(_Rows(slot.name, part, torch.empty(own.shape, dtype=part.dtype).copy_(own), first))
+        return False
+
+    def _stage_elements(self, slot: WeightSlot, positions: Tensor, values: Tensor) -> None:
+        held = torch.zeros(len(positions), dtype=torch.bool)
+        old = torch.empty_like(values)
+        for storage, places, which in slot.places(positions):
+            chosen = slice(None) if which is None else which
+            narrow = torch.int32 if storage.numel() <= torch.iinfo(torch.int32).max else torch.int64
+            self._stage(_Elements(slot.name, storage, places.to(narrow, copy=True), values[chosen].clone()))
+            if self.digests is not None:
+                held[chosen] = True
+                old[chosen] = elements(storage, places)
+        if self.digests is not None:
+            self.digests.change(slot, positions[held], old[held], values[held])
+
+    def _stage(self, staged: _Elements | _Rows) -> None:
+        if self._staged.nbytes + staged.nbytes > self._limit:
+            reason = f"the delta takes more memory than the weights, {self._limit} bytes: send a full update"
+            raise CaesuraError(ErrorCode.OUT_OF_MEMORY, reason, needed_bytes=self._limit)
+        self._staged.add(staged)
+
+    def _walk(
+        self, spec: TensorSpec, tensor: TensorSlot | Stack, coverage: Coverage, disorder: Mismatches
+    ) -> None:
+        for slot in slots_of(tensor):
+            if isinstance(slot, HalfSlot) or slot.fills(DTYPES[spec.dtype]) is not None:
+                disorder.add(slot.name, reason="is quantised here: a delta has values as they are stored")
+            elif slot.name in self._staged.names and spec.start_row == 0:
+                disorder.add(slot.name, reason="comes twice")
+        if spec.count is None and not disorder.any:
+            super()._walk(spec, tensor, coverage, disorder)
+
+    def _restart(self) -> None:
+        super()._restart()
+        self._staged, self._is_in_place, self.digests = Delta(), False, None
+
+
+def elements(storage: Tensor, places: Tensor) -> Tensor:
+    """Return elements of flat ``storage`` on the host."""
+    bits = as_words(storage)
+    return bits.index_select(0, places.to(storage.device)).cpu().view(storage.dtype)
+
+
+def _in_slots(
+    tensor: TensorSlot | Stack, positions: Tensor, values: Tensor
+) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
+    """Yield each slot of ``tensor`` with its elements: their positions in it, and their values."""
+    if isinstance(tensor, TensorSlot):
+        yield tensor, positions, values
+        return
+    slots = tensor.slots
+    for number, chosen, own in parts_with(positions, [prod(slot.shape) for slot in slots]):
+        yield slots[number], own, values[chosen]

@@ -1,0 +1,332 @@
+"""Deltas of weights: staged while steps go on, swapped in by a commit, and undone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from support.buckets_by_hand import Sender
+from support.checkpoints import make_checkpoint, make_fp8_checkpoint, write_like
+from support.deltas import ROADS, SentDelta, by_disk, by_tensor, some_changed
+from support.properties import examples
+from support.scripted import EngineDriver, assert_error, ok, one_piece_per_slice
+
+from caesura.client.trainer import manifest
+from caesura.io_struct import (
+    DeltaBase,
+    RollbackWeightsReqInput,
+    TensorSpec,
+    UpdateWeightsFromTensorReqInput,
+)
+from caesura.scheduler.weights import source
+from caesura.transfer.weight_delta import DELTA_FILE, DeltaMetadata, write_delta
+
+WEIGHTS = "model.safetensors"
+EPOCH = DeltaBase(base_epoch=0)
+NORM, HEAD = "model.norm.weight", "lm_head.weight"
+PROMPT = [5, 6, 7] * 20
+
+
+def checksums(driver: EngineDriver) -> dict[str, str]:
+    return ok(driver.check_weights()).checksums
+
+
+class Versions:
+    """A checkpoint, and one that differs in some elements."""
+
+    def __init__(self, folder: Path, family: str, *, fp8: bool = False, **options: object) -> None:
+        self.folder, self.first, self.second = folder, folder / "first", folder / "second"
+        make_checkpoint(self.first, family, seed=1, **options)
+        if fp8:
+            make_fp8_checkpoint(self.first, folder / "fp8", (4, 4))
+            self.first = folder / "fp8"
+        self.old = load_file(self.first / WEIGHTS)
+        self.new = some_changed(self.old)
+        self.sent = SentDelta(self.old, self.new)
+        write_like(self.first, self.second, self.new)
+
+    def engine(self, **options: object) -> EngineDriver:
+        return self._engine(self.first, **options)
+
+    def cold(self, **options: object) -> dict[str, str]:
+        """Return the checksums of an engine that was started with the second."""
+        with self._engine(self.second, **options) as driver:
+            return checksums(driver)
+
+    def _engine(self, path: Path, **options: object) -> EngineDriver:
+        return EngineDriver(str(path), scripted=False, **{"kv_pool_tokens": 1024, "dtype": "auto", **options})
+
+
+FAMILIES = {
+    "qwen3": ("qwen3", {}),
+    "qwen3, bfloat16": ("qwen3", {"dtype": torch.bfloat16}),
+    "qwen3, float16": ("qwen3", {"dtype": torch.float16}),
+    "qwen3-moe": ("qwen3-moe", {"dtype": torch.bfloat16}),
+    "gpt-oss": ("gpt-oss", {"dtype": torch.bfloat16}),
+    "deepseek-v3": ("deepseek-v3", {"dtype": torch.bfloat16}),
+    "deepseek-v3, float32": ("deepseek-v3", {}),
+    "qwen3, FP8": ("qwen3", {"dtype": torch.bfloat16, "fp8": True}),
+    "deepseek-v3, FP8": ("deepseek-v3", {"dtype": torch.bfloat16, "fp8": True}),
+}
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_delta_is_a_cold_load_and_can_be_undone(name, tp, tmp_path):
+    family, options = FAMILIES[name]
+    versions = Versions(tmp_path, family, **options)
+    after = versions.cold(tp=tp)
+    with versions.engine(tp=tp) as driver:
+        before = checksums(driver)
+        sent = SentDelta(versions.old, versions.new, whole=sorted(versions.new)[::3])
+        reply = ok(by_tensor(driver, sent, EPOCH, tmp_path, weight_version="new"))
+        assert reply.committed
+        assert reply.written_tensors == reply.changed_tensors
+        assert checksums(driver) == after != before
+        reply = ok(driver.call(RollbackWeightsReqInput()))
+        assert (reply.weights_epoch, reply.weight_version) == (2, "default")
+        assert checksums(driver) == before
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_values_are_cast_as_in_a_cold_load(dtype, tmp_path):
+    versions = Versions(tmp_path, "qwen3")
+    with versions.engine(dtype=dtype) as driver:
+        reply = ok(by_tensor(driver, SentDelta(versions.old, versions.new, whole=[HEAD]), EPOCH, tmp_path))
+        assert reply.cast_tensors == reply.written_tensors == len(versions.new)
+        assert checksums(driver) == versions.cold(dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory):
+    return Versions(tmp_path_factory.mktemp("versions"), "qwen3", dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def cold(versions):
+    return versions.cold()
+
+
+@pytest.fixture
+def driver(versions):
+    with versions.engine(check_finite=True) as driver:
+        yield driver
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_a_delta_comes_by_each_transport(road, driver, versions, cold, tmp_path):
+    driver.complete(PROMPT)
+    assert ok(ROADS[road](driver, versions.sent, EPOCH, tmp_path)).committed
+    assert checksums(driver) == cold
+    found = driver.complete(PROMPT, return_logprob=True)
+    driver.flush()
+    expected = driver.complete(PROMPT, return_logprob=True)
+    assert found.output_logprobs == expected.output_logprobs, "no KV of the weights before"
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_the_calls_of_a_session_commit_together(paused, driver, versions, cold, tmp_path):
+    names = sorted(versions.new)
+    parts = [SentDelta(versions.old, {name: versions.new[name] for name in names[k::2]}) for k in (0, 1)]
+    if paused:
+        driver.pause("retract")
+    fields = {} if paused else {"session_id": driver.begin()}
+    before = checksums(driver)
+    for part in parts:
+        assert not ok(by_tensor(driver, part, EPOCH, tmp_path, **fields)).committed
+        driver.assert_status(weights="valid", weights_epoch=0)
+    assert checksums(driver) == before
+    ok(driver.go_on() if paused else driver.end(**fields))
+    driver.assert_status(weights="valid", weights_epoch=1, session=None)
+    assert checksums(driver) == cold
+
+
+def test_steps_go_on_while_a_delta_is_staged(driver, versions, monkeypatch, tmp_path):
+    one_piece_per_slice(monkeypatch)
+    monkeypatch.setattr(source, "ELEMENTS", 8)
+    rid = driver.generate(PROMPT, 100)
+    driver.tick(3)
+    message = UpdateWeightsFromTensorReqInput(specs=versions.sent.specs, delta=EPOCH, flush_cache=False)
+    driver.send(message, buffers=[memoryview(versions.sent.buffer)])
+    steps = set()
+    while message.id not in driver.replies:
+        driver.tick()
+        if driver.engine.delta.staged_bytes:
+            steps.add(driver.engine.state.step)
+    assert len(steps) > 5
+    driver.run_until_idle()
+    assert driver.result(rid).finish_reason.type == "length"
+
+
+def sparse(positions: list[int], shape: list[int] | None = None) -> SentDelta:
+    """Return a delta of the norm with these positions."""
+    sent = SentDelta({}, {})
+    count = len(positions)
+    nbytes = 8 * -(-count // 2) + 2 * count
+    sent.specs = [TensorSpec(name=NORM, dtype="BF16", shape=shape or [40], count=count, nbytes=nbytes)]
+    data = torch.tensor(positions, dtype=torch.int32).numpy().tobytes()
+    sent.buffer = bytearray(data + bytes(-len(data) % 8 + 2 * count))
+    return sent
+
+
+def torn() -> SentDelta:
+    sent = sparse([1, 2, 3])
+    del sent.buffer[-2:]
+    return sent
+
+
+REFUSED = {
+    "doubled": (sparse([1, 3, 3]), "invalid_request"),
+    "reordered": (sparse([3, 1]), "invalid_request"),
+    "beyond the end": (sparse([1, 40]), "invalid_request"),
+    "before the begin": (sparse([-1, 4]), "invalid_request"),
+    "more than there are": (sparse([*range(41)]), "invalid_request"),
+    "torn": (torn(), "invalid_request"),
+    "of another shape": (sparse([1], [41]), "weight_mismatch"),
+    "not in the model": (SentDelta({"x": torch.zeros(2)}, {"x": torch.ones(2)}), "weight_mismatch"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_delta_that_does_not_fit_changes_nothing(case, driver, tmp_path):
+    before, (sent, code) = checksums(driver), REFUSED[case]
+    assert_error(by_tensor(driver, sent, EPOCH, tmp_path), code)
+    driver.assert_status(weights="valid", weights_epoch=0, session=None)
+    assert checksums(driver) == before
+    assert driver.engine.delta.staged_bytes == 0
+
+
+def test_a_delta_of_other_weights_is_refused(driver, versions, tmp_path):
+    before = checksums(driver)
+    error = assert_error(by_tensor(driver, versions.sent, DeltaBase(base_epoch=3), tmp_path), "base_mismatch")
+    assert (error.detail["base_epoch"], error.detail["weights_epoch"]) == (3, 0)
+    assert checksums(driver) == before
+    driver.check_weights("reset_tensors")
+    assert_error(by_tensor(driver, versions.sent, EPOCH, tmp_path), "base_mismatch")
+    driver.assert_status(weights="poisoned")
+
+
+def test_a_session_takes_deltas_of_one_base_or_none(driver, versions, tmp_path):
+    session_id = driver.begin()
+    ok(by_tensor(driver, versions.sent, EPOCH, tmp_path, session_id=session_id))
+    assert_error(by_tensor(driver, versions.sent, EPOCH, tmp_path, session_id=session_id), "weight_mismatch")
+    assert_error(Sender(driver, versions.second, session_id=session_id).send(0), "invalid_request")
+    error = by_tensor(driver, versions.sent, DeltaBase(), tmp_path, session_id=session_id)
+    assert_error(error, "invalid_request")
+    assert driver.engine.delta.staged_bytes > 0
+    ok(driver.end(session_id=session_id, commit=False))
+    assert driver.engine.delta.staged_bytes == 0
+    driver.assert_status(weights="valid", weights_epoch=0)
+    session_id = driver.begin(manifest=manifest(versions.old.items()))
+    error = by_tensor(driver, versions.sent, EPOCH, tmp_path, session_id=session_id)
+    assert_error(error, "invalid_request")
+
+
+def test_sparse_tensors_need_a_base(driver, versions):
+    message = UpdateWeightsFromTensorReqInput(specs=versions.sent.specs)
+    error = assert_error(driver.call(message, buffers=[memoryview(versions.sent.buffer)]), "weight_mismatch")
+    assert "says no base (delta)" in error.message
+
+
+def test_what_is_staged_ends_with_its_session(driver, versions, tmp_path):
+    session_id = driver.begin()
+    ok(by_tensor(driver, versions.sent, EPOCH, tmp_path, session_id=session_id))
+    driver.engine.sessions.current.deadline = 0.0
+    driver.tick(2)
+    driver.assert_status(weights="valid", session=None)
+    driver.pause("abort")
+    ok(by_tensor(driver, versions.sent, EPOCH, tmp_path))
+    assert driver.engine.delta.staged_bytes > 0
+    ok(driver.release("weights"))
+    assert driver.engine.delta.staged_bytes == 0
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_commit_that_fails_is_undone(tp, versions, tmp_path):
+    broken = {name: value.clone() for name, value in versions.new.items()}
+    broken[HEAD].view(-1)[7] = torch.nan
+    with versions.engine(check_finite=True, tp=tp) as driver:
+        before = checksums(driver)
+        sent = SentDelta(versions.old, broken, whole=[NORM])
+        assert_error(by_tensor(driver, sent, EPOCH, tmp_path), "weights_not_finite")
+        driver.assert_status(weights="valid", weights_epoch=0, session=None)
+        assert checksums(driver) == before
+        assert ok(by_tensor(driver, versions.sent, EPOCH, tmp_path)).committed
+
+
+def test_only_the_last_delta_can_be_undone(driver, versions, tmp_path):
+    rollback = RollbackWeightsReqInput
+    assert_error(driver.call(rollback()), "no_rollback")
+    ok(by_tensor(driver, versions.sent, EPOCH, tmp_path))
+    session_id = driver.begin()
+    assert_error(driver.call(rollback()), "session_open")
+    ok(driver.end(session_id=session_id, commit=False))
+    ok(driver.call(rollback()))
+    assert_error(driver.call(rollback()), "no_rollback")
+    ok(by_tensor(driver, versions.sent, DeltaBase(), tmp_path))
+    ok(driver.update(versions.second))
+    assert_error(driver.call(rollback()), "no_rollback")
+
+
+def test_a_rollback_waits_for_no_continue(driver, versions, tmp_path):
+    before = checksums(driver)
+    ok(by_tensor(driver, versions.sent, EPOCH, tmp_path))
+    driver.pause("abort")
+    assert ok(driver.call(RollbackWeightsReqInput(flush_cache=True))).committed
+    assert checksums(driver) == before
+    ok(driver.go_on())
+
+
+def test_a_torn_folder_changes_nothing(driver, versions, tmp_path):
+    before = checksums(driver)
+    write_delta(tmp_path, versions.sent.specs, [versions.sent.buffer], DeltaMetadata())
+    whole = (tmp_path / DELTA_FILE).read_bytes()
+    for length in (0, 5, 100, len(whole) // 2, len(whole) - 1):
+        (tmp_path / DELTA_FILE).write_bytes(whole[:length])
+        assert_error(driver.update(tmp_path), "checkpoint_error")
+    (tmp_path / DELTA_FILE).write_bytes(whole.replace(b"caesura_delta", b"another_delta"))
+    assert_error(driver.update(tmp_path), "checkpoint_error")
+    assert_error(driver.update(versions.second, delta=EPOCH), "invalid_request")
+    assert checksums(driver) == before
+    assert ok(by_disk(driver, versions.sent, EPOCH, tmp_path)).committed
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    steps=st.lists(st.sampled_from(["delta", "mixed", "rollback", "full", "broken"]), min_size=1, max_size=8),
+    seed=st.integers(0, 1 << 20),
+)
+def test_any_order_of_updates_is_that_of_a_model(steps, seed, versions, one_driver):
+    driver = one_driver
+    ok(driver.update(versions.first))
+    now, before = versions.old, None
+    for number, step in enumerate(steps):
+        new = some_changed(now, 0.05, seed + number)
+        if step == "rollback":
+            reply = driver.call(RollbackWeightsReqInput())
+            if before is None:
+                assert_error(reply, "no_rollback")
+            else:
+                ok(reply)
+                now, before = before, None
+        elif step == "full":
+            ok(driver.update(versions.second))
+            now, before = versions.new, None
+        elif step == "broken":
+            new[NORM][0] = torch.inf
+            assert_error(by_tensor(driver, SentDelta(now, new), DeltaBase(), Path()), "weights_not_finite")
+        else:
+            whole = sorted(new)[number::4] if step == "mixed" else []
+            ok(by_tensor(driver, SentDelta(now, new, whole), DeltaBase(), Path()))
+            now, before = new, now
+        held = {name: slot.read() for name, slot in driver.engine.model.weight_slots().items()}
+        assert held.keys() == now.keys()
+        assert all(torch.equal(held[name].view(torch.int16), now[name].view(torch.int16)) for name in held)
+
+
+@pytest.fixture(scope="module")
+def one_driver(versions):
+    with versions.engine(check_finite=True) as driver:
+        yield driver
