@@ -67,7 +67,7 @@ class WeightDigests:
         self._held[slot.name], self._open = self._open, {}
 
     def change(self, slot: WeightSlot, positions: Tensor, old: Tensor, new: Tensor) -> None:
-        """Replace elements at ascending flat ``positions`` that this rank holds, by values as they are stored.
+        """Replace elements at flat ``positions``, ascending, that this rank holds; values are as stored.
 
         Of a tensor that is divided within rows rank 0 has digested all, and other ranks add their changes.
         """
