@@ -24,12 +24,12 @@ from ..memory.workspace import Workspace
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
 from ..runtime.engine_config import EngineConfig
-from ..weights.delta import DeltaLoader
 from ..weights.digests import DigestedRows
 from ..weights.loaded_model import LoadedModel
 from ..weights.loader import END, WeightLoader, write_some
 from ..weights.reading import require_finite
 from ..weights.source import BufferSource, ComponentSource, SharedMemory, WeightSource
+from ..weights.staged_delta import DeltaLoader
 from ..weights.transports.disk import Checkpoint, open_fitting
 from ..weights.transports.distributed import DistributedSource, WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps

@@ -39,8 +39,8 @@ from ..observability.throughput import Throughput
 from ..scheduling.request import WeightStamp
 from ..scheduling.step_recovery import Recovery
 from ..scheduling.waiting_queue import LiveRequests, WaitingQueue
-from ..weights.delta import DeltaLoader
 from ..weights.digests import DigestedRows
+from ..weights.staged_delta import DeltaLoader
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.upload import write_stream_of
 from .background import Wakeup

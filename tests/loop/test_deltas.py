@@ -307,7 +307,7 @@ def test_a_torn_folder_changes_nothing(driver, versions, tmp_path):
     assert ok(by_disk(driver, versions.sent, EPOCH, tmp_path)).committed
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     steps=st.lists(st.sampled_from(["delta", "mixed", "rollback", "full", "broken"]), min_size=1, max_size=8),
     seed=st.integers(0, 1 << 20),
