@@ -45,6 +45,9 @@ post /abort_request '{"abort_all": true}'
 post /tokenize '{"prompt": "Hello"}'
 post /detokenize '{"tokens": [40, 41]}'
 
+# Samples with a trainer's log-probabilities, scored by the engine
+post /rollout/drift '{"samples": [{"token_ids": [1, 2, 3, 4], "prompt_len": 3, "logprobs": [-4.5]}]}'
+
 # OpenAI
 get /v1/models
 get /openapi.json

@@ -4,6 +4,7 @@ from .base import *
 from .codec import *
 from .control import *
 from .distribution import *
+from .drift import *
 from .errors import *
 from .generate import *
 from .images import *

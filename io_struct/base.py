@@ -31,8 +31,9 @@ MAX_PATH_LENGTH = 65_536
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_LENGTH)]
 FolderPath = Annotated[str, msgspec.Meta(max_length=MAX_PATH_LENGTH)]
 SessionId = Annotated[str, msgspec.Meta(max_length=MAX_ID_LENGTH)]
-GroupRule = Literal["first", "differing", "least", "any", "all", "joined", "united"]
-"""``first``: of one engine; ``differing``: the first value unlike it; ``joined``: text; ``united``: names."""
+GroupRule = Literal["first", "differing", "least", "any", "all", "joined", "united", "drift"]
+"""``first``: of one engine; ``differing``: the first value unlike it; ``joined``: text; ``united``: names;
+``drift``: figures of all tokens."""
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
 
 

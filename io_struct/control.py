@@ -6,6 +6,7 @@ import msgspec
 
 from .base import Label, Reply, ReplyRecord, Request
 from .distribution import Distribution
+from .drift import DriftReport
 from .images import ImageLoad
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -540,6 +541,8 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """Encoded prompts. None means that the engine makes no images."""
     reference: ReferenceStatus | None = None
     """The reference model. None means that none is loaded."""
+    drift: DriftReport | None = None
+    """The last self-check. None means that there was none yet."""
     model_path: str
     """Folder of the last committed update from disk, or of the start."""
     dtype: str

@@ -171,6 +171,24 @@ class EngineOptions:
     """
     reference_pool_tokens: int | None = None
     """Size of the reference model's KV cache pool in tokens. The default is one sequence of context_len."""
+    enable_drift_check: bool = False
+    """Score some finished samples again, and the first ones after each weight update, on the other code path
+    (prefill), and report how far their log-probabilities are from those that they were sampled with.
+    """
+    drift_share: float = 0.01
+    """Share of the computed tokens whose samples are scored again."""
+    drift_samples: int = 4
+    """Number of samples that are scored again after each weight update: the first ones that finish, and as
+    many from before it, which say what the update itself has changed."""
+    drift_warn: float = 0.001
+    """KL divergence (the estimator k3) above which a warning is logged. With deterministic any difference is
+    over the limit."""
+    drift_limit: float = 0.015
+    """KL divergence above which drift_action is taken."""
+    drift_action: Literal["warn", "unhealthy", "pause"] = "warn"
+    """Action above drift_limit. warn: log; unhealthy: log, and /health answers 503 until a later report is
+    below; pause: log, and pause the engine (in_place).
+    """
     frozen_residency: Residency = "resident"
     """Placement of the text encoders and the VAE of an image pipeline. resident: always on the device;
     offload: on the device while steps need them; layerwise: likewise, but two blocks at a time.

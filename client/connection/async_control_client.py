@@ -45,6 +45,7 @@ from .client_options import (
     update_fields,
 )
 from .fork import Process
+from .prompts import drift_request
 from .status_figures import explained, figures, time_to_ask
 
 if TYPE_CHECKING:
@@ -525,6 +526,18 @@ class AsyncControlClient:
             wire.WeightsCheckerReqOutput,
             call,
         )
+
+    async def check_drift(
+        self, samples: Sequence[Mapping[str, Any]] | None = None, **call: Unpack[CallOptions]
+    ) -> wire.DriftReport:
+        """Score samples with the engine's weights, and compare with a trainer's log-probabilities.
+
+        Each sample has ``token_ids`` (prompt and output), ``prompt_len`` and ``logprobs`` (floats, of the
+        output), and may have ``temperature``, ``adapter`` and ``rid``. None returns the report of the last
+        self-check, which an engine makes with ``enable_drift_check``.
+        """
+        reply = await self._ask(drift_request(samples), wire.CheckDriftReqOutput, call)
+        return reply.report
 
     async def status(
         self, *, owner: str | None = None, **call: Unpack[CallOptions]

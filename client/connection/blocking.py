@@ -146,6 +146,7 @@ class ControlClient:
     end_weight_update = blocking(AsyncSchedulerClient.end_weight_update)
     rollback_weights = blocking(AsyncSchedulerClient.rollback_weights)
     rollback = blocking(AsyncSchedulerClient.rollback)
+    check_drift = blocking(AsyncSchedulerClient.check_drift)
     check_weights = blocking(AsyncSchedulerClient.check_weights)
     status = blocking(AsyncSchedulerClient.status)
     metrics = blocking(AsyncSchedulerClient.metrics)

@@ -6,13 +6,21 @@ cannot carry, and what decides between one prompt and many. Arrays and tensors a
 """
 
 import operator
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from ...io_struct import GenerateReqInput, SamplingParams, ScoreReqInput, ScoreReqOutput
+from ...io_struct import (
+    CheckDriftReqInput,
+    DriftSample,
+    GenerateReqInput,
+    SamplingParams,
+    ScoreReqInput,
+    ScoreReqOutput,
+)
 from ...io_struct.field_errors import advice, field_error, nearest, one_of, other_name, shown
 from ..exceptions import InternalError, InvalidRequest, TimedOut
 from .client_options import GenerateOptions, id_of, must_be
@@ -240,6 +248,29 @@ def _per_prompt(field: str, value: Any, kinds: dict[type, str], count: int) -> l
     if len(values) != count:
         raise InvalidRequest(f"{len(values)} {field} for {count} prompts", field=field, value=len(values))
     return values
+
+
+def drift_request(samples: Sequence[Mapping[str, Any]] | None) -> CheckDriftReqInput:
+    """Return the request of a drift check; InvalidRequest names a sample that is none."""
+    if samples is None:
+        return CheckDriftReqInput()
+    return CheckDriftReqInput(
+        samples=[_drift_sample(f"samples[{i}]", each) for i, each in enumerate(samples)]
+    )
+
+
+def _drift_sample(name: str, given: Mapping[str, Any]) -> DriftSample:
+    fields = dict(given)
+    try:
+        fields["token_ids"] = token_ids(fields["token_ids"], f"{name}.token_ids")
+        values = fields["logprobs"]
+        values = values.tolist() if hasattr(values, "tolist") else list(values)
+        fields["logprobs"] = struct.pack(f"<{len(values)}f", *values)
+        return DriftSample(**fields)
+    except KeyError as error:
+        raise InvalidRequest(f"{name} has no {error.args[0]}", field=f"{name}.{error.args[0]}") from None
+    except (TypeError, ValueError, OverflowError, struct.error) as error:
+        raise InvalidRequest(f"{name}: {error}", field=name) from error
 
 
 class Scores:

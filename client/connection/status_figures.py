@@ -35,6 +35,12 @@ def figures(status: GetStatusReqOutput) -> dict[str, float]:
     }
     found |= {f"samples/{reason}": count for reason, count in totals.finished_requests.items()}
     found |= {f"stage_s/{stage.name}": stage.total_s for stage in status.stages}
+    if (drift := status.drift) is not None:
+        found |= {
+            f"drift/{name}": getattr(drift, name)
+            for name in ("mean_abs", "p99", "max_abs", "k1", "k3", "ess")
+        }
+        found["drift/update_k3"] = None if drift.update is None else drift.update.k3
     found |= _summary("queue_time", totals.queue_time, SECONDS)
     found |= _summary("latency_s", totals.latency_s, SECONDS)
     found |= _summary("staleness_epochs", totals.staleness, EPOCHS)

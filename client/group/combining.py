@@ -10,7 +10,8 @@ Invariants:
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, get_args
 
 import msgspec
 
@@ -39,6 +40,52 @@ def _united(lists: Iterable[Iterable[str]]) -> list[str]:
     return sorted({each for one in lists for each in one})
 
 
+def _one_figures(figures: Sequence[wire.DriftFigures]) -> dict[str, Any]:
+    """Return figures of all tokens: exactly, but for ``p99``, which is at most the one returned."""
+    known = [each for each in figures if each.tokens]
+    tokens = sum(each.tokens for each in known)
+    if not known:
+        return {"tokens": 0}
+
+    def mean(of: Callable[[wire.DriftFigures], float]) -> float:
+        return sum(each.tokens * of(each) for each in known) / tokens
+
+    ratio = {id(each): each.k3 + 1.0 - each.k1 for each in known}  # the mean of r
+    squares = mean(lambda each: ratio[id(each)] ** 2 / each.ess)
+    return {
+        "tokens": tokens,
+        "p99": max(each.p99 for each in known),
+        "max_abs": max(each.max_abs for each in known),
+        "ess": mean(lambda each: ratio[id(each)]) ** 2 / squares,
+        **{name: mean(attrgetter(name)) for name in ("mean_abs", "k1", "k3", "clip_share")},
+    }
+
+
+def combined_drift(reports: Sequence[wire.DriftReport | None]) -> wire.DriftReport | None:
+    """Return one report of several engines; its state is the worst."""
+    known = [each for each in reports if each is not None]
+    if not known:
+        return None
+    parts: dict[tuple[Any, str], list[wire.DriftFigures]] = {}
+    for part in (part for each in known for part in each.parts):
+        parts.setdefault((part.by, part.name), []).append(part)
+    updates = [each.update for each in known if each.update is not None]
+    worst = sorted(
+        (token for each in known for token in each.worst), key=lambda token: -abs(token.scored - token.given)
+    )
+    return wire.DriftReport(
+        **_one_figures(known),
+        weights_epoch=known[0].weights_epoch,
+        weight_version=known[0].weight_version,
+        samples=sum(each.samples for each in known),
+        dropped=sum(each.dropped for each in known),
+        state=max((each.state for each in known), key=get_args(wire.DriftState).index),
+        parts=[wire.DriftPart(by=by, name=name, **_one_figures(each)) for (by, name), each in parts.items()],
+        worst=worst[: max(len(each.worst) for each in known)],
+        update=wire.DriftUpdate(**_one_figures(updates)) if updates else None,
+    )
+
+
 _RULES: dict[wire.GroupRule, Callable[[list[Any]], Any]] = {
     "first": _first,
     "differing": lambda values: next((each for each in values if each != values[0]), values[0]),
@@ -47,6 +94,7 @@ _RULES: dict[wire.GroupRule, Callable[[list[Any]], Any]] = {
     "all": all,
     "joined": ", ".join,
     "united": _united,
+    "drift": combined_drift,
 }
 _RECORDS: dict[str, Callable[[list[Any]], Any]] = {
     **dict.fromkeys(("page_size", "bytes_per_token", "routing_bytes_per_token"), _first),
@@ -192,6 +240,7 @@ def combined_status(
         "last_step_age_s": _least(each.last_step_age_s for each in every),
         "device_memory": _device_memory(every),
         "ranks": _renumbered({at: each.ranks for at, each in statuses.items()}, tp),
+        "drift": combined_drift([each.drift for each in judged]),
         "device": ", ".join(dict.fromkeys(each.device for each in every)),
         "session": next((each.session for each in judged if each.session is not None), None),
         "update": next((each.update for each in judged if each.update is not None), None),

@@ -37,7 +37,7 @@ from ..launch.supervisor import Down, Serving, Supervisor
 from ..launch.supervisor import State as EngineState
 from ..text.tokenizer import TextTokenizer, TokenizerMissing
 from ..text.tokenizer_manager import TokenizerManager
-from . import lora_routes
+from . import drift_routes, lora_routes
 from .context import OWNER, Front, FrontEnd
 from .error_responses import EXCEPTION_HANDLERS
 from .middleware import AuthMiddleware, BodyLimit, RequestId, RoutingKey, name_request
@@ -71,7 +71,7 @@ def routes_of(*modules: ModuleType) -> list[HTTPRouteHandler]:
 
 ROUTES = [
     *routes_of(generate, rollout, control, weights, info, tokenize, completions, chat, images, models),
-    *routes_of(tokens, vllm_control, vllm_weights, lora_routes, asample, samplers, training),
+    *routes_of(tokens, vllm_control, vllm_weights, lora_routes, drift_routes, asample, samplers, training),
     *routes_of(metrics, dashboard, openapi),
 ]
 for _handler in routes_of(tokens, vllm_control, vllm_weights, asample, samplers, training):

@@ -63,6 +63,7 @@ def command(
     *methods: HttpMethod,
     name: str | None = None,
     size: str = "",
+    access: str = "admin",
 ) -> Callable[[Callable[[FrontEnd, BodyT], Awaitable[Any]]], HTTPRouteHandler]:
     """Make a function and a body a route (POST by default); ``name`` is for metrics, ``size`` its limit."""
     called = name or (path if isinstance(path, str) else path[0]).strip("/")
@@ -75,7 +76,7 @@ def command(
             return await answered(front, called, form, body, work(front, body))
 
         handle.__doc__ = work.__doc__
-        opt = {"access": "admin", "body": size, "struct": kind}
+        opt = {"access": access, "body": size, "struct": kind}
         return route(path, http_method=methods or [HttpMethod.POST], status_code=200, opt=opt)(handle)
 
     return decorate

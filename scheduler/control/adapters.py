@@ -306,6 +306,7 @@ class Adapters:
         self.lost.pop(staged.version.name, None)
         self.loaded[staged.version.name] = staged.version
         self._versions.append(staged.version)
+        self._engine.drift.updated(staged.version.name)
         return before
 
     def records(

@@ -247,6 +247,7 @@ class EngineState:
         self.weights, self.weights_detail = "valid", None
         if source:  # empty for a session that only changed the label: then the lost weights are still missing
             self._lost = None
+            self._engine.drift.updated(None)
 
     def count_failed_update(self, source: str) -> None:
         self._failures[source] += 1

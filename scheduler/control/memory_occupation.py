@@ -146,6 +146,7 @@ def _advance(
 
 def _require_releasable(engine: "Engine", tags: Collection[wire.MemoryTag]) -> None:
     state = engine.state
+    engine.drift.cancel()
     if engine.sessions.is_explicit or state.weights == "updating":
         raise CaesuraError(
             ErrorCode.SESSION_OPEN,

@@ -79,6 +79,7 @@ def continue_generation(
 def flush(engine: "Engine", request: wire.FlushCacheReqInput, sender: Sender) -> Operation:
     """Clear the prefix cache once the engine is idle, and commit an implicit session; refuse if too late."""
     deadline = monotonic() + request.timeout_s
+    engine.drift.cancel()
     while not is_idle(engine):
         if monotonic() >= deadline:
             reason = f"flush_cache needs an idle engine: requests are pending, or hold {held_kind(engine)}"

@@ -588,6 +588,8 @@ class WeightUpdates:
 
     def _require_flushable(self, flush: bool) -> None:
         engine = self._engine
+        if flush:
+            engine.drift.cancel()
         if flush and engine.state.generation == "paused" and engine.batcher.num_holding > 0:
             reason = (
                 "flush_cache cannot be honoured: requests are frozen in place with their"

@@ -39,13 +39,15 @@ class Dispatcher:
     @property
     def has_unanswered(self) -> bool:
         scoring = self._engine.scoring
-        return self._engine.commands.is_busy or (scoring is not None and scoring.has_work)
+        scores = scoring is not None and scoring.has_work
+        return scores or self._engine.drift.has_answers or self._engine.commands.is_busy
 
     @property
     def wants_tick(self) -> bool:
         scoring = self._engine.scoring
         scores = scoring is not None and scoring.has_work and not scoring.waits
-        return scores or self._engine.commands.wants_tick or self._engine.adapters.wants_tick
+        wants = self._engine.drift.has_answers or self._engine.commands.wants_tick
+        return scores or wants or self._engine.adapters.wants_tick
 
     @property
     def waits(self) -> bool:
@@ -88,6 +90,7 @@ class Dispatcher:
         if engine.scoring is not None:
             for answer in engine.scoring.advance():
                 engine.replies.answer(answer.id, answer)
+        engine.drift.answer()
 
     def client_gone(self, client: bytes) -> None:
         """Record that a send has failed; :meth:`reap` does the rest, as steps may be processed now."""
@@ -105,6 +108,7 @@ class Dispatcher:
         engine = self._engine
         for answer in engine.scoring.end(message, code) if engine.scoring is not None else ():
             engine.replies.answer(answer.id, answer)
+        engine.drift.answer()
         engine.commands.refuse_rest(message, code)
 
     def _known(
@@ -133,6 +137,8 @@ class Dispatcher:
                 reason = "no reference is loaded: start the engine with reference_model_path"
                 raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="reference_model_path")
             engine.scoring.accept(message)
+        elif isinstance(message, wire.CheckDriftReqInput):
+            return engine.drift.accept(message)
         else:
             assert isinstance(message, wire.ControlRequest)
             engine.commands.add(client, message, buffers)

@@ -68,6 +68,7 @@ def status(engine: "Engine", message_id: str) -> GetStatusReqOutput:
         prompt_cache=None if engine.prompts is None else engine.prompts.status(),
         components=engine.residency.status(),
         reference=None if engine.scoring is None else engine.scoring.status(),
+        drift=engine.drift.status(),
         model_path=engine.updates.model_path,
         dtype=str(engine.loaded.dtype).removeprefix("torch."),
         device=engine.config.device,

@@ -39,6 +39,7 @@ from ..observability.throughput import Throughput
 from ..scheduling.request import WeightStamp
 from ..scheduling.step_recovery import Recovery
 from ..scheduling.waiting_queue import LiveRequests, WaitingQueue
+from ..scoring.drift_checks import Drift
 from ..weights.digests import DigestedRows
 from ..weights.staged_delta import DeltaLoader
 from ..weights.transports.distributed import WeightsUpdateGroups
@@ -119,6 +120,7 @@ class Engine:
         self.waiting: WaitingQueue[Any] = WaitingQueue()
         self.outbox = Outbox(self.router.send, one_by_one=is_pipeline(config.model_path))
         self.recovery = Recovery(self)
+        self.drift: Drift = Drift(self)
 
     def _build_steps(self, make_runner: MakeRunner) -> None:
         self.steps = steps = _steps(self, make_runner)

@@ -142,6 +142,7 @@ _LEAST = {
     **dict.fromkeys(("load_bucket_bytes", "max_loras", "max_lora_rank"), 1),
     **dict.fromkeys(("autotune_lm_head_rows", "prompt_cache_bytes", "result_bytes", "result_ttl_s"), 0),
     **dict.fromkeys(("idle_empty_s", "log_stats_interval_s", "session_deadline_s", "session_orphan_s"), 0),
+    **dict.fromkeys(("drift_share", "drift_samples", "drift_warn", "drift_limit"), 0),
     **dict.fromkeys(("target_step_s", "drain_timeout_s", "watchdog_timeout_s"), 0),
 }
 

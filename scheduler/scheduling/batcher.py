@@ -455,8 +455,9 @@ class Batcher:
         if request.first_scheduled is None:
             request.first_scheduled = monotonic()
             request.cached_tokens = cached
-            self.prompt_tokens += len(request.prompt)
-            self.cached_tokens += cached
+            if request.check is None:
+                self.prompt_tokens += len(request.prompt)
+                self.cached_tokens += cached
         request.phase = Phase.PREFILL
         self._active.append(request)
         self._prefilling.append(request)

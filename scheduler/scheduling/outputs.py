@@ -76,11 +76,14 @@ class Outputs(ABC, Generic[SampleT]):
         waited = sample.phase is Phase.WAITING
         sample.phase = Phase.FINISHED
         self._live.remove(sample)
-        self._outbox.add_result(sample.client, result)
-        self.finished[result.finish_reason.type] += 1
+        self._deliver(sample, result)
         if waited:
             self._waiting.forget_finished()
         self._release(sample, waited=waited, keep_prefix=keep_prefix)
+
+    def _deliver(self, sample: SampleT, result: Any) -> None:
+        self._outbox.add_result(sample.client, result)
+        self.finished[result.finish_reason.type] += 1
         self._replies.finished(sample, result)
 
     def abort(self, samples: Iterable[SampleT], message: str, code: ErrorCode | None = None) -> int:
@@ -112,11 +115,24 @@ class OutputProcessor(Outputs[Request]):
         super().__init__(engine)
         self._table = batcher.table
         self._batcher = batcher
+        self._drift = engine.drift
         self._stamp_number = 0
 
     def set_stamp(self, stamp: WeightStamp) -> None:
         super().set_stamp(stamp)
         self._stamp_number += 1
+
+    def abort_all(self, message: str) -> int:
+        self._drift.cancel()
+        return super().abort_all(message)
+
+    def _deliver(self, sample: Request, result: GenerateReqOutput) -> None:
+        if sample.check is not None:
+            self._drift.scored(sample.check, result)
+            return
+        super()._deliver(sample, result)
+        if self._drift.chooses and result.finish_reason.type in ("stop", "length"):
+            self._drift.ended(sample, self._table.outputs(sample))
 
     def record(self, batch: ScheduledBatch, output: HostOutput) -> None:
         """Record a step's tokens and finish requests; rows that ended in flight are ignored."""
@@ -146,7 +162,10 @@ class OutputProcessor(Outputs[Request]):
             self._record_further(batch, output.further)
         self._open_spans(slots, at)
         table.length[slots] = at + 1  # this line makes all of the step's tokens known at once
-        self.generated_tokens += len(slots)
+        checked = 0
+        if batch.forward.sampling.given is not None:
+            checked = sum(self._table.by_slot[slot].check is not None for slot in slots)
+        self.generated_tokens += len(slots) - checked
         self._end_finished(slots, tokens, at)
         streaming = table.stream[slots] & table.live[slots]
         if streaming.any():

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..cache.manager import RequestKV
     from ..cache.pool import RoutingPool
     from ..layers.lora import Factors
+    from ..scoring.drift_checks import Check
 
 NO_SLOT = -1
 NO_TOKEN = -1
@@ -141,6 +142,9 @@ class Request:
 
     forced: np.ndarray | None = None
     """int32: the output of a replay."""
+
+    check: "Check | None" = None
+    """The sample that this is to score again for ``scoring/drift_checks.py``, or None."""
 
     # Written by batcher.py and waiting_queue.py.
     phase: Phase = Phase.WAITING

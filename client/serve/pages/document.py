@@ -39,6 +39,8 @@ class Tick(msgspec.Struct, array_like=True):
     """Samples that each replica has to generate; -1 if it does not serve."""
     gap: bool = False
     """True if it is unknown what the engine did since the tick before."""
+    drift: float | None = None
+    """Mean difference of log-probabilities that the self-check found, without sign; None without one."""
 
 
 class Percentiles(msgspec.Struct, kw_only=True, frozen=True):

@@ -112,6 +112,7 @@ class EngineWatch:
                 status.kv.held,
                 status.device_memory.reserved,
                 [each.load if each.serves else -1 for each in members],
+                drift=status.drift.mean_abs if status.drift is not None and status.drift.tokens else None,
             )
         )
         if status.generation == "running" and status.weights == "valid" and status.session is None:

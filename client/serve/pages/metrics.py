@@ -22,7 +22,15 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from ....io_struct import GenerationState, GetStatusReqOutput, MemoryTag, PauseMode, WeightsState
+from ....io_struct import (
+    DriftReport,
+    DriftState,
+    GenerationState,
+    GetStatusReqOutput,
+    MemoryTag,
+    PauseMode,
+    WeightsState,
+)
 from ....io_struct.distribution import EPOCHS, SECONDS, Histogram, one_two_five
 from ..bodies import HTTPRequest
 from ..context import Front
@@ -35,6 +43,15 @@ if TYPE_CHECKING:
     from ...group.replicas import ReplicaFleet
 
 PREFIX = "caesura:"
+_DRIFT = {
+    "mean_abs": "Mean difference of log-probabilities scored again, without sign.",
+    "p99": "99th percentile of these differences.",
+    "max_abs": "Largest of these differences.",
+    "k1": "KL divergence of the scores, estimated by the mean of -log r.",
+    "k3": "KL divergence of the scores, estimated by the mean of r - 1 - log r.",
+    "ess": "Effective sample size over tokens, with the ratios r as weights.",
+    "clip_share": "Share of tokens with r outside of [1/2, 2].",
+}
 Values = float | Mapping[Any, float]
 """One value, or values by label (a string) or labels (a tuple of strings)."""
 
@@ -161,6 +178,8 @@ def engine_families(families: Families, look: Look) -> None:
     _load(families, look.status, look.throughput)
     _memory(families, look.status)
     _totals(families, look.status)
+    if look.status.drift is not None:
+        _drift(families, look.status.drift)
 
 
 def _state(families: Families, status: GetStatusReqOutput) -> None:
@@ -278,6 +297,23 @@ def _totals(families: Families, status: GetStatusReqOutput) -> None:
         families.histogram("sample_latency_seconds", text, Histogram(SECONDS, totals.latency_s))
         text = "Weight commits between the first and the last token of finished samples."
         families.histogram("sample_staleness_epochs", text, Histogram(EPOCHS, totals.staleness))
+
+
+def _drift(families: Families, report: DriftReport) -> None:
+    gauge, spans = families.gauge, [part for part in report.parts if part.by == "span"]
+    gauge("drift_samples", "Samples that the last self-check has scored again.", report.samples)
+    gauge(
+        "drift_tokens",
+        "Tokens of the last self-check, by span.",
+        {each.name: each.tokens for each in spans},
+        ("span",),
+    )
+    for name, text in _DRIFT.items():
+        gauge(f"drift_{name}", text, {each.name: getattr(each, name) for each in spans}, ("span",))
+    if report.update is not None:
+        text = "KL divergence (k3) between the weights before and after the last update."
+        gauge("drift_update_k3", text, report.update.k3)
+    families.states("drift_state", "State of the self-check.", "state", get_args(DriftState), report.state)
 
 
 def _holding_kv(status: GetStatusReqOutput) -> int:

@@ -1,7 +1,7 @@
 """SGLang's routes for health, load, model and server information.
 
 Invariants: nothing here generates a token or waits for a step; an engine that is paused, updating or without
-memory is healthy, and one that does not answer is 503; no answer has a key.
+memory is healthy; one that does not answer is 503, and so is one whose drift says so; no answer has a key.
 """
 
 import asyncio
@@ -46,6 +46,9 @@ async def _healthy(front: FrontEnd, *, ready: bool = False) -> Response[bytes]:
         status = await front.health.check()
     except CaesuraError as error:
         return engine_error(error, 503)
+    if status.drift is not None and status.drift.state == "unhealthy":
+        figure, limit = status.drift.k3, "drift_limit, and drift_action is unhealthy"
+        return json_response(error_object(f"drift: k3 = {figure:.3g} is over {limit}", 503), 503)
     fleet = front.fleet
     serves = status.generation == "running" and status.weights == "valid" and status.memory == "resident"
     reasons = "" if fleet is None or not ready else fleet.reasons()

@@ -396,3 +396,25 @@ def test_a_successor_ends_a_dead_trainers_session(server):
     assert server.ok("/end_weight_update", {"commit": False, "force": True})["committed"] is False
     opened = server.ok("/begin_weight_update", {})
     server.ok("/end_weight_update", {"commit": False, "session_id": opened["session_id"]})
+
+
+def test_a_trainers_logprobs_are_compared(server):
+    asked = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 6, "ignore_eos": True}}
+    found = server.ok("/generate", {**asked, "return_logprob": True})
+    pairs = found["meta_info"]["output_token_logprobs"]
+    sample = {
+        "token_ids": [5, 6, 7, *found["output_ids"]],
+        "prompt_len": 3,
+        "logprobs": [pair[0] for pair in pairs],
+        "rid": "mine",
+    }
+    report = server.ok("/rollout/drift", {"samples": [sample]})
+    assert (report["tokens"], report["samples"], report["state"]) == (6, 1, "ok")
+    assert report["max_abs"] < 1e-4
+    moved = {**sample, "logprobs": [each - 1.0 for each in sample["logprobs"]]}
+    report = server.ok("/rollout/drift", {"samples": [moved]})
+    assert report["mean_abs"] == pytest.approx(1.0, abs=1e-4)
+    assert (report["worst"][0]["rid"], report["clip_share"]) == ("mine", 1.0)
+    refused = server.get("/rollout/drift")
+    assert (refused.status_code, "enable_drift_check" in refused.text) == (400, True)
+    assert server.post("/rollout/drift", {"samples": []}).status_code == 400

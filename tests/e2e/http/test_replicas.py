@@ -217,6 +217,15 @@ def test_keys_and_prefixes_stay_with_their_replica(pair):
         thread.join(PATIENCE_S)
 
 
+def test_both_replicas_score_a_trainers_samples(pair):
+    asked = {"input_ids": PREFIX, "sampling_params": {"max_new_tokens": 6, "ignore_eos": True}}
+    found = pair.ok("/generate", {**asked, "return_logprob": True})
+    logprobs = [each[0] for each in found["meta_info"]["output_token_logprobs"]]
+    sample = {"token_ids": [*PREFIX, *found["output_ids"]], "prompt_len": len(PREFIX), "logprobs": logprobs}
+    report = pair.ok("/rollout/drift", {"samples": [sample]})
+    assert (report["samples"], report["tokens"], report["state"]) == (2, 12, "ok")
+
+
 def test_a_pause_holds_both_replicas(pair, models):
     with in_flight(pair, [7, 8]) as answers:
         paused = pair.ok("/pause_generation", {"mode": "in_place"})

@@ -282,6 +282,20 @@ function drawLoad(status, time, pauses) {
   const kv = new Chart($("kv"), time, held, "share of the KV pool", { named: (value) => `${value} %`, labels: true });
   kv.line(values(share), "kv", { filled: true });
   kv.finish(pauses, []);
+  drawDrift(status, time, pauses, runs);
+}
+
+function drawDrift({ drift }, time, pauses, runs) {
+  $("drift-card").hidden = !drift;
+  if (!drift) return;
+  const power = (value) => (value ? value.toExponential(0) : "0");
+  const update = drift.update ? `, the last update by ${power(drift.update.mean_abs)}` : "";
+  const text = `${drift.state}: epoch ${drift.weights_epoch}, ${count(drift.tokens)} tokens by ${power(drift.mean_abs)}, at most ${power(drift.max_abs)}${update}`;
+  put("drift-note", text);
+  const points = runs.map((run) => run.filter((tick) => typeof tick[9] === "number").map((tick) => [tick[0], tick[9]]));
+  const chart = new Chart($("drift"), time, [0, largest(points.flat().map(([, value]) => value), 1e-6)], text, { height: 60, lines: 2, named: power, labels: true });
+  chart.line(points.filter((piece) => piece.length), "waiting");
+  chart.finish(pauses, []);
 }
 
 // A strip for each replica: its samples, and when it did not serve.

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,8 +20,12 @@ from caesura.client.group.router import (
     routed_by,
 )
 from caesura.io_struct import (
+    CheckDriftReqOutput,
     ContinueGenerationReqOutput,
     Distribution,
+    DriftPart,
+    DriftReport,
+    DriftUpdate,
     EngineTotals,
     FlushCacheReqOutput,
     GetStatusReqInput,
@@ -208,3 +213,35 @@ def test_histograms_of_samples_are_added():
     found = total(status(totals=one), status(totals=one), status(totals=none), serving=[0, 1, 2])
     assert found.totals.staleness == Distribution(counts=[6, 2], sum=2.0)
     assert found.totals.queue_time == Distribution()
+
+
+FIRST = DriftReport(weights_epoch=1, weight_version="a", samples=1, state="warn")
+GAPS = [np.random.default_rng(seed).normal(0.1, 0.4, 20 + 30 * seed) for seed in range(3)]
+
+
+def drift_of(gaps: np.ndarray) -> DriftReport:
+    ratios, size = np.exp(gaps), np.abs(gaps)
+    figures = {
+        "tokens": len(gaps),
+        "mean_abs": size.mean(),
+        "p99": np.quantile(size, 0.99, method="higher"),
+        "max_abs": size.max(),
+        "k1": -gaps.mean(),
+        "k3": (ratios - 1 - gaps).mean(),
+        "ess": ratios.sum() ** 2 / (len(gaps) * (ratios**2).sum()),
+        "clip_share": (size > np.log(2)).mean(),
+    }
+    parts = [DriftPart(by="span", name="clean", **figures)]
+    return msgspec.structs.replace(FIRST, **figures, parts=parts, update=DriftUpdate(**figures))
+
+
+def test_drift_of_several_engines_is_that_of_all_tokens():
+    replies = [CheckDriftReqOutput(id="x", report=report) for report in (*map(drift_of, GAPS), FIRST)]
+    report = combined(dict(enumerate(replies)), 1).report
+    whole = drift_of(np.concatenate(GAPS))
+    for ours, theirs in ((report, whole), (report.update, whole.update), (report.parts[0], whole.parts[0])):
+        for name in DriftUpdate.__struct_fields__:
+            if name != "p99":
+                assert getattr(ours, name) == pytest.approx(getattr(theirs, name)), name
+        assert ours.p99 >= theirs.p99
+    assert (report.samples, report.state) == (4, "warn")

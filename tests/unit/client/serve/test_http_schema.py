@@ -13,7 +13,7 @@ import pytest
 from support.http_server import routes_served
 
 from caesura.client.exceptions import InvalidRequest
-from caesura.client.serve import lora_routes
+from caesura.client.serve import drift_routes, lora_routes
 from caesura.client.serve.options import ServeOptions
 from caesura.client.serve.sglang import control, rollout, tokenize, weights
 from caesura.client.serve.sglang import generate as schema
@@ -53,6 +53,8 @@ DOCUMENTED = {
     "`/v1/load_lora_adapter`": lora_routes.InplaceBody,
     "`/start_profile`": control.StartProfileBody,
     "`/rollout/generate`": rollout.RolloutBody,
+    "`/rollout/drift`": drift_routes.DriftBody,
+    "`samples`": drift_routes.DriftSampleBody,
     "`/stop_profile`": control.StopProfileBody,
     "`/tokenize`": tokenize.TokenizeBody,
     "`/detokenize`": tokenize.DetokenizeBody,

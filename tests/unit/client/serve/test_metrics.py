@@ -29,6 +29,9 @@ from caesura.client.serve.pages.metrics import PREFIX, Metrics
 from caesura.io_struct import (
     ComponentStatus,
     Distribution,
+    DriftPart,
+    DriftReport,
+    DriftUpdate,
     EmptyCacheTotal,
     EngineTotals,
     GetStatusReqInput,
@@ -56,6 +59,20 @@ TOTALS = EngineTotals(
     staleness=Distribution(counts=[3, 1, *[0] * 8], sum=1.0),
 )
 BY_TAG = memory_event(1).by_tag
+DRIFT = DriftReport(
+    weights_epoch=3,
+    weight_version="3",
+    samples=2,
+    tokens=60,
+    state="unhealthy",
+    k3=0.5,
+    parts=[
+        DriftPart(by="span", name="clean", tokens=60, k3=0.5, max_abs=2.0),
+        DriftPart(by="span", name="stale_kv", tokens=4, k3=0.75, max_abs=1.0),
+        DriftPart(by="position", name="0-255", tokens=60, k3=0.5, max_abs=2.0),
+    ],
+    update=DriftUpdate(tokens=30, k3=0.25),
+)
 
 
 def busy(request):
@@ -68,6 +85,7 @@ def busy(request):
             memory_by_tag=BY_TAG,
             step_failures=StepFailures(failed=1, token_limit=64),
             components=[ComponentStatus(name="vae", residency="layerwise", nbytes=9000, device_bytes=4096)],
+            drift=DRIFT,
             prompt_cache=PromptCacheStatus(entries=3, nbytes=3 << 10, limit_bytes=1 << 20, hits=8, misses=5),
         )
     ]
@@ -109,6 +127,20 @@ async def served(tmp_path, handler=busy, **options):
                 yield Served(engine, http, front.metrics)
             finally:
                 await client.close()
+
+
+def test_drift_is_told_by_span_and_ends_the_health(tmp_path):
+    async def ask():
+        async with served(tmp_path) as it:
+            return await it.scrape(), await it.http.get("/health"), await it.http.get("/ready")
+
+    scraped, health, ready = asyncio.run(ask())
+    assert (scraped["drift_k3", "clean"], scraped["drift_k3", "stale_kv"]) == (0.5, 0.75)
+    assert (scraped["drift_max_abs", "clean"], scraped["drift_tokens", "stale_kv"]) == (2.0, 4)
+    assert (scraped["drift_samples",], scraped["drift_update_k3",]) == (2, 0.25)
+    assert (scraped["drift_state", "unhealthy"], scraped["drift_state", "ok"]) == (1, 0)
+    assert (health.status_code, ready.status_code) == (503, 503)
+    assert "drift: k3 = 0.5 is over drift_limit" in health.text
 
 
 def get(tmp_path, *paths, headers=None, **options):
