@@ -462,7 +462,8 @@ class WeightUpdates:
             committed = covered or (ends and engine.state.serviceable)
         if committed:
             yield from self._commit(session, stages)
-            counts.changed_tensors = session.counts.changed_tensors
+            if session.delta is not None:  # known since the swap
+                counts.changed_tensors = session.counts.changed_tensors
         elif session.kind == "single":
             # Poisoned or invalid weights stay incomplete; later calls may complete them
             self._close_session()
