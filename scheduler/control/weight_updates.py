@@ -7,6 +7,7 @@
 - Everything that can be checked before the first byte is written is checked before it. A refused call changes
   neither the weights nor any request.
 - I5: no step is launched between the first written byte and the commit; a failure in between poisons.
+- A delta is staged while steps go on; its commit swaps it in, and a commit that fails swaps it out again.
 - I7: bytes are written in place, casts are those of a cold load, derived tensors are computed once, at
   commit.
 - I12: the record of the state file is superseded before the epoch changes, and everything that can refuse a
@@ -178,7 +179,6 @@ class WeightUpdates:
         """Return to the weights before the last commit, if it was a delta's."""
         engine, stages, started = self._engine, self.profiler(), monotonic()
         engine.sessions.require_none(sender)
-        self._require_valid()
         epoch = engine.state.stamp.epoch
         if self._before is None or engine.delta.before is None:
             reason = f"the values before weights epoch {epoch} are not kept: send a full update"

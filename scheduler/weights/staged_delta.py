@@ -9,6 +9,7 @@ Invariants:
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 
@@ -40,17 +41,15 @@ class _Elements:
     def nbytes(self) -> int:
         return self.places.nbytes + self.values.nbytes
 
-    def swap(self) -> bool:
-        """Exchange it with what is in place; return True if a byte differed."""
+    def swap(self) -> tuple[Tensor, Tensor]:
+        """Exchange it with what is in place; return the values that are, and were, in place."""
+        new = self.values
         if self.storage.device.type == "cpu":
-            old = scatter(self.storage, self.places, self.values)
+            self.values = scatter(self.storage, self.places, new)
         else:
-            places = self.places.to(self.storage.device, torch.int64)
-            old = self.storage[places].cpu()
-            self.storage[places] = self.values.to(self.storage.device)
-        changed = differ(self.values, old)
-        self.values = old
-        return changed
+            self.values = elements(self.storage, self.places)
+            self.storage[self.places.to(self.storage.device, torch.int64)] = new.to(self.storage.device)
+        return new, self.values
 
 
 @dataclass(slots=True)
@@ -64,13 +63,12 @@ class _Rows:
     def nbytes(self) -> int:
         return self.rows.nbytes
 
-    def swap(self) -> bool:
+    def swap(self) -> tuple[Tensor, Tensor]:
         end = self.start + len(self.rows) if self.rows.dim() else None
-        old = self.slot.read(self.start, end).cpu().clone()
-        self.slot.write(self.rows, self.start)
-        changed = differ(self.rows, old)
+        new, old = self.rows, self.slot.read(self.start, end).cpu().clone()
+        self.slot.write(new, self.start)
         self.rows = old
-        return changed
+        return new, old
 
 
 @dataclass(slots=True)
@@ -90,17 +88,16 @@ class Delta:
 
     def swap(self) -> set[str]:
         """Swap all of it; return the names of the tensors that differed. A failure swaps nothing."""
-        changed, done = set(), 0
-        try:
-            for each in self.staged:
-                if each.swap():
-                    changed.add(each.name)
-                done += 1
-        except BaseException:
-            for each in self.staged[:done]:
-                each.swap()
-            raise
-        return changed
+        with ThreadPoolExecutor(torch.get_num_threads(), "swap") as pool:  # memory is what takes the time
+            swaps = [pool.submit(each.swap) for each in self.staged]
+        failed = [swap for swap in swaps if swap.exception() is not None]
+        if failed:
+            for each, swap in zip(self.staged, swaps, strict=True):
+                if swap not in failed:
+                    each.swap()
+            failed[0].result()
+        pairs = zip(self.staged, swaps, strict=True)
+        return {each.name for each, swap in pairs if differ(*swap.result())}
 
 
 class DeltaLoader(WeightLoader):
