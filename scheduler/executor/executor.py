@@ -20,7 +20,7 @@ import msgspec
 from ...io_struct import CaesuraError, RankMemory, RankStatus
 from ..execution.forward import Runner
 from ..execution.model_runner import ModelRunner
-from ..parallel.group import SINGLE, TensorParallel
+from ..parallel.group import SINGLE, RankLostError, TensorParallel
 from ..runtime.engine_config import EngineConfig
 from ..runtime.guard import EngineEndsError
 from ..weights.loader import END, WeightLoader
@@ -167,10 +167,18 @@ class Executor:
             local_ranks=self.sharing,
         )
         started = self.call("start", start)
-        self.parallel = join()
-        self._connection.on_lost = self.parallel.abort
-        self._connection.require_all()
+        try:
+            self.parallel = join(self._watch)
+        except RankLostError:
+            self._connection.require_all()  # says why, if a worker has ended
+            raise
         return started
+
+    def _watch(self, group: TensorParallel) -> None:
+        """Abort waits for a worker that ends, in a group that is made."""
+        assert self._connection is not None, "there are workers"
+        self._connection.on_lost = group.abort
+        self._connection.require_all()
 
     @property
     def sharing(self) -> int:

@@ -21,14 +21,26 @@ from ..runtime.engine_config import EngineConfig
 _SHARED, _LOOPBACK = "shared:", "127.0.0.1"
 
 
-def found(config: EngineConfig) -> tuple[str, Callable[[], TensorParallel]]:
-    """Found a group; return its address, and what enters rank 0 in it. Raises ``unsupported``."""
+OnMade = Callable[[TensorParallel], None]
+
+
+def found(config: EngineConfig) -> tuple[str, Callable[[OnMade], TensorParallel]]:
+    """Found a group; return its address, and what enters rank 0 in it. Raises ``unsupported``.
+
+    The latter calls its argument with the group, if possible before it waits for the others.
+    """
     if torch.device(config.device).type == "cpu" and not config.tp_joined:
         memory, path = host_group.found(config.tp)
-        return _SHARED + path, lambda: host_group.join(memory, 0, config.tp)
+        return _SHARED + path, lambda on_made: host_group.join(memory, 0, config.tp, on_made=on_made)
     host = _LOOPBACK if config.tp_address is None else urlsplit(config.tp_address).hostname
     store, address = torch_group.listen(host or _LOOPBACK, config.tp)
-    return address, lambda: _enter(store, config, 0)
+
+    def enter(on_made: OnMade) -> TensorParallel:
+        group = _enter(store, config, 0)
+        on_made(group)
+        return group
+
+    return address, enter
 
 
 def join(address: str, config: EngineConfig, rank: int) -> TensorParallel:

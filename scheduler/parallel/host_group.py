@@ -5,6 +5,7 @@ timeout. The memory has no name, so nothing is left of a group whatever ends its
 """
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -72,10 +73,18 @@ def found(size: int) -> tuple[int, str]:
     return fd, f"/proc/{os.getpid()}/fd/{fd}"
 
 
-def join(memory: int | str, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> HostGroup:
+def join(
+    memory: int | str,
+    rank: int,
+    size: int,
+    timeout_s: float = TIMEOUT_S,
+    *,
+    on_made: Callable[[HostGroup], object] = lambda _: None,
+) -> HostGroup:
     """Enter a group of :func:`found` by its descriptor (rank 0) or its address; return when all have.
 
-    RankLostError: some are late or gone. CaesuraError ``unsupported``: the memory is not for ``size`` ranks.
+    ``on_made`` gets the group before that, to abort the wait for a rank that has ended. RankLostError: some
+    are late or gone. CaesuraError ``unsupported``: the memory is not for ``size`` ranks.
     """
     try:
         fd = memory if isinstance(memory, int) else os.open(memory, os.O_RDWR | os.O_CLOEXEC)
@@ -83,5 +92,7 @@ def join(memory: int | str, rank: int, size: int, timeout_s: float = TIMEOUT_S) 
     except (OSError, ValueError) as error:
         reason = f"rank {rank} of {size} cannot share memory: {error}"
         raise CaesuraError(ErrorCode.UNSUPPORTED, reason, reason=str(error)) from error
+    group = HostGroup(collective)
+    on_made(group)
     collective.assemble()
-    return HostGroup(collective)
+    return group

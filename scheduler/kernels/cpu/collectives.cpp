@@ -101,8 +101,8 @@ bool may_begin(Collective& c) {
     return !c.failure;
 }
 
-// What ends a wait, beside the time: that a rank has ended or left, and that one has given up.
-enum class Heeds { ALL, ABSENCE, NOTHING };
+// What ends a wait, beside the time and a rank that has left: that one has ended, and that one has given up.
+enum class Heeds { ALL, ABSENCE, ABORT };
 
 // Until the word of every rank has reached `wanted`; false: it never will, and c.failure says why.
 bool await(Collective& c, uint32_t Line::*word, uint32_t wanted, Heeds heeds) {
@@ -113,8 +113,8 @@ bool await(Collective& c, uint32_t Line::*word, uint32_t wanted, Heeds heeds) {
         while (!reached(line.*word, wanted)) {
             if (!deadline) deadline = now_ns() + c.timeout_ns;
             const bool left = __atomic_load_n(&line.left, __ATOMIC_ACQUIRE), late = now_ns() > deadline;
-            const bool aborted = heeds == Heeds::ALL && __atomic_load_n(&shared(c).aborted, __ATOMIC_ACQUIRE);
-            const bool gone = heeds != Heeds::NOTHING && !left && !aborted && is_gone(c, rank);
+            const bool aborted = heeds != Heeds::ABSENCE && __atomic_load_n(&shared(c).aborted, __ATOMIC_ACQUIRE);
+            const bool gone = heeds != Heeds::ABORT && !left && !aborted && is_gone(c, rank);
             if (left || aborted || gone || late) {
                 if (reached(line.*word, wanted)) break;  // its last act
                 fail(c, left ? LEFT : aborted ? ABORTED : gone ? GONE : LATE, aborted ? -1 : rank);
@@ -279,7 +279,7 @@ CAESURA_API void caesura_collective_abort(Collective* c) {
 CAESURA_API void caesura_collective_assemble(Collective* collective) {
     Collective& c = *collective;
     publish(c, &Line::resets, ++c.resets);
-    await(c, &Line::resets, c.resets, Heeds::NOTHING);
+    await(c, &Line::resets, c.resets, Heeds::ABORT);
 }
 
 // All ranks call this to begin anew, none of them within a collective. In stages: all have stopped, then all numbers are

@@ -155,6 +155,13 @@ def test_a_memory_of_another_size_is_refused() -> None:
         host_group.join("/proc/self/fd/4095", 1, 2)
 
 
+@compiled
+def test_nobody_waits_for_a_rank_that_ended_before() -> None:
+    fd, _ = host_group.found(2)
+    with pytest.raises(RankLostError, match="has given up"):
+        host_group.join(fd, 0, 2, on_made=host_group.HostGroup.abort)
+
+
 def test_one_rank_alone_does_nothing() -> None:
     x = torch.arange(6.0).view(2, 3)
     before = x.clone()
