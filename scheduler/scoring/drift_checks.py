@@ -77,6 +77,11 @@ class Check:
     is_score: bool = False
     """True if ``logprobs`` are scores by earlier weights."""
 
+    @property
+    def named(self) -> str:
+        """Name of the adapter, or empty."""
+        return "" if self.adapter is None else self.adapter.name
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scored:
@@ -114,7 +119,11 @@ class Drift:
         return self.samples > 0 or self._share > 0.0
 
     def ended(self, request: Request, outputs: OutputArrays) -> None:
-        """Choose a sample that has ended, or not."""
+        """Choose a sample that has ended, or not; a replay is none."""
+        if request.forced is None:
+            self._engine.guard.run("choosing a sample to check", self._choose, request, outputs)
+
+    def _choose(self, request: Request, outputs: OutputArrays) -> None:
         computed = len(request.prompt) + len(outputs.tokens)
         self._credit += self._share * (computed - request.cached_tokens)
         epoch = self._engine.state.stamp.epoch
@@ -139,14 +148,21 @@ class Drift:
         )
 
     def updated(self, adapter: str | None) -> None:
-        """Begin a new report, of the weights that have just been committed, or of an adapter."""
+        """Forget scores of replaced weights, or of an adapter, and check the first samples of the new."""
         if not self.chooses:
             return
-        if self._window:
+        if self._window and adapter is None:
             self._before = self.report()
-        self._window.clear()
-        self._window_tokens, self._due, self._dropped = 0, self.samples, 0
-        again = [each for each in self._kept if adapter in (None, each.adapter and each.adapter.name)]
+        left = [
+            each
+            for each in self._window
+            if adapter is not None and not each.check.is_score and each.check.named != adapter
+        ]
+        self._window = deque(left)
+        self._window_tokens, self._due = sum(len(each.kinds) for each in left), self.samples
+        if adapter is None:
+            self._dropped = 0
+        again = [each for each in self._kept if adapter in (None, each.named)]
         self._kept = deque((each for each in self._kept if each not in again), self.samples)
         self._rescoring = self._start(again)
 
@@ -343,14 +359,14 @@ class Drift:
         over = figures["tokens"] >= LEAST_TOKENS and sum(
             figures["k3"] > limit for limit in (config.drift_warn, config.drift_limit)
         )
-        names = np.asarray(["" if one.check.adapter is None else one.check.adapter.name for one in each])[
-            sample
-        ]
+        names = np.asarray([one.check.named for one in each])[sample]
         bucket = np.searchsorted(_BUCKETS, position, side="right") - 1
         parts: list[tuple[Any, str, npt.NDArray[np.bool_]]]
         parts = [("span", _SPANS[kind], kinds == kind) for kind in _SPANS]
         parts += [("position", _bucket(at), same & (bucket == at)) for at in range(len(_BUCKETS))]
-        parts += [("adapter", name, same & (names == name)) for name in sorted({*names[same]} - {""})]
+        parts += [
+            ("adapter", name, same & (names == name)) for name in sorted({*names[same].tolist()} - {""})
+        ]
         worst = np.flatnonzero(same)[np.argsort(-np.abs(gaps[same]), kind="stable")[:_WORST]]
         update = gaps[kinds == _UPDATE]
         return wire.DriftReport(

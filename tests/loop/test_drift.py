@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.lora import make_adapter
 from support.scripted import EngineDriver, prompt_of, tokens_of
 
 from caesura.io_struct import (
@@ -16,7 +17,9 @@ from caesura.io_struct import (
     FlushCacheReqInput,
     FlushCacheReqOutput,
     GenerateReqOutput,
+    LoadAdapterReqInput,
     SamplingParams,
+    UnloadAdapterReqInput,
 )
 from caesura.scheduler.kernels import TORCH, best
 
@@ -270,6 +273,28 @@ def test_figures_are_those_of_their_definitions(tiny_model):
         assert report.state == "limit"
         assert len(report.worst) == 8
         assert abs(report.worst[0].scored - report.worst[0].given) == pytest.approx(report.max_abs)
+
+
+def test_adapters_are_told_apart(tiny_model, tmp_path):
+    paths = [make_adapter(tiny_model, tmp_path / str(seed), ["q_proj"], seed=seed) for seed in range(2)]
+    with checked(tiny_model, deterministic=False, enable_lora=True) as driver:
+        driver.call(LoadAdapterReqInput(name="a", path=str(paths[0])))
+        params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+        for adapter in ("a", None):
+            driver.generate(PROMPTS[0], sampling_params=params, adapter=adapter)
+        driver.run_until_idle()
+        assert parts(report_of(driver), "adapter") == {"a": NEW}
+        assert parts(report_of(driver), "span") == {"clean": 2 * NEW}
+        driver.call(LoadAdapterReqInput(name="a", path=str(paths[1])))
+        driver.run_until_idle()
+        report = report_of(driver)
+        assert (report.update.tokens, report.update.max_abs > 0.0) == (NEW, True)
+        assert (report.tokens, parts(report, "adapter")) == (NEW, {}), "the model itself is the same"
+        driver.call(UnloadAdapterReqInput(name="a"))
+        driver.update(tiny_model)
+        driver.run_until_idle()
+        report = report_of(driver)
+        assert (report.update.tokens, report.dropped, report.state) == (NEW, 1, "warn")
 
 
 MISTAKES = [
