@@ -175,7 +175,7 @@ class EngineOptions:
     """Score some finished samples again, and the first ones after each weight update, on the other code path
     (prefill), and report how far their log-probabilities are from those that they were sampled with.
     """
-    drift_share: float = 0.01
+    drift_share: float = 0.005
     """Share of the computed tokens whose samples are scored again."""
     drift_samples: int = 4
     """Number of samples that are scored again after each weight update: the first ones that finish, and as

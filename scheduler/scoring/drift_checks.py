@@ -88,6 +88,25 @@ class _Scored:
     check: Check
     logprobs: npt.NDArray[np.float32]
     kinds: npt.NDArray[np.int64]
+    tokens: int
+    """Tokens that count as drift; the next two are theirs."""
+    k3: float
+    """Sum over the tokens."""
+    largest: float
+    moved: float | None
+    """Largest difference that an update has made, or None."""
+
+    @staticmethod
+    def of(check: Check, result: wire.GenerateReqOutput) -> "_Scored":
+        logprobs, kinds = (
+            np.frombuffer(result.output_logprobs or b"", "<f4"),
+            _kinds(check, result.weight_versions),
+        )
+        gaps = logprobs.astype(np.float64) - check.logprobs
+        same, updated = gaps[kinds <= _ACROSS], gaps[kinds == _UPDATE]
+        k3, largest = float(_k3(same).sum()), float(np.abs(same).max(initial=0.0))
+        moved = float(np.abs(updated).max()) if len(updated) else None
+        return _Scored(check, logprobs, kinds, len(same), k3, largest, moved)
 
 
 class Drift:
@@ -107,6 +126,8 @@ class Drift:
         self._kept: deque[Check] = deque(maxlen=self.samples)
         """Samples that the present weights have scored."""
         self._state: wire.DriftState = "ok"
+        self._current: wire.DriftReport | None = None
+        """Report of the window, or None if that has changed since."""
         self._before: wire.DriftReport | None = None
         self._complete: list[_Message] = []
 
@@ -158,7 +179,7 @@ class Drift:
             for each in self._window
             if adapter is not None and not each.check.is_score and each.check.named != adapter
         ]
-        self._window = deque(left)
+        self._window, self._current = deque(left), None
         self._window_tokens, self._due = sum(len(each.kinds) for each in left), self.samples
         if adapter is None:
             self._dropped = 0
@@ -191,8 +212,7 @@ class Drift:
         reason, job = result.finish_reason, check.message
         found = None
         if reason.type in ("stop", "length"):
-            logprobs = np.frombuffer(result.output_logprobs or b"", "<f4")
-            found = _Scored(check, logprobs, _kinds(check, result.weight_versions))
+            found = _Scored.of(check, result)
         if job is None:
             self._dropped += found is None
             self._rescoring -= check.is_score
@@ -228,8 +248,9 @@ class Drift:
         """Return the report of the present weights, or of those before if these have scored nothing yet."""
         if not self._window and self._before is not None:
             return self._before
-        report = self._report(self._window)
-        return msgspec.structs.replace(report, dropped=self._dropped, state=self._state)
+        if self._current is None:
+            self._current = self._report(self._window)
+        return msgspec.structs.replace(self._current, dropped=self._dropped, state=self._state)
 
     def status(self) -> wire.DriftReport | None:
         return self.report() if self._window or self._before is not None else None
@@ -302,6 +323,7 @@ class Drift:
     def _take(self, found: _Scored) -> None:
         check, kinds = found.check, found.kinds
         self._window.append(found)
+        self._current = None
         self._window_tokens += len(kinds)
         while self._window_tokens > WINDOW_TOKENS and len(self._window) > 1:
             self._window_tokens -= len(self._window.popleft().kinds)
@@ -316,20 +338,22 @@ class Drift:
 
     def _judge(self) -> None:
         """Compare the window with the thresholds, and act when it gets worse."""
-        config, report, before = self._engine.config, self._report(self._window), self._state
-        state = report.state
-        if config.deterministic and report.max_abs > 0.0:
+        config, window, before = self._engine.config, self._window, self._state
+        tokens = sum(each.tokens for each in window)
+        state = self._level(tokens, sum(each.k3 for each in window) / max(tokens, 1))
+        if config.deterministic and any(each.largest for each in window):
             state = "limit"
         if state == "limit" and config.drift_action == "unhealthy":
             state = "unhealthy"
-        update = report.update if self._rescoring <= 0 else None
-        unchanged = update is not None and update.max_abs == 0.0
+        moved = [each.moved for each in window if each.moved is not None and self._rescoring <= 0]
+        unchanged = bool(moved) and not any(moved)
         if unchanged and state == "ok":
             state = "warn"
-        if report.tokens or unchanged:
+        if tokens or unchanged:
             self._state = state
         if _STATES.index(self._state) <= _STATES.index(before):
             return
+        report = self.report()
         if unchanged:
             logger.warning(
                 "drift: the update to weights epoch %d has changed no log-probability", report.weights_epoch
@@ -343,8 +367,13 @@ class Drift:
         if state == "limit" and config.drift_action == "pause" and self._engine.state.generation == "running":
             self._engine.commands.add(b"", wire.PauseGenerationReqInput(mode="in_place"), [])
 
+    def _level(self, tokens: int, k3: float) -> wire.DriftState:
+        config = self._engine.config
+        over = sum(k3 > limit for limit in (config.drift_warn, config.drift_limit))
+        return _STATES[over if tokens >= LEAST_TOKENS else 0]
+
     def _report(self, scored: Iterable[_Scored]) -> wire.DriftReport:
-        config, stamp, each = self._engine.config, self._engine.state.stamp, list(scored)
+        stamp, each = self._engine.state.stamp, list(scored)
         lengths = [len(one.kinds) for one in each]
         kinds = np.concatenate([np.empty(0, np.int64), *(one.kinds for one in each)])
         given = np.concatenate([np.empty(0), *(one.check.logprobs for one in each)])
@@ -356,9 +385,6 @@ class Drift:
         position = output + np.asarray([len(one.check.prompt) for one in each], np.int64)[sample]
         same = (kinds == _CLEAN) | (kinds == _ACROSS)
         figures = _figures(gaps[same])
-        over = figures["tokens"] >= LEAST_TOKENS and sum(
-            figures["k3"] > limit for limit in (config.drift_warn, config.drift_limit)
-        )
         names = np.asarray([one.check.named for one in each])[sample]
         bucket = np.searchsorted(_BUCKETS, position, side="right") - 1
         parts: list[tuple[Any, str, npt.NDArray[np.bool_]]]
@@ -374,7 +400,7 @@ class Drift:
             weights_epoch=stamp.epoch,
             weight_version=stamp.version,
             samples=len(each),
-            state=_STATES[over],
+            state=self._level(figures["tokens"], figures["k3"] if figures["tokens"] else 0.0),
             parts=[
                 wire.DriftPart(by=by, name=name, **_figures(gaps[chosen]))
                 for by, name, chosen in parts
@@ -426,6 +452,12 @@ def _columns(spans: Sequence[tuple[int, int, int, bool]], count: int) -> npt.NDA
     return np.repeat(rows, [end - start for (start, *_), end in zip(spans, ends, strict=True)], axis=1)
 
 
+def _k3(gaps: Floats) -> Floats:
+    """Return r - 1 - log r of each token."""
+    k3: Floats = np.expm1(np.clip(gaps, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)) - gaps
+    return k3
+
+
 def _figures(gaps: Floats) -> dict[str, Any]:
     if not len(gaps):
         return {"tokens": 0}
@@ -437,7 +469,7 @@ def _figures(gaps: Floats) -> dict[str, Any]:
         "p99": float(np.quantile(size, 0.99, method="higher")),
         "max_abs": float(size.max()),
         "k1": float(0.0 - gaps.mean()),
-        "k3": float((np.expm1(np.clip(gaps, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)) - gaps).mean()),
+        "k3": float(_k3(gaps).mean()),
         "ess": float(ratio.sum() ** 2 / (len(gaps) * (ratio**2).sum())),
         "clip_share": float((size > _CLIP).mean()),
     }

@@ -28,7 +28,9 @@ def engine(tiny_model) -> Iterator[SchedulerClient]:
     with (
         # An idle engine would note an event of its own some time after the last request: how long that is, is
         # the machine's.
-        launch_scheduler(tiny_model, num_threads=1, kv_pool_tokens=4096, idle_empty_s=3600) as launched,
+        launch_scheduler(
+            tiny_model, num_threads=1, kv_pool_tokens=4096, idle_empty_s=3600, enable_drift_check=True
+        ) as launched,
         SchedulerClient(launched.endpoint) as client,
     ):
         yield client
@@ -125,8 +127,9 @@ def test_dashboard_draws_load_and_memory_while_tokens_come(engine, page):
     for handle in handles:
         handle.result()
     page.until(lambda: int(page.browser.execute_script(_TOKENS)) >= 8 * 240)
-    for chart in ("throughput", "requests", "kv", "timeline", "allocated"):
+    for chart in ("throughput", "requests", "kv", "drift", "timeline", "allocated"):
         page.until(lambda chart=chart: page.browser.find_elements(By.CSS_SELECTOR, f"#{chart} path.line"))
+    assert "ok: epoch" in page.text("drift-note")
     tags = page.text("tags")
     assert all(tag in tags for tag in ("weights", "KV cache", "runtime"))
 
