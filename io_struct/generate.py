@@ -33,6 +33,8 @@ MAX_SAMPLING_MASK = 4096
 """Most tokens in the sampling mask of a position."""
 MAX_TOKEN_IDS_LOGPROB = 1024
 """Maximum number of ids in ``token_ids_logprob``."""
+MAX_HIDDEN_BYTES = 32 << 20
+"""Most bytes of the hidden states of a sample."""
 GREEDY_BELOW = 1e-6
 """Temperatures below this mean greedy decoding, as in SGLang."""
 MAX_SEQUENCES = 65536
@@ -177,6 +179,13 @@ class GenerateReqInput(Request, kw_only=True):
     """Return each position's experts, prompt included (:class:`RoutedExperts`), if the model has some."""
     routed_experts_start_len: Annotated[int, msgspec.Meta(ge=0)] = 0
     """First position whose experts are returned; at most the prompt's length."""
+    return_hidden_states: bool = False
+    """Return hidden states of the positions, prompt included (:class:`HiddenStates`); at most 32 MiB."""
+    hidden_states_layers: list[int] | None = None
+    """Layers whose hidden states are returned, as transformers numbers them: 0 is the embedding, ``i`` what
+    layer ``i`` leaves, and the last, -1, follows the final norm. None means the last alone."""
+    hidden_states_start_len: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """First position whose hidden states are returned; at most the prompt's length."""
     stream: bool = False
     """True: send the new tokens after each step. The terminal result always contains everything."""
     cache_salt: Label = ""
@@ -266,6 +275,23 @@ class RoutedExperts(ReplyRecord, kw_only=True, frozen=True):
         return {"version": 3, "shape": tuple(self.shape), "typestr": typestr, "data": self.data}
 
 
+class HiddenStates(ReplyRecord, kw_only=True, frozen=True):
+    """Hidden states of the positions ``[start, seqlen - 1)`` of one sample, as :class:`RoutedExperts` are.
+
+    Each row is of the weights that first computed its position, but for those that an update during the
+    prefill computes again.
+    """
+
+    data: bytes
+    """Values of the model's dtype, little-endian, in C order."""
+    shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=3, max_length=3)]
+    """[rows, layers, hidden size]; layers as in ``hidden_states_layers``."""
+    dtype: Literal["BF16", "F16", "F32"]
+    """The model's dtype, as safetensors names it."""
+    start: int
+    """Position of the first row: ``hidden_states_start_len``."""
+
+
 class SamplingMask(ReplyRecord, kw_only=True, frozen=True):
     """Tokens that top-k, top-p and min-p kept for each of ``len`` output tokens; greedy: only itself."""
 
@@ -333,6 +359,8 @@ class GenerateReqOutput(ReplyRecord, kw_only=True, frozen=True):
     """None unless ``return_sampling_mask``."""
     routed_experts: RoutedExperts | None = None
     """None unless ``return_routed_experts``, and if an error ended the sample."""
+    hidden_states: HiddenStates | None = None
+    """None unless ``return_hidden_states``, without an output, and if no position is wanted."""
     finish_reason: FinishReason
     weight_versions: list[WeightVersionSpan]
     """Contiguous spans that cover ``[0, len(output_ids))``."""

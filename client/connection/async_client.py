@@ -146,6 +146,9 @@ class AsyncSchedulerClient(AsyncControlClient):
             token_ids_logprob: with ``return_logprob``, also for these token ids per position, up to 1,024.
             return_sampling_mask: the tokens that top-k, top-p and min-p kept at each output token.
             return_routed_experts: the experts that computed each position, [rows, layers, experts per token].
+            return_hidden_states: hidden states of each position but the last, [rows, layers, hidden size].
+            hidden_states_layers: as transformers numbers them; -1, the default, follows the final norm.
+            hidden_states_start_len: first position whose hidden states are returned.
             routed_experts_start_len: first position whose experts are returned; at most the prompt's length.
             rid: request id, one per prompt; a single one becomes ``rid-0``, ``rid-1``, … for a list. None
                 means random.

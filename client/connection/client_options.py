@@ -73,6 +73,9 @@ class OutputOptions(TypedDict, total=False):
     return_sampling_mask: bool
     return_routed_experts: bool
     routed_experts_start_len: int
+    return_hidden_states: bool
+    hidden_states_layers: Sequence[int] | None
+    hidden_states_start_len: int
     cache_salt: str
     adapter: str | None
     min_weights_epoch: int | None

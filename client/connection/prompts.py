@@ -216,9 +216,11 @@ def require_known_options(options: Mapping[str, Any], kind: type) -> None:
 
 def _fields(options: GenerateOptions) -> dict[str, Any]:
     require_known_options(options, GenerateOptions)
-    if (wanted := options.get("token_ids_logprob")) is not None:
-        return {**options, "token_ids_logprob": token_ids(wanted, "token_ids_logprob")}
-    return {**options}
+    fields: dict[str, Any] = {**options}
+    for name in ("token_ids_logprob", "hidden_states_layers"):
+        if (wanted := fields.get(name)) is not None:
+            fields[name] = token_ids(wanted, name)
+    return fields
 
 
 def _unknown_option(name: str, known: Sequence[str]) -> str:

@@ -21,6 +21,7 @@ from ...io_struct import (
     DeltaWeights,
     FinishReason,
     GenerateReqOutput,
+    HiddenStates,
     LogprobRows,
     RoutedExperts,
     SamplingMask,
@@ -88,6 +89,9 @@ class GenerateOutput:
     routed_experts: RoutedExperts | None
     """Experts of each position but the last: ``numpy.asarray`` gives [rows, layers, top_k] without a copy.
     None unless ``return_routed_experts``, and if an error ended the sample."""
+    hidden_states: HiddenStates | None = None
+    """Hidden states of each position but the last, bytes of [rows, layers, hidden size]; None unless
+    ``return_hidden_states``, and without a token."""
     finish_reason: FinishReason
     """Why the sample ended: ``stop``, ``length``, ``abort`` or ``error``."""
     weight_versions: list[WeightVersionSpan]
@@ -201,8 +205,8 @@ def _values(values: "array.array[ElementT]", data: bytes | memoryview) -> list[E
 
 
 _SAME = (
-    "rid", "index", "sampling_mask", "routed_experts", "finish_reason", "weight_versions", "prompt_tokens",
-    "cached_tokens", "seed", "num_retractions", "queue_time", "e2e_latency",
+    "rid", "index", "sampling_mask", "routed_experts", "hidden_states", "finish_reason", "weight_versions",
+    "prompt_tokens", "cached_tokens", "seed", "num_retractions", "queue_time", "e2e_latency",
 )  # fmt: skip
 """Fields that need no decoding."""
 

@@ -7,13 +7,13 @@ Invariants:
   output contains the stop string. The result does not depend on how the tokens were divided into messages.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from msgspec import structs
 
-from ...io_struct import RoutedExperts
+from ...io_struct import HiddenStates, RoutedExperts
 from ..connection.results import GenerateOutput, cut
 from .detokenizer import detokenizer
 from .stop_strings import StopMatcher, StopStrings
@@ -139,14 +139,18 @@ def shortened(output: GenerateOutput, length: int) -> GenerateOutput:
         output_token_ids_logprobs=cut(output.output_token_ids_logprobs, 0, length),
         sampling_mask=cut(output.sampling_mask, 0, length),
         routed_experts=_first_rows(output.routed_experts, output.prompt_tokens + length - 1 if length else 0),
+        hidden_states=_first_rows(output.hidden_states, output.prompt_tokens + length - 1 if length else 0),
         weight_versions=spans,
     )
 
 
-def _first_rows(routed: RoutedExperts | None, end: int) -> RoutedExperts | None:
-    if routed is None:
+RowsT = TypeVar("RowsT", RoutedExperts, HiddenStates)
+
+
+def _first_rows(values: RowsT | None, end: int) -> RowsT | None:
+    if values is None:
         return None
-    _, *row = routed.shape
-    rows = max(0, end - routed.start)
-    size = rows * math.prod(row) * routed.itemsize
-    return structs.replace(routed, data=routed.data[:size], shape=[rows, *row])
+    count, *row = values.shape
+    rows = min(max(0, end - values.start), count)
+    size = rows * (len(values.data) // max(count, 1))
+    return structs.replace(values, data=values.data[:size], shape=[rows, *row])

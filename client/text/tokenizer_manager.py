@@ -85,6 +85,9 @@ class GenerationRequest:
     return_sampling_mask: bool = False
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
+    return_hidden_states: bool = False
+    hidden_states_layers: Sequence[int] | None = None
+    hidden_states_start_len: int = 0
     cache_salt: str = ""
     adapter: str | None = None
     """Name of a loaded adapter. None means the model itself."""
@@ -501,8 +504,9 @@ class TokenizerManager:
                 raise InvalidRequest("stop strings need detokenize", field="stop")
         ids = await self._prompt_ids(request)
         given = {name: getattr(request, name) for name in _ENGINE_FIELDS}
-        if request.token_ids_logprob is not None:
-            given["token_ids_logprob"] = token_ids(request.token_ids_logprob)
+        for name in ("token_ids_logprob", "hidden_states_layers"):
+            if given[name] is not None:
+                given[name] = token_ids(given[name])
         wire = GenerateReqInput(input_ids=ids, stream=stream or stops is not None, **given)
         return _Work(request, ids, wire, self.tokenizer if request.detokenize else None, stops)
 

@@ -295,6 +295,9 @@ def build_components(
         max_waiting=config.max_waiting_requests,
         eos_token_ids=loaded.config.eos_token_ids,
         has_experts=routing is not None,
+        num_layers=loaded.config.num_layers,
+        hidden_bytes=loaded.config.hidden_size * loaded.dtype.itemsize,
+        has_inner_states=loaded.model.has_inner_states,
     )
     return loaded, pool, routing, limits
 

@@ -120,7 +120,24 @@ class FurtherLogprobs:
     """bool [N, V]: the tokens that the filters kept, or None if nobody asked."""
 
 
-_Fields = TypeVar("_Fields", SpecialRows, InputTokens, FurtherLogprobs, "SamplingBatch")
+@dataclass(slots=True, kw_only=True)
+class HiddenTokens:
+    """The H of a step's T query tokens whose hidden states are wanted, always those after the final norm."""
+
+    tokens: Tensor
+    """int64 [H]: indices of the query tokens."""
+    inner: list[int]
+    """Layers, ascending, whose inputs are wanted, too; the model then runs layer by layer."""
+    taken: dict[int, Tensor] = field(default_factory=dict)
+    """[H, hidden] by layer."""
+
+    def take(self, layer: int, residual: Tensor, update: Tensor | None) -> None:
+        """Take the input of ``layer``: the sum of ``residual`` and ``update``, [T, hidden]."""
+        rows = residual.index_select(0, self.tokens)
+        self.taken[layer] = rows if update is None else rows + update.index_select(0, self.tokens)
+
+
+_Fields = TypeVar("_Fields", SpecialRows, InputTokens, HiddenTokens, FurtherLogprobs, "SamplingBatch")
 
 
 def moved(owner: _Fields, move: Callable[[Tensor], Tensor]) -> _Fields:
@@ -239,6 +256,7 @@ class ForwardBatch:
     """int64 [S]: request slot that receives each sampled token."""
     sampling: SamplingBatch
     inputs: InputTokens | None = None
+    hidden: HiddenTokens | None = None
     window_slots: Tensor | None = field(default=None, metadata=column("token", torch.int64))
     """``kv_slots`` in layers with a window that give pages back; None if all layers are alike."""
     window_table: Tensor | None = None
@@ -348,6 +366,8 @@ class HostOutput:
     """Results of the special rows that want them."""
     inputs: FurtherLogprobs | None = None
     """Results of ``ForwardBatch.inputs``."""
+    hidden: Tensor | None = None
+    """[H, layers, hidden] of ``ForwardBatch.hidden``: its inner layers, and the last."""
 
 
 class ForwardOutput(Protocol):

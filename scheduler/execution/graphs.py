@@ -109,7 +109,7 @@ class DecodeGraphs:
     def serves(self, batch: ForwardBatch) -> bool:
         """Return True if :meth:`replay` can compute this step."""
         decodes = batch.num_decode == batch.num_rows == len(batch.sample_tokens)
-        return self.are_captured and decodes
+        return self.are_captured and decodes and batch.hidden is None
 
     def replay(self, batch: ForwardBatch) -> tuple[ForwardBatch, Tensor]:
         """Launch a decode-only step; return it, padded, and [S, hidden], valid until the next step."""

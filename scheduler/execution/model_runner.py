@@ -185,8 +185,10 @@ class ModelRunner:
         decode = batch.num_decode
         torch.index_select(self.last_tokens, 0, batch.slots[:decode], out=batch.input_ids[:decode])
         wanted = batch
-        if batch.inputs is not None:  # never captured: prompts are prefilled
-            wanted = replace(batch, sample_tokens=torch.cat([batch.sample_tokens, batch.inputs.tokens]))
+        # Neither is captured: prompts are prefilled, and graphs serve no steps with hidden states.
+        further = [each.tokens for each in (batch.inputs, batch.hidden) if each is not None]
+        if further:
+            wanted = replace(batch, sample_tokens=torch.cat([batch.sample_tokens, *further]))
         self._adapt(batch)
         hidden = self.model.forward(wanted, backend)
         if self._routing is not None and self.model.routing is not None:
@@ -194,7 +196,7 @@ class ModelRunner:
         return hidden
 
     def _sample(self, batch: ForwardBatch, hidden: Tensor) -> SamplerOutput:
-        """Sample from ``hidden``: first the S sampled tokens, then ``batch.inputs``."""
+        """Sample from ``hidden``: first the S sampled tokens, then ``batch.inputs`` and ``batch.hidden``."""
         count = len(batch.sample_tokens)
         if count:
             with self.stages.stage("sample"):
@@ -210,7 +212,12 @@ class ModelRunner:
             def head(hidden: Tensor, tokens: Tensor) -> Tensor | None:
                 return self._logits(hidden, batch, tokens)
 
-            sampled.inputs = input_logprobs(hidden[count:], batch.inputs, head, self.sampler, vocab_size)
+            count += len(batch.inputs.tokens)
+            scored = hidden[count - len(batch.inputs.tokens) : count]
+            sampled.inputs = input_logprobs(scored, batch.inputs, head, self.sampler, vocab_size)
+        if (wanted := batch.hidden) is not None:
+            inner = [wanted.taken[layer] for layer in wanted.inner]
+            sampled.hidden = torch.stack([*inner, hidden[count:]], 1)
         return sampled
 
     def _adapt(self, batch: ForwardBatch, tokens: Tensor | None = None) -> None:
@@ -250,4 +257,5 @@ def _host_output(sampled: SamplerOutput) -> HostOutput:
         sampled_logprobs=None if kept is None else kept.numpy(),
         further=sampled.further,
         inputs=sampled.inputs,
+        hidden=sampled.hidden,
     )

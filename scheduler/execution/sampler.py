@@ -96,6 +96,7 @@ class SamplerOutput:
     """
     further: FurtherLogprobs | None = None
     inputs: FurtherLogprobs | None = None
+    hidden: Tensor | None = None
 
     @classmethod
     def empty(cls, rows: int, device: torch.device, batch: SamplingBatch) -> "SamplerOutput":

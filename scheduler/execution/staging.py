@@ -104,6 +104,7 @@ class InputStaging:
                 kv_lens_host=[*batch.kv_lens_host, *[1] * added],
                 sampling=self._sampling(batch.sampling, columns),
                 inputs=None if batch.inputs is None else moved(batch.inputs, self._to_device),
+                hidden=None if batch.hidden is None else moved(batch.hidden, self._to_device),
                 states=None if batch.states is None else batch.states.to(self.device_block.device),
                 **{name: columns[name] for name in _STEP},
             )
@@ -170,8 +171,9 @@ class OutputStaging:
         further, inputs = (
             None if each is None else moved(each, self._to_host) for each in (sampled.further, sampled.inputs)
         )
+        hidden = None if sampled.hidden is None else self._to_host(sampled.hidden)
         block.arrived.record()
-        return PendingOutput(block, sampled, self._free, further, inputs)
+        return PendingOutput(block, sampled, self._free, further, inputs, hidden)
 
     def _to_host(self, values: Tensor) -> Tensor:
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned)
@@ -188,9 +190,10 @@ class PendingOutput:
         free: list[_OutputBlock],
         further: FurtherLogprobs | None,
         inputs: FurtherLogprobs | None,
+        hidden: Tensor | None,
     ) -> None:
         self._block = block
-        self._further, self._inputs = further, inputs
+        self._further, self._inputs, self._hidden = further, inputs, hidden
         self._rows = sampled.token_ids.shape[0]
         self._raw = sampled.raw_logprobs is not None
         self._sampled = sampled.sampled_logprobs is not None
@@ -208,6 +211,7 @@ class PendingOutput:
             sampled_logprobs=block.sampled_logprobs[:rows].numpy().copy() if self._sampled else None,
             further=self._further,
             inputs=self._inputs,
+            hidden=self._hidden,
         )
         self._free.append(block)
         self._free = None

@@ -75,6 +75,8 @@ class CausalLM(Weights):
     """Attention form of each layer that has KV: a backend has to serve them all."""
     in_one_call: bool
     """The fused decoder computes all layers in one call, if the step's attention is compiled, too."""
+    has_inner_states = False
+    """Hidden states of layers before the last can be taken (``ForwardBatch.hidden``)."""
     torch_experts = False
     """Another library's code computes some of its experts."""
 

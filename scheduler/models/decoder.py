@@ -123,6 +123,8 @@ class DecoderLayer:
 
 
 class DecoderForCausalLM(CausalLM):
+    has_inner_states = True
+
     def __init__(
         self,
         config: ModelConfig,
@@ -161,7 +163,8 @@ class DecoderForCausalLM(CausalLM):
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         adapts = batch.adapters is None or (self._kernel is not None and self._kernel.adapts)
-        if self._kernel is not None and backend.paged is not None and adapts:
+        whole = batch.hidden is None or not batch.hidden.inner
+        if self._kernel is not None and backend.paged is not None and adapts and whole:
             longest = max(batch.kv_lens_host)
             tables = {rotary: rotary.table(longest) for rotary in set(self._rotary)}
             return self._kernel(
@@ -182,6 +185,8 @@ class DecoderForCausalLM(CausalLM):
         update: Tensor | None = None
         for number, layer in enumerate(self._layers):
             yield number
+            if batch.hidden is not None and number in batch.hidden.inner:
+                batch.hidden.take(number, residual, update)
             update = layer.forward(update, residual, angles[self._rotary[number]], backend)
         assert update is not None, "a model has at least one layer"
         sampled = batch.sample_tokens

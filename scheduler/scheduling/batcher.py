@@ -26,6 +26,7 @@ from ..cache.pool import RoutingPool
 from ..execution.forward import NO_ADAPTER, ForwardBatch
 from ..runtime.engine_config import PAGE_SIZE
 from .chunking import ChunkSizer
+from .hidden_states import HiddenSpan, hidden_spans, hidden_tokens
 from .request import Adapter, Phase, Request, RequestTable
 from .sampling import InputSpan, input_spans, input_tokens, sampling_batch
 from .step_storage import LinearStateSteps, WindowedSteps
@@ -50,6 +51,7 @@ class ScheduledBatch:
     completed: list[Request]
     num_tokens: int
     inputs: list[InputSpan]
+    hidden: list[HiddenSpan]
 
     @property
     def kind(self) -> str:
@@ -414,7 +416,7 @@ class Batcher:
     def _shareable_pages(self, request: Request) -> int:
         if not self.cache.prefix_cache:
             return 0
-        first = None if request.record is None else request.record.first_uncached
+        first = request.first_uncached
         return (len(request.prompt) - 1 if first is None else first) // PAGE_SIZE
 
     def _start(self, request: Request, num_skipped: int) -> bool:
@@ -432,8 +434,9 @@ class Batcher:
         row[:] = 0
         kv, bound = None, False
         try:
-            first = self._take_inputs(request)
-            # A cached prefix yields no logits, so it must end before the first prompt token whose logprob is
+            scores = self._take_inputs(request)
+            first = request.first_uncached
+            # A cached prefix yields neither logits nor hidden states, so it ends before the first that are
             # wanted.
             kv = cache.open(tokens if first is None else tokens[: first + 1], request.salt, row)
             # Every running request keeps one page to grow: starting more would only preempt one of them.
@@ -461,7 +464,7 @@ class Batcher:
         request.phase = Phase.PREFILL
         self._active.append(request)
         self._prefilling.append(request)
-        computes_inputs = first is not None and cache.prefix_cache
+        computes_inputs = scores is not None and cache.prefix_cache
         request.computes_shared_prefix = computes_inputs or kv.num_shared < self._shareable_pages(request)
         if request.computes_shared_prefix:
             self._prefixes_in_progress[request.prompt_key].append(request)
@@ -495,6 +498,9 @@ class Batcher:
             samples, sample_positions = self._with_replays(slots, starts, ends, samples)
         sample_slots = slots[samples]
         spans = input_spans(chunks, table) if chunks else []
+        hidden: list[HiddenSpan] = []
+        if table.wants_hidden[slots].any():
+            hidden = hidden_spans(table, slots, starts, ends)
         adapters: torch.Tensor | None = None
         if table.adapter[slots].max() != NO_ADAPTER:
             adapters = torch.from_numpy(table.adapter[token_slots])
@@ -517,6 +523,7 @@ class Batcher:
             sample_slots=torch.from_numpy(sample_slots),
             sampling=sampling_batch(table, sample_slots, sample_positions),
             inputs=input_tokens(spans, slots, token_starts - starts),
+            hidden=hidden_tokens(hidden, slots, token_starts - starts),
             adapters=adapters,
         )
         batch = ScheduledBatch(
@@ -527,6 +534,7 @@ class Batcher:
             completed=[chunks[row][0] for row in complete],
             num_tokens=len(positions),
             inputs=spans,
+            hidden=hidden,
         )
         table.scheduled[slots] = ends
         table.inflight[slots] += 1
@@ -555,6 +563,10 @@ class Batcher:
 
 
 def _forget_inputs(request: Request) -> None:
-    """Let logprobs of a prompt be computed again, by the weights that sample its first token."""
-    if request.record is not None and not len(request.evicted.tokens):
+    """Let what is known of a prompt be computed again, by the weights that sample its first token."""
+    if len(request.evicted.tokens):
+        return
+    if request.record is not None:
         request.record.forget_inputs()
+    if request.hidden is not None:
+        request.hidden.forget()

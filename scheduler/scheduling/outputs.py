@@ -22,6 +22,7 @@ from ...io_struct import ErrorCode, FinishReason, GenerateReqOutput, RoutedExper
 from ..execution.forward import FurtherLogprobs, HostOutput
 from ..memory.device_memory import is_out_of_memory
 from .batcher import Batcher, ScheduledBatch
+from .hidden_states import record_hidden
 from .request import NO_TOKEN, OutputArrays, Phase, Request, WeightStamp
 from .sampling import MAX_MASK_BYTES, InputSpan
 from .waiting_queue import LiveRequests, SampleT, WaitingQueue
@@ -139,6 +140,8 @@ class OutputProcessor(Outputs[Request]):
         table = self._table
         if output.inputs is not None:
             _record_inputs(batch.inputs, output.inputs)
+        if output.hidden is not None:
+            record_hidden(batch.hidden, output.hidden)
         keep = table.live[batch.sample_slots]
         all_live = bool(keep.all())
         slots = batch.sample_slots if all_live else batch.sample_slots[keep]
@@ -290,6 +293,7 @@ class OutputProcessor(Outputs[Request]):
             **({} if request.record is None else request.record.result_fields(count)),
             sampling_mask=None if request.masks is None else request.masks.wire(count),
             routed_experts=self._routed_experts(request, count) if reason.type != "error" else None,
+            hidden_states=None if request.hidden is None else request.hidden.wire(len(request.prompt), count),
             finish_reason=reason,
             weight_versions=spans,
             prompt_tokens=len(request.prompt),

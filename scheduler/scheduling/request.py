@@ -22,6 +22,7 @@ import numpy as np
 from ...io_struct import GenerateReqInput, SamplingParams, WeightVersionSpan
 from ..cache.radix import Salt
 from ..execution.forward import NO_ADAPTER
+from .hidden_states import HiddenRecord
 from .sampling import LogprobRecord, SamplingColumns, SamplingMaskRecord
 
 if TYPE_CHECKING:
@@ -165,9 +166,17 @@ class Request:
     # Written by outputs.py, evict and bind.
     record: LogprobRecord | None = None
     masks: SamplingMaskRecord | None = None
+    hidden: HiddenRecord | None = None
     evicted: OutputArrays = field(default_factory=OutputArrays.empty)
     spans: list[tuple[WeightStamp, bool, int]] = field(default_factory=list)
     """(stamp, stale_kv, first output token)"""
+
+    @property
+    def first_uncached(self) -> int | None:
+        """First position that must be computed even if it is cached: its results are wanted. None: none."""
+        wanting = self.record, self.hidden
+        firsts = [each.first_uncached for each in wanting if each is not None]
+        return min((first for first in firsts if first is not None), default=None)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -202,6 +211,7 @@ def make_requests(
     limit: int,
     eos_token_ids: tuple[int, ...],
     arrival: float,
+    num_layers: int = 0,
 ) -> list[Request]:
     params = message.sampling_params
     prompt = np.asarray(message.input_ids, np.int32)
@@ -229,6 +239,7 @@ def make_requests(
             early_stops=(*params.stop_token_ids, *eos_token_ids),
             record=LogprobRecord.of(message),
             masks=SamplingMaskRecord() if message.return_sampling_mask else None,
+            hidden=HiddenRecord.of(message, num_layers),
             continued=message.continued_tokens,
             details=message.stream_details,
             forced=None
@@ -258,6 +269,7 @@ class RequestTable:
         self.adapter = np.full(slots, NO_ADAPTER, np.int64)
         """Slot of the adapter, or NO_ADAPTER."""
         self.replays = np.zeros(slots, np.bool_)
+        self.wants_hidden = np.zeros(slots, np.bool_)
         self.sampling = SamplingColumns(slots, vocab_size)
 
         # Changed by steps.
@@ -304,6 +316,7 @@ class RequestTable:
         self.length[slot] = length
         self.limit[slot] = request.limit
         self.replays[slot] = request.forced is not None
+        self.wants_hidden[slot] = request.hidden is not None
         if request.forced is not None:
             self.tokens[slot, prompt_len : request.limit] = request.forced
         self.stream[slot] = request.stream

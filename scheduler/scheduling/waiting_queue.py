@@ -18,6 +18,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ...io_struct import (
+    MAX_HIDDEN_BYTES,
     MAX_INT32,
     MAX_TOKEN_IDS_LOGPROB,
     MAX_TOP_LOGPROBS,
@@ -44,6 +45,10 @@ class AdmissionLimits:
     max_waiting: int
     eos_token_ids: tuple[int, ...]
     has_experts: bool = False
+    num_layers: int = 0
+    hidden_bytes: int = 0
+    """Bytes of a hidden state."""
+    has_inner_states: bool = False
 
     def admit(
         self, message: GenerateReqInput, _buffers: list[memoryview], client: bytes, waiting: int
@@ -78,6 +83,8 @@ class AdmissionLimits:
         forced = params.forced_output_ids
         limit = self._total_limit(prompt_len, params.max_new_tokens if forced is None else len(forced))
         self._check_further_logprobs(message, limit)
+        if message.return_hidden_states:
+            self._check_hidden_states(message, limit)
         return make_requests(
             message,
             client=client,
@@ -85,6 +92,7 @@ class AdmissionLimits:
             limit=limit,
             eos_token_ids=self.eos_token_ids,
             arrival=monotonic(),
+            num_layers=self.num_layers,
         )
 
     def _total_limit(self, prompt_len: int, max_new_tokens: int | None) -> int:
@@ -109,6 +117,29 @@ class AdmissionLimits:
                 ErrorCode.EXCEEDS_KV_POOL, reason, needed_tokens=needed, total_tokens=self.pool_tokens
             )
         return prompt_len + new_tokens
+
+    def _check_hidden_states(self, message: GenerateReqInput, limit: int) -> None:
+        start, most = message.hidden_states_start_len, self.num_layers
+        layers = [-1] if message.hidden_states_layers is None else message.hidden_states_layers
+        for layer in layers:
+            if not -most - 1 <= layer <= most:
+                reason = f"hidden_states_layers has {layer}: must be in [{-most - 1}, {most}]"
+                raise _invalid(reason, "hidden_states_layers", layer)
+            if layer not in (-1, most) and not self.has_inner_states:
+                reason = (
+                    f"hidden_states_layers has {layer}: transformers computes this model, only -1 is known"
+                )
+                raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="hidden_states_layers")
+        prompt_len = len(message.input_ids)
+        if start > prompt_len:
+            reason = f"hidden_states_start_len = {start} is beyond the prompt of {prompt_len} tokens"
+            raise _invalid(reason, "hidden_states_start_len", start, prompt_tokens=prompt_len)
+        nbytes = (limit - 1 - start) * len(layers) * self.hidden_bytes
+        if not layers or nbytes > MAX_HIDDEN_BYTES:
+            reason = (
+                f"must be 1 or more, of at most {MAX_HIDDEN_BYTES} bytes in all: these take up to {nbytes}"
+            )
+            raise _invalid(f"hidden_states_layers: {reason}", "hidden_states_layers", len(layers))
 
     def _check_further_logprobs(self, message: GenerateReqInput, limit: int) -> None:
         top, token_ids = message.top_logprobs_num, message.token_ids_logprob or []

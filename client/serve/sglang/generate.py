@@ -12,6 +12,7 @@ Invariants:
 
 import base64
 import itertools
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +21,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from litestar import Response, post, route
 
-from ....io_struct import CaesuraError, RoutedExperts, SamplingMask, SamplingParams
+from ....io_struct import CaesuraError, HiddenStates, RoutedExperts, SamplingMask, SamplingParams
 from ....io_struct.base import MAX_ID_LENGTH
 from ....io_struct.field_errors import FieldError, other_name
 from ....io_struct.generate import GREEDY_BELOW, MAX_SAMPLES, Seed, TokenId, removes_tokens
 from ...connection.prompts import is_single
-from ...connection.results import GenerateOutput, TokenDelta, TokenLogprobs
+from ...connection.results import GenerateOutput, TokenDelta, TokenLogprobs, read_floats
 from ...exceptions import RETRYABLE, InvalidRequest
 from ...group.router import routed_by
 from ...text.tokenizer_manager import (
@@ -78,7 +79,7 @@ _encode = msgspec.json.Encoder().encode
 
 REFUSED = (
     "routed_dp_rank", "data_parallel_rank", "input_embeds", "image_data", "video_data", "audio_data",
-    "lora_id", "custom_logit_processor", "session_params", "return_hidden_states",
+    "lora_id", "custom_logit_processor", "session_params",
     "return_entropy", "return_indexer_topk", "require_reasoning",
 )  # fmt: skip
 IGNORED = (
@@ -136,6 +137,9 @@ class GenerateBody(_OtherFields, kw_only=True):
     return_routed_experts: bool | list[bool] | None = None
     routed_experts_start_len: Count = 0
     routed_experts_dtype: ExpertsDtype | None = None
+    return_hidden_states: bool | list[bool] | None = None
+    hidden_states_layers: list[int] | None = None
+    hidden_states_start_len: Count | None = None
     cache_salt: str | list[str] | None = None
     extra_key: str | list[str] | None = None
     min_weights_epoch: int | None = None
@@ -277,6 +281,9 @@ def _columns(body: GenerateBody, count: int, single: bool) -> dict[str, list[Any
         "return_logprob": _each("return_logprob", body.return_logprob, count, False),
         "return_routed_experts": _each("return_routed_experts", body.return_routed_experts, count, False),
         "routed_experts_start_len": [body.routed_experts_start_len] * count,
+        "return_hidden_states": _each("return_hidden_states", body.return_hidden_states, count, False),
+        "hidden_states_layers": [body.hidden_states_layers] * count,
+        "hidden_states_start_len": [body.hidden_states_start_len or 0] * count,
         "cache_salt": _salts(body, count),
         "min_weights_epoch": [body.min_weights_epoch] * count,
         "adapter": [name or None for name in _each("lora_path", body.lora_path, count)],
@@ -502,6 +509,26 @@ def routed_experts(routed: RoutedExperts, dtype: ExpertsDtype = "int32") -> str:
     return base64.b64encode(wide).decode()
 
 
+def hidden_states(states: HiddenStates, prompt_tokens: int) -> Any:
+    """Return one layer as SGLang does: the prompt's rows in a list, then each of the output; else base64."""
+    count, layers, size = states.shape
+    if layers > 1:
+        data = base64.b64encode(states.data).decode()
+        return {"data": data, "shape": states.shape, "dtype": states.dtype, "start": states.start}
+    values: Sequence[float]
+    if states.dtype == "F16":
+        values = struct.unpack(f"<{count * size}e", states.data)
+    else:
+        wide = bytearray(4 * count * size)
+        given = len(states.data) // max(count * size, 1)  # bfloat16 is the upper half of a float32
+        for place in range(given):
+            wide[4 - given + place :: 4] = states.data[place::given]
+        values = read_floats(bytes(wide))
+    rows = [values[size * row : size * (row + 1)] for row in range(count)]
+    prompt = max(prompt_tokens - states.start, 0)
+    return [rows[:prompt], *rows[prompt:]]
+
+
 def finish_reason(sample: Sample) -> dict[str, Any]:
     reason = sample.output.finish_reason
     if reason.type == "stop":
@@ -546,6 +573,8 @@ def meta_info(
         _add_input_logprobs(meta, sample, request, texts)
     if output.sampling_mask is not None:
         _add_sampling_mask(meta, output, output.sampling_mask, request)
+    if output.hidden_states is not None:
+        meta["hidden_states"] = hidden_states(output.hidden_states, output.prompt_tokens)
     if output.routed_experts is not None:
         meta["routed_experts"] = experts_of(output, experts_dtype)
         meta["routed_experts_start_len"] = request.routed_experts_start_len

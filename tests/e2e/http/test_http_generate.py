@@ -15,6 +15,9 @@ from support.checkpoints import make_checkpoint
 from support.http_serve import ServedEngine, make_text_model, served
 from support.waiting import eventually
 
+from caesura.client.serve.sglang.generate import hidden_states
+from caesura.io_struct import HiddenStates
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[ServedEngine]:
@@ -446,6 +449,30 @@ def test_kept_tokens_as_slime_and_as_sglangs_masks(server):
         assert all(1e-5 >= of_kept >= whole - 1e-5 for of_kept, whole in zip(logprobs, of_all))
         alone = [logprob for logprob, mask in zip(logprobs, masks) if len(mask) == 1]
         assert alone == pytest.approx([0.0] * len(alone), abs=1e-5)
+
+
+def test_hidden_states_come_as_lists_or_as_bytes(server):
+    params = {"max_new_tokens": 4, "ignore_eos": True, "temperature": 0}
+    asked = {"input_ids": [5, 6, 7], "return_hidden_states": True, "sampling_params": params}
+    one = server.ok("/generate", asked)["meta_info"]["hidden_states"]
+    two = server.ok("/generate", {**asked, "hidden_states_layers": [1, -1]})["meta_info"]["hidden_states"]
+    assert (two["dtype"], two["start"], two["shape"][:2]) == ("F32", 0, [6, 2])
+    values = np.frombuffer(base64.b64decode(two["data"]), "<f4").reshape(two["shape"])
+    prompt, *output = one
+    np.testing.assert_allclose(np.asarray([*prompt, *output]), values[:, 1], atol=1e-5)
+    assert (len(prompt), len(output)) == (3, 3)
+    later = server.ok("/generate", {**asked, "hidden_states_start_len": 2})["meta_info"]["hidden_states"]
+    assert [len(later[0]), *map(len, later[1:])] == [1, *[two["shape"][2]] * 3]
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("BF16", None), ("F16", "e"), ("F32", "f")])
+def test_values_of_each_dtype_are_read(dtype, code):
+    values = np.arange(-6, 6, dtype="<f4") / 4
+    data = values.view("<u2")[1::2].tobytes() if code is None else values.astype(f"<{code}").tobytes()
+    states = HiddenStates(data=data, shape=[4, 1, 3], dtype=dtype, start=1)
+    prompt, *output = hidden_states(states, 3)
+    assert [list(row) for row in (*prompt, *output)] == values.reshape(4, 3).tolist()
+    assert len(prompt) == 2
 
 
 def test_the_last_event_of_a_stream_has_the_masks(server):

@@ -67,7 +67,8 @@ KINDS = (
 )
 DETAILS = {
     "return_logprob": True, "return_raw_logprob": True, "return_sampled_logprob": True,
-    "return_sampling_mask": True, "logprob_start_len": 0, "top_logprobs_num": 2, "token_ids_logprob": [4, 9],
+    "return_sampling_mask": True, "return_hidden_states": True, "logprob_start_len": 0,
+    "top_logprobs_num": 2, "token_ids_logprob": [4, 9],
 }  # fmt: skip
 
 
