@@ -236,9 +236,8 @@ def input_logprobs(
         assert logits is not None, "a dummy run has no prompts"
         token_ids = inputs.token_ids[block]
         any_others = inputs.top > 0 or token_ids.shape[1] > 0
-        part = further_of(
-            torch.log_softmax(logits.float(), 1) if any_others else logits, inputs.top, token_ids
-        )
+        logprobs = torch.log_softmax(logits.float(), 1) if any_others else logits[:, :1].float()
+        part = further_of(logprobs, inputs.top, token_ids)
         part.logprobs = sampler.logprobs_of(logits, inputs.targets[block])
         parts.append(part)
     return joined(parts)

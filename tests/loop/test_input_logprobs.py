@@ -303,6 +303,17 @@ def test_scores_of_a_prompt_end_with_their_weights(tiny_model, other_model):
     assert sum(counts) == 2 * (len(PROMPT) - 2)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_prompts_of_narrow_dtypes_are_scored(tiny_model, dtype):
+    with EngineDriver(str(tiny_model), scripted=False, dtype=dtype) as driver:
+        alone = driver.complete(PROMPT, 1, return_logprob=True, logprob_start_len=1, cache_salt="alone")
+        beside = driver.complete(PROMPT, 1, **SCORED)
+    logprobs = np.frombuffer(alone.input_logprobs, "<f4")
+    assert np.isfinite(logprobs[1:]).all() and alone.input_logprobs[4:] == beside.input_logprobs[4:]
+    likeliest = np.frombuffer(alone.output_logprobs, "<f4")
+    assert likeliest > -np.log(97)
+
+
 def test_no_scores_are_kept_without_a_prefix_cache(tiny_model):
     with EngineDriver(str(tiny_model), scripted=False, prefix_cache=False) as driver:
         counts = scored_tokens(driver)
