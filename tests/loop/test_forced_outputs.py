@@ -118,6 +118,16 @@ def test_a_replay_equals_its_sample_bit_for_bit(model, depth, expected, chunk, r
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_replays_of_narrow_dtypes_equal_their_samples(tiny_model, dtype):
+    with EngineDriver(str(tiny_model), scripted=False, deterministic=True, dtype=dtype) as driver:
+        wanted = sampled(driver)
+        rids = replay(driver, wanted)
+        driver.run_until_idle()
+        same([driver.result(rid) for rid in rids], wanted)
+
+
+@needs_kernels
 def test_replays_beside_samples_disturb_nobody(model, depth, expected):
     with EngineDriver(model, scripted=False, deterministic=True, pipeline_depth=depth) as driver:
         rids = replay(driver, expected)
