@@ -233,7 +233,12 @@ class Sampler:
         """Return ``batch`` with a graph's options: all that kernels compute anyway."""
         everything = self._triton is not None
         return replace(
-            batch, any_sampled=True, any_filtered=everything, want_raw=everything, want_sampled=True
+            batch,
+            any_sampled=True,
+            any_filtered=everything,
+            want_raw=everything,
+            want_sampled=True,
+            given=None,
         )
 
     @staticmethod
