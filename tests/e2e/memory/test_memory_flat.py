@@ -4,12 +4,17 @@ Reserved memory is what the engine itself reports: on the CPU, the resident anon
 """
 
 import pytest
+from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
+from support.deltas import SentDelta, some_changed
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
+from caesura.transfer.weight_delta import DeltaMetadata, write_delta
+from caesura.transfer.weight_digest import digest_of
 
 pytestmark = pytest.mark.executed
 CYCLES, WARM_UP = 200, 10
+DELTAS = 1000
 NEW_TOKENS = 24
 MAX_GROWTH = 1 << 20
 """Bytes over 190 cycles: not one and a half pages each. Losing a bucket per cycle would be 47 MB, losing a
@@ -83,3 +88,29 @@ def test_two_hundred_updates_in_place(models):
         assert growth <= MAX_GROWTH, f"reserved grew by {growth} bytes: {reserved[::10]}"
         assert max(reserved[WARM_UP:]) - max(reserved[:WARM_UP]) <= MAX_GROWTH
     assert engine.returncode == 0
+
+
+@pytest.mark.long
+def test_a_thousand_deltas_in_place(models, tmp_path):
+    old = load_file(models[0] / "model.safetensors")
+    new = some_changed(old, 0.02)
+    digests = [digest_of(old), digest_of(new)]
+    for folder, delta, base in (("to", SentDelta(old, new), 0), ("back", SentDelta(new, old), 1)):
+        facts = DeltaMetadata(base_digest=digests[base], digest=digests[1 - base])
+        write_delta(tmp_path / folder, delta.specs, [delta.buffer], facts)
+    reserved = []
+    with launch_scheduler(
+        models[0], dtype="float32", device="cpu", num_threads=1, kv_pool_tokens=4096, log_level="ERROR"
+    ) as client:
+        params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+        for cycle in range(DELTAS // 2):
+            handle = client.submit([3, 4, cycle % 500], params)
+            assert client.update_weights_from_disk(tmp_path / "to", flush_cache=False).digest == digests[1]
+            if cycle % 3:
+                client.update_weights_from_disk(tmp_path / "back", flush_cache=False)
+            else:
+                client.rollback_weights(flush_cache=False)
+            handle.result()
+            reserved.append(client.status().device_memory.reserved)
+        assert client.status().digest == digests[0]
+    assert max(reserved[WARM_UP:]) - max(reserved[:WARM_UP]) <= MAX_GROWTH, reserved[::25]
