@@ -151,4 +151,8 @@ post /stop_profile '{}'
 #   post /update_weights_from_distributed '{"names": ["lm_head.weight"], "dtypes": ["bfloat16"], "shapes": [[32000, 4096]]}'
 #   post /destroy_weights_update_group '{}'
 #   post /update_weights_from_ipc '{"zmq_handles": {"GPU-…": "ipc://@checkpoint-engine-….sock"}}'
+# Versions that slime or SkyRL have published (the latter after an init with the backend delta); back before a delta:
+#   post /pull_weights '{"target_version": 1, "source_dir": "/shared/updates", "local_checkpoint_dir": "/shared/copy"}'
+#   post /fetch_weights '{"target_version": 1, "sync_dir": "/shared/updates"}'
+#   post /rollback_weights '{}'
 echo "all done"

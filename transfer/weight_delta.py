@@ -10,7 +10,7 @@ Invariants:
 
 import os
 from collections.abc import Sequence
-from io import BufferedReader
+from io import BufferedReader, BytesIO
 from math import prod
 from pathlib import Path
 from typing import Literal
@@ -121,9 +121,14 @@ def write_delta(
     return path
 
 
-def read_delta(file: BufferedReader) -> tuple[DeltaMetadata, list[TensorSpec], bytearray]:
-    """Return a delta's metadata, and its tensors in one buffer as on the wire; raises SafetensorsError."""
-    size = os.fstat(file.fileno()).st_size
+def read_delta(
+    file: BufferedReader | BytesIO, size: int | None = None
+) -> tuple[DeltaMetadata, list[TensorSpec], bytearray]:
+    """Return a delta's metadata, and its tensors in one buffer as on the wire; raises SafetensorsError.
+
+    ``size`` is that of the file in bytes, which one without a descriptor needs.
+    """
+    size = os.fstat(file.fileno()).st_size if size is None else size
     length = header_length(file.read(LENGTH_BYTES), size)
     header = file.read(length)
     entries = {entry.name: entry for entry in parse_header(header, size - LENGTH_BYTES - length)}

@@ -26,6 +26,7 @@ from .pages.document import LastImage
 from .tinker.promises import TinkerClients
 from .tinker.upstream_trainer import UpstreamTrainer
 from .vllm.transfer import WeightTransfer
+from .weight_copies import PublishedWeights
 
 if TYPE_CHECKING:
     from ..group.replicas import ReplicaFleet
@@ -70,6 +71,7 @@ class FrontEnd:
         self.woken: list[EventStream] = []
         """Streams with something to send."""
         self.transfer = WeightTransfer(self.client, options.weight_transfer_backend)
+        self.published = PublishedWeights(self.client)
         self.tinker = TinkerClients(self.client)
         self.trainer = UpstreamTrainer(options.tinker_trainer) if options.tinker_trainer else None
 

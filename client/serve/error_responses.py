@@ -48,9 +48,6 @@ _PEERS = (
     "clone_weights of caesura.client.trainer"
 )
 _NOT_OFFERED = {
-    "/pull_weights": "the engine writes no checkpoints and applies no deltas: write a complete checkpoint "
-    "under --weights-root and call /update_weights_from_disk (slime: --update-weight-mode full, without "
-    "--update-weight-local-checkpoint-dir)",
     "/get_weights_by_name": "weights are not read out: compare them with POST /weights_checker",
     "/init_weights_send_group_for_remote_instance": _PEERS,
     "/send_weights_to_remote_instance": _PEERS,

@@ -28,8 +28,8 @@ OPEN_TO_ALL = (
     "any address and have files under --weights-root read"
 )
 """Actions open to anyone who can reach a server without keys."""
-Backend = Literal["nccl", "ipc", "gloo", "shared_memory", "disk"]
-"""How weights arrive by vLLM's routes; the last three are Caesura's own."""
+Backend = Literal["nccl", "sparse_nccl", "ipc", "delta", "gloo", "shared_memory", "disk"]
+"""How weights arrive by vLLM's routes; ``delta`` is SkyRL's, the last three are Caesura's own."""
 _BACKENDS = click.Choice(get_args(Backend))
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 PATH = click.Path()

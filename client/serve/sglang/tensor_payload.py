@@ -6,17 +6,18 @@ have a name that torch gives (``/torch_…``) and belong to this user, and is co
 """
 
 import base64
+import io
 import itertools
 import math
 import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
-from ....io_struct import CudaIPCHandle, TensorSpec
+from ....io_struct import CudaIPCHandle, DeltaBase, TensorSpec
 from ....transfer.legacy_pickle import Call, Global, parse
 from ....transfer.safetensors import (
     DTYPES,
@@ -26,6 +27,7 @@ from ....transfer.safetensors import (
     header_length,
     parse_header,
 )
+from ....transfer.weight_delta import read_delta
 from ...exceptions import InvalidRequest, Unsupported
 
 MAX_FRAME_BYTES = 1 << 30
@@ -67,6 +69,23 @@ def read_safetensors(body: bytes) -> Frames:
     except SafetensorsError as error:
         raise InvalidRequest(f"the body {error}", field="body") from error
     return frames_of((e.name, e.dtype, e.shape, data[e.offset : e.offset + e.nbytes]) for e in entries)
+
+
+class Delta(NamedTuple):
+    frames: Frames
+    base: DeltaBase
+
+
+def read_delta_body(body: bytes, base_epoch: int | None) -> Delta | None:
+    """Read a delta.safetensors, all in one frame, or return None if the body is another safetensors file."""
+    if body.find(b"caesura_delta", 0, LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "little")) < 0:
+        return None
+    try:
+        metadata, specs, buffer = read_delta(io.BytesIO(body), len(body))
+    except SafetensorsError as error:
+        raise InvalidRequest(f"the body {error}", field="body") from error
+    base = DeltaBase(base_epoch=base_epoch, base_digest=metadata.base_digest, digest=metadata.digest)
+    return Delta(Frames(specs, [memoryview(buffer)]), base)
 
 
 def frames_of(pieces: Iterable[tuple[str, str, list[int], memoryview]]) -> Frames:

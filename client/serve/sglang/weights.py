@@ -7,8 +7,10 @@ Paths and files, resolved, are under the weights root. Pickles need an option at
 
 import asyncio
 import os
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from litestar import Response, post
@@ -22,6 +24,7 @@ from ....io_struct import (
     ControlRequest,
     EndWeightUpdateReqInput,
     ErrorCode,
+    RollbackWeightsReqInput,
     TensorSpec,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
@@ -40,9 +43,14 @@ from ..context import Front, FrontEnd
 from ..error_responses import json_response, printable
 from ..middleware import is_binary
 from ..options import ServeOptions
+from ..weight_copies import require_folder
 from .control import EITHER
-from .tensor_payload import Frames, Part, dtype_of, read_pickled, read_safetensors
+from .tensor_payload import Frames, Part, dtype_of, read_delta_body, read_pickled, read_safetensors
 
+if TYPE_CHECKING:
+    from ...trainer.published import Version as Published
+
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Selector = Literal["target", "all"]
 Version = Label | int
 """A number, such as a step counter, becomes text."""
@@ -143,6 +151,8 @@ async def from_disk(front: FrontEnd, body: DiskBody) -> WeightUpdateReqOutput:
         raise Unsupported("manifest is not supported")
     check_load_format(body.load_format, "auto", "safetensors")
     path = await asyncio.to_thread(allowed_path, body.model_path, front.options)
+    if front.published.version_of(path) is not None:
+        return await front.published.load(path, body.options())
     return await front.client.update_weights_from_disk(path, load_format=body.load_format, **body.given())
 
 
@@ -180,6 +190,45 @@ def _checkpoint_files(folder: str) -> list[str]:
             return [e.name for e in entries if e.name in _CHECKPOINT_FILES or e.name.endswith(".safetensors")]
     except OSError:  # the scheduler says what is wrong with it
         return []
+
+
+class PullBody(Strict, kw_only=True):
+    target_version: NonNegative
+    local_checkpoint_dir: str | None = None
+    source_dir: str | None = None
+
+
+@command("/pull_weights", success("Pulled: /update_weights_from_disk of local_checkpoint_dir loads it."))
+async def pull_weights(front: FrontEnd, body: PullBody) -> None:
+    """Bring a copy of the checkpoint to a version that slime has published, while the engine serves."""
+    copy = await folder_of_copy(front, "local_checkpoint_dir", body.local_checkpoint_dir)
+    source = await folder_of_copy(front, "source_dir", body.source_dir)
+
+    def reader() -> "Callable[[int], Published]":
+        from ...trainer.published import slime_version
+
+        return partial(slime_version, Path(source))
+
+    await front.published.pull(copy, front.options.model, body.target_version, reader)
+
+
+async def folder_of_copy(front: FrontEnd, field: str, path: str | None) -> str:
+    return await asyncio.to_thread(allowed_path, require_folder(field, path), front.options, field)
+
+
+class RollbackBody(Strict, kw_only=True):
+    """Caesura's own."""
+
+    to_digest: Label | None = None
+    flush_cache: bool = True
+    torch_empty_cache: bool = False
+
+
+@command("/rollback_weights", success("Succeeded to return to the weights before the last delta."))
+async def rollback_weights(front: FrontEnd, body: RollbackBody) -> WeightUpdateReqOutput:
+    """Return to the weights before the last commit, which must have been a delta's."""
+    request = RollbackWeightsReqInput(**msgspec.structs.asdict(body))
+    return await sent(front, request)
 
 
 class DistributedBody(UpdateBody, kw_only=True):
@@ -220,24 +269,34 @@ class TensorBody(UpdateBody, kw_only=True):
     """SGLang's before ``selector``."""
 
 
+class TensorQuery(UpdateBody, kw_only=True):
+    base_epoch: int | None = None
+    """Epoch of the weights that a delta changes; null: not compared."""
+
+
 _TENSORS = {"access": "admin", "body": "weights", "struct": TensorBody}
 
 
 @post("/update_weights_from_tensor", status_code=200, opt=_TENSORS)
 async def update_weights_from_tensor(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Take a safetensors file as body, with options in the query, or SGLang's pickles in JSON."""
+    """Take a safetensors file as body, whole tensors or a delta, or SGLang's pickles in JSON."""
     body: UpdateBody
     if is_binary(request.content_type[0]):
-        body = in_session(request, query_of(request, UpdateBody))
-        work = _binary(front, request, body)
+        query = body = in_session(request, query_of(request, TensorQuery))
+        work = _binary(front, request, query)
     else:
         body = in_session(request, await read_control(request, TensorBody))
         work = _pickled(front, body)
     return await answered(front, "update_weights_from_tensor", success(_online), body, work)
 
 
-async def _binary(front: FrontEnd, request: HTTPRequest, body: UpdateBody) -> WeightUpdateReqOutput | None:
-    return await sent_part(front, read_safetensors(await request.body()), body.options())
+async def _binary(front: FrontEnd, request: HTTPRequest, body: TensorQuery) -> WeightUpdateReqOutput | None:
+    content = await request.body()
+    if (delta := read_delta_body(content, body.base_epoch)) is not None:
+        return await sent_part(front, delta.frames, {**body.options(), "delta": delta.base})
+    if body.base_epoch is not None:
+        raise InvalidRequest("base_epoch is of a delta, which the body is not", field="base_epoch")
+    return await sent_part(front, read_safetensors(content), body.options())
 
 
 async def _pickled(front: FrontEnd, body: TensorBody) -> WeightUpdateReqOutput | None:

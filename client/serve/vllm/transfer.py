@@ -71,8 +71,15 @@ class InitInfo(Strict, kw_only=True):
     packed_buffer_size_bytes: Positive = 1 << 30
     nccl_unique_id_b64: str | None = None
     """Instead of the address: the communicator's id, 128 bytes in base64."""
+    base_model_path: str | None = None
+    """SkyRL's, of the backend ``delta``: the checkpoint that is version 0; null: the server's model."""
+    local_checkpoint_dir: str | None = None
+    """Folder of the copy that ``/fetch_weights`` brings up to date."""
     # accepted and ignored
     packed_num_buffers: int = 2
+    max_files_to_keep: int = 5
+    prefetch_depth: int = 0
+    version_wait_timeout_s: float = 0.0
 
     def has_store_of(self, other: "InitInfo | None") -> bool:
         """Return True if both name one address, at which only one trainer can listen."""
@@ -161,7 +168,12 @@ class WeightTransfer:
         instead = "start the server with --weight-transfer-backend, or send by caesura.integrations.vllm"
         device = (await self._client.status(owner="")).device
         _nccl_id(info)
-        if info.backend in ("nccl", "ipc") and not device.startswith("cuda"):
+        if info.backend == "sparse_nccl" and device.startswith("cuda"):
+            raise Unsupported(
+                f"the backend sparse_nccl, two broadcasts for each tensor, is not received: {instead}",
+                field="backend",
+            )
+        if info.backend in ("nccl", "sparse_nccl", "ipc") and not device.startswith("cuda"):
             raise Unsupported(
                 f"the backend {info.backend} needs an engine on a GPU, this one is on {device}: {instead}",
                 field="backend",

@@ -5,10 +5,9 @@ sides derive from the shapes alone (``packed_tensor.py`` of vLLM 0.33).
 """
 
 import asyncio
-import math
-from collections.abc import Sequence
-from pathlib import PurePath
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from litestar import Response, get
@@ -16,6 +15,7 @@ from litestar import Response, get
 from ....io_struct import (
     CaesuraError,
     CudaIPCHandle,
+    DeltaBase,
     SharedMemoryHandle,
     TensorSpec,
     UpdateWeightsFromDistributedReqInput,
@@ -24,6 +24,7 @@ from ....io_struct import (
 )
 from ....io_struct.field_errors import field_error
 from ....transfer.safetensors import DTYPES
+from ....transfer.weight_delta import nbytes_of
 from ...connection.client_options import label
 from ...exceptions import InvalidRequest, Unsupported, WeightMismatch
 from ..bodies import Strict
@@ -32,8 +33,20 @@ from ..context import Front, FrontEnd
 from ..error_responses import json_response, status_of
 from ..openai.common import error_body
 from ..sglang.tensor_payload import dtype_of, read_ipc_handles
-from ..sglang.weights import DiskBody, Version, from_disk, sent, sent_part, uncommitted
+from ..sglang.weights import (
+    DiskBody,
+    NonNegative,
+    Version,
+    folder_of_copy,
+    from_disk,
+    sent,
+    sent_part,
+    uncommitted,
+)
 from .transfer import InitInfo
+
+if TYPE_CHECKING:
+    from ...trainer.published import Version as Published
 
 InfoT = TypeVar("InfoT", bound=Strict)
 
@@ -77,6 +90,7 @@ async def start(front: FrontEnd, body: StartBody) -> str:
             "weights in the layout of kernels are not supported: names and shapes are the checkpoint's",
             field="is_checkpoint_format",
         )
+    front.published.abandoned()
     return await front.transfer.start()
 
 
@@ -86,6 +100,11 @@ class BroadcastInfo(Strict, kw_only=True):
     shapes: list[list[int]]
     packed: bool | None = None
     """Sent by clients before vLLM 0.28; null: that of the init."""
+    num_updates_list: list[Annotated[int, msgspec.Meta(ge=0)] | None] | None = None
+    """vLLM's of ``sparse_nccl``, here over gloo: the number of elements of each tensor, whose positions and
+    values are one broadcast. Caesura's own: null for a whole tensor. Null instead of the list: all are."""
+    base: DeltaBase | None = None
+    """Caesura's own: the weights that these change; null: not compared."""
 
 
 class SharedMemoryInfo(Strict, kw_only=True):
@@ -93,6 +112,8 @@ class SharedMemoryInfo(Strict, kw_only=True):
 
     handle: SharedMemoryHandle | CudaIPCHandle
     specs: list[TensorSpec]
+    base: DeltaBase | None = None
+    """The weights that sparse tensors change; null: not compared."""
 
 
 class HandlesInfo(Strict, kw_only=True):
@@ -108,6 +129,18 @@ class DiskInfo(Strict, kw_only=True):
     """Caesura's own: a checkpoint folder under the weights root."""
 
     path: str
+
+
+class VersionInfo(Strict, kw_only=True):
+    """SkyRL's: a version that ``/fetch_weights`` has brought to the copy."""
+
+    target_version: int | None = None
+    version: int | None = None
+    # accepted and ignored
+    sync_dir: str | None = None
+    uri: str | None = None
+    update_kind: str = "dense"
+    receive_update_kind: str | None = None
 
 
 class UpdateBody(InSession, kw_only=True):
@@ -160,14 +193,36 @@ async def update(
         if init.backend == "shared_memory":
             shared = _read(info, SharedMemoryInfo)
             wire = UpdateWeightsFromIPCReqInput(
-                handle=shared.handle, specs=shared.specs, session_id=session, flush_cache=False
+                handle=shared.handle,
+                specs=shared.specs,
+                delta=_base_of(shared.specs, shared.base),
+                session_id=session,
+                flush_cache=False,
             )
             return await sent(front, wire)
+        if init.backend == "delta":
+            return await _fetched(front, _read(info, VersionInfo), init, session)
         if init.backend == "ipc":
             return await _opened(front, _read(info, HandlesInfo), session)
         return await sent(front, _broadcast(_read(info, BroadcastInfo), init, session))
 
     await front.transfer.update(msgspec.json.encode(info), receive, session_id)
+
+
+async def _fetched(front: FrontEnd, info: VersionInfo, init: InitInfo, session: str) -> WeightUpdateReqOutput:
+    copy = await folder_of_copy(front, "local_checkpoint_dir", init.local_checkpoint_dir)
+    wanted = info.version if info.target_version is None else info.target_version
+    if wanted is None or front.published.version_of(copy) != wanted:
+        raise InvalidRequest(
+            f"version {wanted} is not there: call POST /fetch_weights first",
+            field="update_info.target_version",
+        )
+    return await front.published.load(copy, {"session_id": session, "flush_cache": False})
+
+
+def _base_of(specs: list[TensorSpec], base: DeltaBase | None) -> DeltaBase | None:
+    is_sparse = base is not None or any(spec.count is not None for spec in specs)
+    return (base or DeltaBase()) if is_sparse else None
 
 
 def _read(given: dict[str, Any], kind: type[InfoT]) -> InfoT:
@@ -200,9 +255,18 @@ def _specs(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list
 
 def _broadcast(info: BroadcastInfo, init: InitInfo, session: str) -> UpdateWeightsFromDistributedReqInput:
     specs = _specs(info.names, info.dtype_names, info.shapes)
+    if (counts := info.num_updates_list) is not None:
+        if init.backend != "gloo" or len(counts) != len(specs):
+            raise InvalidRequest(
+                "num_updates_list must have a number for each name, and needs the backend gloo",
+                field="update_info.num_updates_list",
+            )
+        pairs = zip(specs, counts, strict=True)
+        specs = [msgspec.structs.replace(spec, count=number) for spec, number in pairs]
     packed = init.packed if info.packed is None else info.packed
     return UpdateWeightsFromDistributedReqInput(
         specs=specs,
+        delta=_base_of(specs, info.base),
         load_format="flattened_bucket" if packed else None,
         tensors_per_broadcast=chunks(specs, init.packed_buffer_size_bytes) if packed else None,
         session_id=session,
@@ -219,7 +283,7 @@ def chunks(specs: Sequence[TensorSpec], limit: int) -> list[int]:
             raise InvalidRequest(
                 f"{spec.name}: unknown dtype {spec.dtype!r}", field="update_info.dtype_names"
             )
-        count, size = count + 1, size + math.prod(spec.shape) * DTYPES[spec.dtype].nbytes
+        count, size = count + 1, size + nbytes_of(spec.dtype, spec.shape, spec.count)
         if size > limit:
             counts.append(count)
             count = size = 0
@@ -238,7 +302,40 @@ async def finish_weight_update(front: FrontEnd, body: FinishBody) -> None:
 async def finish(
     front: FrontEnd, weight_version: Version | None = None, session_id: str | None = None
 ) -> None:
-    await front.transfer.finish(label(weight_version), session_id)
+    front.published.committed(await front.transfer.finish(label(weight_version), session_id))
+
+
+class FetchBody(Strict, kw_only=True):
+    target_version: NonNegative
+    sync_dir: str | None = None
+    uri: str | None = None
+
+
+def _fetched_form(body: FetchBody, _: object) -> dict[str, Any]:
+    return {"status": "ok", "result": {"status": "ok", "target_version": body.target_version}}
+
+
+@command("/fetch_weights", Form(_fetched_form, refused))
+async def fetch_weights(front: FrontEnd, body: FetchBody) -> None:
+    """Bring a copy of the checkpoint to a version that SkyRL has published, while the engine serves."""
+    init = front.transfer.info
+    copy = await folder_of_copy(front, "local_checkpoint_dir", init.local_checkpoint_dir)
+    known = init.base_model_path
+    base = front.options.model if known is None else await folder_of_copy(front, "base_model_path", known)
+    own = None if body.uri is None else await folder_of_copy(front, "uri", body.uri)
+    source = None if own and body.sync_dir is None else await folder_of_copy(front, "sync_dir", body.sync_dir)
+
+    def reader() -> "Callable[[int], Published]":
+        from ...trainer.published import skyrl_version
+
+        def read(number: int) -> "Published":
+            if own is not None and (number == body.target_version or source is None):
+                return skyrl_version(Path(own), number)
+            return skyrl_version(Path(source or "") / f"v{number:08d}", number)
+
+        return read
+
+    await front.published.pull(copy, base, body.target_version, reader)
 
 
 class NothingBody(Strict, kw_only=True):
