@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import msgspec
 
 from ..client.exceptions import GroupError
-from ..client.trainer.buckets import Bucket, buckets
+from ..client.trainer.buckets import AnyTensor, Bucket, SparseTensor, buckets
 from ..client.trainer.rendezvous import GRACE_S, await_ranks, beside, make_store
 from ..client.trainer.shared import SharedBucket, common_cuda_device
 from ..client.trainer.update_group import WeightUpdateGroup, whole
@@ -36,9 +36,11 @@ from ..io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ..transfer.process_group import Membership, keys_of, make_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
+
+    from ..client.trainer import WeightDelta
 
 BACKEND = "caesura"
 
@@ -127,6 +129,24 @@ class TrainerEngine:
         version = () if weight_version is None else (weight_version,)
         self._client.finish_weight_update(*version)
 
+    def send_delta(self, delta: WeightDelta, weight_version: str | None = None) -> None:
+        """Send what changed as one update, on the first rank; the engine refuses a delta of other weights."""
+        if not self._info.is_sender or not delta:
+            return
+        self._client.start_weight_update()
+        base = msgspec.to_builtins(delta.base())
+        if self._info.transport == "disk":
+            with TemporaryDirectory(prefix="delta-", dir=self._info.folder) as folder:
+                delta.save(folder)
+                self._client.update_weights({"path": folder})
+        elif self._group is None:
+            for bucket in buckets(delta, self._info.bucket_bytes):
+                self._share(bucket, base=base)
+        else:
+            for part in whole(delta.items(), self._info.bucket_bytes, lambda named: named[1].nbytes):
+                self._broadcast(part, base=base)
+        self._client.finish_weight_update(*(() if weight_version is None else (weight_version,)))
+
     def shutdown(self) -> None:
         """Leave the group. Idempotent."""
         if self._group is not None:
@@ -161,10 +181,15 @@ class TrainerEngine:
         self._group = WeightUpdateGroup(joining.result())
         self._group.store = store
 
-    def _broadcast(self, part: list[tuple[str, Tensor]]) -> None:
+    def _broadcast(self, part: Sequence[tuple[str, AnyTensor]], **more: Any) -> None:
         assert self._group is not None
         part = [(name, tensor.detach()) for name, tensor in part]
+        if more:
+            more["num_updates_list"] = [
+                tensor.count if isinstance(tensor, SparseTensor) else None for _, tensor in part
+            ]
         described = {
+            **more,
             "names": [name for name, _ in part],
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in part],
             "shapes": [list(tensor.shape) for _, tensor in part],
@@ -179,14 +204,15 @@ class TrainerEngine:
             raise
         call.result()
 
-    def _share(self, bucket: Bucket) -> None:
+    def _share(self, bucket: Bucket, **more: Any) -> None:
         if self._memory is None or self._memory.nbytes < bucket.nbytes:
             if self._memory is not None:
                 self._memory.close()
             device = common_cuda_device(piece.rows for piece in bucket.pieces)
             self._memory = SharedBucket(bucket.nbytes, device)
         specs = self._memory.fill(bucket)
-        self._client.update_weights(msgspec.to_builtins({"handle": self._memory.handle, "specs": specs}))
+        shared = {"handle": self._memory.handle, "specs": specs}
+        self._client.update_weights({**more, **msgspec.to_builtins(shared)})
 
     def _save(self) -> None:
         from safetensors.torch import save_file

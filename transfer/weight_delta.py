@@ -53,6 +53,11 @@ class _Header(msgspec.Struct):
     metadata: _FileMetadata = msgspec.field(name="__metadata__")
 
 
+def is_delta(folder: str) -> bool:
+    """Return True if ``folder`` holds a delta instead of a checkpoint."""
+    return os.path.exists(os.path.join(folder, DELTA_FILE))
+
+
 def position_bytes(shape: Sequence[int]) -> int:
     """Return the size of a position in a tensor of ``shape``."""
     return 8 if prod(shape) >= _WIDE else 4

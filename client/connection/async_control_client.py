@@ -50,6 +50,7 @@ from .status_figures import explained, figures, time_to_ask
 
 if TYPE_CHECKING:
     from ..trainer import NamedTensors, SharedBuckets, WeightDelta, WeightUpdateGroup
+    from ..trainer.buckets import Sendable
     from ..trainer.sending import Sender
 
 ReplyT = TypeVar("ReplyT", bound=wire.Message)
@@ -194,7 +195,7 @@ class AsyncControlClient:
 
     async def update_weights_from_tensor(
         self,
-        named_tensors: "NamedTensors",
+        named_tensors: "Sendable",
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout: float | None = None,
@@ -202,8 +203,9 @@ class AsyncControlClient:
     ) -> wire.WeightUpdateReqOutput:
         """Send weights over the socket. Needs torch.
 
-        ``named_tensors`` (pairs or a dict) have checkpoint names. More than ``bucket_bytes`` take several
-        calls of one session: that of :meth:`weight_update`, else a new one. ``timeout`` limits each call.
+        ``named_tensors`` (pairs, a dict or a ``WeightDelta``) have checkpoint names. More than
+        ``bucket_bytes`` take several calls of one session: that of :meth:`weight_update`, else a new one.
+        ``timeout`` limits each call.
         """
         from ..trainer.sending import send_tensors
 
@@ -217,7 +219,7 @@ class AsyncControlClient:
 
     async def update_weights_from_ipc(
         self,
-        named_tensors: "NamedTensors",
+        named_tensors: "Sendable",
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout: float | None = None,
@@ -236,7 +238,7 @@ class AsyncControlClient:
 
     async def update_weights_from_distributed(
         self,
-        named_tensors: "NamedTensors",
+        named_tensors: "Sendable",
         *,
         group: "WeightUpdateGroup",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,

@@ -52,7 +52,10 @@ class GroupClient(GenerationClient):
         group = self._group
         match request:
             case (
-                wire.WeightUpdateOptions() | wire.BeginWeightUpdateReqInput() | wire.EndWeightUpdateReqInput()
+                wire.WeightUpdateOptions()
+                | wire.BeginWeightUpdateReqInput()
+                | wire.EndWeightUpdateReqInput()
+                | wire.RollbackWeightsReqInput()
             ):
                 return await group.updates.carry_out(request, buffers)
             case wire.PauseGenerationReqInput():

@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
-from ...io_struct import GetStatusReqOutput, MemoryTag, PauseMode, WeightUpdateReqOutput, new_id
+from ...io_struct import (
+    GetStatusReqOutput,
+    MemoryTag,
+    PauseMode,
+    RollbackWeightsReqInput,
+    WeightUpdateReqOutput,
+    new_id,
+)
 from ..connection.async_client import AsyncGenerationHandle
 from ..connection.client_options import GenerateOptions, label, require_known
 from ..connection.prompts import Ids, Prompts, Sampling
@@ -40,11 +47,12 @@ from .session import (
     Verify,
     WeightSender,
     everywhere,
+    is_staged,
     transport_of,
 )
 
 if TYPE_CHECKING:
-    from ..trainer import NamedTensors
+    from ..trainer import NamedTensors, WeightDelta
 
 logger = logging.getLogger(__name__)
 
@@ -324,8 +332,9 @@ class Fleet:
         Generation is paused in ``pause_mode`` meanwhile, unless the fleet is paused already.
 
         Args:
-            named_tensors: checkpoint names and tensors, for all transports but ``disk``.
-            model_path: a checkpoint folder that every engine can read, for ``disk``.
+            named_tensors: checkpoint names and tensors, or a ``WeightDelta``, which is sent while generation
+                goes on; for all transports but ``disk``.
+            model_path: a folder that every engine can read, for ``disk``: a checkpoint, or a delta's.
             transport: None means ``disk`` with a path, and with tensors ``tensor``.
             weight_version: the new label. None means unchanged.
             torch_empty_cache: empty the device caches before members continue that the update has paused.
@@ -339,11 +348,15 @@ class Fleet:
             flush = mode != "in_place"  # requests that are frozen in place keep their cache
             try:
                 present = [member for member in self.members if member.state != "gone"]
-                paused = await self.pause_members(mode, present, min(deadline_s, PAUSE_S))
-                deadline = time.monotonic() + deadline_s
-                await session.begin(paused, timeout=deadline_s, deadline_s=deadline_s + SPARE_S)
+                deadline, limit = time.monotonic() + deadline_s, min(deadline_s, PAUSE_S)
+                staged = is_staged(given)
+                paused = None if staged else await self.pause_members(mode, present, limit)
+                there = paused or await everywhere(present, self.ask, limit)
+                await session.begin(there, timeout=deadline_s, deadline_s=deadline_s + SPARE_S)
                 left = max(0.0, deadline - time.monotonic())
                 session.settle(await self._sender.send(transport, given, session, left, flush_cache=flush))
+                if staged:  # generation has gone on until here
+                    session.settle(await self.pause_members(mode, session.members, limit))
                 done = await session.commit(version, max(0.0, deadline - time.monotonic()))
             except (FleetUpdateFailed, asyncio.CancelledError) as error:
                 if not session.committing:
@@ -352,14 +365,9 @@ class Fleet:
                 if isinstance(error, FleetUpdateFailed):
                     error.still_serve(self.dispatcher.serving)
                 raise
-            self.committed(done, Source(given if transport == "disk" else None, updated=True))
+            self.committed(done, Source(given if transport == "disk" and not staged else None, updated=True))
             await self.over(session, torch_empty_cache=torch_empty_cache)
-            return FleetUpdate(
-                epoch=self.weights_epoch,
-                weight_version=self.weight_version,
-                replies={member.name: reply for member, reply in done.replies.items()},
-                fenced={member.name: member.reason for member in self.members if not member.serves},
-            )
+            return self._updated(done)
 
         async with self.weights_lock, self.lock:
             work = asyncio.ensure_future(carry_out())
@@ -370,6 +378,44 @@ class Fleet:
                     work.cancel()
                 await asyncio.wait([work])
                 raise
+
+    async def rollback(self, delta: "WeightDelta | None" = None, *, flush_cache: bool = True) -> FleetUpdate:
+        """Return all members to the weights before ``delta``, or before the last one.
+
+        Raises the first refusal if all refuse; members that cannot while others have are fenced.
+        """
+        digest = None if delta is None else delta.base_digest
+        async with self.weights_lock, self.lock:
+            request = RollbackWeightsReqInput(to_digest=digest, flush_cache=flush_cache)
+            return self._updated(await self.rolled_back(request))
+
+    async def rolled_back(self, request: RollbackWeightsReqInput) -> Answers:
+        """Carry out a rollback on all members; the caller holds :attr:`lock`. Raises as :meth:`rollback`."""
+        session = Session(verify=self.verify, paused_here=self.paused_mode is None)
+        mode = self.paused_mode or ("retract" if request.flush_cache else "in_place")
+        present = [member for member in self.members if member.state != "gone"]
+        paused = await self.pause_members(mode, present, PAUSE_S)
+        done = await everywhere(
+            list(paused.replies),
+            lambda each: each.client.rollback_weights(
+                to_digest=request.to_digest, flush_cache=request.flush_cache
+            ),
+            PAUSE_S,
+        )
+        if done.replies:
+            self.committed(done, Source(None, updated=True))
+        await self.over(session, torch_empty_cache=request.torch_empty_cache)
+        if not done.replies:
+            done.raise_first()
+        return done
+
+    def _updated(self, done: Answers) -> FleetUpdate:
+        return FleetUpdate(
+            epoch=self.weights_epoch,
+            weight_version=self.weight_version,
+            replies={member.name: reply for member, reply in done.replies.items()},
+            fenced={member.name: member.reason for member in self.members if not member.serves},
+        )
 
     def committed(self, done: Answers, source: Source) -> None:
         """Record the commits ``done``; the caller holds :attr:`lock`, and the members are paused."""

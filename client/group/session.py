@@ -19,7 +19,8 @@ from operator import methodcaller
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ...io_struct import TensorSpec, new_id
+from ...io_struct import PauseMode, TensorSpec, new_id
+from ...transfer.weight_delta import is_delta
 from ..connection.blocking import ControlClient
 from ..connection.client_options import folder_of
 from ..exceptions import (
@@ -151,6 +152,8 @@ class Session:
     """Transport, group and label, in which the calls of an implicit session must agree."""
     paused_here: bool = False
     """True if the update has paused the members."""
+    pause_mode: PauseMode = "in_place"
+    """Mode of the pause at the commit, if there is none yet."""
     committing: bool = False
     """True once members are told to commit: it then runs to the end, whoever stops waiting."""
     members: list[Member] = field(default_factory=list)
@@ -266,6 +269,11 @@ def transport_of(
 
     rereadable = isinstance(named_tensors, SharedTensors | Mapping)
     return transport, named_tensors if rereadable else list(named_tensors or ())
+
+
+def is_staged(given: Any) -> bool:
+    """Return True if an update of ``given`` is a delta, which engines write at the commit."""
+    return is_delta(given) if isinstance(given, str) else hasattr(given, "base_digest")
 
 
 class WeightSender:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ... import io_struct as wire
+from ...transfer.weight_delta import is_delta
 from .. import exceptions as errors
 from .combining import one_error, uniform
 from .members import Member
@@ -63,13 +64,15 @@ class Updates:
         )
 
     async def carry_out(self, request: wire.Request, buffers: Sequence[memoryview]) -> Any:
-        """Begin or end a session, or load weights and commit if the call is the last one."""
+        """Begin or end a session, roll back, or load weights and commit if the call is the last one."""
         fleet = self._fleet
         async with fleet.weights_lock, fleet.lock:
             if isinstance(request, wire.BeginWeightUpdateReqInput):
                 return await self._begin(request)
             if isinstance(request, wire.EndWeightUpdateReqInput):
                 return await self._end(request)
+            if isinstance(request, wire.RollbackWeightsReqInput):
+                return await self._rolled_back(request)
             assert isinstance(request, wire.WeightUpdateOptions)
             async with fleet.groups.used_by(request):
                 return await self._load(request, buffers)
@@ -99,6 +102,12 @@ class Updates:
             if self.session is not None:
                 await self._commit(self.session, None, "")
 
+    async def _rolled_back(self, request: wire.RollbackWeightsReqInput) -> wire.WeightUpdateReqOutput:
+        await self._still_open()
+        if self.session is not None:
+            raise _is_open(self.session)
+        return self._combined((await self._fleet.rolled_back(request)).replies, request.id)
+
     async def _begin(self, request: wire.BeginWeightUpdateReqInput) -> wire.BeginWeightUpdateReqOutput:
         await self._still_open()
         if self.session is not None:
@@ -115,18 +124,19 @@ class Updates:
     async def _load(
         self, request: wire.WeightUpdateOptions, buffers: Sequence[memoryview]
     ) -> wire.WeightUpdateReqOutput:
-        opened = self._joined(request)
+        request, opened = self._of_members(request), self._joined(request)
         if opened is None:
             opened = await self._opened(request)
-        elif not opened.paused_here and self._fleet.paused_mode is None:
+        elif request.delta is None and not opened.paused_here and self._fleet.paused_mode is None:
             await self._pause(opened, _pause_mode(request))
+        opened.pause_mode = _pause_mode(request)
         if isinstance(request, wire.UpdateWeightsFromDistributedReqInput):
             await self._require_all(opened)
         replies = await self._loaded(opened, request, buffers)
         reply = self._combined(replies, request.id)
         opened.calls += 1
         opened.tensors += reply.written_tensors
-        opened.source = Source(getattr(request, "model_path", None), updated=True)
+        opened.source = Source(_whole_folder(request), updated=True)
         if opened.kind == "single":
             return await self._commit(opened, None, request.id)
         if opened.missing is not None:
@@ -166,6 +176,21 @@ class Updates:
             stages=wire.StageTimes(),
         )
 
+    def _of_members(self, request: wire.WeightUpdateOptions) -> wire.WeightUpdateOptions:
+        """Return a delta as members take it: the group's epoch, which is none of theirs, is compared here."""
+        if request.delta is None or request.delta.base_epoch is None:
+            return request
+        epoch = self._fleet.weights_epoch
+        if request.delta.base_epoch != epoch:
+            raise errors.BaseMismatch(
+                f"the delta is of weights epoch {request.delta.base_epoch}, the weights are those of {epoch}",
+                base_epoch=request.delta.base_epoch,
+                got=epoch,
+                weights_epoch=epoch,
+            )
+        base = msgspec.structs.replace(request.delta, base_epoch=None)
+        return msgspec.structs.replace(request, delta=base)
+
     def _joined(self, request: wire.WeightUpdateOptions) -> Session | None:
         """Return the open session if the call belongs to it, or None if none is open."""
         opened, name = self.session, request.session_id
@@ -186,15 +211,18 @@ class Updates:
         fleet.notice_continued(known)
         valid = any(status.weights == "valid" for member, status in known.replies.items() if member.serves)
         single = isinstance(request, _WHOLE) or (fleet.paused_mode is None and valid)
+        staged = request.delta is not None and fleet.paused_mode is None
         opened = Session(
             verify=fleet.verify,
             kind="single" if single else "implicit",
             owner=request.owner,
             route=_route(request),
-            paused_here=fleet.paused_mode is None,
+            paused_here=fleet.paused_mode is None and not staged,
         )
         # a pause keeps its lease: those that are paused are not paused again
         running = [member for member, status in known.replies.items() if status.generation != "paused"]
+        if staged:  # generation goes on until the commit
+            running = []
         paused = await fleet.pause_members(fleet.paused_mode or _pause_mode(request), running, PAUSE_S)
         fleet.dispatcher.drop(known.out, "it does not answer")
         held = {member: reply for member, reply in known.replies.items() if member not in running}
@@ -266,7 +294,7 @@ class Updates:
     ) -> wire.WeightUpdateReqOutput:
         fleet = self._fleet
         if fleet.paused_mode is None and not opened.paused_here:
-            await self._pause(opened, "in_place")
+            await self._pause(opened, opened.pause_mode)
         try:
             done = await opened.commit(label, SETTLE_S)
         except FleetUpdateFailed as error:
@@ -327,6 +355,12 @@ class Updates:
         reply: wire.WeightUpdateReqOutput = self._fleet.combine(Answers(replies))
         epoch, label = self._fleet.weights_epoch, self._fleet.weight_version
         return msgspec.structs.replace(reply, id=message_id, weights_epoch=epoch, weight_version=label)
+
+
+def _whole_folder(request: wire.WeightUpdateOptions) -> str | None:
+    """Return the folder from which a member can be brought back to the weights, if there is one."""
+    folder = getattr(request, "model_path", None)
+    return None if folder is None or is_delta(folder) else folder
 
 
 def _route(request: wire.WeightUpdateOptions) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ Invariants:
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,10 +57,8 @@ class PublishedWeights:
             loaded, base = self._loaded.pop(copy, (None, DeltaBase()))
             reply = None
             if delta is not None and loaded == version - 1:
-                try:
-                    reply = await self._send(str(delta), options, base)
-                except BaseMismatch:  # somebody else has updated it since
-                    pass
+                with suppress(BaseMismatch):  # somebody else has updated it since
+                    reply = await self._send_delta(str(delta), options, base)
             if reply is None:
                 reply = await self._send(copy, options, None)
             self._unfinished = copy, version
@@ -78,6 +77,16 @@ class PublishedWeights:
     def abandoned(self) -> None:
         """Forget a load whose session has not been committed."""
         self._unfinished = None
+
+    async def _send_delta(
+        self, folder: str, options: dict[str, Any], base: DeltaBase
+    ) -> WeightUpdateReqOutput | None:
+        """Send a delta as a commit of its own, also while paused, unless the options name a session."""
+        if options.get("session_id") is not None:
+            return await self._send(folder, options, base)
+        async with self._client.weight_update(weight_version=options.get("weight_version")) as session:
+            await self._send(folder, {**options, "session_id": session.opened.session_id}, base)
+        return session.result
 
     async def _send(
         self, folder: str, options: dict[str, Any], base: DeltaBase | None

@@ -6,7 +6,7 @@ from .names import checkpoint_tensors
 from .shared import SharedBucket, SharedBuckets, SharedTensors
 from .sparse_updates import DeltaTracker, WeightDelta
 from .token_weights import importance_weights
-from .two_phase import update_from_shared
+from .two_phase import update_from_shared, update_sparse
 from .update_group import WeightUpdateGroup
 
 __all__ = [
@@ -27,4 +27,5 @@ __all__ = [
     "importance_weights",
     "manifest",
     "update_from_shared",
+    "update_sparse",
 ]

@@ -71,6 +71,11 @@ class SparseTensor:
         """Values, a view of :attr:`dtype`."""
         return self.data[values_offset(self.shape, self.count) :].view(self.dtype)
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the data: the CPU."""
+        return self.data.device
+
     def detach(self) -> "SparseTensor":
         """Return itself."""
         return self

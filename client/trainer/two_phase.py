@@ -9,9 +9,10 @@ Invariants:
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NoReturn, Unpack
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
 
 import msgspec
 
@@ -21,9 +22,11 @@ from ..connection.channel import wait_for
 from ..connection.client_options import UpdateOptions, update_fields
 from ..exceptions import EngineError, InvalidRequest, PartialUpdate
 from .shared import SharedTensors
+from .sparse_updates import WeightDelta
 
 if TYPE_CHECKING:
     from ..connection.blocking import ControlClient
+    from .update_group import WeightUpdateGroup
 
 
 class TwoPhaseUpdate:
@@ -135,6 +138,83 @@ def update_from_shared(
     call = wire.UpdateWeightsFromIPCReqInput
     update.start([call(handle=handle, specs=tensors.specs, **fields) for _ in clients])
     return update.commit()
+
+
+def update_sparse(
+    clients: "Sequence[ControlClient]",
+    delta: WeightDelta,
+    *,
+    transport: Literal["tensor", "ipc", "disk"] = "tensor",
+    folder: str | os.PathLike[str] | None = None,
+    group: "WeightUpdateGroup | None" = None,
+    timeout: float | None = None,
+    **options: Unpack[UpdateOptions],
+) -> list[wire.WeightUpdateReqOutput]:
+    """Send engines what has changed, and return their replies in order: all commit, or none does.
+
+    Each stages it while it generates, and compares its own weights with those that ``delta`` is of. ``group``
+    has these clients, and broadcasts it once instead. Where a commit fails, those of before are rolled back.
+    Raises the first refusal with all weights as they were, or PartialUpdate.
+    """
+    require_clients(clients)
+    fields = sessionless_fields(options)
+    label = fields.pop("weight_version", None)
+    if transport == "disk" and folder is not None:
+        delta.save(folder, weight_version=label)
+
+    def send(client: "ControlClient") -> Any:
+        if transport == "disk":
+            return client.update_weights_from_disk(folder or "", timeout=timeout, **fields)
+        call = client.update_weights_from_ipc if transport == "ipc" else client.update_weights_from_tensor
+        return call(delta, timeout=timeout, **fields)
+
+    def end(client: "ControlClient") -> Any:
+        return client.end_weight_update(weight_version=label, timeout=timeout)
+
+    begun: list[ControlClient] = []
+    try:
+        for client in clients:
+            client.begin_weight_update(timeout=timeout)
+            begun.append(client)
+        if group is not None:
+            group.update(delta, timeout=timeout, **fields)
+        else:
+            _raise_first(_at_once(clients, send)[1])
+        replies, errors = _at_once(clients, end)
+    except BaseException:
+        _at_once(begun, lambda client: client.end_weight_update(commit=False, timeout=timeout))
+        raise
+    if not errors:
+        return [replies[number] for number in range(len(clients))]
+    failed = [clients[number] for number in errors]
+    _at_once(failed, lambda client: client.end_weight_update(commit=False, timeout=timeout))
+    committed = sorted(replies)
+    _, stuck = _at_once([clients[number] for number in committed], lambda client: client.rollback(delta))
+    if not stuck:
+        _raise_first(errors)
+    kept = {number: replies[number] for place, number in enumerate(committed) if place in stuck}
+    raise PartialUpdate([client.endpoint for client in clients], kept, errors)
+
+
+def _raise_first(errors: dict[int, CaesuraError]) -> None:
+    if errors:
+        raise errors[min(errors)]
+
+
+def _at_once(
+    clients: "Sequence[ControlClient]", act: Callable[["ControlClient"], Any]
+) -> tuple[dict[int, Any], dict[int, CaesuraError]]:
+    """Do the same with all clients at once; return replies and errors by their positions."""
+    replies: dict[int, Any] = {}
+    errors: dict[int, CaesuraError] = {}
+    with ThreadPoolExecutor(max_workers=max(1, len(clients))) as pool:
+        for number, future in enumerate([pool.submit(act, client) for client in clients]):
+            try:
+                replies[number] = future.result()
+            except CaesuraError as error:
+                error.add_note(f"engine at {clients[number].endpoint}")
+                errors[number] = error
+    return replies, errors
 
 
 def sessionless_fields(options: UpdateOptions) -> dict[str, Any]:

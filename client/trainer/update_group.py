@@ -169,7 +169,7 @@ class WeightUpdateGroup:
 
     def update(
         self,
-        named_tensors: NamedTensors,
+        named_tensors: Sendable,
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         load_format: LoadFormat = "flattened_bucket",
