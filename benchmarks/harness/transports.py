@@ -30,10 +30,10 @@ class Trainer:
         transports: Sequence[Transport],
         bucket_bytes: int,
     ) -> None:
-        self._client = client
+        self.client = client
         self._folders = folders
         self._bucket_bytes = bucket_bytes
-        self._group = WeightUpdateGroup.create([client]) if "distributed" in transports else None
+        self.group = WeightUpdateGroup.create([client]) if "distributed" in transports else None
         self.weights: list[Weights] = [load_file(folder / "model.safetensors") for folder in folders]
         self._shared: list[SharedTensors] = []
         if "ipc-shared" in transports:
@@ -43,7 +43,7 @@ class Trainer:
         self, transport: Transport, which: int, **options: Unpack[UpdateOptions]
     ) -> WeightUpdateReqOutput:
         """Update the engine to the weights of folder number ``which`` and return the final reply."""
-        client, size = self._client, self._bucket_bytes
+        client, size = self.client, self._bucket_bytes
         tensors = self.weights[which].items()
         match transport:
             case "disk":
@@ -55,9 +55,9 @@ class Trainer:
             case "ipc-shared":
                 return client.update_weights_from_ipc(self._shared[which], **options)
             case "distributed":
-                assert self._group is not None
+                assert self.group is not None
                 return client.update_weights_from_distributed(
-                    tensors, group=self._group, bucket_bytes=size, **options
+                    tensors, group=self.group, bucket_bytes=size, **options
                 )
 
     def __enter__(self) -> Self:
@@ -66,7 +66,7 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._group is not None:
-            self._group.close()
+        if self.group is not None:
+            self.group.close()
         for shared in self._shared:
             shared.close()
