@@ -29,10 +29,11 @@ struct Positions {
 // Writes the elements from `begin` to `end` that differ.
 template <class Word>
 inline int64_t scan(const Word* before, const Word* after, int64_t begin, int64_t end, int64_t first, int64_t count,
-                    const Positions& positions, Word* values) {
+                    const Positions& positions, Word* old, Word* values) {
     for (int64_t i = begin; i < end; i++) {
         if (before[i] == after[i]) continue;
         positions.set(count, first + i);
+        old[count] = before[i];
         values[count++] = after[i];
     }
     return count;
@@ -41,7 +42,7 @@ inline int64_t scan(const Word* before, const Word* after, int64_t begin, int64_
 #ifdef __x86_64__
 template <class Word>
 __attribute__((target("avx2,bmi"))) int64_t changed_avx2(const Word* before, const Word* after, int64_t n, int64_t first,
-                                                     const Positions& positions, Word* values) {
+                                                     const Positions& positions, Word* old, Word* values) {
     constexpr int64_t BLOCK = 128 / sizeof(Word), PART = 32 / sizeof(Word);
     int64_t count = 0, begin = 0;
     for (; begin + BLOCK <= n; begin += BLOCK) {
@@ -62,21 +63,23 @@ __attribute__((target("avx2,bmi"))) int64_t changed_avx2(const Word* before, con
             while (bytes) {  // a bit for each byte that differs
                 const int64_t element = __builtin_ctz(bytes) / sizeof(Word), i = begin + part * PART + element;
                 positions.set(count, first + i);
+                old[count] = before[i];
                 values[count++] = after[i];
                 bytes &= ~static_cast<uint32_t>(((uint64_t{1} << sizeof(Word)) - 1) << (element * sizeof(Word)));
             }
         }
     }
-    return scan(before, after, begin, n, first, count, positions, values);
+    return scan(before, after, begin, n, first, count, positions, old, values);
 }
 #endif
 
 template <class Word>
-int64_t changed(const Word* before, const Word* after, int64_t n, int64_t first, const Positions& positions, Word* values) {
+int64_t changed(const Word* before, const Word* after, int64_t n, int64_t first, const Positions& positions, Word* old,
+                Word* values) {
 #ifdef __x86_64__
-    if (__builtin_cpu_supports("avx2")) return changed_avx2(before, after, n, first, positions, values);
+    if (__builtin_cpu_supports("avx2")) return changed_avx2(before, after, n, first, positions, old, values);
 #endif
-    return scan(before, after, 0, n, first, 0, positions, values);
+    return scan(before, after, 0, n, first, 0, positions, old, values);
 }
 
 template <class Word>
@@ -93,14 +96,15 @@ void scatter(Word* target, const Positions& positions, const Word* values, Word*
 }  // namespace
 
 // Rises, with _ABI in words.py, whenever the arguments of a function change.
-CAESURA_API int caesura_words_abi() { return 2; }
+CAESURA_API int caesura_words_abi() { return 3; }
 
-// Writes position (from `first` on) and value of each of n elements that differ, ascending, and returns their number.
+// Writes position (from `first` on), old and new value of each of n elements that differ, ascending; returns their number.
 CAESURA_API int64_t caesura_words_changed(const void* before, const void* after, int64_t n, int width, int64_t first,
-                                          void* positions, int wide, void* values) {
+                                          void* positions, int wide, void* old, void* values) {
     const Positions at{positions, wide != 0};
 #define CAESURA_CHANGED(WORD)                                                                                    \
-    return changed(static_cast<const WORD*>(before), static_cast<const WORD*>(after), n, first, at, static_cast<WORD*>(values))
+    return changed(static_cast<const WORD*>(before), static_cast<const WORD*>(after), n, first, at,              \
+                   static_cast<WORD*>(old), static_cast<WORD*>(values))
     switch (width) {
         case 1: CAESURA_CHANGED(uint8_t);
         case 2: CAESURA_CHANGED(uint16_t);

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_ABI = 2
+_ABI = 3
 _CHUNK = 1 << 22
 """Elements that a thread compares at a time."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,7 +37,7 @@ def library() -> ctypes.CDLL | None:
     if found.caesura_words_abi() != _ABI:
         return None
     two, one = [_POINTER, _POINTER], [_POINTER]
-    found.caesura_words_changed.argtypes = [*two, _COUNT, _INT, _COUNT, *one, _INT, *one]
+    found.caesura_words_changed.argtypes = [*two, _COUNT, _INT, _COUNT, *one, _INT, *two]
     found.caesura_words_changed.restype = _COUNT
     found.caesura_words_scatter.argtypes = [*two, _INT, *two, _COUNT, _INT]
     found.caesura_words_scatter.restype = None
@@ -63,18 +63,18 @@ def as_words(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(_WORDS[tensor.element_size()])
 
 
-def changed(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """Return positions of the elements whose bits differ, and their values in ``after``."""
+def changed(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return positions of the elements whose bits differ, and their values before and after."""
     old, new = as_words(before), as_words(after)
     dtype, compiled = position_dtype(old.numel()), library()
     if compiled is None:
         found = (old != new).nonzero().reshape(-1)
-        return found.to(dtype), new[found].view(after.dtype)
+        return found.to(dtype), old[found].view(after.dtype), new[found].view(after.dtype)
     starts = range(0, old.numel(), _CHUNK)
 
-    def look(start: int) -> tuple[Tensor, Tensor]:
+    def look(start: int) -> tuple[Tensor, Tensor, Tensor]:
         n = min(_CHUNK, old.numel() - start)
-        positions, values = torch.empty(n + 1, dtype=dtype), torch.empty(n + 1, dtype=new.dtype)
+        positions, were, values = (torch.empty(n, dtype=each) for each in (dtype, old.dtype, new.dtype))
         count = compiled.caesura_words_changed(
             old.data_ptr() + start * old.element_size(),
             new.data_ptr() + start * old.element_size(),
@@ -83,18 +83,20 @@ def changed(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
             start,
             positions.data_ptr(),
             dtype == torch.int64,
+            were.data_ptr(),
             values.data_ptr(),
         )
         # Copied, as a view of few elements would keep memory for all
-        return positions[:count].clone(), values[:count].clone()
+        return positions[:count].clone(), were[:count].clone(), values[:count].clone()
 
     if len(starts) > 1:
         parts = list(_threads(os.getpid()).map(look, starts))
     else:
         parts = [look(start) for start in starts]
     if not parts:
-        return torch.empty(0, dtype=dtype), after.new_empty(0)
-    return torch.cat([p for p, _ in parts]), torch.cat([v for _, v in parts]).view(after.dtype)
+        return torch.empty(0, dtype=dtype), after.new_empty(0), after.new_empty(0)
+    positions, were, values = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts))
+    return positions, were.view(after.dtype), values.view(after.dtype)
 
 
 def scatter(target: Tensor, positions: Tensor, values: Tensor) -> Tensor:

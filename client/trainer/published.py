@@ -196,7 +196,7 @@ def _apply(local: Path, number: int, version: Version) -> None:
         if checksum(patch.algorithm, _data(after)) != patch.checksum:
             raise _wrong(version.folder, f"is torn, or of another base: {patch.name!r} has another checksum")
         new = after.view(old.dtype).view(old.shape)
-        positions, values = words.changed(old, new)
+        positions, _, values = words.changed(old, new)
         if not positions.numel():
             continue
         size = sparse_nbytes(list(old.shape), DTYPE_NAMES[old.dtype], positions.numel())

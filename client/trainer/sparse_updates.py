@@ -204,7 +204,7 @@ class DeltaTracker:
                 was = "there was none" if old is None else f"it was {_form(old)}"
                 raise WeightMismatch(f"{name!r} is {_form(new)}: {was} before", mismatched=[name])
             after[name] = new
-            positions, values = words.changed(old, new)
+            positions, before, values = words.changed(old, new)
             if not (count := positions.numel()):
                 continue
             changed += count
@@ -213,7 +213,6 @@ class DeltaTracker:
             found[name] = new if as_whole else SparseTensor.of(new.shape, positions, values)
             if name in digests:
                 digests[name] = digest = digests[name].copy()
-                before = words.as_words(old)[positions.long()].view(old.dtype)
                 digest.change(positions, before, values)
         return WeightDelta(
             found,

@@ -19,6 +19,7 @@ from support.engine_template import run
 from support.http_serve import ServedEngine, WeightSyncClient, served
 
 from caesura.client import GroupError
+from caesura.client.trainer import WeightDelta
 from caesura.integrations.vllm import TrainerEngine, TrainerInitInfo
 
 
@@ -77,6 +78,41 @@ def test_an_update_by_every_transport(engine, models, transport, bucket_bytes):
         sender.shutdown()
     assert tokens(engine) == expected[0]
     assert engine.get("/weight_info").json() == {"weight_version": "step-7"}
+
+
+@pytest.mark.parametrize("bucket_bytes", [20_000, 1 << 30], ids=["many messages", "one message"])
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory", "disk"])
+def test_a_delta_by_every_transport(engine, models, transport, bucket_bytes):
+    old = dict(tensors_of(models[0]))
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    for tensor in list(new.values())[1:]:
+        tensor.view(-1)[5::31] += 0.5
+    new["model.norm.weight"] *= 3
+    sender = trainer(engine, models, transport, new.items(), bucket_bytes=bucket_bytes)
+    try:
+        sender.send_weights("whole")
+        expected = engine.ok("/weights_checker")["per_engine_checksum"]
+        engine.ok("/update_weights_from_disk", {"model_path": str(models[0])})
+        delta = WeightDelta.between(old, new)
+        sender.send_delta(delta, "step-8")
+        assert engine.ok("/weights_checker")["per_engine_checksum"] == expected
+        assert engine.get("/weight_info").json() == {"weight_version": "step-8"}
+        with pytest.raises((httpx.HTTPStatusError, GroupError)):  # its base is gone
+            sender.send_delta(delta)
+    finally:
+        sender.shutdown()
+    assert engine.ok("/weights_checker")["per_engine_checksum"] == expected
+
+
+def test_sparse_names_of_other_backends_are_refused(engine):
+    sparse = {"names": ["x"], "dtype_names": ["float32"], "shapes": [[2]], "num_updates_list": [1]}
+    reply = engine.post("/init_weight_transfer_engine", {"init_info": {"backend": "sparse_nccl"}})
+    assert reply.status_code == 400 and "sparse_nccl needs an engine on a GPU" in reply.text
+    engine.ok("/init_weight_transfer_engine", {"init_info": {"backend": "shared_memory"}})
+    engine.ok("/start_weight_update", {})
+    reply = engine.post("/update_weights", {"update_info": sparse})
+    assert reply.status_code == 400 and "names is not known" in reply.text
+    engine.ok("/shutdown_weight_transfer_engine")
 
 
 def refusal(engine: ServedEngine, path: str, body: Any = None) -> tuple[int, str]:

@@ -54,12 +54,12 @@ def test_changed_elements_are_found_and_written(code, dtype, monkeypatch):
         before, places = random_bits(dtype, count), sorted(place for place in places if place < count)
         after = before.clone()
         bits(after)[places] ^= 1
-        positions, values = words.changed(before, after)
-        assert positions.dtype == torch.int32 and values.dtype == dtype
+        positions, were, values = words.changed(before, after)
+        assert positions.dtype == torch.int32 and were.dtype == values.dtype == dtype
         assert positions.tolist() == places
         was = before.clone()
         old = words.scatter(before, positions, values)
-        assert torch.equal(bits(before), bits(after))
+        assert torch.equal(bits(before), bits(after)) and torch.equal(bits(old), bits(were))
         words.scatter(before, positions, old)
         assert torch.equal(bits(before), bits(was))
 
@@ -80,7 +80,7 @@ def test_wide_positions_are_those_of_large_tensors(code, monkeypatch):
     monkeypatch.setattr(words, "position_dtype", lambda elements: torch.int64)
     before, after = torch.zeros(300), torch.zeros(300)
     after[[3, 299]] = 1
-    positions, values = words.changed(before, after)
+    positions, _, values = words.changed(before, after)
     assert positions.dtype == torch.int64 and positions.tolist() == [3, 299]
     assert words.scatter(before, positions, values).tolist() == [0, 0] and torch.equal(before, after)
 
