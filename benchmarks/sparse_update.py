@@ -104,7 +104,7 @@ def run_model(model: str, options: Any) -> dict[str, Any]:
                 num_threads=options.threads,
                 kv_pool_tokens=4096,
                 load_bucket_bytes=DISK_BUCKET_BYTES,
-                log_level="WARNING",
+                log_level="ERROR",
             )
         )
         trainer = stack.enter_context(Trainer(client, folders, options.transports, 64 << 20))

@@ -141,7 +141,7 @@ async def send_delta(
         )
         return empty
     tensors: Sendable = delta
-    if delta.after is not None and not delta.is_small and transport != "disk":
+    if delta.after is not None and not delta.is_small(transport) and transport != "disk":
         tensors, options = delta.after, {**options, "delta": None}
     if transport == "disk":
         if folder is None:

@@ -32,9 +32,10 @@ from ...transfer.weight_digest import TensorDigest, tensor_digest, weights_diges
 from ..exceptions import CheckpointError, InvalidRequest, WeightMismatch
 from .buckets import DTYPE_NAMES, AnyTensor, NamedTensors, SparseTensor, as_frames, buckets, pairs
 
-WHOLE_SHARE = 0.5
-"""Share of all bytes above which everything is sent as an ordinary update: a delta is staged before it is
-written, and so costs more than it saves (docs/explanation/performance.md has the measurement)."""
+WHOLE_SHARE = {"ipc": 0.1}
+WHOLE_SHARE_OF_WIRES = 0.3
+"""Share of all bytes from which on everything is sent as an ordinary update, whose pause is not longer then:
+over shared memory, where bytes cost little, and elsewhere (docs/explanation/performance.md, "Deltas")."""
 Weights = NamedTensors | str | os.PathLike[str]
 """Tensors by checkpoint name, or a checkpoint folder."""
 Digests = Mapping[str, TensorDigest]
@@ -97,10 +98,12 @@ class WeightDelta(Mapping[str, AnyTensor]):
             return None
         return self.changed / max(1, sum(tensor.numel() for tensor in self.after.values()))
 
-    @property
-    def is_small(self) -> bool:
-        """True if it takes less time than an update with all tensors, or these are not known."""
-        return self.after is None or self.nbytes <= WHOLE_SHARE * sum(t.nbytes for t in self.after.values())
+    def is_small(self, transport: str) -> bool:
+        """Return True if it pauses an engine for less time than all tensors, or these are not known."""
+        if self.after is None:
+            return True
+        share = WHOLE_SHARE.get(transport, WHOLE_SHARE_OF_WIRES)
+        return self.nbytes <= share * sum(tensor.nbytes for tensor in self.after.values())
 
     def base(self, base_epoch: int | None = None) -> DeltaBase:
         """Return what engines compare with their weights."""

@@ -46,8 +46,10 @@ def test_a_tensor_goes_whole_where_positions_cost_more():
 
 def test_a_delta_of_nearly_everything_is_not_small():
     old = weights()
-    assert WeightDelta.between(old, edited(old, "embed.weight", 3)).is_small
-    assert not WeightDelta.between(old, edited(old, "embed.weight", *range(60))).is_small
+    few, some, most = (WeightDelta.between(old, edited(old, "embed.weight", *range(n))) for n in (1, 5, 20))
+    assert few.is_small("ipc") and few.is_small("tensor")
+    assert some.is_small("tensor") and not some.is_small("ipc"), "bytes cost less in shared memory"
+    assert not most.is_small("tensor")
 
 
 def test_names_and_dtypes_are_those_of_the_engine():
@@ -115,7 +117,7 @@ def test_a_file_holds_a_delta(tmp_path):
     assert loaded["embed.weight"].positions.tolist() == [1, 59]
     assert torch.equal(loaded["embed.weight"].values, delta["embed.weight"].values)
     assert torch.equal(loaded["norm.weight"], torch.zeros(7))
-    assert loaded.is_small and loaded.share is None
+    assert loaded.is_small("ipc") and loaded.share is None
 
 
 def test_checkpoint_folders_are_compared(tmp_path):
