@@ -19,6 +19,7 @@ from .connection.results import GenerateOutput, TokenDelta, TokenLogprobs
 from .exceptions import *
 from .importance import importance_weights, oldest_epoch
 from .launch.launcher import LaunchedScheduler, launch_scheduler
+from .rollout_records import RolloutRecord, read_rollouts, save_rollouts
 
 __all__ = [
     "AsyncControlClient",
@@ -33,6 +34,7 @@ __all__ = [
     "ImageOutput",
     "ImageTensor",
     "LaunchedScheduler",
+    "RolloutRecord",
     "SamplingParams",
     "SchedulerClient",
     "SdeParams",
@@ -44,5 +46,7 @@ __all__ = [
     "importance_weights",
     "launch_scheduler",
     "oldest_epoch",
+    "read_rollouts",
+    "save_rollouts",
 ]
 __all__ += exceptions.__all__

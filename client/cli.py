@@ -29,6 +29,7 @@ from .keygen import keygen
 from .launch.launcher import engine_command, worker_command
 from .launch.supervise import supervise
 from .serve.command import serve
+from .verify import verify_command
 
 MIB = 1 << 20
 ENDPOINT_VARIABLE = "CAESURA_ENDPOINT"
@@ -130,6 +131,7 @@ def worker(arguments: tuple[str, ...]) -> None:
 cli.add_command(serve)
 cli.add_command(keygen)
 cli.add_command(supervise)
+cli.add_command(verify_command)
 
 
 @_verb(10.0)

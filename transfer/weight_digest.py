@@ -23,7 +23,7 @@ from .safetensors import NAMES_BY_TORCH
 
 LANES = 4
 _BLOCK = 4096
-_CHUNK = 128  # blocks: 4 MiB of float64
+_CHUNK = 64  # blocks: 2 MiB of float64
 _MODULUS = 1 << 32
 _GAMMA = 0x9E3779B97F4A7C15
 

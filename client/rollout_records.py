@@ -1,0 +1,88 @@
+"""Rollouts on disk: a line of JSON for each sample, with what it takes to compute it again.
+
+A record has the prompt, parameters and seed, the tokens with their logprobs, and the digests of the weights
+that sampled them (``weight_versions``). ``verify.py`` tests it against checkpoints.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ..io_struct import RoutedExperts, SamplingMask, SamplingParams, WeightVersionSpan
+from .connection.results import GenerateOutput
+
+
+class RolloutRecord(
+    msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="format", tag="caesura_rollout_1"
+):
+    """One sample; lists over tokens have an entry for each of ``output_ids``."""
+
+    rid: str
+    """Request id."""
+    index: int = 0
+    """Index of the sample in its request; with ``seed`` it makes the noise."""
+    seed: int
+    """Seed that was used."""
+    input_ids: list[int]
+    """Prompt, at least one token."""
+    output_ids: list[int]
+    """Output tokens."""
+    sampling_params: SamplingParams
+    """Parameters of the request."""
+    weight_versions: list[WeightVersionSpan]
+    """Spans that cover the output, each with the digest of its weights."""
+    output_logprobs: list[float] | None = None
+    """As in :class:`GenerateOutput`; None: not verified. So with the fields that follow."""
+    raw_logprobs: list[float] | None = None
+    """Logprobs under the unmodified logits."""
+    sampling_mask: SamplingMask | None = None
+    """Tokens that top-k, top-p and min-p kept."""
+    routed_experts: RoutedExperts | None = None
+    """Experts of each position but the last."""
+
+    @staticmethod
+    def of(
+        input_ids: Sequence[int], sampling_params: SamplingParams | Mapping[str, Any], output: GenerateOutput
+    ) -> "RolloutRecord":
+        """Return the record of ``output``, which a request with these arguments has returned."""
+        params = (
+            sampling_params
+            if isinstance(sampling_params, SamplingParams)
+            else SamplingParams(**sampling_params)
+        )
+        named = (name for name in RolloutRecord.__struct_fields__ if hasattr(output, name))
+        return RolloutRecord(
+            input_ids=[*input_ids],
+            sampling_params=params,
+            **{name: getattr(output, name) for name in named},
+        )
+
+
+def save_rollouts(path: str | os.PathLike[str], records: Iterable[RolloutRecord]) -> None:
+    """Append records to the file ``path``."""
+    with open(path, "ab") as file:
+        file.writelines(msgspec.json.encode(record) + b"\n" for record in records)
+
+
+def read_rollouts(path: str | os.PathLike[str]) -> Iterator[RolloutRecord]:
+    """Yield the records of a file. Raises ValueError with the number of a line that is none."""
+    decode = msgspec.json.Decoder(RolloutRecord).decode
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = decode(line)
+            except msgspec.DecodeError as error:
+                raise ValueError(f"{os.fspath(path)}, line {number}: {error}") from error
+            _require_lengths(record, f"{os.fspath(path)}, line {number}")
+            yield record
+
+
+def _require_lengths(record: RolloutRecord, where: str) -> None:
+    count = len(record.output_ids)
+    spans = [edge for span in record.weight_versions for edge in (span.start, span.end)]
+    whole = not count or (spans[:1] == [0] and spans[1:-1:2] == spans[2::2] and spans[-1:] == [count])
+    lists = (record.output_logprobs, record.raw_logprobs, record.sampling_mask)
+    if not whole or any(each is not None and len(each) != count for each in lists) or not record.input_ids:
+        raise ValueError(f"{where}: its lists or spans do not cover its {count} tokens")
