@@ -52,6 +52,7 @@ __all__ = [
     "UnknownAdapter",
     "Unsupported",
     "UnsupportedModel",
+    "UpdateRefused",
     "VersionMismatch",
     "WeightMismatch",
     "WeightsInvalid",
@@ -213,6 +214,10 @@ class CheckpointError(EngineError, code=ErrorCode.CHECKPOINT_ERROR):
 
 class BaseMismatch(EngineError, code=ErrorCode.BASE_MISMATCH):
     """A delta does not fit the engine's weights, which are as they were: send a full update."""
+
+
+class UpdateRefused(EngineError, code=ErrorCode.UPDATE_REFUSED):
+    """An update changes less or more than its bounds allow; ``detail`` has its figures."""
 
 
 class NoRollback(EngineError, code=ErrorCode.NO_ROLLBACK):

@@ -61,6 +61,9 @@ class ErrorCode(StrEnum):
     BASE_MISMATCH = "base_mismatch"
     """A delta is of other weights than the engine's, or makes others than it says; nothing was written.
     ``detail``: weights, weights_epoch, and what differs: base_epoch, base_digest or digest, with got."""
+    UPDATE_REFUSED = "update_refused"
+    """An update changes less than ``min_changed``, or more than ``max_rel_norm``, and was to be refused.
+    ``detail``: changed, rel_norm by group."""
     NO_ROLLBACK = "no_rollback"
     """The values before the last commit are not kept, or have another digest. ``detail``: weights_epoch."""
     WEIGHT_MISMATCH = "weight_mismatch"

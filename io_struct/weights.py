@@ -12,6 +12,7 @@ from .control import ControlRequest, PositiveDuration, WeightsState
 DEFAULT_GROUP_NAME = "weight_update_group"
 """SGLang's default."""
 GroupName = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+ReportKind = Literal["off", "sampled", "full"]
 OnRunning = Literal["finish_old", "retract", "keep"]
 CheckerAction = Literal["checksum", "snapshot", "compare", "reset_tensors"]
 BroadcastSizes = Annotated[list[Annotated[int, msgspec.Meta(ge=1)]], msgspec.Meta(min_length=1)]
@@ -70,6 +71,34 @@ class StageTimes(ReplyRecord, kw_only=True, frozen=True):
     """Wall time from accepting the call to its reply, including other work of the loop meanwhile."""
 
 
+class TensorChange(ReplyRecord, kw_only=True, frozen=True):
+    """Change of a group of tensors."""
+
+    elements: int
+    """Number of elements."""
+    changed: float
+    """Share of them whose bits changed."""
+    norm: float
+    """Frobenius norm of the change."""
+    rel_norm: float
+    """The norm over that of the values before."""
+
+
+class UpdateReport(ReplyRecord, kw_only=True, frozen=True):
+    """What an update changed, of rank 0's part of the weights; ``full`` or as an estimate."""
+
+    total: TensorChange
+    groups: dict[str, TensorChange]
+    """By part of the model: ``attention``, ``mlp``, ``experts``, ``norms``, ``embeddings``, ``head``, else
+    ``others``. Tensors that the engine quantises itself are in none."""
+    unchanged: list[str] = []
+    """Names of the first 20 tensors whose bytes were the same."""
+    unchanged_tensors: int = 0
+    """Number of these tensors."""
+    sampled: bool = False
+    """True: figures are estimates, by a selection of the elements."""
+
+
 class WeightUpdateReqOutput(Reply, kw_only=True):
     """The reply to every update call and to ``end``."""
 
@@ -96,6 +125,8 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
     stages: StageTimes
     digest: str = ""
     """Digest of the weights as last committed, in hex. Empty: the engine keeps none (``weights_digest``)."""
+    report: UpdateReport | None = None
+    """What the update changed; None if no report was asked for, and before the commit."""
     durable: bool | None = None
     """True: the state file has this commit. False: a restart is ``invalid``. None: no commit, or no file."""
     switched: int = 0
@@ -135,6 +166,15 @@ class WeightUpdateOptions(ControlRequest, kw_only=True):
     """Folder of a diffusion pipeline's component: ``text_encoder``, ``vae``, …; None: its transformer."""
     abort_all_requests: bool = False
     """True: abort every request, after the call has been checked and its first tensor has arrived."""
+    report: ReportKind | None = None
+    """Say in the commit's reply what was changed: ``full``, or by a selection of elements, ``sampled``. None
+    means the engine's ``update_report``."""
+    min_changed: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    """Least share of the elements that changes. None means the engine's ``min_changed``."""
+    max_rel_norm: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """Largest norm of the change of a group of tensors, over that of their values. None: the engine's."""
+    refuse_beyond: bool | None = None
+    """Beyond these bounds: True refuses the update (``update_refused``), False warns. None: the engine's."""
 
 
 class RollbackWeightsReqInput(ControlRequest, kw_only=True):

@@ -139,6 +139,19 @@ class EngineOptions:
     """Keep a digest of the weights, which status, replies to updates and the spans of samples carry: proofs
     of rollouts and checks of sparse updates need it. It reads what is written once more.
     """
+    update_report: Literal["off", "sampled", "full"] = "off"
+    """Say in the reply what an update changed: by every element, or by a selection of them."""
+    min_changed: float | None = None
+    """Least share of the elements that an update changes, from 0 to 1; others are warned of, or refused.
+    """
+    max_rel_norm: float | None = None
+    """Largest norm of the change of a group of tensors, over the norm of their values before; larger ones are
+    warned of, or refused.
+    """
+    refuse_beyond: bool = False
+    """Refuse updates beyond these bounds: before the first byte where all tensors come in one call of a
+    running engine, but not by broadcasts; else the weights are poisoned.
+    """
     group_interface: str | None = None
     """Network interface (for example eth0) for weight update groups. The default is loopback if the master
     address is loopback, else the interface of the host name's address.

@@ -93,6 +93,41 @@ void scatter(Word* target, const Positions& positions, const Word* values, Word*
     }
 }
 
+float value(uint32_t word) {
+    float number;
+    __builtin_memcpy(&number, &word, 4);
+    return number;
+}
+float value(uint16_t word) { return value(uint32_t{word} << 16); }  // bfloat16
+
+// Sixteen sums of each kind, so that they need no order.
+template <class Word>
+int64_t difference(const Word* before, const Word* after, int64_t n, double* sums) {
+    constexpr int64_t BLOCK = 1024, PARTS = 16;
+    int64_t count = 0;
+    for (int64_t begin = 0; begin < n; begin += BLOCK) {
+        const int64_t end = begin + BLOCK < n ? begin + BLOCK : n;
+        float moved[PARTS] = {}, there[PARTS] = {};
+        uint32_t changed[PARTS] = {};
+        const auto take = [&](int64_t i, int64_t part) {
+            const float old = value(before[i]), step = value(after[i]) - old;
+            moved[part] += step * step;
+            there[part] += old * old;
+            changed[part] += before[i] != after[i];
+        };
+        int64_t i = begin;
+        for (; i + PARTS <= end; i += PARTS)
+            for (int64_t part = 0; part < PARTS; part++) take(i + part, part);
+        for (; i < end; i++) take(i, 0);
+        for (int64_t part = 0; part < PARTS; part++) {
+            sums[0] += moved[part];
+            sums[1] += there[part];
+            count += changed[part];
+        }
+    }
+    return count;
+}
+
 }  // namespace
 
 // Rises, with _ABI in words.py, whenever the arguments of a function change.
@@ -125,4 +160,10 @@ CAESURA_API void caesura_words_scatter(void* target, void* positions, int wide, 
         case 4: CAESURA_SCATTER(uint32_t);
         default: CAESURA_SCATTER(uint64_t);
     }
+}
+
+// Returns how many of n values differ; adds the squares of their changes, and of the values before, to `sums`.
+CAESURA_API int64_t caesura_words_difference(const void* before, const void* after, int64_t n, int width, double* sums) {
+    if (width == 2) return difference(static_cast<const uint16_t*>(before), static_cast<const uint16_t*>(after), n, sums);
+    return difference(static_cast<const uint32_t*>(before), static_cast<const uint32_t*>(after), n, sums);
 }

@@ -45,6 +45,8 @@ def library() -> ctypes.CDLL | None:
     found.caesura_words_digest.restype = None
     found.caesura_words_digest_change.argtypes = [*one, _INT, *two, _COUNT, *one]
     found.caesura_words_digest_change.restype = None
+    found.caesura_words_difference.argtypes = [*two, _COUNT, _INT, *one]
+    found.caesura_words_difference.restype = _COUNT
     return found
 
 
@@ -120,3 +122,18 @@ def scatter(target: Tensor, positions: Tensor, values: Tensor) -> Tensor:
         width,
     )
     return before.view(values.dtype)
+
+
+def difference(before: Tensor, after: Tensor) -> tuple[int, float, float]:
+    """Return how many elements differ, and the sums of the squares of their changes and of ``before``."""
+    before, after = before.contiguous(), after.contiguous()
+    compiled = library() if before.device.type == after.device.type == "cpu" else None
+    if compiled is not None and before.dtype in (torch.bfloat16, torch.float32):
+        sums = (ctypes.c_double * 2)()
+        pointers = before.data_ptr(), after.data_ptr()
+        count = compiled.caesura_words_difference(*pointers, before.numel(), before.itemsize, sums)
+        return count, sums[0], sums[1]
+    old, new = before.to(torch.float32), after.to(before.device, torch.float32)
+    changed = (as_words(before) != as_words(after.to(before.device))).sum()
+    sums_of = [each.square().sum(dtype=torch.float64) for each in (new - old, old)]
+    return int(changed), float(sums_of[0]), float(sums_of[1])

@@ -12,6 +12,7 @@ from typing import Any, Self, TypedDict
 from ...io_struct import BeginWeightUpdateReqOutput, TensorSpec, WeightUpdateReqOutput, new_id
 from ...io_struct.base import MAX_LABEL_LENGTH
 from ...io_struct.field_errors import nearest, one_of, shown
+from ...io_struct.weights import ReportKind
 from ..exceptions import InvalidRequest
 from .endpoints import ClientKeys, KeyOrFile
 
@@ -112,6 +113,14 @@ class UpdateOptions(TypedDict, total=False):
     """Written component of a diffusion pipeline, such as ``vae``. None, the default: its transformer."""
     abort_all_requests: bool
     """Abort all requests first; False by default."""
+    report: ReportKind | None
+    """``full`` or ``sampled``: the reply says what was changed. None, the default, means the engine's."""
+    min_changed: float | None
+    """Least share of elements that changes. None, the default, means the engine's, if it has one."""
+    max_rel_norm: float | None
+    """Largest relative norm of a group's change. None, the default, means the engine's, if it has one."""
+    refuse_beyond: bool | None
+    """True: refuse an update beyond these bounds; False: warn. None, the default, means the engine's."""
     session_id: str | None
     """The open session of the update. The default is the one that this client began, if it is open."""
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from ... import io_struct as wire
 from ...io_struct import CaesuraError, ErrorCode
 from ..observability.stage_profiler import StageProfiler
+from ..weights.changes import UpdateChanges
 from ..weights.loader import LoadCounts
 from .engine_state import Sender
 
@@ -67,6 +68,11 @@ class Session:
     empty: bool = False
     adapters: "dict[str, StagedAdapter]" = field(default_factory=dict)
     """Adapters that its commit publishes, by name. Their slots are free again when it ends otherwise."""
+    changes: UpdateChanges | None = None
+    """What it changes, if a report or a bound was asked for."""
+    min_changed: float | None = None
+    max_rel_norm: float | None = None
+    refuse_beyond: bool = False
     abort_all: bool = False
     """True if every request must be aborted before the next byte is written."""
 

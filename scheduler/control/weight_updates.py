@@ -30,6 +30,7 @@ from ..memory.workspace import Workspace
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
 from ..scheduling.request import WeightStamp
+from ..weights.changes import UpdateChanges, refused, unusual
 from ..weights.digests import DigestedRows
 from ..weights.loader import END, LoadCounts, WeightLoader, write_some
 from ..weights.reading import require_finite
@@ -235,8 +236,11 @@ class WeightUpdates:
             return self._reply(request.id, counts, stages, started, committed=engine.state.serviceable)
         self._note_folder(session, source)
         with self.call(session):
-            write = self.write if source.delta is None else self._stage
-            yield from write(source, session, stages)
+            if source.delta is None:
+                yield from self._foresee(source, session, stages)
+                yield from self.write(source, session, stages)
+            else:
+                yield from self._stage(source, session, stages)
             return (yield from self.finish(request.id, session, stages, started))
 
     def check(
@@ -298,7 +302,52 @@ class WeightUpdates:
         engine.state.require_resident("weights")
         self._require_flushable(request.flush_cache and not request.abort_all_requests)
         paused = engine.state.generation != "running"
-        return engine.sessions.join(found, request, sender, route, paused=paused, stages=self.profiler())
+        session = engine.sessions.join(found, request, sender, route, paused=paused, stages=self.profiler())
+        self._note_bounds(session, request)
+        return session
+
+    def _note_bounds(self, session: Session, request: wire.WeightUpdateOptions) -> None:
+        config = self._engine.config
+        low, high = request.min_changed, request.max_rel_norm
+        session.min_changed = config.min_changed if low is None else low
+        session.max_rel_norm = config.max_rel_norm if high is None else high
+        refuse, kind = request.refuse_beyond, request.report or config.update_report
+        session.refuse_beyond = config.refuse_beyond if refuse is None else refuse
+        is_bounded = session.min_changed is not None or session.max_rel_norm is not None
+        if session.changes is None and (kind != "off" or is_bounded):
+            session.changes = UpdateChanges(full=kind == "full")
+
+    def _foresee(
+        self, source: WeightSource, session: Session, stages: StageProfiler
+    ) -> Generator[Wait, None, None]:
+        """Compare all that a source brings before the first write, if the update may be refused for it."""
+        engine, changes = self._engine, session.changes
+        can_refuse = session.refuse_beyond and session.kind == "single" and not session.touched
+        if changes is None or not can_refuse or source.name == "distributed":
+            return
+        own = pieces_of(source, engine.loader, engine.write_stream, engine.config.load_bucket_bytes)
+        skipped = engine.loader.counts.skipped_tensors
+        with contextlib.closing(own) as pieces, stages.stage("receive"):
+            for piece in pieces:
+                if piece is not None:
+                    with engine.runner.on_stream():
+                        engine.loader.foresee(piece, changes)
+                yield Wait.SLICE
+                engine.sessions.require_open(session)
+        engine.loader.counts.skipped_tensors = skipped
+        changes.is_foreseen = True
+        self._require_usual(session)
+
+    def _require_usual(self, session: Session) -> None:
+        """Warn of an update beyond its bounds; raise ``update_refused`` if it is to be refused."""
+        if session.changes is None:
+            return
+        report = session.changes.report()
+        reasons = unusual(report, session.min_changed, session.max_rel_norm)
+        if reasons and session.refuse_beyond:
+            raise refused(report, reasons)
+        if reasons:
+            logger.warning("weight update: %s", "; ".join(reasons))
 
     @contextlib.contextmanager
     def call(self, session: Session) -> Iterator[None]:
@@ -349,6 +398,7 @@ class WeightUpdates:
         with contextlib.closing(engine.executor.pieces(source, own, engine.loader)) as pieces:
             try:
                 self._progress = source, monotonic()
+                engine.loader.changes = session.changes
                 piece = yield from self._next_piece(pieces, session, stages)
                 if session.abort_all:  # only now is it certain that there is something to write
                     session.abort_all = False
@@ -368,7 +418,7 @@ class WeightUpdates:
                     if piece is None:
                         piece = yield from self._next_piece(pieces, session, stages)
             finally:
-                self._progress = None
+                self._progress = engine.loader.changes = None
         engine.runner.synchronize()
 
     def _stage(
@@ -378,7 +428,7 @@ class WeightUpdates:
         engine, delta = self._engine, self._engine.delta
         own = pieces_of(source, delta, None, engine.config.load_bucket_bytes)
         with contextlib.closing(engine.executor.pieces(source, own, delta)) as pieces:
-            self._progress = source, monotonic()
+            self._progress, delta.changes = (source, monotonic()), session.changes
             try:
                 piece = yield from self._next_piece(pieces, session, stages)
                 while piece is not END:
@@ -388,7 +438,7 @@ class WeightUpdates:
                     engine.sessions.require_open(session)
                     piece = yield from self._next_piece(pieces, session, stages)
             finally:
-                self._progress = None
+                self._progress = delta.changes = None
 
     def _swap(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, None]:
         """Put what is staged in place, on all ranks or on none; the steps stop here."""
@@ -468,7 +518,9 @@ class WeightUpdates:
             # Poisoned or invalid weights stay incomplete; later calls may complete them
             self._close_session()
         flushed = committed and session.flush
-        return self._reply(message_id, counts, stages, started, committed=committed, flushed=flushed)
+        reply = self._reply(message_id, counts, stages, started, committed=committed, flushed=flushed)
+        reply.report = _report(session) if committed else None
+        return reply
 
     def end(self, request: wire.EndWeightUpdateReqInput, sender: Sender) -> Operation:
         engine = self._engine
@@ -492,6 +544,7 @@ class WeightUpdates:
         reply = self._reply(
             request.id, session.counts, stages, started, committed=True, flushed=session.flush
         )
+        reply.report = _report(session)
         reply.switched = yield from publish(engine, list(session.adapters.values()))
         return reply
 
@@ -507,10 +560,14 @@ class WeightUpdates:
             if session.delta is not None:
                 digest = yield from self._while_open(self._digest(staged=True), session)
                 self._require_promised(session.delta, digest)
+                if session.changes is not None:
+                    engine.delta.add_untouched(session.changes)
+                    self._require_usual(session)
                 yield from self._swap(session, stages)
             yield from self._derive(session, stages)
             if session.delta is None:
                 digest = yield from self._while_open(self._digest(), session)
+                self._require_usual(session)
             engine.weights_file.supersede()
             session.touched |= session.is_swapping
             session.is_swapping = False
@@ -689,6 +746,10 @@ class WeightUpdates:
             flushed=flushed,
             stages=times,
         )
+
+
+def _report(session: Session) -> wire.UpdateReport | None:
+    return None if session.changes is None else session.changes.report()
 
 
 def _component(source: WeightSource) -> str | None:

@@ -24,6 +24,7 @@ from ..layers.parameters import HalfSlot, TensorSlot
 from ..models.causal_lm import Weights
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.dtypes import DTYPES, NAMES
+from .changes import UpdateChanges
 from .coverage import Coverage, num_rows
 from .digests import WeightDigests
 from .mapper import Stack, WeightsMapper
@@ -72,6 +73,8 @@ class WeightLoader:
         self._coverage = Coverage()
         self._changed = False  # of the tensor that lacks rows
         self.digests = digests
+        self.changes: UpdateChanges | None = None
+        """Compares what is written with what was there, during an update with a report."""
         self.counts = LoadCounts()
         self.changed: list[str] = []
         """Names of the tensors that ``changed_tensors`` counts."""
@@ -167,6 +170,8 @@ class WeightLoader:
             if self._last_half is not None and self._last_half.whole != slot.whole:
                 self._last_half.make_room()  # the halves of one tensor at a time may be large
             self._last_half = slot
+        if self.changes is not None and not self.changes.is_foreseen:
+            self.changes.add(slot, rows, start)
         changed = bool(before) and self._changed
         changed |= self._put(slot, rows, start, compare=not changed)
         self._changed = changed
@@ -183,6 +188,18 @@ class WeightLoader:
         if changed:
             self.counts.changed_tensors += 1
             self.changed.append(slot.name)
+        elif self.changes is not None and not self.is_staging:
+            self.changes.unchanged.append(slot.name)
+
+    def foresee(self, piece: WeightPiece, changes: UpdateChanges) -> None:
+        """Compare a checked piece with what it would overwrite."""
+        _, tensor = self._mapper.find(piece.name)
+        if tensor is None:
+            return
+        parts = [(tensor,)] if isinstance(tensor, TensorSlot) else tensor.experts[piece.start_row :]
+        slots = (slot for part in parts for slot in part)
+        for slot, (rows, start) in zip(slots, _parts(tensor, piece), strict=False):
+            changes.add(slot, rows, start)
 
     def _put(self, slot: TensorSlot, rows: Tensor, start: int, *, compare: bool) -> bool:
         return slot.update(rows, start, compare=compare)

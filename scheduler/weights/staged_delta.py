@@ -22,6 +22,7 @@ from ..layers.parameters import HalfSlot, TensorSlot, WeightSlot, differ
 from ..layers.sharding import parts_with
 from ..models.causal_lm import Weights
 from ..runtime.dtypes import DTYPES
+from .changes import UpdateChanges
 from .coverage import Coverage
 from .digests import WeightDigests
 from .loader import WeightLoader, slots_of
@@ -172,6 +173,13 @@ class DeltaLoader(WeightLoader):
         """Forget the version before, because something else has changed the weights."""
         self.before = None
 
+    def add_untouched(self, changes: UpdateChanges) -> None:
+        """Add the tensors that are not staged to what a delta changes."""
+        for name, slot in self._slots.items():
+            if isinstance(slot, WeightSlot) and name not in self._staged.names:
+                nothing = torch.empty(0, dtype=slot.dtype)
+                changes.add_elements(slot, nothing, nothing)
+
     def _put(self, slot: TensorSlot, rows: Tensor, start: int, *, compare: bool) -> bool:
         assert isinstance(slot, WeightSlot), "halves are refused"
         for part, own, first in slot.parts(rows, start):
@@ -185,9 +193,11 @@ class DeltaLoader(WeightLoader):
             chosen = slice(None) if which is None else which
             narrow = torch.int32 if storage.numel() <= torch.iinfo(torch.int32).max else torch.int64
             self._stage(_Elements(slot.name, storage, places.to(narrow, copy=True), values[chosen].clone()))
-            if self.digests is not None:
+            if self.digests is not None or self.changes is not None:
                 held[chosen] = True
                 old[chosen] = elements(storage, places)
+        if self.changes is not None:
+            self.changes.add_elements(slot, old[held], values[held])
         if self.digests is not None:
             self.digests.change(slot, positions[held], old[held], values[held])
 

@@ -34,7 +34,7 @@ from ....io_struct import (
 )
 from ....io_struct.control import PositiveDuration
 from ....io_struct.field_errors import shown
-from ....io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_GROUP_NAME
+from ....io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_GROUP_NAME, ReportKind
 from ...connection.client_options import label, update_fields
 from ...exceptions import InvalidRequest, NoSession, Unsupported
 from ..bodies import HTTPRequest, Label, Strict, query_of, read_control
@@ -70,7 +70,11 @@ class UpdateBody(InSession, kw_only=True):
     weight_version: Version | None = None
     abort_all_requests: bool = False
     component: Label | None = None
-    """Caesura's own: the component of a diffusion pipeline; null: its transformer."""
+    """Caesura's own, as all below: the component of a diffusion pipeline; null: its transformer."""
+    report: ReportKind | None = None
+    min_changed: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    max_rel_norm: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    refuse_beyond: bool | None = None
 
     def given(self) -> dict[str, Any]:
         """Return the keywords of every update; a missing session is None, never one of the client."""
