@@ -24,6 +24,8 @@ from .safetensors import NAMES_BY_TORCH
 LANES = 4
 _BLOCK = 4096
 _CHUNK = 64  # blocks: 2 MiB of float64
+_SHARED = 1 << 19
+"""Fewest words that a thread of several looks at."""
 _MODULUS = 1 << 32
 _GAMMA = 0x9E3779B97F4A7C15
 
@@ -141,9 +143,17 @@ def _lanes_of_run(bits: Tensor, start: int) -> Tensor:
             bits = torch.nn.functional.pad(bits, (before, (before + len(bits)) % 2))
         bits = bits.view(torch.int16)
     if bits.device.type == "cpu" and (compiled := words.library()) is not None:
-        lanes = (ctypes.c_uint32 * LANES)()
-        compiled.caesura_words_digest(bits.data_ptr(), len(bits), word, lanes)
-        return torch.tensor(list(lanes))
+        part = max(_SHARED, -(-len(bits) // torch.get_num_threads()))
+
+        def look(first: int) -> list[int]:
+            lanes = (ctypes.c_uint32 * LANES)()
+            count = min(part, len(bits) - first)
+            compiled.caesura_words_digest(bits.data_ptr() + 2 * first, count, word + first, lanes)
+            return list(lanes)
+
+        starts = range(0, len(bits), part)
+        found = words.threads().map(look, starts) if len(starts) > 1 else map(look, starts)
+        return torch.tensor([[0] * LANES, *found]).sum(0)
     done = 0
     while done < len(bits):
         block, first = divmod(word + done, _BLOCK)

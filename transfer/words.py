@@ -50,6 +50,11 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
+def threads() -> ThreadPoolExecutor:
+    """Return as many threads as torch uses, for compiled functions, which let each other run."""
+    return _threads(os.getpid())
+
+
 @cache
 def _threads(_: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=max(1, torch.get_num_threads()), thread_name_prefix="words")
@@ -92,7 +97,7 @@ def changed(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return positions[:count].clone(), were[:count].clone(), values[:count].clone()
 
     if len(starts) > 1:
-        parts = list(_threads(os.getpid()).map(look, starts))
+        parts = list(threads().map(look, starts))
     else:
         parts = [look(start) for start in starts]
     if not parts:

@@ -1,11 +1,10 @@
 """What an update changes: how many elements, and by how much, by group of tensors.
 
-- Values are compared before they are written, as they are stored. ``sampled`` takes two runs of rows of a
-  large tensor, a 64th of it, for the whole.
+- Values are compared before they are written, as they are stored. ``sampled`` takes some rows of a large
+  tensor, a 256th of it as it comes, for the whole.
 - A tensor that is quantised on writing is not compared, and of a divided one this rank's part is.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod, sqrt
 
@@ -17,9 +16,9 @@ from ..layers.parameters import TensorSlot, WeightSlot
 from .coverage import num_rows
 
 NAMED = 20
-_SMALL = 1 << 14
+_SMALL = 1 << 13
 """Elements that are compared without a selection."""
-_SHARE = 64
+_SHARE = 256
 _GROUPS = (
     ("norms", ("norm",)),
     ("experts", ("experts",)),
@@ -72,7 +71,8 @@ class UpdateChanges:
         for held in slot.owned:
             first, last = max(held.start, start), min(held.stop, start + num_rows(rows.shape))
             total += max(last - first, 0) * width
-            for begin, end in self._runs(first, last, width):
+            if first < last:
+                begin, end = self._chosen(first, last, width)
                 part = rows[begin - start : end - start] if slot.shape else rows
                 part = part if columns is None else part[:, columns.start : columns.stop]
                 old = slot.read(begin, end)
@@ -85,24 +85,22 @@ class UpdateChanges:
         """Add those elements of a tensor that may change, before they do."""
         seen, width = _Sums(), prod(slot.shape[1:])
         for held in slot.owned:
-            for begin, end in self._runs(held.start, held.stop, width):
-                values = slot.read(begin, end)
+            if held:
+                values = slot.read(*self._chosen(held.start, held.stop, width))
                 seen.add(_Sums(values.numel(), 0, 0, words.difference(values, values)[2]))
         changed, moved, _ = words.difference(old, new)
         sums = self._groups.setdefault(group_of(slot.name), _Sums())
         sums.add(seen, prod(slot.shape) / max(seen.elements, 1))
         sums.add(_Sums(0, changed, moved, 0))
 
-    def _runs(self, first: int, last: int, width: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of rows to compare of ``[first, last)``."""
+    def _chosen(self, first: int, last: int, width: int) -> tuple[int, int]:
+        """Return the rows to compare of ``[first, last)``, in its middle."""
         rows = last - first
         if self.full or rows * width <= _SMALL:
-            if rows > 0:
-                yield first, last
-            return
-        length = max(1, rows // (2 * _SHARE))
-        for begin in (first + rows // 4, first + rows * 3 // 4):
-            yield begin, min(begin + length, last)
+            return first, last
+        length = max(1, rows // _SHARE)
+        begin = first + (rows - length) // 2
+        return begin, begin + length
 
     def report(self) -> UpdateReport:
         total = _Sums()

@@ -2,6 +2,7 @@
 
 from math import sqrt
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,9 +10,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.buckets_by_hand import Sender
 from support.checkpoints import copy_configs
+from support.deltas import SentDelta, by_tensor
 from support.properties import examples
 from support.scripted import EngineDriver, assert_error
 
+from caesura.io_struct import DeltaBase
 from caesura.scheduler.weights import changes
 from caesura.transfer import words
 
@@ -121,3 +124,18 @@ def test_compiled_differences_are_those_of_torch(dtype, size, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(words, "library", lambda: None)
         assert found == pytest.approx(words.difference(old, new), rel=1e-5)
+
+
+def test_a_delta_is_reported_and_refused_before_it_is_written(driver, tiny_model, changed_model, tmp_path):
+    old, new = (load_file(folder / "model.safetensors") for folder in (tiny_model, changed_model))
+    sent = SentDelta(*({name: each[name] for name in (Q_PROJ, UP_PROJ)} for each in (old, new)))
+    before, base = driver.checksum(), DeltaBase(base_epoch=driver.status().weights_epoch)
+    bounds = {"refuse_beyond": True, "min_changed": 0.5}
+    assert_error(by_tensor(driver, sent, base, tmp_path, **bounds), "update_refused")
+    assert (driver.status().weights, driver.checksum()) == ("valid", before)
+    found = by_tensor(driver, sent, base, tmp_path, report="full").report
+    driver.update(tiny_model)
+    whole = driver.update(changed_model, report="full").report
+    for name, group in whole.groups.items():
+        figures = [msgspec.structs.astuple(each) for each in (found.groups[name], group)]
+        assert figures[0] == pytest.approx(figures[1], rel=1e-4), name

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.properties import examples
 
-from caesura.transfer import words
+from caesura.transfer import weight_digest, words
 from caesura.transfer.weight_digest import TensorDigest, digest_of, tensor_digest, weights_digest
 
 
@@ -128,3 +128,11 @@ def test_the_digest_of_weights_names_its_tensors():
 def test_scalars_and_empty_tensors_have_digests():
     assert tensor_digest(torch.tensor(1.5)).settle() == tensor_digest(torch.tensor([1.5])).settle()
     assert tensor_digest(torch.empty(0, 4)).settle() == (0, 0, 0, 0)
+
+
+def test_threads_that_share_a_tensor_find_the_same(monkeypatch):
+    tensor = random_tensor("BF16", 20_000, 1)
+    alone = tensor_digest(tensor)
+    monkeypatch.setattr(weight_digest, "_SHARED", 1000)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert tensor_digest(tensor) == alone
