@@ -143,15 +143,15 @@ def _lanes_of_run(bits: Tensor, start: int) -> Tensor:
             bits = torch.nn.functional.pad(bits, (before, (before + len(bits)) % 2))
         bits = bits.view(torch.int16)
     if bits.device.type == "cpu" and (compiled := words.library()) is not None:
-        part = max(_SHARED, -(-len(bits) // torch.get_num_threads()))
+        share = max(_SHARED, -(-len(bits) // torch.get_num_threads()))
 
         def look(first: int) -> list[int]:
             lanes = (ctypes.c_uint32 * LANES)()
-            count = min(part, len(bits) - first)
+            count = min(share, len(bits) - first)
             compiled.caesura_words_digest(bits.data_ptr() + 2 * first, count, word + first, lanes)
             return list(lanes)
 
-        starts = range(0, len(bits), part)
+        starts = range(0, len(bits), share)
         found = words.threads().map(look, starts) if len(starts) > 1 else map(look, starts)
         return torch.tensor([[0] * LANES, *found]).sum(0)
     done = 0
