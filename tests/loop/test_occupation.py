@@ -552,9 +552,9 @@ class Trial:
                 assert_error(driver.call(message), expected)
         self.check()
 
-    def committed(self, version, source) -> None:
+    def committed(self, version, source, digest) -> None:
         state = self.driver.engine.state
-        type(state).commit_weights(state, version, source)
+        type(state).commit_weights(state, version, source, digest)
         self.physics.invalid = False
 
     def check(self) -> None:
