@@ -348,10 +348,10 @@ class Fleet:
             flush = mode != "in_place"  # requests that are frozen in place keep their cache
             try:
                 present = [member for member in self.members if member.state != "gone"]
-                deadline, limit = time.monotonic() + deadline_s, min(deadline_s, PAUSE_S)
-                staged = is_staged(given)
+                staged, limit = is_staged(given), min(deadline_s, PAUSE_S)
                 paused = None if staged else await self.pause_members(mode, present, limit)
                 there = paused or await everywhere(present, self.ask, limit)
+                deadline = time.monotonic() + deadline_s
                 await session.begin(there, timeout=deadline_s, deadline_s=deadline_s + SPARE_S)
                 left = max(0.0, deadline - time.monotonic())
                 session.settle(await self._sender.send(transport, given, session, left, flush_cache=flush))
