@@ -13,7 +13,7 @@ counts as unhealthy then."""
 
 
 class DriftSample(Record, kw_only=True, frozen=True):
-    """A sample with the log-probabilities that a trainer has computed."""
+    """A sample with the log-probabilities that a trainer has computed; ``worst`` names it by its ``rid``."""
 
     token_ids: list[TokenId]
     """Prompt and output."""
@@ -26,7 +26,6 @@ class DriftSample(Record, kw_only=True, frozen=True):
     adapter: Identifier | None = None
     """Name of a loaded adapter. None means the model itself."""
     rid: str = ""
-    """Name of the sample in the report's ``worst``."""
 
 
 class CheckDriftReqInput(Request, kw_only=True):
@@ -42,9 +41,11 @@ class DriftFigures(ReplyRecord, kw_only=True, frozen=True):
     tokens: int = 0
     """Number of tokens. All figures are 0, and ``ess`` 1, without any."""
     mean_abs: float = 0.0
+    """Mean absolute difference."""
     p99: float = 0.0
     """99th percentile of the absolute differences; of several engines the largest."""
     max_abs: float = 0.0
+    """Largest absolute difference."""
     k1: float = 0.0
     """Mean of -log r, an estimate of the KL divergence of the scores from the sampling distribution."""
     k3: float = 0.0
@@ -63,6 +64,7 @@ class DriftPart(DriftFigures, kw_only=True, frozen=True):
     """Figures of some tokens."""
 
     by: Literal["span", "position", "adapter"]
+    """Property by which the tokens were chosen."""
     name: str
     """``clean``: of a sample of one epoch; ``across_update``: after an update within the sample, over KV of
     the new weights; ``stale_kv``: over KV of older ones. Position in the sequence: ``0-255``, … Adapter."""
@@ -73,26 +75,27 @@ class DriftToken(ReplyRecord, kw_only=True, frozen=True):
 
     rid: str
     index: int
-    """Index of the sample, of its request or of the ``samples``."""
     position: int
     """Index of the token in prompt and output."""
     token: int
+    """Id of the token."""
     given: float
     """Log-probability that it came with."""
     scored: float
+    """Log-probability by which it was scored again."""
 
 
 class DriftReport(DriftFigures, kw_only=True, frozen=True):
     """Figures of all tokens that the weights that sampled them have scored again, without ``stale_kv``."""
 
     weights_epoch: int
-    """Epoch of the weights that scored."""
     weight_version: str
     samples: int = 0
     """Samples that were scored."""
     dropped: int = 0
     """Samples that were chosen, and ended by an abort or a flush before they were scored."""
     state: DriftState = "ok"
+    """The highest threshold that was exceeded."""
     parts: list[DriftPart] = []
     worst: list[DriftToken] = []
     """The largest differences first, at most eight."""
