@@ -6,7 +6,8 @@ xor with the version before, or of the bytes that are new, and a checksum of the
 Invariants:
 - Nothing is written before every tensor of a version is there and has its checksum. What changes is saved
   first (``delta.safetensors``), so that the next pull completes what a process that died has begun to write.
-- A version is applied to the one that it names. One that is no delta replaces the copy.
+- A version is applied to the one that it names. One that is no delta replaces the copy, after all of it has
+  been read and written beside it. A folder with files that no pull has made is left alone.
 - A copy belongs to one process at a time, by a lock on its host.
 """
 
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -37,6 +38,7 @@ from .sparse_updates import WeightDelta, mapped_file
 STATE_FOLDER = ".weight_sync"
 _INDEX = "model.safetensors.index.json"
 Bytes = bytes | memoryview
+_Digits = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,18}$")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,9 @@ class Version:
 
 
 class _State(msgspec.Struct, omit_defaults=True):
-    version: str
-    applying: str | None = None
+    version: _Digits | None = None
+    """None: the files are of several versions."""
+    applying: _Digits | None = None
     """Version whose delta is saved, and perhaps written in part."""
 
 
@@ -91,7 +94,7 @@ def slime_version(source: Path, number: int) -> Version:
     folder = source / f"weight_v{number:06d}"
     if not folder.is_dir():
         raise _wrong(folder, "is not there: the version has not been published, or not as a whole")
-    index = _json(folder / _INDEX, _SlimeIndex) if (folder / _INDEX).exists() else _SlimeIndex()
+    index = _json(folder / _INDEX, _SlimeIndex) if (folder / _INDEX).is_file() else _SlimeIndex()
     metadata = index.metadata
     encoding = metadata.get("delta_encoding")
     if encoding is None:
@@ -100,7 +103,7 @@ def slime_version(source: Path, number: int) -> Version:
         raise Unsupported(f"{folder}: the encoding {encoding!r} is not known", field="delta_encoding")
     if metadata.get("compression_format") != "zstd":
         raise Unsupported(f"{folder}: the compression must be zstd", field="compression_format")
-    if int(metadata.get("version", -1)) != number:
+    if _number(metadata.get("version")) != number:
         raise _wrong(folder, f"says that it is version {metadata.get('version')}")
     algorithm = str(metadata.get("checksum_format"))
 
@@ -112,7 +115,7 @@ def slime_version(source: Path, number: int) -> Version:
             for name, tensor in tensors:
                 yield Patch(name, _data(tensor), checksums.get(name, ""), algorithm)
 
-    return Version(folder, int(metadata.get("base_version", -1)), encoding, patches)
+    return Version(folder, _number(metadata.get("base_version")), encoding, patches)
 
 
 def skyrl_version(folder: Path, number: int) -> Version:
@@ -144,9 +147,10 @@ def pull(local: Path, base: Path | None, target: int, read: Callable[[int], Vers
     """
     if target < 0:
         raise InvalidRequest(f"target_version = {target} must not be negative", field="target_version")
+    _require_own(local, base)
     with _locked(local):
-        state = _completed(local)
-        have = None if state is None or int(state.version) > target else int(state.version)
+        have = _completed(local)
+        have = None if have is None or have > target else have
         chain: list[tuple[int, Version]] = []
         for number in count(target, -1):
             start = number
@@ -171,17 +175,21 @@ def pull(local: Path, base: Path | None, target: int, read: Callable[[int], Vers
         return delta if delta.exists() else None
 
 
-def _completed(local: Path) -> _State | None:
-    """Return the state of the copy, after completing a version whose writing was interrupted."""
-    path = local / STATE_FOLDER / "state.json"
+def _completed(local: Path) -> int | None:
+    """Return the version of the copy, after completing one interrupted; None: begin anew."""
+    path = _state_file(local)
     if not path.exists():
         return None
     state: _State = _json(path, _State)
     if state.applying is not None:
-        _write(local, WeightDelta.load(_delta_folder(local, int(state.applying))))
+        try:
+            delta = WeightDelta.load(_delta_folder(local, int(state.applying)))
+        except CheckpointError:  # it is lost, and with it what else is to be written
+            return None
+        _write(local, delta)
         state = _State(state.applying)
         _remember(local, state)
-    return state
+    return None if state.version is None else int(state.version)
 
 
 def _apply(local: Path, number: int, version: Version) -> None:
@@ -193,7 +201,7 @@ def _apply(local: Path, number: int, version: Version) -> None:
             raise _wrong(version.folder, f"changes {patch.name!r}, which {local} has not")
         before = old.reshape(-1).view(torch.uint8)
         after = _patched(before, patch, version)
-        if checksum(patch.algorithm, _data(after)) != patch.checksum:
+        if checksum(patch.algorithm, _data(after)) != patch.checksum.lower():
             raise _wrong(version.folder, f"is torn, or of another base: {patch.name!r} has another checksum")
         new = after.view(old.dtype).view(old.shape)
         positions, _, values = words.changed(old, new)
@@ -206,6 +214,7 @@ def _apply(local: Path, number: int, version: Version) -> None:
         shutil.rmtree(earlier, ignore_errors=True)
     delta = WeightDelta(found)
     delta.save(folder, base_version=str(number - 1), weight_version=str(number))
+    _sync(folder)
     _remember(local, _State(f"{number - 1:06d}", f"{number:06d}"))
     _write(local, delta)
     _remember(local, _State(f"{number:06d}"))
@@ -213,7 +222,8 @@ def _apply(local: Path, number: int, version: Version) -> None:
 
 def _patched(before: Tensor, patch: Patch, version: Version) -> Tensor:
     limit = before.numel() if version.encoding == "xor" else 4 + 5 * before.numel()
-    data = torch.frombuffer(_decompressed(patch, limit, version.folder), dtype=torch.uint8)
+    content = _decompressed(patch, limit, version.folder)
+    data = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
     if version.encoding == "xor":
         if data.numel() != before.numel():
             raise _wrong(version.folder, f"has {data.numel()} bytes for {before.numel()} of {patch.name!r}")
@@ -276,39 +286,94 @@ def _write(local: Path, delta: WeightDelta) -> None:
 
 
 def _copy(source: Path, local: Path, number: int) -> None:
-    for path in _files(source):
-        for _ in mapped_file(path):  # a torn one is refused here
-            pass
-    for old in (*_files(local), local / STATE_FOLDER / "state.json"):
-        old.unlink(missing_ok=True)
-    for path in sorted(source.iterdir()):
-        if path.is_file():
-            shutil.copyfile(path, local / path.name)
-    for delta in (local / STATE_FOLDER).glob("delta_v*"):
-        shutil.rmtree(delta, ignore_errors=True)
+    _require_whole(source)
+    new = local / STATE_FOLDER / "copy"
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    try:
+        for path in source.iterdir():
+            if path.is_file():
+                shutil.copyfile(path, new / path.name)
+                _sync(new / path.name)
+    except OSError:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    names = {path.name for path in new.iterdir()}
+    _remember(local, _State())
+    for name in names:
+        os.replace(new / name, local / name)
+    for old in (*_files(local), *_indexes(local)):
+        if old.name not in names:
+            old.unlink()
+    _sync(local)
+    for folder in (new, *new.parent.glob("delta_v*")):
+        shutil.rmtree(folder, ignore_errors=True)
     _remember(local, _State(f"{number:06d}"))
 
 
+def _require_own(local: Path, base: Path | None) -> None:
+    """Raise CheckpointError unless ``local`` is a copy that :func:`pull` has made, or empty."""
+    if not local.exists():
+        return
+    if base is not None and base.exists() and base.samefile(local):
+        raise _wrong(local, "is the checkpoint to begin with: its copy needs a folder of its own")
+    if not _state_file(local).exists() and any(path.name != STATE_FOLDER for path in local.iterdir()):
+        raise _wrong(local, "holds files that no pull has made: name an empty folder")
+
+
+def _require_whole(folder: Path) -> None:
+    """Raise CheckpointError unless ``folder`` has weights, those of its index, and none that are torn."""
+    names = {path.name for path in _files(folder)}
+    for index in _indexes(folder):
+        names |= set(_json(index, _SlimeIndex).weight_map.values())
+    if not names:
+        raise _wrong(folder, "has no *.safetensors files")
+    for name in sorted(names):
+        for _ in mapped_file(_inside(folder, name)):
+            pass
+
+
 def _remember(local: Path, state: _State) -> None:
-    path = local / STATE_FOLDER / "state.json"
+    path = _state_file(local)
     unfinished = path.with_suffix(".new")
     with open(unfinished, "wb") as file:
         file.write(msgspec.json.encode(state))
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, would survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
 def _locked(local: Path) -> Iterator[None]:
-    (local / STATE_FOLDER).mkdir(parents=True, exist_ok=True)
-    with open(local / STATE_FOLDER / "lock", "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    try:
+        (local / STATE_FOLDER).mkdir(parents=True, exist_ok=True)
+        with open(local / STATE_FOLDER / "lock", "w", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise _wrong(local, f"cannot be written: {error}") from error
 
 
 def _delta_folder(local: Path, number: int) -> Path:
     return local / STATE_FOLDER / f"delta_v{number:06d}"
+
+
+def _state_file(local: Path) -> Path:
+    return local / STATE_FOLDER / "state.json"
+
+
+def _indexes(local: Path) -> list[Path]:
+    return sorted(local.glob("*.safetensors.index.json"))
 
 
 def _files(local: Path) -> list[Path]:
@@ -329,9 +394,15 @@ def _json(path: Path, kind: type[Any]) -> Any:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    if Path(name).name != name:
+    if Path(name).name != name or "\0" in name:
         raise _wrong(folder, f"names a file outside: {name!r}")
     return folder / name
+
+
+def _number(value: object) -> int:
+    """Return a version as slime writes it, "000007" or 7; -1 if it is none."""
+    text = str(value)
+    return int(text) if text.isdecimal() and len(text) <= 18 else -1
 
 
 def _data(tensor: Tensor) -> memoryview:

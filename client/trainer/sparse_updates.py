@@ -10,6 +10,7 @@ Invariants:
 
 import mmap
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -281,7 +282,7 @@ def _folder(folder: str | os.PathLike[str]) -> Iterator[tuple[str, Tensor]]:
 def mapped_file(path: Path, mapping: mmap.mmap | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield a safetensors file's tensors, in ``mapping`` or a private one; CheckpointError if it is torn."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_regular) as file:
             size = os.fstat(file.fileno()).st_size
             length = header_length(file.read(LENGTH_BYTES), size)
             data = LENGTH_BYTES + length
@@ -296,3 +297,11 @@ def mapped_file(path: Path, mapping: mmap.mmap | None = None) -> Iterator[tuple[
             continue
         octets = torch.frombuffer(mapping, dtype=torch.uint8, count=entry.nbytes, offset=data + entry.offset)
         yield entry.name, octets.view(dtype).view(entry.shape)
+
+
+def _regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)  # else a pipe would block for ever
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise SafetensorsError("is not a regular file")
+    return descriptor

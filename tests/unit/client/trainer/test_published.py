@@ -1,11 +1,13 @@
 """Published versions reach the copy of a checkpoint whole and verified, or not at all."""
 
 import json
+import os
 import shutil
 from functools import partial
 
 import pytest
 import torch
+import zstandard
 from safetensors.torch import load_file, save_file
 from support.published_weights import publish_skyrl, publish_slime
 
@@ -117,11 +119,25 @@ def lose(folder):
     min(folder.glob("*.safetensors")).unlink()
 
 
-def change_metadata(folder, **fields):
+def change_metadata(folder, entry="metadata", **fields):
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
-    index["metadata"] |= fields
+    index[entry] |= fields
     path.write_text(json.dumps(index))
+
+
+def put_a_pipe(folder):
+    path = min(folder.glob("*.safetensors"))
+    path.unlink()
+    os.mkfifo(path)
+
+
+def empty_payload(folder):
+    save_file({"norm": packed(b"")}, folder / "model.safetensors")
+
+
+def packed(content):
+    return torch.frombuffer(bytearray(zstandard.ZstdCompressor().compress(content)), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +149,11 @@ def change_metadata(folder, **fields):
         (shutil.rmtree, CheckpointError, "has not been published"),
         (partial(change_metadata, base_version="000000"), CheckpointError, "changes version 0, not 1"),
         (partial(change_metadata, version="000005"), CheckpointError, "says that it is version 000005"),
+        (partial(change_metadata, version="x"), CheckpointError, "says that it is version x"),
+        (partial(change_metadata, base_version=[]), CheckpointError, "changes version -1, not 1"),
+        (partial(change_metadata, entry="weight_map", a="x\0y"), CheckpointError, "names a file outside"),
+        (put_a_pipe, CheckpointError, "is not a regular file"),
+        (empty_payload, CheckpointError, "has 0 bytes for 80 of 'norm'"),
         (partial(change_metadata, delta_encoding="add"), Unsupported, "'add' is not known"),
         (partial(change_metadata, compression_format="lz4"), Unsupported, "must be zstd"),
         (partial(change_metadata, checksum_format="crc"), Unsupported, "'crc' is not known"),
@@ -218,3 +239,121 @@ def test_versions_and_bases_that_are_not_there(places):
     assert pull(local, base, 0, partial(slime_version, source)) is None and same(local, versions(1)[0])
     with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
         pull(local, base, 1, partial(skyrl_in, source))
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_base_is_not_its_own_copy(places, is_linked):
+    base, source, local = places
+    if is_linked:
+        local.symlink_to(base)
+    with pytest.raises(CheckpointError, match="needs a folder of its own"):
+        pull(local if is_linked else base, base, 0, partial(slime_version, source))
+    assert same(base, versions(1)[0])
+
+
+def test_files_that_no_pull_has_made_stay(places):
+    base, _, local = places
+    save(local, versions(2)[1])
+    for number, begin in ((0, base), (0, local.with_name("typo")), (3, None)):
+        with pytest.raises(CheckpointError, match="that no pull has made"):
+            pull(local, begin, number, lambda _: published.Version(base, None))
+    assert same(local, versions(2)[1])
+
+
+def test_a_checkpoint_that_is_not_whole_is_not_copied(places):
+    base, source, local = places
+    read = partial(slime_version, source)
+    pull(local, base, 0, read)
+    whole = save(source / "weight_v000002", versions(3)[2])
+    names = dict.fromkeys(versions(1)[0], "model-0.safetensors") | {"layer.0": "model-9.safetensors"}
+    (whole / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(CheckpointError, match=r"model-9\.safetensors"):
+        pull(local, base, 2, read)
+    (source / "weight_v000003").mkdir()
+    with pytest.raises(CheckpointError, match=r"has no \*\.safetensors"):
+        pull(local, base, 3, read)
+    assert same(local, versions(1)[0])
+
+
+def test_a_copy_that_finds_no_room_keeps_what_it_has(places, monkeypatch):
+    base, source, local = places
+    read = partial(slime_version, source)
+    pull(local, base, 0, read)
+    save(source / "weight_v000002", versions(3)[2])
+
+    def fill(old, new):
+        new.write_bytes(old.read_bytes()[:50])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfile", fill)
+        with pytest.raises(CheckpointError, match="No space left"):
+            pull(local, base, 2, read)
+    assert same(local, versions(1)[0])
+    assert pull(local, base, 0, read) is None and pull(local, base, 2, read) is None
+    assert same(local, versions(3)[2])
+
+
+def test_a_copy_interrupted_between_files_begins_again(places, monkeypatch):
+    base, source, local = places
+    read = partial(slime_version, source)
+    pull(local, base, 0, read)
+    save(source / "weight_v000002", versions(3)[2])
+
+    def fail(path):
+        if path == local:
+            raise MemoryError
+        sync(path)
+
+    sync = published._sync
+    with monkeypatch.context() as patched:
+        patched.setattr(published, "_sync", fail)
+        with pytest.raises(MemoryError):
+            pull(local, base, 2, read)
+    pull(local, base, 0, read)
+    assert same(local, versions(1)[0])
+
+
+def test_a_whole_version_leaves_no_old_index_and_no_link(places):
+    base, source, local = places
+    read = partial(slime_version, source)
+    (base / "model.safetensors.index.json").write_text('{"weight_map": {"norm": "model-1.safetensors"}}')
+    pull(local, base, 0, read)
+    (local / "config.json").unlink()
+    (local / "config.json").symlink_to(base / "config.json")
+    whole = save(source / "weight_v000001", versions(2)[1])
+    (whole / "model-0.safetensors").rename(whole / "other.safetensors")
+    (whole / "config.json").write_text("[]")
+    pull(local, base, 1, read)
+    names = {".weight_sync", "config.json", "model-1.safetensors", "other.safetensors"}
+    assert {path.name for path in local.iterdir()} == names
+    assert (local / "config.json").read_text() == "[]" and (base / "config.json").read_text() == "{}"
+
+
+def test_a_saved_delta_that_is_lost_begins_anew(places):
+    base, source, local = places
+    weights = versions(2)
+    publish_slime(source, 1, *weights)
+    delta = pull(local, base, 1, partial(slime_version, source))
+    shutil.rmtree(delta)
+    state = local / ".weight_sync" / "state.json"
+    state.write_text('{"version": "000000", "applying": "000001"}')
+    assert pull(local, base, 1, partial(slime_version, source)) and same(local, weights[1])
+    state.write_text('{"version": "first"}')
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        pull(local, base, 1, partial(slime_version, source))
+
+
+def test_tensors_of_no_elements_and_digits_in_capitals(places):
+    base, source, local = places
+    old, new = ({"empty": torch.zeros(0, 4), "norm": torch.full([9], value)} for value in (1.0, 2.0))
+    shutil.rmtree(base)
+    base.mkdir()
+    save_file(old, base / "model.safetensors")
+    folder = publish_slime(source, 1, old, new)
+    file = folder / "model-00001-of-00002.safetensors"
+    norm = load_file(file)["norm"]
+    sums = {"norm": published.checksum("xxh3-128", published._data(new["norm"])).upper()}
+    sums["empty"] = published.checksum("xxh3-128", b"")
+    save_file({"empty": packed(b""), "norm": norm}, file, metadata=sums)
+    assert pull(local, base, 1, partial(slime_version, source)) and same(local, new)
