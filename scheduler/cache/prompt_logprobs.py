@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 64 << 20
 """Bytes that are kept; the prompt not used for longest goes first."""
+ENTRY_BYTES = 2048
+"""Bytes of each record beside its rows: the objects that hold them."""
 
 
 class PromptLogprobs:
@@ -23,10 +25,10 @@ class PromptLogprobs:
         self._kept: OrderedDict[tuple[Salt, bytes], LogprobRecord] = OrderedDict()
 
     def put(self, salt: Salt, prompt: np.ndarray, record: "LogprobRecord") -> None:
-        """Keep a record with all log-probabilities of its ``prompt``, instead of an earlier one."""
+        """Keep a copy of all log-probabilities of a ``prompt``, instead of an earlier one."""
         key = (salt, prompt.tobytes())
         self._forget(key)
-        self._kept[key] = record
+        self._kept[key] = record.inputs_alone()
         self.nbytes += _size(key, record)
         while self.nbytes > MAX_BYTES:
             self._forget(next(iter(self._kept)))
@@ -47,4 +49,4 @@ class PromptLogprobs:
 
 
 def _size(key: tuple[Salt, bytes], record: "LogprobRecord") -> int:
-    return len(key[1]) + record.input_bytes
+    return ENTRY_BYTES + len(key[1]) + record.input_bytes + record.token_ids.nbytes

@@ -261,7 +261,7 @@ class Batcher:
 
     def _keep_inputs(self, request: Request) -> None:
         record, kept = request.record, self.cache.prompt_logprobs
-        if record is None or not record.num_inputs or not self.cache.prefix_cache:
+        if record is None or not request.computes_inputs:
             return
         known = kept.get(request.salt, request.prompt)
         if record.first_uncached is None and (known is None or not known.covers(record)):
@@ -464,8 +464,10 @@ class Batcher:
         request.phase = Phase.PREFILL
         self._active.append(request)
         self._prefilling.append(request)
-        computes_inputs = scores is not None and cache.prefix_cache
-        request.computes_shared_prefix = computes_inputs or kv.num_shared < self._shareable_pages(request)
+        request.computes_inputs = scores is not None and cache.prefix_cache
+        request.computes_shared_prefix = request.computes_inputs or kv.num_shared < self._shareable_pages(
+            request
+        )
         if request.computes_shared_prefix:
             self._prefixes_in_progress[request.prompt_key].append(request)
         return True

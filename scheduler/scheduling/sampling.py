@@ -12,6 +12,7 @@ Invariants:
   replayed one if it could have been sampled.
 """
 
+import copy
 import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -102,6 +103,14 @@ class LogprobRecord:
         self._inputs = known._inputs.cut(first, known.num_inputs, self.top, len(self.token_ids))
         self.known_inputs = self.num_inputs
 
+    def inputs_alone(self) -> "LogprobRecord":
+        """Return a copy without the output, which holds no more than :attr:`input_bytes` of rows."""
+        found = copy.copy(self)
+        found._outputs = _Rows(0, 0)
+        found._input_logprobs = self._input_logprobs.copy()
+        found._inputs = self._inputs.cut(0, self.num_inputs, self.top, len(self.token_ids)).copied()
+        return found
+
     def output_rows(self, start: int, end: int) -> tuple[LogprobRows | None, LogprobRows | None]:
         """Return ``(top, token_ids)`` of the output tokens [start, end), None where not asked for."""
         return self._outputs.wire(start, end, self.token_ids)
@@ -147,6 +156,12 @@ class _Rows:
         found._known = end - start
         found._top_ids, found._top = self._top_ids[start:end, :top], self._top[start:end, :top]
         found._of_ids = self._of_ids[start:end, :num_token_ids]
+        return found
+
+    def copied(self) -> "_Rows":
+        found = copy.copy(self)
+        found._top_ids, found._top = self._top_ids.copy(), self._top.copy()
+        found._of_ids = self._of_ids.copy()
         return found
 
     def wire(

@@ -1,5 +1,7 @@
 """Log-probabilities of prompts, across commits of weights."""
 
+import tracemalloc
+
 import msgspec
 import numpy as np
 import pytest
@@ -7,8 +9,9 @@ from support.edited_logits import edited, log_softmax, logits_of, with_logits
 from support.faults import Fault
 from support.scripted import EngineDriver, cell, next_token, prompt_of, tokens_of
 
-from caesura.io_struct import GenerateReqOutput, SamplingParams
+from caesura.io_struct import GenerateReqInput, GenerateReqOutput, SamplingParams
 from caesura.scheduler.cache import prompt_logprobs
+from caesura.scheduler.scheduling.sampling import LogprobRecord
 
 PROMPT = [3 + i * 7 % 90 for i in range(33)]
 EVERY_LOGPROB = {
@@ -303,6 +306,24 @@ def test_scores_of_a_prompt_end_with_their_weights(tiny_model, other_model):
     assert sum(counts) == 2 * (len(PROMPT) - 2)
 
 
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_second_prefill_keeps_no_scores_of_old_weights(tiny_model, other_model, mode):
+    asked = {"return_logprob": True, "logprob_start_len": 0}
+    prompts = [prompt_of(40, 7), prompt_of(40, 1)]
+    with EngineDriver(str(tiny_model), scripted=False, kv_pool_tokens=224) as driver:
+        params = SamplingParams(max_new_tokens=110, ignore_eos=True)
+        rids = [driver.generate(prompt, sampling_params=params, **asked) for prompt in prompts]
+        driver.tick(6)
+        driver.pause(mode)
+        commit(driver, other_model)
+        driver.go_on()
+        driver.run_until_idle()
+        assert any(driver.result(rid).num_retractions for rid in rids), "no prefill was repeated"
+        found = [inputs_of(driver.complete(prompt, 1, **asked)) for prompt in prompts]
+        driver.flush()
+        assert found == [inputs_of(driver.complete(prompt, 1, **asked)) for prompt in prompts]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_prompts_of_narrow_dtypes_are_scored(tiny_model, dtype):
     with EngineDriver(str(tiny_model), scripted=False, dtype=dtype) as driver:
@@ -323,7 +344,7 @@ def test_no_scores_are_kept_without_a_prefix_cache(tiny_model):
 
 
 def test_kept_scores_are_bounded(tiny_model, monkeypatch):
-    monkeypatch.setattr(prompt_logprobs, "MAX_BYTES", 3 * 32 * (4 + 4))
+    monkeypatch.setattr(prompt_logprobs, "MAX_BYTES", 3 * (32 * (4 + 4) + prompt_logprobs.ENTRY_BYTES))
     with EngineDriver(str(tiny_model), scripted=False) as driver:
         asked = {"return_logprob": True, "logprob_start_len": 0}
         counts = scored_tokens(driver)
@@ -332,6 +353,25 @@ def test_kept_scores_are_bounded(tiny_model, monkeypatch):
             driver.complete(prompt, 1, **asked)
         assert sum(counts) == 5 * 31, "the oldest one alone was to be scored again"
         assert driver.engine.cache.prompt_logprobs.nbytes <= prompt_logprobs.MAX_BYTES
+
+
+def test_kept_scores_take_the_memory_that_is_counted():
+    kept, scores = prompt_logprobs.PromptLogprobs(), np.zeros((2, 5), np.float32)
+    tracemalloc.start()
+    for number in range(200):
+        prompt = np.array([number, 4, 5], np.int32)
+        asked = GenerateReqInput(
+            input_ids=prompt.tolist(), sampling_params=SamplingParams(), return_logprob=True,
+            logprob_start_len=0, top_logprobs_num=5,
+        )  # fmt: skip
+        record = LogprobRecord(asked)
+        record.put_inputs(0, scores[:, 0], scores.astype(np.int32), scores, scores[:, :0])
+        record.put_output(999, np.zeros(5, np.int32), np.zeros(5), np.zeros(0))
+        kept.put("", prompt, record)
+    del record
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held <= kept.nbytes < 200 * 4096
 
 
 def test_who_waits_for_scores_goes_on_when_they_do_not_come(tiny_model, depth):
