@@ -142,7 +142,8 @@ def skyrl_version(folder: Path, number: int) -> Version:
 def pull(local: Path, base: Path | None, target: int, read: Callable[[int], Version]) -> Path | None:
     """Bring the copy in ``local`` to version ``target``; ``base`` is the checkpoint that is version 0.
 
-    Return the folder of a delta from the version before ``target``, or None where it is a whole checkpoint.
+    Return the folder of a delta from the version before ``target``, or None where it is a whole checkpoint,
+    or the copy has passed several versions: engines that had the one before the call have not its base.
     Raises CheckpointError, with the copy at the last version that was whole.
     """
     if target < 0:
@@ -172,6 +173,8 @@ def pull(local: Path, base: Path | None, target: int, read: Callable[[int], Vers
         for number, version in reversed(chain):
             _apply(local, number, version)
         delta = _delta_folder(local, target)
+        if len(chain) > 1:
+            shutil.rmtree(delta, ignore_errors=True)
         return delta if delta.exists() else None
 
 

@@ -188,8 +188,19 @@ class DeltaTracker:
         ``copy`` False keeps references instead, to tensors that must not change; :meth:`sent` writes to them.
         """
         self._dtypes = None if like is None else {tensor.name: tensor.dtype for tensor in like}
-        each = self._each(tensors)
-        self._tensors = {name: tensor.clone() if copy else tensor for name, tensor in each}
+        self._tensors: dict[str, Tensor] = {}
+        self._tied: dict[str, str] = {}  # a head and the like, of which engines have one
+        seen: dict[tuple[object, ...], tuple[str, Tensor]] = {}
+        for name, given, tensor in self._each(tensors):
+            if self._dtypes is None and tensor.numel():
+                place = given.data_ptr(), given.dtype, given.shape, given.stride()
+                first, _ = seen.setdefault(
+                    place, (name, given)
+                )  # its memory is not used again while it is here
+                if first != name and _is_same(self._tensors[first], tensor):
+                    self._tied[name] = first
+                    continue
+            self._tensors[name] = tensor.clone() if copy else tensor
         self._digests: Digests | None = None
         if digests:
             self._digests = {name: tensor_digest(tensor) for name, tensor in self._tensors.items()}
@@ -202,7 +213,11 @@ class DeltaTracker:
         """
         found: dict[str, AnyTensor] = {}
         after, digests, changed = dict(self._tensors), dict(self._digests or {}), 0
-        for name, new in self._each(tensors):
+        tied: dict[str, Tensor] = {}
+        for name, _, new in self._each(tensors):
+            if name in self._tied:
+                tied[name] = new
+                continue
             old = self._tensors.get(name)
             if old is None or old.shape != new.shape or old.dtype != new.dtype:
                 was = "there was none" if old is None else f"it was {_form(old)}"
@@ -218,6 +233,10 @@ class DeltaTracker:
             if name in digests:
                 digests[name] = digest = digests[name].copy()
                 digest.change(positions, before, values)
+        for name, new in tied.items():
+            if not _is_same(after[self._tied[name]], new):
+                reason = f"{name!r} was one tensor with {self._tied[name]!r} before, and has other values now"
+                raise WeightMismatch(reason, mismatched=[name])
         return WeightDelta(
             found,
             base_digest=None if self._digests is None else weights_digest(self._digests),
@@ -228,11 +247,21 @@ class DeltaTracker:
         )
 
     def sent(self, delta: WeightDelta) -> None:
-        """Advance the copy, after every engine has replied that it has committed ``delta``."""
+        """Advance the copy, after every engine has replied that it has committed ``delta``.
+
+        InvalidRequest if it is no delta of the copy, as after a call for it or another one.
+        """
+        if self._digests is not None and delta.base_digest != (own := weights_digest(self._digests)):
+            raise InvalidRequest(f"the delta is of {delta.base_digest}, and the copy is {own}", field="delta")
+        if not delta:  # engines keep what they would return to
+            return
         before: dict[str, AnyTensor] = {}
         for name, tensor in delta.items():
             before[name] = self._overwrite(self._tensors[name], tensor)
-        self._undo, self._digests = (before, self._digests), delta.digests
+        digests = delta.digests
+        if digests is None and self._digests is not None:
+            digests = {**self._digests, **{name: tensor_digest(self._tensors[name]) for name in delta}}
+        self._undo, self._digests = (before, self._digests), digests
 
     def rolled_back(self) -> None:
         """Return to the copy before the last :meth:`sent`, after every engine has rolled back."""
@@ -252,18 +281,19 @@ class DeltaTracker:
         own.copy_(tensor)
         return before
 
-    def _each(self, tensors: Weights) -> Iterator[tuple[str, Tensor]]:
-        seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-        for name, tensor in _folder(tensors) if isinstance(tensors, str | os.PathLike) else pairs(tensors):
-            place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+    def _each(self, tensors: Weights) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield names, tensors as they are given, and those to compare."""
+        for name, given in _folder(tensors) if isinstance(tensors, str | os.PathLike) else pairs(tensors):
+            tensor = given
             if self._dtypes is not None:
                 if name not in self._dtypes:
                     continue
                 tensor = tensor.to(getattr(torch, DTYPES[self._dtypes[name]].torch))
-            elif tensor.numel() and place in seen:  # a tied head, of which engines have one
-                continue
-            seen.add(place)
-            yield name, tensor.detach().cpu().contiguous()
+            yield name, given, tensor.detach().cpu().contiguous()
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return _form(one) == _form(other) and not words.changed(one, other)[0].numel()
 
 
 def _form(tensor: Tensor) -> str:

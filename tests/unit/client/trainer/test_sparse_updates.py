@@ -71,6 +71,57 @@ def test_a_tied_head_is_compared_once():
     assert set(delta) == {"embed.weight"} and delta.base_digest == digest_of(weights())
 
 
+def gathered(tensors):
+    """Yield tensors as a gather does, each in the memory of the last one."""
+    room = torch.empty(4, 4)
+    for name, tensor in tensors.items():
+        yield name, room.copy_(tensor)
+
+
+def spaced(tensors):
+    """Yield temporaries of which a tracker keeps copies: the next one takes their memory."""
+    for name, tensor in tensors.items():
+        yield name, tensor.clone().T
+
+
+def test_memory_that_is_used_again_is_no_tied_head():
+    old = {f"layer.{number}": torch.full((4, 4), float(number)) for number in range(6)}
+    new = {name: tensor + 1 for name, tensor in old.items()}
+    tracker = DeltaTracker(gathered(old))
+    assert tracker.delta(old).base_digest == digest_of(old)
+    delta = tracker.delta(spaced(new))
+    assert len(delta) == 6 and delta.digest == digest_of(new)
+    alike = {f"norm.{number}": torch.ones(4, 4) for number in range(6)}
+    assert DeltaTracker(spaced(alike)).delta({}).base_digest == digest_of(alike)
+
+
+def test_a_tied_head_with_other_values_is_refused():
+    old = weights()
+    old["lm_head.weight"] = old["embed.weight"]
+    tracker = DeltaTracker(old)
+    new = edited(old, "embed.weight", 5)
+    with pytest.raises(WeightMismatch, match=r"was one tensor with 'embed\.weight' before"):
+        tracker.delta(new)
+    new["lm_head.weight"] = new["embed.weight"].clone()
+    assert set(tracker.delta(dict(reversed(new.items())))) == {"embed.weight"}
+
+
+def test_only_a_delta_of_the_copy_has_been_sent(tmp_path):
+    first = weights()
+    second, third = edited(first, "embed.weight", 7), edited(first, "norm.weight", *range(7))
+    tracker = DeltaTracker(first)
+    one, other = tracker.delta(second), tracker.delta(third)
+    one.save(tmp_path)
+    tracker.sent(WeightDelta.load(tmp_path))
+    assert tracker.delta(second).base_digest == digest_of(second), "a file has no digests of tensors"
+    for wrong in (one, other):
+        with pytest.raises(InvalidRequest, match="the copy is"):
+            tracker.sent(wrong)
+    tracker.sent(tracker.delta(second))  # nothing: engines still return to the first
+    tracker.rolled_back()
+    assert not tracker.delta(first) and tracker.delta(first).base_digest == digest_of(first)
+
+
 def test_a_tracker_advances_with_what_was_sent_and_returns():
     first = weights()
     second, third = edited(first, "embed.weight", 7), edited(first, "embed.weight", 7, 8)
