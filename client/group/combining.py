@@ -25,6 +25,7 @@ _GAUGES = (
     *("running_requests", "prefilling_requests", "waiting_requests", "gen_throughput"),
     *("max_running_requests", "images", "memory_by_tag", "prompt_cache", "kv", "components"),
 )
+_LEAST_RATIO = 1e-12
 _WORST = ("valid", "updating", "invalid", "poisoned")
 
 
@@ -50,7 +51,8 @@ def _one_figures(figures: Sequence[wire.DriftFigures]) -> dict[str, Any]:
     def mean(of: Callable[[wire.DriftFigures], float]) -> float:
         return sum(each.tokens * of(each) for each in known) / tokens
 
-    ratio = {id(each): each.k3 + 1.0 - each.k1 for each in known}  # the mean of r
+    # The mean of r, which is rounded to 0 or below if all of them are small.
+    ratio = {id(each): max(each.k3 + 1.0 - each.k1, _LEAST_RATIO) for each in known}
     squares = mean(lambda each: ratio[id(each)] ** 2 / each.ess)
     return {
         "tokens": tokens,

@@ -222,7 +222,7 @@ def _abort(engine: "Engine", message: wire.AbortReq) -> wire.AbortReqOutput:
         reason = "abort needs a rid, or abort_all"
         raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="rid", value=None)
     rids = [message.rid] if isinstance(message.rid, str) else dict.fromkeys(message.rid)
-    samples = [sample for rid in rids for sample in engine.live.samples(rid)]
+    samples = [sample for rid in rids if rid for sample in engine.live.samples(rid)]  # "" is that of checks
     if message.index is not None:
         samples = [sample for sample in samples if sample.index == message.index]
     return wire.AbortReqOutput(id=message.id, aborted=engine.outputs.abort(samples, "Aborted"))

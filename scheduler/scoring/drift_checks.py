@@ -36,13 +36,13 @@ LEAST_TOKENS = 64
 """Fewer say nothing about a threshold."""
 _WORST = 8
 _CLIP = np.log(2.0)
-_LARGEST_EXPONENT = 60.0
+_LARGEST_GAP = 60.0
 _BUCKETS = (0, 256, 1024, 4096, 16_384)
 _RID = ""
 """Request id of all checks, which no client's can be."""
 _SALT = "\ud800"
 """Cache salt of all checks: no text on the wire has it."""
-_CLEAN, _ACROSS, _STALE, _UPDATE, _OVERTAKEN = range(5)
+_CLEAN, _ACROSS, _STALE, _UPDATE, _OVERTAKEN, _FORBIDDEN = range(6)
 _SPANS = {_CLEAN: "clean", _ACROSS: "across_update", _STALE: "stale_kv"}
 _STATES: tuple[wire.DriftState, ...] = ("ok", "warn", "limit", "unhealthy")
 
@@ -102,7 +102,8 @@ class _Scored:
             np.frombuffer(result.output_logprobs or b"", "<f4"),
             _kinds(check, result.weight_versions),
         )
-        gaps = logprobs.astype(np.float64) - check.logprobs
+        kinds = np.where(np.isneginf(logprobs) & np.isneginf(check.logprobs), _FORBIDDEN, kinds)
+        gaps = _gaps(logprobs, check.logprobs)
         same, updated = gaps[kinds <= _ACROSS], gaps[kinds == _UPDATE]
         k3, largest = float(_k3(same).sum()), float(np.abs(same).max(initial=0.0))
         moved = float(np.abs(updated).max()) if len(updated) else None
@@ -378,7 +379,7 @@ class Drift:
         kinds = np.concatenate([np.empty(0, np.int64), *(one.kinds for one in each)])
         given = np.concatenate([np.empty(0), *(one.check.logprobs for one in each)])
         logprobs = np.concatenate([np.empty(0), *(one.logprobs for one in each)])
-        gaps = logprobs - given
+        gaps = _gaps(logprobs, given)
         sample = np.repeat(np.arange(len(each)), lengths)
         first = np.cumsum(lengths, dtype=np.int64) - lengths
         output = np.arange(len(kinds)) - first[sample]
@@ -452,9 +453,16 @@ def _columns(spans: Sequence[tuple[int, int, int, bool]], count: int) -> npt.NDA
     return np.repeat(rows, [end - start for (start, *_), end in zip(spans, ends, strict=True)], axis=1)
 
 
+def _gaps(scored: npt.NDArray[Any], given: npt.NDArray[Any]) -> Floats:
+    """Return log r of each token within bounds, so that no token makes a figure infinite or NaN."""
+    with np.errstate(invalid="ignore"):
+        gaps: Floats = scored.astype(np.float64) - given
+    return np.clip(np.nan_to_num(gaps, nan=_LARGEST_GAP), -_LARGEST_GAP, _LARGEST_GAP)
+
+
 def _k3(gaps: Floats) -> Floats:
     """Return r - 1 - log r of each token."""
-    k3: Floats = np.expm1(np.clip(gaps, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)) - gaps
+    k3: Floats = np.expm1(gaps) - gaps
     return k3
 
 
@@ -462,7 +470,7 @@ def _figures(gaps: Floats) -> dict[str, Any]:
     if not len(gaps):
         return {"tokens": 0}
     size = np.abs(gaps)
-    ratio = np.exp(np.clip(gaps, -_LARGEST_EXPONENT, _LARGEST_EXPONENT))
+    ratio = np.exp(gaps)
     return {
         "tokens": len(gaps),
         "mean_abs": float(size.mean()),

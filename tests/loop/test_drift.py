@@ -1,5 +1,6 @@
 """Drift checks inside a real engine, tick by tick."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from caesura.io_struct import (
     UnloadAdapterReqInput,
 )
 from caesura.scheduler.kernels import TORCH, best
+from caesura.scheduler.scoring.drift_checks import Check
 
 needs_kernels = pytest.mark.skipif(
     best("linear", "cpu", torch.float32) == TORCH, reason="no compiled kernels on this machine"
@@ -273,6 +275,51 @@ def test_figures_are_those_of_their_definitions(tiny_model):
         assert report.state == "limit"
         assert len(report.worst) == 8
         assert abs(report.worst[0].scored - report.worst[0].given) == pytest.approx(report.max_abs)
+
+
+def test_no_token_makes_a_figure_infinite(tiny_model):
+    with checked(tiny_model, enable_drift_check=False) as driver:
+        for value in (-1e30, 1e30):
+            logprobs = np.zeros(NEW, "<f4")
+            logprobs[7] = value
+            token_ids = [*PROMPTS[0], *range(5, 5 + NEW)]
+            report = report_of(
+                driver, [DriftSample(token_ids=token_ids, prompt_len=20, logprobs=logprobs.tobytes())]
+            )
+            assert (report.max_abs, report.k3 > 1.0, report.worst[0].position) == (60.0, True, 27)
+
+
+def test_a_token_forbidden_on_both_sides_is_none(tiny_model):
+    tokens = [5, 6, 7] * 30
+    params = SamplingParams(forced_output_ids=tokens, allowed_token_ids=[5, 7])
+    with checked(tiny_model, deterministic=False) as driver:
+        rid = driver.generate(PROMPTS[0], sampling_params=params, return_logprob=True)
+        driver.run_until_idle()
+        logprobs = np.frombuffer(driver.result(rid).output_logprobs, "<f4")
+        spans = ((driver.engine.state.stamp, False, 0),)
+        prompt, ids = np.asarray(PROMPTS[0], np.int32), np.asarray(tokens, np.int32)
+        check = Check(rid, 0, prompt, params, 0, None, ids, logprobs, spans)
+        drift = driver.engine.drift
+        drift._start([check])
+        driver.run_until_idle()
+        report = report_of(driver)
+        assert (report.tokens, report.k3 < 1e-6, report.state) == (60, True, "ok")
+        drift._start([replace(check, logprobs=np.maximum(logprobs, -5.0))])
+        driver.run_until_idle()
+        report = report_of(driver)
+        assert (report.tokens, report.max_abs, report.state) == (150, 60.0, "limit")
+
+
+def test_a_client_aborts_no_check_of_others(tiny_model):
+    with checked(tiny_model) as driver:
+        message = CheckDriftReqInput(samples=samples_of(roll_out(driver)))
+        driver.pause("in_place")
+        driver.send(message)
+        driver.tick(2)
+        assert driver.abort("").aborted == 0
+        driver.go_on()
+        driver.run_until_idle()
+        assert driver.replies.pop(message.id).report.samples == 8
 
 
 def test_adapters_are_told_apart(tiny_model, tmp_path):

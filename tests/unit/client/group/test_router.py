@@ -245,3 +245,9 @@ def test_drift_of_several_engines_is_that_of_all_tokens():
                 assert getattr(ours, name) == pytest.approx(getattr(theirs, name)), name
         assert ours.p99 >= theirs.p99
     assert (report.samples, report.state) == (4, "warn")
+
+
+def test_engines_far_from_their_weights_are_combined():
+    replies = [CheckDriftReqOutput(id="x", report=drift_of(np.full(9, -40.0))) for _ in range(2)]
+    report = combined(dict(enumerate(replies)), 1).report
+    assert (report.tokens, report.k1, report.ess) == (18, pytest.approx(40.0), pytest.approx(1.0))
