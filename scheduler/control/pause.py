@@ -36,7 +36,9 @@ def pause(engine: "Engine", request: wire.PauseGenerationReqInput, sender: Sende
             engine.batcher.retract_all()
     state.complete_pause(request, sender)
     held_tokens = engine.cache.usage().held * PAGE_SIZE
-    holding, kind, waiting = engine.batcher.num_holding, held_kind(engine), len(engine.waiting)
+    checks_hold, checks_wait = engine.drift.counts()
+    holding, waiting = engine.batcher.num_holding - checks_hold, len(engine.waiting) - checks_wait
+    kind = held_kind(engine)
     logger.info(
         "pause_generation: %s at step %d, %d requests hold %s, %d wait",
         request.mode, state.step, holding, kind if kind != "KV" else f"{held_tokens} tokens of KV", waiting,

@@ -189,7 +189,8 @@ def _generate(engine: "Engine", client: bytes, message: Generate, buffers: list[
         raise CaesuraError(ErrorCode.PAUSED, "the engine is paused and configured to refuse requests")
     engine.state.require_epoch(message.min_weights_epoch)
     adapter = engine.adapters.named(message.adapter) if isinstance(message, wire.GenerateReqInput) else None
-    requests = engine.admit(message, buffers, client, len(engine.waiting))
+    waiting = len(engine.waiting) - engine.drift.counts()[1]
+    requests = engine.admit(message, buffers, client, waiting)
     engine.answers.begin_generation(message.id, rid, body, samples=len(requests))
     if adapter is not None:
         engine.adapters.give(adapter, requests)

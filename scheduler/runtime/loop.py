@@ -84,7 +84,8 @@ class Scheduler:
 
     def _must_drain(self, in_flight: Step | None) -> bool:
         engine = self._engine
-        busy = in_flight is not None or engine.live or engine.outbox.has_undelivered
+        has_live = len(engine.live) > sum(engine.drift.counts())
+        busy = in_flight is not None or has_live or engine.outbox.has_undelivered
         return engine.shutdown.is_draining and bool(busy or engine.dispatcher.has_unanswered)
 
     def tick(self, in_flight: Step | None) -> Step | None:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ... import io_struct as wire
 from ...io_struct import CaesuraError, ErrorCode
-from ..scheduling.request import Adapter, OutputArrays, Request, WeightStamp
+from ..scheduling.request import Adapter, OutputArrays, Phase, Request, WeightStamp
 from ..scheduling.waiting_queue import require_room
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class _Scored:
     """Sum over the tokens."""
     largest: float
     moved: float | None
-    """Largest difference that an update has made, or None."""
+    """Largest difference that an update has made; None if no token can say."""
 
     @staticmethod
     def of(check: Check, result: wire.GenerateReqOutput) -> "_Scored":
@@ -104,7 +104,8 @@ class _Scored:
         )
         kinds = np.where(np.isneginf(logprobs) & np.isneginf(check.logprobs), _FORBIDDEN, kinds)
         gaps = _gaps(logprobs, check.logprobs)
-        same, updated = gaps[kinds <= _ACROSS], gaps[kinds == _UPDATE]
+        is_certain = (logprobs == 0.0) & (check.logprobs == 0.0)  # for example the only token allowed
+        same, updated = gaps[kinds <= _ACROSS], gaps[(kinds == _UPDATE) & ~is_certain]
         k3, largest = float(_k3(same).sum()), float(np.abs(same).max(initial=0.0))
         moved = float(np.abs(updated).max()) if len(updated) else None
         return _Scored(check, logprobs, kinds, len(same), k3, largest, moved)
@@ -175,6 +176,8 @@ class Drift:
             return
         if self._window and adapter is None:
             self._before = self.report()
+        if adapter is None:
+            self._state = "ok"
         left = [
             each
             for each in self._window
@@ -201,7 +204,8 @@ class Drift:
         if engine.request_type is not wire.GenerateReqInput:
             reason = "an engine of images has no log-probabilities of tokens"
             raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="type")
-        require_room(len(message.samples), len(engine.waiting), engine.config.max_waiting_requests)
+        waiting = len(engine.waiting) - self.counts()[1]
+        require_room(len(message.samples), waiting, engine.config.max_waiting_requests)
         job = _Message(message.id, len(message.samples))
         admitted = [self._admitted(job, index, each) for index, each in enumerate(message.samples)]
         for check, request in admitted:
@@ -242,19 +246,26 @@ class Drift:
 
     def cancel(self) -> None:
         """End the self-check's requests, which must not keep a command waiting."""
-        checks = self._engine.live.samples(_RID)
-        self._engine.outputs.abort([each for each in checks if each.check.message is None], "not needed")
+        self._engine.outputs.abort(self._own(), "not needed")
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many requests of the self-check hold KV, and how many wait: clients count neither."""
+        waits = [each.phase is Phase.WAITING for each in self._own()]
+        return len(waits) - sum(waits), sum(waits)
 
     def report(self) -> wire.DriftReport:
         """Return the report of the present weights, or of those before if these have scored nothing yet."""
         if not self._window and self._before is not None:
-            return self._before
+            return msgspec.structs.replace(self._before, state=self._state)
         if self._current is None:
             self._current = self._report(self._window)
         return msgspec.structs.replace(self._current, dropped=self._dropped, state=self._state)
 
     def status(self) -> wire.DriftReport | None:
         return self.report() if self._window or self._before is not None else None
+
+    def _own(self) -> list[Request]:
+        return [each for each in self._engine.live.samples(_RID) if each.check.message is None]
 
     def _admitted(self, job: _Message, index: int, sample: wire.DriftSample) -> tuple[Check, Request]:
         try:
@@ -281,6 +292,8 @@ class Drift:
 
     def _start(self, checks: Iterable[Check]) -> int:
         """Queue what can be scored; return how many."""
+        if self._engine.shutdown.requested:
+            return 0
         started = 0
         for check in checks:
             adapter = check.adapter
@@ -350,10 +363,11 @@ class Drift:
         unchanged = bool(moved) and not any(moved)
         if unchanged and state == "ok":
             state = "warn"
-        if tokens or unchanged:
-            self._state = state
-        if _STATES.index(self._state) <= _STATES.index(before):
+        if _STATES.index(state) <= _STATES.index(before):
+            if tokens >= LEAST_TOKENS:
+                self._state = state
             return
+        self._state = state
         report = self.report()
         if unchanged:
             logger.warning(

@@ -20,9 +20,11 @@ from caesura.io_struct import (
     GenerateReqOutput,
     LoadAdapterReqInput,
     SamplingParams,
+    ShutdownReqInput,
     UnloadAdapterReqInput,
 )
 from caesura.scheduler.kernels import TORCH, best
+from caesura.scheduler.scheduling.request import Phase
 from caesura.scheduler.scoring.drift_checks import Check
 
 needs_kernels = pytest.mark.skipif(
@@ -320,6 +322,72 @@ def test_a_client_aborts_no_check_of_others(tiny_model):
         driver.go_on()
         driver.run_until_idle()
         assert driver.replies.pop(message.id).report.samples == 8
+
+
+@pytest.mark.parametrize("adapter", [None, "a"])
+def test_a_state_ends_with_its_weights_not_by_few_tokens(tiny_model, other_model, tmp_path, adapter):
+    path = str(make_adapter(tiny_model, tmp_path / "a", ["q_proj"]))
+    options = {"enable_lora": True, "drift_samples": 0, "drift_action": "unhealthy"}
+    with checked(tiny_model, deterministic=False, drift_limit=0.0, drift_warn=0.0, **options) as driver:
+        driver.call(LoadAdapterReqInput(name="a", path=path))
+        broken(driver)
+        params = SamplingParams(max_new_tokens=80, ignore_eos=True)
+        driver.generate(PROMPTS[0], sampling_params=params, adapter=adapter)
+        driver.run_until_idle()
+        assert report_of(driver).state == "unhealthy"
+        if adapter is None:
+            driver.update(other_model)
+            report = report_of(driver)
+            assert (report.state, report.tokens, report.weights_epoch) == ("ok", 80, 0)
+        else:
+            driver.call(LoadAdapterReqInput(name="a", path=path))
+            params = SamplingParams(max_new_tokens=2, ignore_eos=True)
+            driver.generate(PROMPTS[0], sampling_params=params)
+            driver.run_until_idle()
+            assert (report_of(driver).tokens, report_of(driver).state) == (2, "unhealthy")
+
+
+def test_certain_tokens_say_nothing_about_an_update(tiny_model, other_model):
+    with checked(tiny_model) as driver:
+        roll_out(driver, allowed_token_ids=[7])
+        driver.update(other_model)
+        driver.run_until_idle()
+        report = report_of(driver)
+        assert (report.update.tokens, report.update.max_abs, report.state) == (4 * NEW, 0.0, "ok")
+
+
+def test_checks_count_in_no_limit_and_no_pause(tiny_model):
+    params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+    with checked(tiny_model, max_running_requests=1, max_waiting_requests=1) as driver:
+        first = driver.generate(PROMPTS[0], sampling_params=params)
+        driver.tick(2)
+        second = driver.generate(PROMPTS[1], sampling_params=params)
+        while not driver.engine.live.samples(""):
+            driver.tick()
+        while driver.engine.live.samples(second)[0].phase is not Phase.DECODE:
+            driver.tick()
+        third = driver.generate(PROMPTS[2], sampling_params=params)
+        paused = driver.pause("in_place")
+        assert len(driver.engine.live.samples("")) == 1
+        assert (paused.held_requests, paused.waiting_requests) == (1, 1)
+        driver.go_on()
+        driver.run_until_idle()
+        for rid in (first, second, third):
+            assert driver.result(rid).finish_reason.type == "length"
+
+
+def test_a_shutdown_waits_for_no_check(tiny_model):
+    options = {"shutdown_mode": "drain", "drain_timeout_s": 3600.0, "max_running_requests": 1}
+    with checked(tiny_model, **options) as driver:
+        rids = [driver.generate(prompt, max_new_tokens=4) for prompt in PROMPTS[:2]]
+        while not driver.engine.live.samples(""):
+            driver.tick()
+        driver.send(ShutdownReqInput())
+        driver.engine.scheduler.run()
+        driver.collect()
+        assert [driver.result(rid).finish_reason.type for rid in rids] == ["length"] * 2
+        report = driver.engine.drift.report()
+        assert (report.samples, report.dropped) == (0, 1)
 
 
 def test_adapters_are_told_apart(tiny_model, tmp_path):
