@@ -538,7 +538,10 @@ class AsyncControlClient:
         output), and may have ``temperature``, ``adapter`` and ``rid``. None returns the report of the last
         self-check, which an engine makes with ``enable_drift_check``.
         """
-        reply = await self._ask(drift_request(samples), wire.CheckDriftReqOutput, call)
+        try:
+            reply = await self._ask(drift_request(samples), wire.CheckDriftReqOutput, call)
+        except TimedOut as error:  # for example because the engine is paused
+            raise await self._explained(error) from None
         return reply.report
 
     async def status(

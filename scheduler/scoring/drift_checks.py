@@ -32,11 +32,14 @@ logger = logging.getLogger(__name__)
 
 WINDOW_TOKENS = 16_384
 """Scored tokens that a report is about, the last ones of an epoch."""
+WINDOW_SAMPLES = 1024
+"""Samples that they are of, at most."""
 LEAST_TOKENS = 64
 """Fewer say nothing about a threshold."""
 _WORST = 8
 _CLIP = np.log(2.0)
 _LARGEST_GAP = 60.0
+_NO_PROMPT = np.empty(0, np.int32)
 _BUCKETS = (0, 256, 1024, 4096, 16_384)
 _RID = ""
 """Request id of all checks, which no client's can be."""
@@ -86,6 +89,7 @@ class Check:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scored:
     check: Check
+    prompt_len: int
     logprobs: npt.NDArray[np.float32]
     kinds: npt.NDArray[np.int64]
     tokens: int
@@ -108,7 +112,7 @@ class _Scored:
         same, updated = gaps[kinds <= _ACROSS], gaps[(kinds == _UPDATE) & ~is_certain]
         k3, largest = float(_k3(same).sum()), float(np.abs(same).max(initial=0.0))
         moved = float(np.abs(updated).max()) if len(updated) else None
-        return _Scored(check, logprobs, kinds, len(same), k3, largest, moved)
+        return _Scored(check, len(check.prompt), logprobs, kinds, len(same), k3, largest, moved)
 
 
 class Drift:
@@ -121,8 +125,6 @@ class Drift:
         self._due = self.samples  # of the first samples since the last commit
         self._serial = 0
         self._dropped = 0
-        self._rescoring = 0
-        """Samples that the last commit has scored once more, and that have not ended."""
         self._window: deque[_Scored] = deque()
         self._window_tokens = 0
         self._kept: deque[Check] = deque(maxlen=self.samples)
@@ -189,7 +191,7 @@ class Drift:
             self._dropped = 0
         again = [each for each in self._kept if adapter in (None, each.named)]
         self._kept = deque((each for each in self._kept if each not in again), self.samples)
-        self._rescoring = self._start(again)
+        self._start(again)
 
     def accept(self, message: wire.CheckDriftReqInput) -> list[wire.Message]:
         """Return the report of the self-check, or start checks of all samples of a message."""
@@ -220,7 +222,6 @@ class Drift:
             found = _Scored.of(check, result)
         if job is None:
             self._dropped += found is None
-            self._rescoring -= check.is_score
             if found is not None:
                 self._take(found)
             return
@@ -290,11 +291,10 @@ class Drift:
         prompt, tokens = ids[: sample.prompt_len], ids[sample.prompt_len :]
         return Check(sample.rid, index, prompt, params, 0, adapter, tokens, logprobs, (), job)
 
-    def _start(self, checks: Iterable[Check]) -> int:
-        """Queue what can be scored; return how many."""
+    def _start(self, checks: Iterable[Check]) -> None:
+        """Queue what can be scored."""
         if self._engine.shutdown.requested:
-            return 0
-        started = 0
+            return
         for check in checks:
             adapter = check.adapter
             try:
@@ -307,8 +307,6 @@ class Drift:
                 continue
             self._credit -= len(check.prompt) + len(check.tokens)
             self._queue(check, request)
-            started += 1
-        return started
 
     def _request(self, check: Check) -> Request:
         self._serial += 1
@@ -336,10 +334,10 @@ class Drift:
 
     def _take(self, found: _Scored) -> None:
         check, kinds = found.check, found.kinds
-        self._window.append(found)
+        self._window.append(replace(found, check=replace(check, prompt=_NO_PROMPT)))
         self._current = None
         self._window_tokens += len(kinds)
-        while self._window_tokens > WINDOW_TOKENS and len(self._window) > 1:
+        while len(self._window) > (WINDOW_SAMPLES if self._window_tokens <= WINDOW_TOKENS else 1):
             self._window_tokens -= len(self._window.popleft().kinds)
         if self.samples and not np.isin(kinds, (_STALE, _OVERTAKEN)).any() and len(set(kinds)) == 1:
             stamp = self._engine.state.stamp
@@ -359,8 +357,9 @@ class Drift:
             state = "limit"
         if state == "limit" and config.drift_action == "unhealthy":
             state = "unhealthy"
-        moved = [each.moved for each in window if each.moved is not None and self._rescoring <= 0]
-        unchanged = bool(moved) and not any(moved)
+        moved = [each.moved for each in window if each.moved is not None]
+        rescores = any(each.check.is_score for each in self._engine.live.samples(_RID))
+        unchanged = bool(moved) and not any(moved) and not rescores
         if unchanged and state == "ok":
             state = "warn"
         if _STATES.index(state) <= _STATES.index(before):
@@ -397,7 +396,7 @@ class Drift:
         sample = np.repeat(np.arange(len(each)), lengths)
         first = np.cumsum(lengths, dtype=np.int64) - lengths
         output = np.arange(len(kinds)) - first[sample]
-        position = output + np.asarray([len(one.check.prompt) for one in each], np.int64)[sample]
+        position = output + np.asarray([one.prompt_len for one in each], np.int64)[sample]
         same = (kinds == _CLEAN) | (kinds == _ACROSS)
         figures = _figures(gaps[same])
         names = np.asarray([one.check.named for one in each])[sample]

@@ -25,6 +25,7 @@ from caesura.io_struct import (
 )
 from caesura.scheduler.kernels import TORCH, best
 from caesura.scheduler.scheduling.request import Phase
+from caesura.scheduler.scoring import drift_checks
 from caesura.scheduler.scoring.drift_checks import Check
 
 needs_kernels = pytest.mark.skipif(
@@ -388,6 +389,15 @@ def test_a_shutdown_waits_for_no_check(tiny_model):
         assert [driver.result(rid).finish_reason.type for rid in rids] == ["length"] * 2
         report = driver.engine.drift.report()
         assert (report.samples, report.dropped) == (0, 1)
+
+
+def test_the_window_keeps_few_samples_and_no_prompt(tiny_model, monkeypatch):
+    monkeypatch.setattr(drift_checks, "WINDOW_SAMPLES", 5)
+    with checked(tiny_model, drift_samples=0) as driver:
+        roll_out(driver)
+        report = report_of(driver)
+        assert (report.samples, report.tokens, parts(report, "position")) == (5, 5 * NEW, {"0-255": 5 * NEW})
+        assert not any(len(each.check.prompt) for each in driver.engine.drift._window)
 
 
 def test_adapters_are_told_apart(tiny_model, tmp_path):

@@ -19,6 +19,7 @@ from caesura.client import (
     InvalidRequest,
     SamplingParams,
     SchedulerClient,
+    TimedOut,
     Unsupported,
     launch_scheduler,
 )
@@ -151,6 +152,14 @@ def test_the_asyncio_client_has_the_same_report(engine, trainer):
             return await client.check_drift(sent)
 
     assert asyncio.run(check()) == engine.check_drift(sent)
+
+
+def test_who_waits_is_told_that_the_engine_is_paused(engine, trainer):
+    sent = samples(engine, trainer)
+    engine.pause("in_place")
+    with pytest.raises(TimedOut, match="the engine was paused"):
+        engine.check_drift(sent, timeout=1.0)
+    engine.continue_generation()
 
 
 def test_samples_may_have_arrays(engine, trainer):

@@ -415,6 +415,8 @@ def test_a_trainers_logprobs_are_compared(server):
     report = server.ok("/rollout/drift", {"samples": [moved]})
     assert report["mean_abs"] == pytest.approx(1.0, abs=1e-4)
     assert (report["worst"][0]["rid"], report["clip_share"]) == ("mine", 1.0)
+    huge = server.post("/rollout/drift", {"samples": [{**sample, "prompt_len": 10**20}]})
+    assert (huge.status_code, "prompt_len" in huge.text) == (400, True)
     refused = server.get("/rollout/drift")
     assert (refused.status_code, "enable_drift_check" in refused.text) == (400, True)
     assert server.post("/rollout/drift", {"samples": []}).status_code == 400
