@@ -502,6 +502,8 @@ class TokenizerManager:
             self._need_tokenizer("stop")
             if not request.detokenize:
                 raise InvalidRequest("stop strings need detokenize", field="stop")
+            if request.sampling_params.forced_output_ids is not None:
+                raise InvalidRequest("stop strings cannot end forced_output_ids", field="stop")
         ids = await self._prompt_ids(request)
         given = {name: getattr(request, name) for name in _ENGINE_FIELDS}
         for name in ("token_ids_logprob", "hidden_states_layers"):

@@ -169,6 +169,10 @@ def decode_request(decode: Callable[[bytes], RequestT], body: bytes, kind: Any) 
             raise InvalidRequest("modalities is not supported: output is text only", field="modalities")
         if request.stream and request.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs cannot be streamed", field="prompt_logprobs")
+        forced = request.trace_decode_token_ids or getattr(request, "forced_output_ids", None)
+        for name in ("max_tokens", "max_completion_tokens"):
+            if forced and hasattr(request, name):
+                setattr(request, name, len(forced))
     return request
 
 

@@ -340,11 +340,11 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
             f"{len(stop)} stop strings are over the limit of {MAX_STOP_STRINGS}", field="stop"
         )
     check_size("stop", characters(stop), MAX_STOP_CHARACTERS, "characters in all")
-    scored = body.max_new_tokens == 0  # the engine samples at least one token
     wire = present({name: getattr(body, name, None) for name in SamplingParams.__struct_fields__})
+    none = body.max_new_tokens == 0  # the engine samples at least one token
     if body.sampling_seed is not None:
         wire["seed"] = body.sampling_seed
-    params = SamplingParams(**{**wire, "max_new_tokens": 1 if scored else body.max_new_tokens})
+    params = SamplingParams(**{**wire, "max_new_tokens": 1 if none else body.max_new_tokens})
     text = {
         "no_stop_trim": body.no_stop_trim,
         "skip_special_tokens": body.skip_special_tokens,
@@ -353,7 +353,7 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
     }
     return {
         "sampling_params": params,
-        "scored": scored,
+        "scored": none and params.forced_output_ids is None,
         "top_p_token_ids": bool((body.custom_params or {}).get("return_top_p_token_ids"))
         and (removes_tokens(params) or params.temperature < GREEDY_BELOW),
         "stop": [each for each in stop if each],

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from support.checkpoints import make_checkpoint
-from support.openai_server import NAME, VOCABULARY, Served, serve_openai
+from support.openai_server import CONTEXT, NAME, VOCABULARY, Served, messages, serve_openai
 
 from caesura.client import SamplingParams
 
@@ -114,6 +114,36 @@ def test_given_tokens_are_replayed(http):
         [each["logprob"] for each in one["logprobs"]["content"]] for one in (replayed, sampled)
     )
     assert found == pytest.approx(expected, abs=1e-4)
+
+
+FORCED = list(range(20, 50))
+FULL = {"max_tokens": 1, "truncate_prompt_tokens": -1}
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "options"),
+    [
+        ("/generate", {"input_ids": PROMPT}, {"max_new_tokens": 0}),
+        ("/v1/completions", {"prompt": PROMPT, "echo": True}, {"max_tokens": 0}),
+        ("/v1/completions", {"prompt": PROMPT * CONTEXT}, FULL),
+        (
+            "/v1/chat/completions",
+            {"messages": messages("once " * CONTEXT), "max_completion_tokens": 1},
+            FULL,
+        ),
+        ("/inference/v1/generate", {"token_ids": PROMPT * CONTEXT}, FULL),
+    ],
+)
+def test_a_replay_is_as_long_as_its_ids(http, path, prompt, options):
+    def answer(**more: Any) -> httpx.Response:
+        params = {**options, "forced_output_ids": FORCED, "ignore_eos": True, **more}
+        nested = {"sampling_params": params} if "generate" in path else {**params, "return_token_ids": True}
+        return http.post(path, json={"model": NAME, **prompt, **nested})
+
+    found = answer().json()
+    assert (found["output_ids"] if path == "/generate" else found["choices"][0]["token_ids"]) == FORCED
+    refused = answer(stop=["a"])
+    assert refused.status_code == 400 and "stop strings cannot end forced_output_ids" in refused.text
 
 
 def test_logprobs_of_given_tokens(served, http):
