@@ -136,16 +136,26 @@ class Batcher:
         self._chunk_sizer.succeeded(batch.num_tokens)
         self.table.inflight[batch.slots] -= 1
         self._states.completed(batch.slots, batch.forward)
-        for request in batch.completed:
+        prompts = batch.completed + self._replays_past_prompt(batch)
+        for request in prompts:
             request.restarted = False
             self._release_prefix_waiters(request)
             self._keep_inputs(request)
         self._run_deferred_releases(kv_is_valid=True)
-        for request in batch.completed:
-            if request.phase is Phase.DECODE and request.kv is not None:
+        for request in prompts:
+            if request.phase is not Phase.FINISHED and request.kv is not None:
                 computed = self.table.length[request.slot] - 1
                 self.cache.donate(request.kv, self.table.tokens[request.slot, :computed])
         self._windows.completed(batch.slots, batch.forward)
+
+    def _replays_past_prompt(self, batch: ScheduledBatch) -> list[Request]:
+        """Return the replays that have computed all that is known, not yet shared, and that go on."""
+        table, slots = self.table, batch.slots
+        known = table.length[slots] - 1  # after a retraction more than is computed
+        past = table.replays[slots] & (known >= table.prompt_len[slots])
+        past &= np.asarray(batch.forward.kv_lens_host) >= known
+        requests = (table.by_slot[slot] for slot in slots[past])
+        return [r for r in requests if r and r.computes_shared_prefix and r.phase is Phase.PREFILL]
 
     def roll_back_step(self, batch: ScheduledBatch) -> None:
         """Roll back a lost step, the one launched last first; what lost its state needs :meth:`restore`."""

@@ -258,6 +258,42 @@ def test_a_replay_takes_few_steps(tiny_model):
         assert driver.status().step - before <= 90 // driver.config.sizes.rows + 2
 
 
+def test_a_retracted_replay_shares_only_what_is_computed(model, depth):
+    options = {"chunked_prefill_size": 16, "pipeline_depth": depth}
+    with EngineDriver(model, scripted=False, **options) as driver:
+        forced = SamplingParams(forced_output_ids=prompt_of(120, 9), frequency_penalty=0.1)
+        driver.generate(PROMPTS[4], sampling_params=forced)
+        driver.tick(40)
+        driver.pause("retract")
+        driver.flush()
+        driver.go_on()
+        driver.tick(2)
+        (request,) = driver.engine.batcher._active
+        assert len(PROMPTS[4]) > driver.engine.batcher.table.scheduled[request.slot]
+        assert request.kv.num_shared == 0
+        driver.run_until_idle()
+
+
+def test_a_replay_shares_its_prompt_before_it_ends(model, depth):
+    with EngineDriver(model, scripted=False, pipeline_depth=depth) as driver:
+        asked = {"return_logprob": True, "logprob_start_len": 0}
+        forced = SamplingParams(forced_output_ids=prompt_of(120, 9), frequency_penalty=0.1)
+        replayed = driver.generate(PROMPTS[4], sampling_params=forced, **asked)
+        driver.tick(3)
+        beside = driver.generate(PROMPTS[4], 3, **asked)
+        driver.tick(12)
+        driver.collect()
+        assert (beside, 0) in driver.results and (replayed, 0) not in driver.results
+        found = driver.result(beside)
+        assert found.cached_tokens == 48
+        driver.run_until_idle()
+        assert tokens_of(driver.result(replayed)) == forced.forced_output_ids
+        alone = driver.complete(PROMPTS[4], 3, cache_salt="alone", **asked)
+    for name in ("input_logprobs", "output_logprobs"):
+        ours, theirs = (np.frombuffer(getattr(each, name), "<f4") for each in (found, alone))
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
 def test_experts_of_a_replay_are_those_of_its_sample(tmp_path, depth):
     make_checkpoint(tmp_path, "qwen3-moe", seed=3)
     with EngineDriver(str(tmp_path), scripted=False, pipeline_depth=depth, prefix_cache=False) as driver:
