@@ -86,7 +86,8 @@ class Session:
     @property
     def has_only_adapters(self) -> bool:
         """True if its commit changes nothing of the weights, nor their label."""
-        return bool(self.adapters) and not (self.touched or self.manifest or self.version)
+        writes = self.touched or self.delta is not None
+        return bool(self.adapters) and not (writes or self.manifest or self.version)
 
     def is_named(self, session_id: str | None) -> bool:
         return session_id is not None and session_id in (self.id, self.begin_id)

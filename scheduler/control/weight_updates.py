@@ -8,6 +8,7 @@
   neither the weights nor any request.
 - I5: no step is launched between the first written byte and the commit; a failure in between poisons.
 - A delta is staged while steps go on; its commit swaps it in, and a commit that fails swaps it out again.
+  One without tensors changes the label, as any other update without tensors.
 - I7: bytes are written in place, casts are those of a cold load, derived tensors are computed once, at
   commit.
 - I12: the record of the state file is superseded before the epoch changes, and everything that can refuse a
@@ -223,7 +224,7 @@ class WeightUpdates:
         try:
             with stages.stage("receive"):
                 source, names = self.check(open_source, found, component)
-            is_ignored = found is None and bool(source.specs) and not names
+            is_ignored = found is None and source.delta is None and bool(source.specs) and not names
             session = None if is_ignored else self.join(found, request, sender, route)
             if session is not None:
                 session.delta = source.delta
@@ -408,7 +409,8 @@ class WeightUpdates:
                     engine.batcher.retract_all()
                 if not session.touched:
                     engine.history.note("update_begin", str(session))
-                engine.delta.forget()
+                if piece is not END:
+                    engine.delta.forget()
                 while piece is not END:
                     session.touched = True
                     with engine.runner.on_stream():
@@ -450,6 +452,8 @@ class WeightUpdates:
         if session.flush and engine.state.generation == "running":
             engine.batcher.retract_all()
         engine.history.note("update_begin", str(session))
+        if not delta.written:
+            return
         session.is_swapping = True
         swapping = engine.executor.call("swap", reply=set[str])
         with stages.stage("copy"), engine.runner.on_stream():
@@ -536,7 +540,7 @@ class WeightUpdates:
             return reply
         engine.state.require_resident("weights")  # the commit derives from them
         self._require_complete(session)
-        self._require_flushable(session.flush)
+        self._require_flushable(session.flush and not session.abort_all)
         yield from self._stop_steps(session)  # the commit needs it even if nothing was written
         if request.weight_version is not None:
             session.version = request.weight_version
@@ -582,7 +586,7 @@ class WeightUpdates:
         except BaseException as error:
             self.abort_session(session, f"the commit failed: {error}")
             raise
-        if session.delta is not None:
+        if engine.delta.written:
             self._before = before if session.source != "rollback" else None
             engine.delta.commit(keep=self._before is not None)
             engine.executor.call("commit_delta", self._before is not None)
@@ -685,7 +689,7 @@ class WeightUpdates:
         if session.is_swapping:
             try:
                 self._restore(session)
-            except CaesuraError:
+            except (CaesuraError, RuntimeError, MemoryError, OSError):  # torch's are RuntimeErrors
                 logger.exception("a delta could not be undone")
         self._close_session()
         if session.touched:

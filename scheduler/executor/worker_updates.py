@@ -133,7 +133,7 @@ class WorkerUpdates:
         turn, pieces, piece, loader = self._turn, self._pieces, self._first, self._opened_loader
         assert pieces is not None, "rank 0 has opened no source"
         loader.take_counts()
-        if loader is self._loader:
+        if loader is self._loader and piece is not END:
             self._delta.forget()
         while piece is not END:
             with self._runner.on_stream():

@@ -227,6 +227,8 @@ def _require_fitting(spec: TensorSpec, buffers: Sequence[memoryview | Tensor]) -
     if spec.offset % dtype.itemsize:
         raise _invalid(spec, f"starts at byte {spec.offset}, which is not aligned to {spec.dtype}")
     if spec.count is not None:
+        if spec.start_row:
+            raise _invalid(spec, f"is sparse, and starts at row {spec.start_row}")
         if spec.count > prod(spec.shape) or spec.nbytes != sparse_nbytes(spec.shape, spec.dtype, spec.count):
             raise _invalid(spec, f"of shape {spec.shape} has {spec.nbytes} bytes for {spec.count} elements")
         return

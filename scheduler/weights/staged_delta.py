@@ -4,7 +4,7 @@ Invariants:
 - Staging changes no weight. It finds where in storage each element lies, casts values as a cold load does,
   and drops those that this rank does not hold: only :meth:`DeltaLoader.swap` is left for the pause.
 - A swap exchanges what is staged with what is in place. So the staged memory holds the version before, and a
-  second swap returns to it, bit for bit. One that fails has swapped nothing.
+  second swap returns to it, bit for bit. One that fails is undone by :meth:`DeltaLoader.restore`.
 - No tensor is staged twice before a commit, nor more bytes than the weights have.
 """
 
@@ -37,6 +37,8 @@ class _Elements:
     storage: Tensor
     places: Tensor
     values: Tensor
+    is_in_place: bool = False
+    """True from before the first write of a swap on."""
 
     @property
     def nbytes(self) -> int:
@@ -46,10 +48,13 @@ class _Elements:
         """Exchange it with what is in place; return the values that are, and were, in place."""
         new = self.values
         if self.storage.device.type == "cpu":
-            self.values = scatter(self.storage, self.places, new)
+            self.values = scatter(self.storage, self.places, new)  # one that fails has written nothing
+            self.is_in_place = not self.is_in_place
         else:
+            where, there = self.places.to(self.storage.device, torch.int64), new.to(self.storage.device)
             self.values = elements(self.storage, self.places)
-            self.storage[self.places.to(self.storage.device, torch.int64)] = new.to(self.storage.device)
+            self.is_in_place = not self.is_in_place
+            self.storage[where] = there
         return new, self.values
 
 
@@ -59,6 +64,7 @@ class _Rows:
     slot: WeightSlot
     rows: Tensor
     start: int
+    is_in_place: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -67,8 +73,8 @@ class _Rows:
     def swap(self) -> tuple[Tensor, Tensor]:
         end = self.start + len(self.rows) if self.rows.dim() else None
         new, old = self.rows, self.slot.read(self.start, end).cpu().clone()
+        self.rows, self.is_in_place = old, not self.is_in_place
         self.slot.write(new, self.start)
-        self.rows = old
         return new, old
 
 
@@ -88,17 +94,19 @@ class Delta:
         self.nbytes += staged.nbytes
 
     def swap(self) -> set[str]:
-        """Swap all of it; return the names of the tensors that differed. A failure swaps nothing."""
+        """Swap all of it; return the names of the tensors that differed."""
+        for each in self.staged:
+            each.is_in_place = False
         with ThreadPoolExecutor(torch.get_num_threads(), "swap") as pool:  # memory is what takes the time
             swaps = [pool.submit(each.swap) for each in self.staged]
-        failed = [swap for swap in swaps if swap.exception() is not None]
-        if failed:
-            for each, swap in zip(self.staged, swaps, strict=True):
-                if swap not in failed:
-                    each.swap()
-            failed[0].result()
         pairs = zip(self.staged, swaps, strict=True)
         return {each.name for each, swap in pairs if differ(*swap.result())}
+
+    def restore(self) -> None:
+        """Undo a swap, also one that has failed within a tensor."""
+        for each in reversed(self.staged):
+            if each.is_in_place:
+                each.swap()
 
 
 class DeltaLoader(WeightLoader):
@@ -142,15 +150,15 @@ class DeltaLoader(WeightLoader):
 
     def swap(self) -> set[str]:
         """Exchange what is staged with what is in place; return the names of the tensors that differed."""
-        changed = self._staged.swap()
-        self._is_in_place = not self._is_in_place
-        return changed
+        self._is_in_place = True
+        return self._staged.swap()
 
     def restore(self) -> bool:
         """Undo a swap that was not committed; return True if there was one."""
         if not self._is_in_place:
             return False
-        self.swap()
+        self._staged.restore()
+        self._is_in_place = False
         return True
 
     def commit(self, *, keep: bool) -> None:
@@ -161,9 +169,9 @@ class DeltaLoader(WeightLoader):
         self.forget_written()
 
     def take_back(self) -> None:
-        """Stage the version before the last commit."""
+        """Stage the version before the last commit, which is kept until this one commits."""
         assert self.before is not None, "rank 0 has looked"
-        self._staged, self.before = self.before, None
+        self._staged = self.before
         self.digests = self._staged.digests
         self._coverage.written |= self._staged.names
         self.counts.written_tensors = len(self._staged.names)
@@ -210,10 +218,11 @@ class DeltaLoader(WeightLoader):
     def _walk(
         self, spec: TensorSpec, tensor: TensorSlot | Stack, coverage: Coverage, disorder: Mismatches
     ) -> None:
+        continues = spec.start_row > 0 and coverage.open is not None and coverage.open[0] == tensor.name
         for slot in slots_of(tensor):
             if isinstance(slot, HalfSlot) or slot.fills(DTYPES[spec.dtype]) is not None:
                 disorder.add(slot.name, reason="is quantised here: a delta has values as they are stored")
-            elif slot.name in self._staged.names and spec.start_row == 0:
+            elif not continues and (slot.name in self._staged.names or slot.name in self.written):
                 disorder.add(slot.name, reason="comes twice")
         if spec.count is None and not disorder.any:
             super()._walk(spec, tensor, coverage, disorder)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,17 +12,22 @@ from support.buckets_by_hand import Sender
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint, write_like
 from support.deltas import ROADS, SentDelta, by_disk, by_tensor, some_changed
 from support.lanes import quick
+from support.lora import ALL_LINEAR, make_adapter
 from support.properties import examples
 from support.scripted import EngineDriver, assert_error, ok, one_piece_per_slice
 
 from caesura.client.trainer import manifest
 from caesura.io_struct import (
+    CaesuraError,
     DeltaBase,
+    ErrorCode,
+    LoadAdapterReqInput,
     RollbackWeightsReqInput,
     TensorSpec,
     UpdateWeightsFromTensorReqInput,
 )
 from caesura.scheduler.weights import source
+from caesura.scheduler.weights.staged_delta import _Elements, _Rows
 from caesura.transfer.weight_delta import DELTA_FILE, DeltaMetadata, write_delta
 
 WEIGHTS = "model.safetensors"
@@ -179,6 +185,12 @@ def sparse(positions: list[int], shape: list[int] | None = None) -> SentDelta:
     return sent
 
 
+def from_row_1() -> SentDelta:
+    sent = sparse([1])
+    sent.specs = [msgspec.structs.replace(sent.specs[0], start_row=1)]
+    return sent
+
+
 def torn() -> SentDelta:
     sent = sparse([1, 2, 3])
     del sent.buffer[-2:]
@@ -192,6 +204,7 @@ REFUSED = {
     "before the begin": (sparse([-1, 4]), "invalid_request"),
     "more than there are": (sparse([*range(41)]), "invalid_request"),
     "torn": (torn(), "invalid_request"),
+    "from a row on": (from_row_1(), "invalid_request"),
     "of another shape": (sparse([1], [41]), "weight_mismatch"),
     "not in the model": (SentDelta({"x": torch.zeros(2)}, {"x": torch.ones(2)}), "weight_mismatch"),
 }
@@ -291,6 +304,97 @@ def test_a_rollback_waits_for_no_continue(driver, versions, tmp_path):
     assert ok(driver.call(RollbackWeightsReqInput(flush_cache=True))).committed
     assert checksums(driver) == before
     ok(driver.go_on())
+
+
+def test_a_delta_beside_an_adapter_is_committed(versions, tmp_path):
+    adapter = make_adapter(versions.first, tmp_path / "adapter", ALL_LINEAR)
+    with versions.engine(enable_lora=True, max_loras=2, dtype="float32") as driver:
+        before, session_id = checksums(driver), driver.begin()
+        ok(by_tensor(driver, versions.sent, EPOCH, tmp_path, session_id=session_id))
+        ok(driver.call(LoadAdapterReqInput(name="a", path=str(adapter), session_id=session_id)))
+        assert ok(driver.end(session_id=session_id)).weights_epoch == 1
+        assert checksums(driver) != before
+
+
+def test_an_end_may_abort_what_it_would_have_to_flush(driver, versions, cold, tmp_path):
+    rid = driver.generate(PROMPT, 100)
+    driver.tick(5)
+    driver.pause("in_place")
+    session_id = driver.begin()
+    ok(by_tensor(driver, versions.sent, EPOCH, tmp_path, session_id=session_id, abort_all_requests=True))
+    assert ok(driver.end(session_id=session_id)).flushed
+    assert driver.result(rid).finish_reason.type == "abort"
+    assert checksums(driver) == cold
+
+
+@pytest.mark.parametrize("of", [_Elements, _Rows])
+@pytest.mark.parametrize("undone", [True, False])
+def test_a_swap_that_fails_after_a_write_is_undone(of, undone, driver, versions, monkeypatch, tmp_path):
+    before, digest, swap, calls = checksums(driver), driver.status().digest, of.swap, []
+
+    def failing(staged):
+        calls.append(staged)
+        found = swap(staged)
+        if len(calls) == 3 or not undone:
+            raise RuntimeError("no memory")
+        return found
+
+    monkeypatch.setattr(of, "swap", failing)
+    sent = SentDelta(versions.old, versions.new, whole=sorted(versions.new)[::2])
+    assert_error(by_tensor(driver, sent, EPOCH, tmp_path), "internal")
+    driver.assert_status(weights="valid" if undone else "poisoned", weights_epoch=0, digest=digest)
+    if undone:
+        assert checksums(driver) == before
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("delta", [None, DeltaBase()])
+def test_a_label_alone_keeps_what_a_rollback_returns_to(delta, tp, versions, tmp_path):
+    with versions.engine(tp=tp) as driver:
+        before, digest = checksums(driver), driver.status().digest
+        ok(by_tensor(driver, versions.sent, EPOCH, tmp_path, weight_version="new"))
+        message = UpdateWeightsFromTensorReqInput(specs=[], delta=delta, weight_version="name")
+        reply = ok(driver.call(message))
+        assert (reply.weights_epoch, reply.weight_version) == (2, "name")
+        reply = ok(driver.call(RollbackWeightsReqInput()))
+        assert (reply.weight_version, reply.digest) == ("default", digest)
+        assert checksums(driver) == before
+
+
+def test_a_delta_without_tensors_keeps_the_restart(versions, tmp_path):
+    state = str(tmp_path / "state")
+    with versions.engine(state_file=state) as driver:
+        ok(driver.update(versions.second))
+        message = UpdateWeightsFromTensorReqInput(specs=[], delta=DeltaBase(), weight_version="name")
+        assert ok(driver.call(message)).committed
+    with versions.engine(state_file=state) as driver:
+        driver.assert_status(weights="valid", weight_version="name")
+
+
+def test_a_delta_of_skipped_tensors_is_compared(tmp_path):
+    tied = Versions(tmp_path, "qwen3", dtype=torch.bfloat16, tied=True)
+    sent = SentDelta({}, {HEAD: torch.ones(4, 4)}, whole=[HEAD])
+    with tied.engine() as driver:
+        error = by_tensor(driver, sent, DeltaBase(digest="0" * 32), tmp_path)
+        assert_error(error, "base_mismatch")
+        reply = ok(by_tensor(driver, sent, DeltaBase(), tmp_path, weight_version="name"))
+        assert (reply.skipped_tensors, reply.weight_version) == (1, "name")
+
+
+def test_a_rollback_that_fails_can_be_repeated(driver, versions, monkeypatch, tmp_path):
+    before = checksums(driver)
+    ok(by_tensor(driver, versions.sent, EPOCH, tmp_path))
+
+    def unwritable():
+        raise CaesuraError(ErrorCode.STATE_FILE_ERROR, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.engine.weights_file, "supersede", unwritable)
+        assert_error(driver.call(RollbackWeightsReqInput()), "state_file_error")
+    driver.assert_status(weights="valid", weights_epoch=1)
+    assert checksums(driver) != before
+    ok(driver.call(RollbackWeightsReqInput()))
+    assert checksums(driver) == before
 
 
 def test_a_torn_folder_changes_nothing(driver, versions, tmp_path):
