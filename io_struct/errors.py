@@ -60,7 +60,8 @@ class ErrorCode(StrEnum):
     """A checkpoint is missing, truncated, or not in safetensors format. ``detail``: path, reason."""
     BASE_MISMATCH = "base_mismatch"
     """A delta is of other weights than the engine's, or makes others than it says; nothing was written.
-    ``detail``: weights, weights_epoch, and what differs: base_epoch, base_digest or digest, with got."""
+    ``detail``: weights, weights_epoch, and what differs: base_epoch, base_digest, base_version or digest,
+    with got."""
     UPDATE_REFUSED = "update_refused"
     """An update changes less than ``min_changed``, or more than ``max_rel_norm``, and was to be refused.
     ``detail``: changed, rel_norm by group."""

@@ -142,6 +142,8 @@ class DeltaBase(Record, kw_only=True, frozen=True):
     """Their ``weights_epoch``. None: not compared."""
     base_digest: Label | None = None
     """Their digest. None: not compared."""
+    base_version: Label | None = None
+    """Their ``weight_version``. None: not compared."""
     digest: Label | None = None
     """Digest of the weights after the delta, computed before the first write. None: not compared."""
 

@@ -122,7 +122,10 @@ class WeightUpdates:
             component = chosen(engine.model.components, request.component)
             delta = open_delta(request.model_path, request.delta)
             if delta is not None:
-                return delta
+                source, version = delta
+                if request.weight_version is None:
+                    request.weight_version = version
+                return source
             if request.delta is not None:
                 reason = f"{request.model_path} has no {DELTA_FILE}: a whole checkpoint has no base"
                 raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="delta")
@@ -278,6 +281,9 @@ class WeightUpdates:
         stamp = self._engine.state.stamp
         if delta.base_epoch not in (None, stamp.epoch):
             raise _other_base(f"they are of epoch {stamp.epoch}", stamp, base_epoch=delta.base_epoch)
+        if delta.base_version not in (None, stamp.version):
+            reason = f"they are version {stamp.version!r}, not {delta.base_version!r}"
+            raise _other_base(reason, stamp, base_version=delta.base_version, got=stamp.version)
         if (delta.base_digest or delta.digest) and not stamp.digest:
             raise CaesuraError(ErrorCode.UNSUPPORTED, "the engine keeps no digest: weights_digest is off")
         if delta.base_digest not in (None, stamp.digest):

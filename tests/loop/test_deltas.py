@@ -411,6 +411,20 @@ def test_a_torn_folder_changes_nothing(driver, versions, tmp_path):
     assert ok(by_disk(driver, versions.sent, EPOCH, tmp_path)).committed
 
 
+def test_a_folder_tells_base_and_label(driver, versions, cold, tmp_path):
+    digest, parts = driver.status().digest, (versions.sent.specs, [versions.sent.buffer])
+    write_delta(tmp_path, *parts, DeltaMetadata(base_version="41", weight_version="42"))
+    error = assert_error(driver.update(tmp_path), "base_mismatch")
+    assert (error.detail["base_version"], error.detail["got"]) == ("41", "default")
+    write_delta(tmp_path, *parts, DeltaMetadata(base_digest=digest, digest="0" * 32))
+    assert_error(driver.update(tmp_path, delta=EPOCH), "base_mismatch")
+    write_delta(tmp_path, *parts, DeltaMetadata(base_version="default", weight_version="42"))
+    assert ok(driver.update(tmp_path)).weight_version == "42"
+    assert checksums(driver) == cold
+    ok(driver.call(RollbackWeightsReqInput()))
+    assert ok(driver.update(tmp_path, weight_version="43")).weight_version == "43"
+
+
 @settings(max_examples=examples(60))
 @given(
     steps=st.lists(st.sampled_from(["delta", "mixed", "rollback", "full", "broken"]), min_size=1, max_size=8),

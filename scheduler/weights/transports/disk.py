@@ -144,8 +144,11 @@ def open_fitting(path: str, config: ModelConfig) -> Checkpoint:
     return checkpoint
 
 
-def open_delta(folder: str, base: DeltaBase | None) -> BufferSource | None:
-    """Read a delta's folder; None if it is not one. ``base`` takes the place of the file's own."""
+def open_delta(folder: str, base: DeltaBase | None) -> tuple[BufferSource, str | None] | None:
+    """Read a delta's folder, and its label; None if it is not one. ``base`` comes before the file's own.
+
+    The file's label of its base is compared only if nothing else tells the base.
+    """
     path = Path(folder) / DELTA_FILE
     if not path.exists():
         return None
@@ -156,8 +159,16 @@ def open_delta(folder: str, base: DeltaBase | None) -> BufferSource | None:
         raise checkpoint_error(path, str(error)) from error
     except OSError as error:
         raise checkpoint_error(path, f"cannot be read: {error.strerror}") from error
-    own = DeltaBase(base_digest=facts.base_digest, digest=facts.digest)
-    return BufferSource("disk", specs, [memoryview(buffer)], delta=base or own)
+    given = base or DeltaBase()
+    merged = DeltaBase(
+        base_epoch=given.base_epoch,
+        base_digest=given.base_digest or facts.base_digest,
+        base_version=given.base_version,
+        digest=given.digest or facts.digest,
+    )
+    if (merged.base_epoch, merged.base_digest, merged.base_version) == (None, None, None):
+        merged = msgspec.structs.replace(merged, base_version=facts.base_version)
+    return BufferSource("disk", specs, [memoryview(buffer)], delta=merged), facts.weight_version
 
 
 def open_checkpoint(path: str | Path, stems: Sequence[str] = _STEMS) -> Checkpoint:
