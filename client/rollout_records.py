@@ -34,7 +34,7 @@ class RolloutRecord(
     weight_versions: list[WeightVersionSpan]
     """Spans that cover the output, each with the digest of its weights."""
     output_logprobs: list[float] | None = None
-    """As in :class:`GenerateOutput`; None: not verified. So with the fields that follow."""
+    """As in :class:`GenerateOutput`, like the fields that follow; None: not verified."""
     raw_logprobs: list[float] | None = None
     """Logprobs under the unmodified logits."""
     sampling_mask: SamplingMask | None = None

@@ -47,7 +47,7 @@ class Verdict:
     verified: int = 0
     """Tokens that were computed again."""
     drawn_again: int = 0
-    """Those of them that the seed draws again."""
+    """Verified tokens that the seed draws again."""
     stale: int = 0
     """Tokens that cannot be computed again, because their KV is of several weights."""
     largest: float = 0.0

@@ -32,7 +32,7 @@ class CheckDriftReqInput(Request, kw_only=True):
     """Score a trainer's samples with the engine's weights, or get the report of the last self-check."""
 
     samples: Annotated[list[DriftSample], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)] | None = None
-    """None: the self-check's, which needs ``enable_drift_check``."""
+    """Samples to score. None: the report is the self-check's, which needs ``enable_drift_check``."""
 
 
 class DriftFigures(ReplyRecord, kw_only=True, frozen=True):

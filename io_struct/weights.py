@@ -85,7 +85,7 @@ class TensorChange(ReplyRecord, kw_only=True, frozen=True):
 
 
 class UpdateReport(ReplyRecord, kw_only=True, frozen=True):
-    """What an update changed, of rank 0's part of the weights; ``full`` or as an estimate."""
+    """Changes by an update, of rank 0's part of the weights; ``full`` or as an estimate."""
 
     total: TensorChange
     groups: dict[str, TensorChange]
@@ -126,7 +126,7 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
     digest: str = ""
     """Digest of the weights as last committed, in hex. Empty: the engine keeps none (``weights_digest``)."""
     report: UpdateReport | None = None
-    """What the update changed; None if no report was asked for, and before the commit."""
+    """Changes by the update; None if no report was asked for, and before the commit."""
     durable: bool | None = None
     """True: the state file has this commit. False: a restart is ``invalid``. None: no commit, or no file."""
     switched: int = 0
@@ -189,7 +189,7 @@ class RollbackWeightsReqInput(ControlRequest, kw_only=True):
     to_digest: Label | None = None
     """Digest of the weights to return to, else ``no_rollback``. None: not compared."""
     flush_cache: bool = True
-    """As of an update."""
+    """Same as of an update: retract requests and flush, or freeze them with KV."""
     torch_empty_cache: bool = False
     """True: the device allocator's cache is emptied, too."""
 

@@ -61,7 +61,7 @@ class Version:
 
 class _State(msgspec.Struct, omit_defaults=True):
     version: _Digits | None = None
-    """None: the files are of several versions."""
+    """Version that the files have. None: they are of several."""
     applying: _Digits | None = None
     """Version whose delta is saved, and perhaps written in part."""
 

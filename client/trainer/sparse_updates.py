@@ -1,4 +1,4 @@
-"""What changed between two versions of weights, and a copy of those that engines have.
+"""Differences between two versions of weights, and a copy of those that engines have.
 
 Invariants:
 - Elements are compared by their bits in the dtype in which they are sent, and values are absolute: the engine

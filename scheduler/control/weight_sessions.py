@@ -69,7 +69,7 @@ class Session:
     adapters: "dict[str, StagedAdapter]" = field(default_factory=dict)
     """Adapters that its commit publishes, by name. Their slots are free again when it ends otherwise."""
     changes: UpdateChanges | None = None
-    """What it changes, if a report or a bound was asked for."""
+    """Changes so far, if a report or a bound was asked for."""
     min_changed: float | None = None
     max_rel_norm: float | None = None
     refuse_beyond: bool = False

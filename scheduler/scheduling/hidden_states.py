@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .request import RequestTable
 
 LAST = -1
-"""What follows the final norm, in place of a layer's number."""
+"""Number of the output of the final norm, in place of a layer's number."""
 _NAMES: dict[torch.dtype, Literal["BF16", "F16", "F32"]] = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",

@@ -156,7 +156,7 @@ class Request:
     num_retractions: int = 0
     computes_shared_prefix: bool = False
     computes_inputs: bool = False
-    """Its prompt is scored since it has these pages, so by the present weights."""
+    """True if the prompt was scored since it has these pages, so by the present weights."""
     routed: np.ndarray | None = None
     restarted: bool = False
     """It decoded, has lost its states with a failed step, and does not decode again yet."""

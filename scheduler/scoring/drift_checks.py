@@ -65,7 +65,7 @@ class _Message:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Check:
-    """What is to be scored again."""
+    """A sample to be scored again, and what it came with."""
 
     rid: str
     index: int

@@ -1,4 +1,4 @@
-"""What an update changes: how many elements, and by how much, by group of tensors.
+"""Changes by an update: how many elements, and by how much, by group of tensors.
 
 - Values are compared before they are written, as they are stored. ``sampled`` takes some rows of a large
   tensor, a 256th of it as it comes, for the whole.

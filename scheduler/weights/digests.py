@@ -1,6 +1,6 @@
 """Digests of the checkpoint tensors that this rank holds, kept as they are written.
 
-- What is digested are the values that came, cast as they are stored, so a digest depends on neither transport
+- The values that came are digested, cast as they are stored, so a digest depends on neither transport
   nor layout. A tensor that is quantised on writing is digested as it came.
 - Each rank digests the rows that it holds. Rows that several hold count once; a tensor of which every rank
   holds all rows is left to rank 0.
@@ -37,7 +37,7 @@ class WeightDigests:
         self._held: dict[str, dict[range, TensorDigest]] = {}
         """Digests of the complete tensors, by rows."""
         self._open: dict[range, TensorDigest] = {}
-        """Those of the tensor that lacks rows."""
+        """Digests of the tensor that lacks rows."""
 
     def add(self, slot: TensorSlot, rows: Tensor, start: int, *, begins: bool) -> None:
         """Add rows that are written from ``start`` on; ``begins``: they are the first ones."""
@@ -69,7 +69,7 @@ class WeightDigests:
     def change(self, slot: WeightSlot, positions: Tensor, old: Tensor, new: Tensor) -> None:
         """Replace elements at flat ``positions``, ascending, that this rank holds; values are as stored.
 
-        Of a tensor that is divided within rows rank 0 has digested all, and other ranks add their changes.
+        Rank 0 has digested all of a tensor that is divided within rows, and other ranks add their changes.
         """
         width, digests = prod(slot.shape[1:]), dict(self._held[slot.name])
         if not (digests or slot.is_whole):

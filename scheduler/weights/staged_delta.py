@@ -80,7 +80,7 @@ class _Rows:
 
 @dataclass(slots=True)
 class Delta:
-    """What is staged, or after a swap the version before it."""
+    """Values that are staged, or after a swap the version before them."""
 
     staged: list[_Elements | _Rows] = field(default_factory=list)
     names: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""What changed between two versions of weights, the copy of what engines have, and a delta's file."""
+"""Differences between two versions of weights, the copy of what engines have, and a delta's file."""
 
 import pytest
 import torch
