@@ -506,8 +506,6 @@ def test_a_loader_of_the_trainers_is_refused_by_name(experts):
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("/pull_weights", "/update_weights_from_disk"),
-        ("/pull_weights", "without --update-weight-local-checkpoint-dir"),
         ("/start_draft_weight_update/", "no draft model"),
         ("/init_broadcaster", "/update_weights"),
     ],
