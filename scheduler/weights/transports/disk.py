@@ -150,9 +150,9 @@ def open_delta(folder: str, base: DeltaBase | None) -> tuple[BufferSource, str |
     The file's label of its base is compared only if nothing else tells the base.
     """
     path = Path(folder) / DELTA_FILE
-    if not path.exists():
-        return None
     try:
+        if not path.exists():
+            return None
         with open(open_regular(path), "rb") as file:
             facts, specs, buffer = read_delta(file)
     except SafetensorsError as error:

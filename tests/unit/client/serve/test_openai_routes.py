@@ -178,7 +178,7 @@ def test_common_fields():
     fields = common_fields(completion(**same, **given))
     assert fields == same | {
         "stop": ("a",), "no_stop_trim": True, "spaces_between_special_tokens": True, "cache_salt": "\nk",
-        "adapter": "a",
+        "adapter": "a", "return_sampling_mask": False, "return_sampled_logprob": False,
     }  # fmt: skip
 
 
