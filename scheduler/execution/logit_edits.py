@@ -236,8 +236,8 @@ def input_logprobs(
         assert logits is not None, "a dummy run has no prompts"
         token_ids = inputs.token_ids[block]
         any_others = inputs.top > 0 or token_ids.shape[1] > 0
-        logprobs = torch.log_softmax(logits.float(), 1) if any_others else logits[:, :1].float()
-        part = further_of(logprobs, inputs.top, token_ids)
-        part.logprobs = sampler.logprobs_of(logits, inputs.targets[block])
+        known = torch.log_softmax(logits.float(), 1) if any_others else None
+        part = further_of(logits[:, :1].float() if known is None else known, inputs.top, token_ids)
+        part.logprobs = sampler.logprobs_of(logits, inputs.targets[block], known)
         parts.append(part)
     return joined(parts)

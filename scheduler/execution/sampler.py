@@ -210,10 +210,11 @@ class Sampler:
         )
         return out
 
-    def logprobs_of(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return float32 [S]: the log-softmax of ``logits`` [S, V] at ``targets``, int64 [S]."""
+    def logprobs_of(self, logits: Tensor, targets: Tensor, known: Tensor | None = None) -> Tensor:
+        """Return float32 [S]: the log-softmax of ``logits`` [S, V], ``known`` or not, at ``targets``."""
         if self._compiled is None:
-            return torch.log_softmax(logits.float(), 1).gather(1, targets[:, None])[:, 0]
+            known = torch.log_softmax(logits.float(), 1) if known is None else known
+            return known.gather(1, targets[:, None])[:, 0]
         rows = len(logits)
         found, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
         greedy, uniforms = torch.zeros(rows, dtype=torch.bool), torch.zeros(rows, dtype=torch.float64)
