@@ -34,7 +34,7 @@ class RolloutRecord(
     weight_versions: list[WeightVersionSpan]
     """Spans that cover the output, each with the digest of its weights."""
     output_logprobs: list[float] | None = None
-    """As in :class:`GenerateOutput`, like the fields that follow; None: not verified."""
+    """Logprobs of the output tokens. None: not verified, as the fields that follow."""
     raw_logprobs: list[float] | None = None
     """Logprobs under the unmodified logits."""
     sampling_mask: SamplingMask | None = None

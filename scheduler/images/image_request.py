@@ -7,7 +7,7 @@ Invariants:
 - A sample that begins again forgets all but its seed, so it makes the same trajectory under the same weights.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -147,14 +147,7 @@ class ImageRequest:
     def version_spans(self) -> list[WeightVersionSpan]:
         ends = [*(start for _, start in self.spans), self.step][1:]
         return [
-            WeightVersionSpan(
-                version=stamp.version,
-                epoch=stamp.epoch,
-                incarnation=stamp.incarnation,
-                digest=stamp.digest,
-                start=start,
-                end=end,
-            )
+            WeightVersionSpan(**asdict(stamp), start=start, end=end)
             for (stamp, start), end in zip(self.spans, ends, strict=True)
         ]
 

@@ -8,7 +8,8 @@ always sent alone.
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from ...io_struct import (
     StreamDelta,
 )
 from ..memory.device_memory import is_out_of_memory
-from ..scheduling.request import Request
+from ..scheduling.request import Request, WeightStamp
 from ..scheduling.sampling import joined_masks
 
 logger = logging.getLogger(__name__)
@@ -51,16 +52,7 @@ class TokenDetails:
             return None
         stamp, stale, _ = request.spans[-1]
         return TokenDetails(
-            DeltaWeights(
-                version=stamp.version,
-                epoch=stamp.epoch,
-                incarnation=stamp.incarnation,
-                stale_kv=stale,
-                adapter=stamp.adapter,
-                adapter_epoch=stamp.adapter_epoch,
-                digest=stamp.digest,
-                adapter_digest=stamp.adapter_digest,
-            ),
+            _weights_of(stamp, stale),
             raw if request.return_raw else np.nan,
             sampled if request.return_sampled else np.nan,
             None if request.masks is None else request.masks.at(at),
@@ -225,3 +217,8 @@ def _error_result(result: Result, error: Exception) -> Result:
         cached_tokens=0,
         seed=0,
     )
+
+
+@lru_cache(maxsize=64)
+def _weights_of(stamp: WeightStamp, stale: bool) -> DeltaWeights:
+    return DeltaWeights(**asdict(stamp), stale_kv=stale)

@@ -504,10 +504,9 @@ class Batcher:
             slots, starts, ends, page_table, row_of_token, positions
         )
         complete = np.flatnonzero(ends[num_decode:] == table.computable(slots[num_decode:]))
-        samples = np.concatenate([np.arange(num_decode), num_decode + complete])
-        sample_positions = ends[samples]
-        if table.replays[slots].any():
-            samples, sample_positions = self._with_replays(slots, starts, ends, samples)
+        samples, sample_positions = self._sampled(
+            slots, starts, ends, np.concatenate([np.arange(num_decode), num_decode + complete])
+        )
         sample_slots = slots[samples]
         spans = input_spans(chunks, table) if chunks else []
         hidden: list[HiddenSpan] = []
@@ -548,6 +547,12 @@ class Batcher:
             inputs=spans,
             hidden=hidden,
         )
+        self._advance(batch, starts, ends)
+        return batch
+
+    def _advance(self, batch: ScheduledBatch, starts: np.ndarray, ends: np.ndarray) -> None:
+        """Count the tokens of a step as scheduled, before it is launched."""
+        table, slots = self.table, batch.slots
         table.scheduled[slots] = ends
         table.inflight[slots] += 1
         for request in batch.completed:
@@ -555,16 +560,20 @@ class Batcher:
             self._prefilling.remove(request)
             self._decode_slots = None
         if self._chunk_sizer.limit is not None:
-            self._decode_offset += num_decode
+            self._decode_offset += batch.forward.num_decode
         self._states.launched(slots, starts)
-        if forward.sampling.special is not None:
-            table.sampling.counted[sample_slots] = sample_positions + 1
-        return batch
+        if batch.forward.sampling.special is not None:
+            table.sampling.counted[batch.sample_slots] = batch.sample_positions + 1
 
-    def _with_replays(
+    def _sampled(
         self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, samples: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows and positions of all tokens that are sampled or replayed, in the order of rows."""
+        """Return rows and positions of all tokens that are sampled or replayed, in the order of rows.
+
+        ``samples``: rows whose last token has a successor to sample, if they are no replays.
+        """
+        if not self.table.replays[slots].any():
+            return samples, ends[samples]
         count = np.zeros(len(slots), np.int64)
         count[samples] = 1
         replayed = ends - np.maximum(starts, self.table.length[slots] - 1)

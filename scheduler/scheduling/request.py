@@ -13,7 +13,7 @@
 """
 
 import heapq
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,8 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WeightStamp:
+    """Weights and adapter of a step, with the field names of the wire."""
+
     epoch: int
     version: str
     incarnation: str = ""
@@ -188,18 +190,7 @@ class Request:
         """Return the weight-version spans; they cover ``[0, num_outputs)`` without gaps."""
         ends = [start for _, _, start in self.spans[1:]] + [num_outputs]
         return [
-            WeightVersionSpan(
-                version=stamp.version,
-                epoch=stamp.epoch,
-                incarnation=stamp.incarnation,
-                adapter=stamp.adapter,
-                adapter_epoch=stamp.adapter_epoch,
-                digest=stamp.digest,
-                adapter_digest=stamp.adapter_digest,
-                start=start,
-                end=end,
-                stale_kv=stale,
-            )
+            WeightVersionSpan(**asdict(stamp), start=start, end=end, stale_kv=stale)
             for (stamp, stale, start), end in zip(self.spans, ends, strict=True)
             if start < end  # a span without tokens was opened for a token whose step failed
         ]
