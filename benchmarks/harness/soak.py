@@ -109,6 +109,7 @@ def launch_engine(folder: Path, workload: Workload, cell: Cell, emptyings: Path)
         "context-len": workload.context_len,
         "kv-pool-tokens": workload.kv_tokens,
         "max-running-requests": workload.requests,
+        "idle-empty-s": 86_400.0,  # the cycles alone empty the cache, however long they take
         "log-level": "WARNING",
     }
     command = [sys.executable, str(ENGINE), "--emptyings", str(emptyings)]
