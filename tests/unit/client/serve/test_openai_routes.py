@@ -27,7 +27,7 @@ import caesura
 from caesura.client import AsyncSchedulerClient, InvalidRequest
 from caesura.client.connection.results import TokenDelta, decode_output
 from caesura.client.serve.openai import images
-from caesura.client.serve.openai.chat import ChatForm, ChatRequest, decode_chat, template_messages
+from caesura.client.serve.openai.chat import ChatForm, ChatRequest, decode_chat
 from caesura.client.serve.openai.common import (
     IGNORED,
     CommonRequest,
@@ -36,6 +36,7 @@ from caesura.client.serve.openai.common import (
     sampling_params,
 )
 from caesura.client.serve.openai.completions import CompletionForm, CompletionRequest, decode_completion
+from caesura.client.serve.openai.conversation import Exchange, template_messages
 from caesura.client.serve.openai.logprobs import (
     LOWEST,
     Offsets,
@@ -522,7 +523,8 @@ def completion_form(manager: TokenizerManager, **fields: object) -> CompletionFo
 
 def chat_form(manager: TokenizerManager, **fields: object) -> ChatForm:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
-    return ChatForm(manager, decode_chat(msgspec.json.encode(body)), [5, 6])
+    request = decode_chat(msgspec.json.encode(body))
+    return ChatForm(Exchange(manager, request, [5, 6]))
 
 
 @pytest.mark.parametrize("make", [completion_form, chat_form])

@@ -1,0 +1,176 @@
+"""A conversation, as every chat-like front has it: OpenAI's form of it becomes a prompt, its samples pieces.
+
+Invariants: the fronts differ in what they read and write, and in nothing else: each translates its body to a
+:class:`Conversation`, and writes the pieces of its :class:`Exchange`. Pieces do not depend on how the tokens
+were divided into chunks.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ...connection.results import GenerateOutput, TokenDelta
+from ...exceptions import InvalidRequest
+from ...text.answer_parser import ParsedAnswer, Piece
+from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
+from ..bodies import present
+from ..context import FrontEnd
+from .common import (
+    NOTHING,
+    CommonRequest,
+    TopCount,
+    check_batch,
+    common_fields,
+    kept_prompt,
+    logprob_fields,
+    rids_for,
+    sampling_params,
+)
+from .logprobs import ChatLogprobs, TokenText, chat_logprobs, output_positions, prompt_logprobs
+
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+
+
+class Conversation(CommonRequest, kw_only=True):
+    messages: list[dict[str, Any]]
+    """``content`` is a string or text parts."""
+    logprobs: bool | None = None
+    top_logprobs: TopCount | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    """``auto`` or ``none``, with the same result: no calls are parsed."""
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    """True by default: the prompt ends where the assistant's answer begins."""
+    continue_final_message: bool | None = None
+    """End the prompt with the text of the last message."""
+    chat_template: str | None = None
+    """In place of the model's."""
+
+
+class Exchange:
+    """The prompt of one conversation, and what becomes of its samples."""
+
+    def __init__(self, manager: TokenizerManager, request: Conversation, prompt_ids: list[int]) -> None:
+        self.request = request
+        self.prompt_ids = prompt_ids
+        self._tokens = TokenText(manager.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+        self._plain = TokenText(manager.tokenizer)
+
+    def pieces(self, chunk: Chunk) -> list[Piece]:
+        """Return the visible pieces that are new with a chunk."""
+        return [Piece(kind="content", text=chunk.text)] if chunk.text else []
+
+    def answer(self, sample: Sample) -> ParsedAnswer:
+        return ParsedAnswer(content=sample.text, reasoning="", calls=[], malformed=[])
+
+    def logprobs(self, output: GenerateOutput | TokenDelta) -> ChatLogprobs | None:
+        if not self.request.logprobs:
+            return None
+        return chat_logprobs(output_positions(output, self.request.top_logprobs or 0), self._tokens)
+
+    def prompt_logprobs(self, sample: Sample, count: int) -> list[Any]:
+        return prompt_logprobs(sample.prompt_ids, sample.output, count, self._plain)
+
+
+def planned_exchange(
+    front: FrontEnd, request: Conversation, limit: int | None, prefix: str
+) -> tuple[GenerationRequest, Exchange]:
+    """Return the generation of at most ``limit`` new tokens, with ``prefix`` in its id, and its exchange.
+
+    It runs in a thread: a template may take any time.
+    """
+    check_batch(front, request, 1)
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs", field="top_logprobs")
+    prompt = kept_prompt(front, request, _prompt(front.manager, request), limit or 1)
+    generation = GenerationRequest(
+        prompt=prompt,
+        rid=rids_for(request, 1, prefix)[0],
+        sampling_params=sampling_params(request, limit, front.manager.tokenizer),
+        **logprob_fields(request, (request.top_logprobs or 0) if request.logprobs else None),
+        **common_fields(request),
+    )
+    return generation, Exchange(front.manager, request, prompt)
+
+
+def _prompt(manager: TokenizerManager, request: Conversation) -> list[int]:
+    choice = request.tool_choice
+    if choice not in (*NOTHING, "auto", "none"):
+        raise InvalidRequest("tool_choice is not supported beyond auto and none", field="tool_choice")
+    variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    generation_prompt = variables.pop("add_generation_prompt", request.add_generation_prompt)
+    continued = bool(request.continue_final_message)
+    if continued and generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other",
+            field="continue_final_message",
+        )
+    for name in ("self", "messages", "tools", "tokenize", "chat_template", "continue_final_message"):
+        if name in variables:
+            raise InvalidRequest(f"chat_template_kwargs may not set {name}", field="chat_template_kwargs")
+    return manager.apply_chat_template(
+        template_messages(request.messages),
+        tools=request.tools or None,
+        add_generation_prompt=generation_prompt is not False and not continued,
+        continue_final_message=continued,
+        chat_template=request.chat_template or None,
+        **variables,
+    )
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in the form that templates know: text content, and tool arguments as objects."""
+    if not messages:
+        raise InvalidRequest("messages is empty", field="messages")
+    return [_message(f"messages[{position}]", message) for position, message in enumerate(messages)]
+
+
+def _message(name: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InvalidRequest(
+            f"{name}.role is {role!r}; known are {', '.join(sorted(_ROLES))}", field="messages"
+        )
+    given = present(message)
+    content = given.get("content", "")
+    if isinstance(content, list):
+        content = "\n".join(_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
+    if not isinstance(content, str):
+        raise InvalidRequest(f"{name}.content must be text or a list of text parts", field="messages")
+    given["content"] = content
+    if "tool_calls" in given:
+        given["tool_calls"] = _tool_calls(f"{name}.tool_calls", given["tool_calls"])
+    return given
+
+
+def _part(name: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("text") if kind == "text" else None
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{name} is {kind!r}; only text parts are supported", field="messages")
+    return text
+
+
+def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        raise InvalidRequest(f"{name} must be a list of function calls", field="messages")
+    return [
+        {**call, "function": _with_object(f"{name}[{i}]", call["function"])} for i, call in enumerate(calls)
+    ]
+
+
+def _with_object(name: str, function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return function
+    try:
+        return {**function, "arguments": msgspec.json.decode(arguments or "{}")}
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{name}.function.arguments is not JSON: {error}", field="messages") from error
