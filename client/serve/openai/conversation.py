@@ -71,7 +71,7 @@ class Exchange:
             return None
         return chat_logprobs(output_positions(output, self.request.top_logprobs or 0), self._tokens)
 
-    def prompt_logprobs(self, sample: Sample, count: int) -> list[Any]:
+    def prompt_logprobs(self, sample: Sample, count: int) -> list[Any] | None:
         return prompt_logprobs(sample.prompt_ids, sample.output, count, self._plain)
 
 
