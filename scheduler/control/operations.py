@@ -15,8 +15,15 @@ from ..runtime.engine_config import PAGE_SIZE
 if TYPE_CHECKING:
     from ..runtime.engine import Engine
 
-SLICE_S = 0.010
-"""Longest time in seconds that operations run before the loop receives messages again."""
+SLICE_S, LONGEST_SLICE_S = 0.010, 0.1
+"""Seconds that operations may run before the loop receives messages again; the first between short steps."""
+TICK_SHARE = 0.2
+"""Share of the time of a long tick that operations may run."""
+
+
+def slice_s(tick_s: float) -> float:
+    """Return the seconds that operations may run, given those of the tick before."""
+    return min(max(SLICE_S, TICK_SHARE * tick_s), LONGEST_SLICE_S)
 
 
 class Wait(Enum):

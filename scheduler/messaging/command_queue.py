@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ... import io_struct as wire
 from ...io_struct import CaesuraError, ErrorCode
 from ..control.command_table import operation
-from ..control.operations import SLICE_S, Operation, Wait
+from ..control.operations import Operation, Wait, slice_s
 from ..runtime.guard import defect
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class CommandQueue:
         self._queue: deque[_PendingCommand] = deque()
         self._stepped_aside: list[_PendingCommand] = []
         self._waits_for_thread = False
+        self._advanced_at = perf_counter()
 
     @property
     def is_busy(self) -> bool:
@@ -93,7 +94,8 @@ class CommandQueue:
                 self._stepped_aside.remove(command)
             if wait not in (None, Wait.CHANGE):
                 self._queue.insert(int(bool(self._queue) and self._queue[0].has_begun), command)
-        started, self._waits_for_thread = perf_counter(), False
+        before, started, self._waits_for_thread = self._advanced_at, perf_counter(), False
+        self._advanced_at = started
         while self._queue:
             if not self._queue[0].has_begun and self._engine.sending.holds_back(self._queue[0].message):
                 self._waits_for_thread = True
@@ -104,7 +106,7 @@ class CommandQueue:
             elif wait is Wait.CHANGE:
                 self._stepped_aside.append(self._queue.popleft())
             self._waits_for_thread = wait is Wait.THREAD
-            if wait in (Wait.STEP, Wait.THREAD) or perf_counter() - started > SLICE_S:
+            if wait in (Wait.STEP, Wait.THREAD) or perf_counter() - started > slice_s(started - before):
                 return
 
     def refuse_rest(self, message: str, code: ErrorCode) -> None:

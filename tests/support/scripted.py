@@ -365,7 +365,7 @@ def one_piece_per_slice(monkeypatch: pytest.MonkeyPatch, *, writes: bool = False
     """Let the loop turn after every piece of an operation's work, and with ``writes`` after every write."""
     if writes:
         monkeypatch.setattr("caesura.scheduler.weights.loader.WRITE_S", 0.0)
-    monkeypatch.setattr("caesura.scheduler.messaging.command_queue.SLICE_S", 0.0)
+    monkeypatch.setattr("caesura.scheduler.messaging.command_queue.slice_s", lambda tick_s: 0.0)
     monkeypatch.setattr("caesura.scheduler.control.memory_occupation.SLICE_S", 0.0)
 
 
