@@ -54,6 +54,7 @@ def serve(context: click.Context, /, **given: Any) -> None:
         from . import app  # noqa: F401  (before an engine is started)
     except ImportError as error:
         raise click.ClickException(f"{_NEEDS_EXTRA} ({error})") from error
+    _check_parsers(given)
     model, endpoint = given["model"], given["endpoint"]
     if (model is None) == (endpoint is None):
         raise click.UsageError(
@@ -80,6 +81,15 @@ def serve(context: click.Context, /, **given: Any) -> None:
         _raise_descriptor_limit()
         with server_log("serve", options.log_format, "%(name)s"):
             context.exit(_run(options, context.args, bound, tls))
+
+
+def _check_parsers(given: dict[str, Any]) -> None:
+    from ..text.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
+
+    for name, known in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", REASONING_FORMATS)):
+        if given[name] not in (names := ("auto", "none", *known)):
+            option = name.replace("_", "-")
+            raise click.UsageError(f"--{option} {given[name]} is not known: {', '.join(names)}")
 
 
 def _raise_descriptor_limit() -> None:

@@ -102,6 +102,12 @@ class CommandLine:
     """Model name in the OpenAI API.  [default: the model path]"""
     tokenizer: str | None = _option(None, PATH)
     """Tokenizer folder; "none": token ids only.  [default: the model folder]"""
+    tool_call_parser: str = _option("auto")
+    """Format of tool calls in chats with tools: "auto", by the tokenizer's response or chat template; "none",
+    calls stay in the text; or a name that SGLang or vLLM has for it, such as hermes."""
+    reasoning_parser: str = _option("none")
+    """Format of the reasoning that chats return apart from the content: "none", it stays there; "auto"; or a
+    name, such as qwen3."""
     max_body_bytes: int = _option(32 << 20, click.IntRange(1))
     """Maximum size of a request body."""
     max_update_bytes: int = _option(2 << 30, click.IntRange(1))

@@ -56,6 +56,21 @@ class StopStrings:
                 by_depth.append(following)
             self.longest[state] = self.longest[state] or self.longest[self.fail[state]]
 
+    def find(self, text: str, at: int) -> tuple[int, str]:
+        """Return where the first stop string after ``at`` begins, and it; or where one may, and nothing."""
+        state = 0
+        while at < len(text):
+            if not state:  # the common case: nothing has begun
+                begin = self.first.search(text, at)
+                if begin is None:
+                    return len(text), ""
+                at = begin.start()
+            state = self.step(state, text[at])
+            at += 1
+            if length := self.longest[state]:
+                return at - length, text[at - length : at]
+        return len(text) - self.depth[state], ""
+
     def step(self, state: int, character: str) -> int:
         """Return the state after one more character."""
         while state and character not in self.next[state]:

@@ -42,12 +42,19 @@ class TextTokenizer:
         byte_ids: ids of one byte each (SentencePiece's byte fallback); empty for byte-level tokenizers.
         token_bytes: bytes by id, if all texts are the UTF-8 of their tokens' bytes; None otherwise.
         size: first id that is unknown; it and all above decode to nothing.
+        special_texts: the texts of ``skipped``.
+        chat_templates: all chat templates, one after the other.
+        response_template: transformers' description of the form of answers, or None.
         longest: characters of the longest entry: a text of ``n`` has at least ``n / longest`` tokens, unless
             the tokenizer drops or joins characters.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]
+        self,
+        tokenizer: Tokenizer,
+        special_tokens: Mapping[str, str],
+        chat_templates: Mapping[str, str],
+        response_template: Mapping[str, Any] | None = None,
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -55,6 +62,11 @@ class TextTokenizer:
         self._chat_template = ChatTemplate(chat_templates, special_tokens)
         added = tokenizer.get_added_tokens_decoder()
         self.skipped = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_texts = frozenset(
+            token.content for token in added.values() if token.special and token.content
+        )
+        self.chat_templates = "\n".join(chat_templates.values())
+        self.response_template = response_template
         self.byte_ids = _byte_ids(tokenizer)
         byte_level = decoder_state(tokenizer).get("type") == "ByteLevel"
         self.token_bytes: Mapping[int, bytes] | None = _TokenBytes(tokenizer) if byte_level else None
@@ -82,7 +94,13 @@ class TextTokenizer:
             if (text := _token_text(config.get(name, fallback.get(name)))) is not None
         }
         _add_missing(tokenizer, special)
-        return cls(tokenizer, special, _chat_templates(folder, config))
+        response = config.get("response_template")
+        return cls(
+            tokenizer,
+            special,
+            _chat_templates(folder, config),
+            response if isinstance(response, dict) else None,
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, in which special tokens are recognised."""

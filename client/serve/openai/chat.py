@@ -1,10 +1,12 @@
 """``/v1/chat/completions``: the model's template makes the prompt; the answer is text with tool calls."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
 from litestar import Response
 
+from ...text.answer_parser import Piece, ToolCall
 from ...text.tokenizer_manager import Chunk, Sample
 from ..bodies import HTTPRequest
 from ..context import Front
@@ -52,15 +54,22 @@ class ChatForm:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._begun: set[int] = set()
+        self._called: dict[int, int] = {}
 
     def choice(self, index: int, position: int, sample: Sample) -> Choice:
         exchange = self._exchange
         parsed = exchange.answer(sample)
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+        if exchange.reasoning_parser != "none":
+            message |= _reasoning(parsed.reasoning or None)
+        if parsed.calls:
+            message["content"] = parsed.content or None
+            message["tool_calls"] = [_tool_call(call) for call in parsed.calls]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": parsed.content, "refusal": None},
+            "message": message,
             "logprobs": exchange.logprobs(sample.output),
-            **finish_fields(sample),
+            **_end_fields(sample, exchange),
             **token_fields(exchange.request, sample.prompt_ids, sample.output.output_ids),
         }
 
@@ -78,17 +87,58 @@ class ChatForm:
             return None
         first = index not in self._begun
         self._begun.add(index)
-        new = {"role": "assistant"} if first else {}
-        text = "".join(piece.text for piece in pieces if piece.kind == "content")
+        new: dict[str, Any] = {"role": "assistant"} if first else {}
+        text = "".join([piece.text for piece in pieces if piece.kind == "content"])
         if text or first:
             new["content"] = text
+        if exchange.parses:
+            new |= self._parsed_fields(index, pieces)
         return {
             "index": index,
             "delta": new,
             "logprobs": None if delta is None else exchange.logprobs(delta),
             "finish_reason": None,
-            **(finish_fields(chunk.finished) if chunk.finished is not None else {}),
+            **(_end_fields(chunk.finished, exchange) if chunk.finished is not None else {}),
             **token_fields(
                 request, exchange.prompt_ids if first else None, [] if delta is None else delta.output_ids
             ),
         }
+
+    def _parsed_fields(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return the reasoning and the calls of a chunk; calls are numbered, and come whole."""
+        begun = self._called.get(index, 0)
+        calls = [piece.call for piece in pieces if piece.call is not None]
+        self._called[index] = begun + len(calls)
+        reasoning = "".join([piece.text for piece in pieces if piece.kind == "reasoning"])
+        return {
+            **(_reasoning(reasoning) if reasoning else {}),
+            **(
+                {"tool_calls": [{"index": begun + i, **_tool_call(call)} for i, call in enumerate(calls)]}
+                if calls
+                else {}
+            ),
+        }
+
+
+def _reasoning(text: str | None) -> dict[str, str | None]:
+    """Return reasoning by SGLang's name and by vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _end_fields(sample: Sample, exchange: Exchange) -> Choice:
+    fields = finish_fields(sample)
+    if exchange.parses:
+        parsed = exchange.answer(sample)
+        if parsed.calls and fields["finish_reason"] == "stop":
+            fields["finish_reason"] = "tool_calls"
+        if parsed.malformed:
+            fields["malformed_tool_calls"] = parsed.malformed
+    return fields

@@ -65,14 +65,10 @@ IGNORED = {
     "prompt_cache_key": "prefixes are cached by content; cache_salt keeps them apart",
     "prediction": "would only be faster",
     "verbosity": "hosted models only",
-    "parallel_tool_calls": "tool calls are not parsed",
-    "separate_reasoning": "reasoning stays in the text",
-    "stream_reasoning": "reasoning stays in the text",
     "priority": "requests run in the order of their arrival",
     "session_id": "there is one engine",
     "request_id": "a label; rid names a generation",
     "length_penalty": "of beam search",
-    "include_reasoning": "reasoning stays in the text",
     "custom_params": "for processors of logits, which are refused",
 }
 IGNORED_KEYS = frozenset(IGNORED)

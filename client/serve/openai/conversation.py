@@ -5,17 +5,20 @@ Invariants: the fronts differ in what they read and write, and in nothing else: 
 were divided into chunks.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
 
 import msgspec
 
 from ...connection.results import GenerateOutput, TokenDelta
 from ...exceptions import InvalidRequest
-from ...text.answer_parser import ParsedAnswer, Piece
+from ...text.answer_parser import AnswerParser, ParsedAnswer, Piece, opens_reasoning, parser_for
+from ...text.tokenizer import TextTokenizer
 from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
 from ..bodies import present
 from ..context import FrontEnd
+from ..options import ServeOptions
 from .common import (
     NOTHING,
     CommonRequest,
@@ -39,7 +42,15 @@ class Conversation(CommonRequest, kw_only=True):
     top_logprobs: TopCount | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    """``auto`` or ``none``, with the same result: no calls are parsed."""
+    """``auto``, or ``none`` to leave calls in the text. The template sees the tools either way."""
+    parallel_tool_calls: bool | None = None
+    """False keeps only the first call of an answer."""
+    separate_reasoning: bool | None = None
+    """False leaves reasoning in the content; True takes it out also where the server's default does not."""
+    stream_reasoning: bool | None = None
+    """False sends a stream's reasoning when it is complete."""
+    include_reasoning: bool | None = None
+    """False leaves out reasoning that is not in the content."""
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -53,18 +64,75 @@ class Conversation(CommonRequest, kw_only=True):
 class Exchange:
     """The prompt of one conversation, and what becomes of its samples."""
 
-    def __init__(self, manager: TokenizerManager, request: Conversation, prompt_ids: list[int]) -> None:
+    def __init__(self, front: FrontEnd, request: Conversation, prompt_ids: list[int]) -> None:
+        tokenizer = front.manager.tokenizer
         self.request = request
         self.prompt_ids = prompt_ids
-        self._tokens = TokenText(manager.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
-        self._plain = TokenText(manager.tokenizer)
+        self.reasoning_parser = _reasoning_parser(request, front.options)
+        """Format of the reasoning that is told apart from the content, or ``none``."""
+        self._new_parser = _new_parser(request, front.options, tokenizer, prompt_ids, self.reasoning_parser)
+        self._parsers: dict[int, AnswerParser] = {}
+        self._held: dict[int, list[str]] = {}  # reasoning that a stream shows at once
+        self._tokens = TokenText(tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+        self._plain = TokenText(tokenizer)
+
+    @property
+    def parses(self) -> bool:
+        """True if an answer is more than its text, which then has special tokens."""
+        return self._new_parser is not None
 
     def pieces(self, chunk: Chunk) -> list[Piece]:
         """Return the visible pieces that are new with a chunk."""
-        return [Piece(kind="content", text=chunk.text)] if chunk.text else []
+        if self._new_parser is None:
+            return [Piece(kind="content", text=chunk.text)] if chunk.text else []
+        parser = self._parsers.get(chunk.index)
+        if parser is None:
+            parser = self._parsers[chunk.index] = self._new_parser()
+        pieces = parser.feed(chunk.text)
+        if chunk.finished is not None:
+            pieces += parser.end(self._stop_token(chunk.finished))
+        return self._shown(chunk, pieces)
 
     def answer(self, sample: Sample) -> ParsedAnswer:
-        return ParsedAnswer(content=sample.text, reasoning="", calls=[], malformed=[])
+        """Return the parts of a sample, also of one whose pieces have been read."""
+        if self._new_parser is None:
+            return ParsedAnswer(content=sample.text, reasoning="", calls=[], malformed=[])
+        parser = self._parsers.get(sample.index)
+        if parser is None:
+            parser = self._parsers[sample.index] = self._new_parser()
+            parser.feed(sample.text)
+            parser.end(self._stop_token(sample))
+        answer = parser.answer
+        if self.request.parallel_tool_calls is False:
+            del answer.calls[1:]
+        if self.request.include_reasoning is False:
+            answer.reasoning = ""
+        return answer
+
+    def _stop_token(self, sample: Sample) -> str:
+        """Return the special token that ended a sample, if the sample's text lacks it."""
+        kept = self.request.no_stop_trim or self.request.include_stop_str_in_output
+        matched = sample.matched
+        if kept or not isinstance(matched, int) or matched not in self._plain.skipped:
+            return ""
+        return self._plain.text(matched)
+
+    def _shown(self, chunk: Chunk, pieces: list[Piece]) -> list[Piece]:
+        """Return the pieces that the request wants, and now."""
+        request = self.request
+        if request.parallel_tool_calls is False:
+            first = self._parsers[chunk.index].calls[:1]
+            pieces = [piece for piece in pieces if piece.call is None or piece.call is first[0]]
+        if request.include_reasoning is False:
+            return [piece for piece in pieces if piece.kind != "reasoning"]
+        if request.stream_reasoning is False:
+            held = self._held.setdefault(chunk.index, [])
+            held += [piece.text for piece in pieces if piece.kind == "reasoning"]
+            pieces = [piece for piece in pieces if piece.kind != "reasoning"]
+            if held and (pieces or chunk.finished is not None):
+                pieces.insert(0, Piece(kind="reasoning", text="".join(held)))
+                held.clear()
+        return pieces
 
     def logprobs(self, output: GenerateOutput | TokenDelta) -> ChatLogprobs | None:
         if not self.request.logprobs:
@@ -86,14 +154,48 @@ def planned_exchange(
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs", field="top_logprobs")
     prompt = kept_prompt(front, request, _prompt(front.manager, request), limit or 1)
+    exchange = Exchange(front, request, prompt)
+    fields = common_fields(request)
+    if exchange.parses:
+        fields["skip_special_tokens"] = False
     generation = GenerationRequest(
         prompt=prompt,
         rid=rids_for(request, 1, prefix)[0],
         sampling_params=sampling_params(request, limit, front.manager.tokenizer),
         **logprob_fields(request, (request.top_logprobs or 0) if request.logprobs else None),
-        **common_fields(request),
+        **fields,
     )
-    return generation, Exchange(front.manager, request, prompt)
+    return generation, exchange
+
+
+def _reasoning_parser(request: Conversation, options: ServeOptions) -> str:
+    if request.separate_reasoning is False:
+        return "none"
+    asked = request.separate_reasoning and options.reasoning_parser == "none"
+    return "auto" if asked else options.reasoning_parser
+
+
+def _new_parser(
+    request: Conversation,
+    options: ServeOptions,
+    tokenizer: TextTokenizer | None,
+    prompt_ids: list[int],
+    reasoning_parser: str,
+) -> Callable[[], AnswerParser] | None:
+    """Return what makes the parser of a sample, or None if answers are just text."""
+    tools = request.tools if request.tool_choice != "none" else None
+    if tokenizer is None or not (tools or reasoning_parser != "none"):
+        return None
+    new: Callable[[], AnswerParser | None] = partial(
+        parser_for,
+        tokenizer,
+        tools=tools,
+        tool_parser=options.tool_call_parser,
+        reasoning_parser=reasoning_parser,
+        in_reasoning=opens_reasoning(tokenizer, prompt_ids, reasoning_parser),
+        skip_special_tokens=request.skip_special_tokens is not False,
+    )
+    return cast("Callable[[], AnswerParser]", new) if new() is not None else None
 
 
 def _prompt(manager: TokenizerManager, request: Conversation) -> list[int]:

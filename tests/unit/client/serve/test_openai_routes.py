@@ -524,7 +524,7 @@ def completion_form(manager: TokenizerManager, **fields: object) -> CompletionFo
 def chat_form(manager: TokenizerManager, **fields: object) -> ChatForm:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
     request = decode_chat(msgspec.json.encode(body))
-    return ChatForm(Exchange(manager, request, [5, 6]))
+    return ChatForm(Exchange(front_end(tokenizer=manager.tokenizer), request, [5, 6]))
 
 
 @pytest.mark.parametrize("make", [completion_form, chat_form])
