@@ -16,6 +16,7 @@ from .connection.blocking import ControlClient, GenerationHandle, SchedulerClien
 from .connection.client_options import WeightUpdate
 from .connection.image_generation import ImageOutput, ImageTensor
 from .connection.results import GenerateOutput, TokenDelta, TokenLogprobs
+from .drift_reference import check_reference, reference_logprobs
 from .exceptions import *
 from .importance import importance_weights, oldest_epoch
 from .launch.launcher import LaunchedScheduler, launch_scheduler
@@ -43,10 +44,12 @@ __all__ = [
     "TokenLogprobs",
     "WeightUpdate",
     "WeightVersionSpan",
+    "check_reference",
     "importance_weights",
     "launch_scheduler",
     "oldest_epoch",
     "read_rollouts",
+    "reference_logprobs",
     "save_rollouts",
 ]
 __all__ += exceptions.__all__

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
-from time import localtime, strftime, time
+from time import localtime, sleep, strftime, time
 from typing import Any, NoReturn
 
 import click
@@ -19,12 +19,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..io_struct import MAX_TRACE_STEPS, PAUSE_MODES, CaesuraError, GetStatusReqOutput, Message
+from ..io_struct import (
+    MAX_TRACE_STEPS,
+    PAUSE_MODES,
+    CaesuraError,
+    CheckDriftReqOutput,
+    DriftFigures,
+    GetStatusReqOutput,
+    Message,
+)
 from ..io_struct.control import MAX_DURATION_S
 from ..io_struct.field_errors import printable
 from .connection.blocking import SchedulerClient
 from .connection.endpoints import CLIENT_KEY_VARIABLE, FORMS, SERVER_KEY_VARIABLE
-from .exceptions import TimedOut
+from .drift_reference import DEFAULT_TIMEOUT_S, VERSION, check_reference
+from .exceptions import EngineError, TimedOut
 from .keygen import keygen
 from .launch.launcher import engine_command, worker_command
 from .launch.supervise import supervise
@@ -234,6 +243,67 @@ def update(client: SchedulerClient, model_path: str, **options: Any) -> Message:
         os.path.abspath(model_path),  # the engine has its own working directory
         **options,
     )
+
+
+@_verb(None)
+@click.option(
+    "--reference",
+    "folder",
+    required=True,
+    help=f"Checkpoint folder of the engine's weights; {VERSION} in it stands for their version.",
+)
+@click.option(
+    "--samples", type=click.IntRange(1), default=16, show_default=True, help="Most samples to score."
+)
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option(
+    "--memory", type=click.IntRange(1), help="Most MiB for the reference; all that is left without it."
+)
+@click.option(
+    "--reference-timeout",
+    type=float,
+    default=DEFAULT_TIMEOUT_S,
+    show_default=True,
+    help="Seconds for the reference.",
+)
+@click.option("--watch", is_flag=True, help="Check again after each update, until Ctrl-C.")
+def drift(
+    client: SchedulerClient,
+    timeout: float | None,
+    folder: str,
+    memory: int | None,
+    reference_timeout: float,
+    watch: bool,
+    **options: Any,
+) -> None:
+    """Compare samples of the engine's self-check with transformers, which loads the same weights.
+
+    The engine needs --enable-drift-check. Exit status 1 above its --drift-limit.
+    """
+    checked, as_json = None, click.get_current_context().params["as_json"]
+    options |= {
+        "memory_bytes": memory and memory * MIB,
+        "timeout": reference_timeout,
+        "reply_timeout": timeout,
+    }
+    while True:
+        epoch = client.status(owner="", timeout=timeout).weights_epoch
+        if epoch != checked:
+            try:
+                report, checked = check_reference(client, folder, **options), epoch
+                figures = msgspec.to_builtins(report)
+                rows = [(name, f"{figures[name]:.3g}") for name in DriftFigures.__struct_fields__]
+                named = [("weights", report.weight_version), ("state", report.state)]
+                _show(CheckDriftReqOutput(id="", report=report), as_json, [*named, *rows])
+                if not watch:
+                    sys.exit(report.state == "limit")
+            except EngineError as error:
+                if not watch:
+                    raise
+                if not error.retryable:
+                    checked = epoch
+                    click.echo(f"error: {printable(str(error))}", err=True)
+        sleep(1.0)
 
 
 @_verb(10.0)

@@ -33,6 +33,8 @@ class CheckDriftReqInput(Request, kw_only=True):
 
     samples: Annotated[list[DriftSample], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)] | None = None
     """Samples to score. None: the report is the self-check's, which needs ``enable_drift_check``."""
+    return_samples: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCES)] = 0
+    """Most samples to return with the self-check's report."""
 
 
 class DriftFigures(ReplyRecord, kw_only=True, frozen=True):
@@ -104,8 +106,23 @@ class DriftReport(DriftFigures, kw_only=True, frozen=True):
     scored by both weights."""
 
 
+class CheckedSample(ReplyRecord, kw_only=True, frozen=True):
+    """A sample of the self-check."""
+
+    token_ids: list[int]
+    """Prompt and output."""
+    prompt_len: int
+    """Number of the prompt's tokens."""
+    temperature: float
+    adapter: str | None = None
+    """Name of its adapter. None means the model itself."""
+    rid: str
+
+
 class CheckDriftReqOutput(Reply, kw_only=True):
     """The report."""
 
-    OF_GROUP: ClassVar = {"report": "drift"}
+    OF_GROUP: ClassVar = {"report": "drift", "samples": "first"}
     report: DriftReport
+    samples: list[CheckedSample] = []
+    """Samples that the present weights have scored, the newest first, of ``drift_samples`` that are kept."""

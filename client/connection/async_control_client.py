@@ -544,6 +544,11 @@ class AsyncControlClient:
             raise await self._explained(error) from None
         return reply.report
 
+    async def drift_samples(self, count: int, **call: Unpack[CallOptions]) -> wire.CheckDriftReqOutput:
+        """Return the last self-check's report, with at most ``count`` of its newest ``samples``."""
+        request = wire.CheckDriftReqInput(return_samples=count)
+        return await self._ask(request, wire.CheckDriftReqOutput, call)
+
     async def status(
         self, *, owner: str | None = None, **call: Unpack[CallOptions]
     ) -> wire.GetStatusReqOutput:

@@ -147,6 +147,7 @@ class ControlClient:
     rollback_weights = blocking(AsyncSchedulerClient.rollback_weights)
     rollback = blocking(AsyncSchedulerClient.rollback)
     check_drift = blocking(AsyncSchedulerClient.check_drift)
+    drift_samples = blocking(AsyncSchedulerClient.drift_samples)
     check_weights = blocking(AsyncSchedulerClient.check_weights)
     status = blocking(AsyncSchedulerClient.status)
     metrics = blocking(AsyncSchedulerClient.metrics)

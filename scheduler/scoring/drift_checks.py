@@ -200,7 +200,9 @@ class Drift:
             if not self.chooses:
                 reason = "no sample is checked: start the engine with enable_drift_check, or send samples"
                 raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="enable_drift_check")
-            return [wire.CheckDriftReqOutput(id=message.id, report=self.report())]
+            newest = [*self._kept][::-1][: message.return_samples]
+            samples = [_checked_sample(check) for check in newest]
+            return [wire.CheckDriftReqOutput(id=message.id, report=self.report(), samples=samples)]
         engine.shutdown.refuse_work()
         engine.state.require_serviceable("cannot score samples")
         if engine.request_type is not wire.GenerateReqInput:
@@ -434,6 +436,16 @@ class Drift:
             ],
             update=wire.DriftUpdate(**_figures(update)) if len(update) else None,
         )
+
+
+def _checked_sample(check: Check) -> wire.CheckedSample:
+    return wire.CheckedSample(
+        token_ids=[*check.prompt.tolist(), *check.tokens.tolist()],
+        prompt_len=len(check.prompt),
+        temperature=check.params.temperature,
+        adapter=check.named or None,
+        rid=check.rid,
+    )
 
 
 def _bucket(at: int) -> str:
