@@ -53,6 +53,15 @@ get /v1/models
 get /openapi.json
 post /v1/completions '{"prompt": "Hello", "max_tokens": 8}'
 post /v1/chat/completions '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}'
+answered=$(post /v1/responses '{"input": "Hello", "max_output_tokens": 8}')
+echo "$answered"
+kept=$(sed -n 's/.*"id":"\(resp-[^"]*\)".*/\1/p' <<< "$answered")
+call "${URL}/v1/responses/$kept" # get /v1/responses/x
+call -X DELETE "${URL}/v1/responses/$kept"
+
+# Anthropic
+post /v1/messages '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}'
+post /v1/messages/count_tokens '{"messages": [{"role": "user", "content": "Hello"}]}'
 
 # New weights from disk, as a trainer does it
 post /weights_checker '{"action": "snapshot"}'
@@ -100,6 +109,12 @@ post /api/v1/sessions/x/finish '{}'
 
 # The same with vLLM's routes, as prime-rl does it: requests are frozen and go on with the new weights
 post '/inference/v1/generate' '{"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8, "logprobs": 1}}'
+post /v1/chat/completions/render '{"messages": [{"role": "user", "content": "Hello"}]}'
+post /v1/responses/render '{"input": "Hello"}'
+post /v1/messages/render '{"messages": [{"role": "user", "content": "Hello"}]}'
+post /v1/completions/render '{"prompt": "Hello"}'
+post /v1/chat/completions/derender '{"generate_response": {"choices": [{"token_ids": [40, 41]}]}}'
+post /v1/completions/derender '{"generate_responses": [{"choices": [{"token_ids": [40, 41]}]}]}'
 post '/pause?mode=keep&clear_cache=false' '{}'
 get /is_paused
 post /update_weights "{\"weight_dir\": \"$MODEL\"}"

@@ -38,10 +38,11 @@ from ..launch.supervisor import State as EngineState
 from ..text.tokenizer import TextTokenizer, TokenizerMissing
 from ..text.tokenizer_manager import TokenizerManager
 from . import drift_routes, lora_routes
+from .anthropic import messages
 from .context import OWNER, Front, FrontEnd
 from .error_responses import EXCEPTION_HANDLERS
 from .middleware import AuthMiddleware, BodyLimit, RequestId, RoutingKey, name_request
-from .openai import chat, completions, images, models
+from .openai import chat, completions, images, models, responses
 from .openai.common import EXCEPTION_HANDLERS as OPENAI_HANDLERS
 from .options import ServeOptions
 from .pages import dashboard, metrics, openapi
@@ -49,7 +50,7 @@ from .server import Server
 from .sglang import control, generate, info, rollout, tokenize, weights
 from .tinker import asample, samplers, training
 from .vllm import control as vllm_control
-from .vllm import tokens
+from .vllm import render, tokens
 from .vllm import weights as vllm_weights
 
 __all__ = ["ROUTES", "Front", "FrontEnd", "ServeOptions", "create_app", "routes_of"]
@@ -71,6 +72,7 @@ def routes_of(*modules: ModuleType) -> list[HTTPRouteHandler]:
 
 ROUTES = [
     *routes_of(generate, rollout, control, weights, info, tokenize, completions, chat, images, models),
+    *routes_of(responses, messages, render),
     *routes_of(tokens, vllm_control, vllm_weights, lora_routes, drift_routes, asample, samplers, training),
     *routes_of(metrics, dashboard, openapi),
 ]

@@ -21,6 +21,7 @@ from ..connection.async_client import AsyncSchedulerClient
 from ..exceptions import Busy, EnginePaused, NotIdle, QueueFull, TimedOut
 from ..text.tokenizer_manager import TokenizerManager
 from .bodies import UnknownKeys
+from .openai.kept_responses import KeptResponses
 from .options import ServeOptions
 from .pages.document import LastImage
 from .tinker.promises import TinkerClients
@@ -66,6 +67,7 @@ class FrontEnd:
         self.workers = Workers()
         self.last_image = LastImage()
         self.unknown_keys = UnknownKeys()
+        self.responses = KeptResponses()
         self.health = EngineHealth(self.client, lambda: metrics.under_way > 0)
         self.admission = Admission(self.health)
         self.woken: list[EventStream] = []

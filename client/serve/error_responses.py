@@ -52,7 +52,6 @@ _NOT_OFFERED = {
     "/init_weights_send_group_for_remote_instance": _PEERS,
     "/send_weights_to_remote_instance": _PEERS,
     "/set_internal_state": "options are fixed at start",
-    "/v1/responses": "the Responses API is not served: /v1/chat/completions is",
     "/v1/images/edits": "images as input are not supported: /v1/images/generations makes them from text",
     "/v1/images/variations": "images as input are not supported: /v1/images/generations makes them from text",
     # vLLM's
@@ -119,6 +118,20 @@ def openai_error(
     return {"error": {"message": message, "type": kind, "param": param, "code": code or str(status)}}
 
 
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(message: str, status: int, **more: Any) -> dict[str, Any]:
+    kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message, **more}}
+
+
 async def send_error(scope: Scope, send: Send, status: int, message: str) -> None:
     found = _plain_error(scope, message, status)
     body = msgspec.json.encode({"error": message} if status == 401 and "object" in found else found)
@@ -133,6 +146,8 @@ async def send_error(scope: Scope, send: Send, status: int, message: str) -> Non
 
 def _plain_error(scope: Scope, message: str, status: int) -> dict[str, Any]:
     path = scope["path"]
+    if path.startswith("/v1/messages"):
+        return anthropic_error(message, status)
     own = getattr(scope.get("route_handler"), "exception_handlers", None)  # OpenAI's: no others have any
     if own or (path.startswith("/v1/") and path.rstrip("/") not in _NATIVE_V1):
         return openai_error(message, status, code="invalid_api_key" if status == 401 else None)

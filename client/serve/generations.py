@@ -13,7 +13,6 @@ from functools import partial
 from itertools import chain
 from typing import Any, Protocol, TypeVar
 
-import msgspec
 from litestar import Response
 from litestar.response import Stream
 
@@ -79,9 +78,10 @@ async def streamed(
     front: FrontEnd,
     requests: Sequence[GenerationRequest],
     events: Events,
-    refusal: Callable[[CaesuraError], Any],
+    refusal: Callable[[CaesuraError], bytes],
+    done: bytes = DONE,
 ) -> Stream:
-    """Answer with events until ``[DONE]``; a refusal before the first is the answer, later an event."""
+    """Answer with events until ``done``; a refusal before the first is the answer, later an event."""
     extension: Any = (request.scope.get("extensions") or {}).get(CONNECTION, {})
     frames = EventStream(front, requests, events, extension.get("protocol")).frames()
     try:
@@ -98,8 +98,9 @@ async def streamed(
                     yield each
             except CaesuraError as error:
                 front.metrics.error(error.code)
-                yield frame(msgspec.json.encode(refusal(error)))
-            yield DONE
+                yield refusal(error)
+            if done:
+                yield done
 
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return Stream(guarded(), media_type="text/event-stream", headers=headers, status_code=200)

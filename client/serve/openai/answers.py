@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from litestar import Response
 
+from ....io_struct import CaesuraError
 from ...text.tokenizer_manager import ENCODE_INLINE, Chunk, GenerationRequest, Sample
 from ..bodies import HTTPRequest
 from ..context import FrontEnd, in_slices
@@ -138,8 +139,12 @@ class Form(Protocol):
 
 async def answer(request: HTTPRequest, front: FrontEnd, job: Job, form: Form) -> Response[Any]:
     if job.request.stream:
-        return await streamed(request, front, job.requests, _Events(job, form), error_body)
+        return await streamed(request, front, job.requests, _Events(job, form), _stream_error)
     return await unless_left(request, _whole(front, job, form))
+
+
+def _stream_error(error: CaesuraError) -> bytes:
+    return frame(_encode(error_body(error)))
 
 
 async def _whole(front: FrontEnd, job: Job, form: Form) -> Response[bytes]:
@@ -151,7 +156,7 @@ async def _whole(front: FrontEnd, job: Job, form: Form) -> Response[bytes]:
     async for position, sample in in_slices(pairs):
         index = job.index(position, sample.index)
         choice = await _made(front, job, partial(form.choice, index, position, sample))
-        choices.append(_finished(job, choice, position, sample, label))
+        choices.append(choice | _sample_fields(job, position, sample, label))
     body = job.body(
         choices,
         usage=usage_of(flat, scored=job.scored),
@@ -183,7 +188,7 @@ class _Events:
         if sample is None:
             return frame(job.body([choice]))
         self._samples.append(sample)
-        _finished(job, choice, position, sample, label)
+        choice |= _sample_fields(job, position, sample, label)
         return frame(job.body([choice], **finished_fields(job, [sample], label)))
 
     def end(self) -> bytes:
@@ -193,13 +198,25 @@ class _Events:
         return frame(self._job.body([], usage=usage_of(self._samples)))
 
 
-def _finished(job: Job, choice: Choice, position: int, sample: Sample, label: str) -> Choice:
+def _sample_fields(job: Job, position: int, sample: Sample, label: str) -> dict[str, Any]:
+    return sample_fields(job.request, job.requests[position], sample, label, scored=job.scored)
+
+
+def sample_fields(
+    request: CommonRequest,
+    generation: GenerationRequest,
+    sample: Sample,
+    label: str,
+    *,
+    scored: bool = False,
+) -> dict[str, Any]:
+    """Return what a finished sample has beyond OpenAI's fields, beside its token ids."""
     output = sample.output
-    choice["weight_versions"] = output.weight_versions
+    fields: dict[str, Any] = {"weight_versions": output.weight_versions}
     if (mask := output.sampling_mask) is not None:
-        count = 0 if job.scored else len(mask)
-        choice["sampling_mask"] = [mask.at(position) for position in range(count)]
-        choice["sampling_logprobs"] = (output.sampled_logprobs or [])[:count]
-    if job.request.return_meta_info:
-        choice["meta_info"] = meta_info(sample, job.requests[position], label, None)
-    return choice
+        count = 0 if scored else len(mask)
+        fields["sampling_mask"] = [mask.at(position) for position in range(count)]
+        fields["sampling_logprobs"] = (output.sampled_logprobs or [])[:count]
+    if request.return_meta_info:
+        fields["meta_info"] = meta_info(sample, generation, label, None)
+    return fields

@@ -7,9 +7,9 @@ import msgspec
 from litestar import Response
 
 from ...text.answer_parser import Piece, ToolCall
-from ...text.tokenizer_manager import Chunk, Sample
+from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample
 from ..bodies import HTTPRequest
-from ..context import Front
+from ..context import Front, FrontEnd
 from ..middleware import generating
 from .answers import Choice, Job, answer, finish_fields, token_fields
 from .common import EXCEPTION_HANDLERS, REFUSED, Count, decode_request, read_request
@@ -44,10 +44,14 @@ def decode_chat(body: bytes) -> ChatRequest:
 @generating("/v1/chat/completions", ChatRequest, body="text", exception_handlers=EXCEPTION_HANDLERS)
 async def chat_completions(request: HTTPRequest, front: Front) -> Response[Any]:
     asked = await read_request(front, request, decode_chat)
-    limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-    generation, exchange = await front.workers.run(lambda: planned_exchange(front, asked, limit, "chatcmpl"))
+    generation, exchange = await front.workers.run(lambda: planned_chat(front, asked))
     job = Job(front, asked, "chat.completion.chunk" if asked.stream else "chat.completion", [generation])
     return await answer(request, front, job, ChatForm(exchange))
+
+
+def planned_chat(front: FrontEnd, asked: ChatRequest) -> tuple[GenerationRequest, Exchange]:
+    limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    return planned_exchange(front, asked, limit, "chatcmpl")
 
 
 class ChatForm:

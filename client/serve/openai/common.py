@@ -156,20 +156,22 @@ def decode_request(decode: Callable[[bytes], RequestT], body: bytes, kind: Any) 
         if getattr(request, name) not in NOTHING:
             raise InvalidRequest(f"{name} is not supported: {reason}", field=name)
     if isinstance(request, CommonRequest):
-        if request.response_format and request.response_format.get("type") != "text":
-            raise InvalidRequest(
-                "response_format is not supported: constrained decoding is not, only text",
-                field="response_format",
-            )
+        check_response_format(request.response_format)
         if request.modalities and request.modalities != ["text"]:
             raise InvalidRequest("modalities is not supported: output is text only", field="modalities")
         if request.stream and request.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs cannot be streamed", field="prompt_logprobs")
         forced = request.trace_decode_token_ids or getattr(request, "forced_output_ids", None)
-        for name in ("max_tokens", "max_completion_tokens"):
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if forced and hasattr(request, name):
                 setattr(request, name, len(forced))
     return request
+
+
+def check_response_format(form: dict[str, Any] | None, field: str = "response_format") -> None:
+    if form and form.get("type") != "text":
+        reason = f"{field} is not supported: constrained decoding is not, only text"
+        raise InvalidRequest(reason, field=field)
 
 
 def invalid_body(error: Exception, body: bytes, kind: type[msgspec.Struct]) -> InvalidRequest:

@@ -110,6 +110,18 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     return list(prompt)
 
 
+def prompt_ids(
+    front: FrontEnd, request: CompletionRequest, prompts: Sequence[str | list[int]], limit: int
+) -> list[list[int]]:
+    """Return prompts as token ids, as far as ``truncate_prompt_tokens`` keeps them."""
+    special = request.add_special_tokens is not False
+    ids = (
+        front.manager.tokenize(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+        for prompt in prompts
+    )
+    return [kept_prompt(front, request, prompt, max(limit, 1)) for prompt in ids]
+
+
 def _plan(front: FrontEnd, request: CompletionRequest) -> tuple[Job, "CompletionForm"]:
     manager = front.manager
     prompts = prompts_of(request)
@@ -117,11 +129,7 @@ def _plan(front: FrontEnd, request: CompletionRequest) -> tuple[Job, "Completion
     special = request.add_special_tokens is not False
     limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     if _needs_ids(request):
-        ids = (
-            manager.tokenize(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
-            for prompt in prompts
-        )
-        prompts = [kept_prompt(front, request, prompt, max(limit, 1)) for prompt in ids]
+        prompts = [*prompt_ids(front, request, prompts, limit)]
     common = {
         "sampling_params": sampling_params(request, max(limit, 1), manager.tokenizer),
         "add_special_tokens": special,

@@ -24,6 +24,7 @@ from .common import (
     CommonRequest,
     TopCount,
     check_batch,
+    check_response_format,
     common_fields,
     kept_prompt,
     logprob_fields,
@@ -141,6 +142,25 @@ class Exchange:
 
     def prompt_logprobs(self, sample: Sample, count: int) -> list[Any] | None:
         return prompt_logprobs(sample.prompt_ids, sample.output, count, self._plain)
+
+
+def conversation_of(request: CommonRequest, **fields: Any) -> Conversation:
+    """Return the conversation of another front's ``request``: its common fields, and ``fields``."""
+    common = {name: getattr(request, name) for name in CommonRequest.__struct_fields__}
+    check_response_format(fields.get("response_format"))
+    return Conversation(**common | fields)
+
+
+def whole_chunk(sample: Sample) -> Chunk:
+    """Return a sample as the one chunk of its stream."""
+    return Chunk(
+        index=sample.index,
+        rid=sample.rid,
+        text=sample.text,
+        delta=sample.output.as_delta(),
+        finished=sample,
+        prompt_tokens=len(sample.prompt_ids),
+    )
 
 
 def planned_exchange(

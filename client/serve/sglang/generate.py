@@ -424,10 +424,11 @@ async def _streamed(request: HTTPRequest, front: FrontEnd, job: Job) -> Response
     return await streamed(request, front, job.requests, _Events(front, job), _stream_error)
 
 
-def _stream_error(error: CaesuraError) -> dict[str, Any]:
+def _stream_error(error: CaesuraError) -> bytes:
     status, retryable = status_of(error), error.code in RETRYABLE
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": error.message, "type": kind, "code": status, "retryable": retryable}}
+    fields = {"message": error.message, "type": kind, "code": status, "retryable": retryable}
+    return frame(_encode({"error": fields}))
 
 
 class _Events:

@@ -20,7 +20,7 @@ from caesura.client.serve.sglang import generate as schema
 from caesura.client.serve.sglang.generate import routed_experts
 from caesura.client.serve.sglang.weights import allowed_path
 from caesura.client.serve.vllm import control as vllm_control
-from caesura.client.serve.vllm import tokens, transfer
+from caesura.client.serve.vllm import render, tokens, transfer
 from caesura.client.serve.vllm import weights as vllm_weights
 from caesura.client.text.tokenizer_manager import GenerationRequest
 from caesura.io_struct import RoutedExperts, SamplingParams
@@ -62,6 +62,8 @@ DOCUMENTED = {
     "`/tokenize`": tokenize.TokenizeBody,
     "`/detokenize`": tokenize.DetokenizeBody,
     "`/inference/v1/generate`": tokens.TokensBody,
+    "`/v1/chat/completions/derender`": render.DerenderChatBody,
+    "`/v1/completions/derender`": render.DerenderCompletionsBody,
     "`/abort_requests`": vllm_control.AbortBody,
     "`/pause`": vllm_control.PauseOptions,
     "`/sleep`": vllm_control.SleepOptions,
