@@ -143,6 +143,8 @@ def conversation(asked: MessagesRequest) -> Conversation:
         response_format=_response_format(config.get("format")),
         chat_template_kwargs=variables or None,
         chat_template=asked.chat_template,
+        parallel_tool_calls=not (asked.tool_choice or {}).get("disable_parallel_tool_use"),
+        separate_reasoning=True if thinks else None,
         continue_final_message=last.get("role") == "assistant" and "tool_calls" not in last,
     )
 
@@ -273,6 +275,7 @@ class MessageEvents:
         return {
             **self._stop(sample),
             "usage": _usage(output.prompt_tokens, output.cached_tokens, len(output.output_ids)),
+            **self._exchange.malformed_calls(sample),
             **token_fields(request, sample.prompt_ids, output.output_ids),
             **sample_fields(request, self.generation, sample, label),
         }
@@ -320,7 +323,7 @@ def _content(block: Block) -> dict[str, Any]:
     """Return a content block, which is empty where it begins."""
     if block.call is not None:
         given = msgspec.Raw(block.text.encode() or b"{}")
-        return {"type": "tool_use", "id": block.call_id, "name": block.call.name, "input": given}
+        return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": given}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     return {"type": "text", "text": block.text}

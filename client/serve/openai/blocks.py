@@ -25,10 +25,6 @@ class Block(msgspec.Struct, kw_only=True):
         """The text, or the arguments of a call."""
         return "".join(self.texts)
 
-    @property
-    def call_id(self) -> str:
-        return f"call_{self.id}"
-
 
 class Step(NamedTuple):
     what: Literal["begin", "add", "end"]
@@ -65,7 +61,7 @@ def assistant_message(blocks: Sequence[Block]) -> dict[str, Any]:
     texts = {kind: "".join(b.text for b in blocks if b.kind == kind) for kind in ("content", "reasoning")}
     calls = [
         {
-            "id": block.call_id,
+            "id": block.call.id,
             "type": "function",
             "function": {"name": block.call.name, "arguments": block.call.arguments},
         }

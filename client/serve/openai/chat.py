@@ -143,6 +143,5 @@ def _end_fields(sample: Sample, exchange: Exchange) -> Choice:
         parsed = exchange.answer(sample)
         if parsed.calls and fields["finish_reason"] == "stop":
             fields["finish_reason"] = "tool_calls"
-        if parsed.malformed:
-            fields["malformed_tool_calls"] = parsed.malformed
+        fields |= exchange.malformed_calls(sample)
     return fields

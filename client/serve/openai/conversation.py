@@ -110,6 +110,11 @@ class Exchange:
             answer.reasoning = ""
         return answer
 
+    def malformed_calls(self, sample: Sample) -> dict[str, list[str]]:
+        """Return why calls were left as text, as a field of the answer, if there are some."""
+        malformed = self.answer(sample).malformed
+        return {"malformed_tool_calls": malformed} if malformed else {}
+
     def _stop_token(self, sample: Sample) -> str:
         """Return the special token that ended a sample, if the sample's text lacks it."""
         kept = self.request.no_stop_trim or self.request.include_stop_str_in_output

@@ -177,6 +177,8 @@ def response_conversation(asked: ResponsesRequest, messages: list[dict[str, Any]
         top_logprobs=asked.top_logprobs,
         chat_template_kwargs=asked.chat_template_kwargs,
         chat_template=asked.chat_template,
+        parallel_tool_calls=asked.parallel_tool_calls,
+        separate_reasoning=None if asked.reasoning is None else True,
     )
 
 
@@ -405,7 +407,7 @@ class ResponseEvents:
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         status = "incomplete" if status == "cancelled" else status
         if block.call is not None:
-            call = {"call_id": block.call_id, "name": block.call.name, "arguments": block.text}
+            call = {"call_id": block.call.id, "name": block.call.name, "arguments": block.text}
             return {"id": _item_id(block), "type": "function_call", "status": status, **call}
         content = [self._part(block)]
         if block.kind == "reasoning":
@@ -433,6 +435,7 @@ class ResponseEvents:
             incomplete_details={"reason": "max_output_tokens"} if reason == "length" else None,
             output=self._items(status),
             usage=self._usage(sample),
+            **self.exchange.malformed_calls(sample),
             **token_fields(request, sample.prompt_ids, output.output_ids),
             **sample_fields(request, self.generation, sample, label),
         )

@@ -196,7 +196,10 @@ def _chat(front: FrontEnd, body: DerenderChatBody) -> bytes:
     nothing = {"messages": [{"role": "user", "content": ""}]}
     asked = decode_chat(msgspec.json.encode(body.chat_request or nothing))
     ids = body.prompt_token_ids or body.generate_response.prompt_token_ids or []
-    form = ChatForm(Exchange(front.manager, asked, ids))
+    exchange = Exchange(front, asked, ids)
+    if exchange.parses:
+        asked.skip_special_tokens = False
+    form = ChatForm(exchange)
     counts = None if body.prompt_tokens is None else [body.prompt_tokens]
     return _derendered(front, asked, form, "chat.completion", [body.generate_response], [ids], counts)
 

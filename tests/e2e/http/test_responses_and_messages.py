@@ -7,7 +7,7 @@ import httpx
 import msgspec
 import pytest
 from support.http_serve import ServedEngine, served
-from support.steered_model import ANSWER, QUESTION, make_steered_model
+from support.steered_model import ANSWER, ARGUMENTS, QUESTION, THOUGHT, make_steered_model
 
 USER = [{"role": "user", "content": QUESTION}]
 IDS = {"return_token_ids": True}
@@ -98,6 +98,44 @@ def test_a_streamed_message_is_the_whole_one(engine):
     assert start["usage"]["input_tokens"] == len(whole["prompt_token_ids"])
     built = {**start, **end.pop("delta"), **end, "content": whole["content"], "type": "message"}
     assert without_names(built) == without_names(whole)
+
+
+TOOL = {"name": "get_weather", "description": "Get the weather."}
+OBJECT = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+def test_thoughts_and_calls_are_items_whole_and_streamed(engine):
+    body = {
+        "input": QUESTION,
+        "tools": [{"type": "function", **TOOL, "parameters": OBJECT}],
+        "reasoning": {"effort": "low"},
+    }
+    whole = engine.ok("/v1/responses", body)
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "function_call"]
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    *found, last = events(engine, "/v1/responses", body)
+    assert without_names(last["response"]) == without_names(whole)
+    done = [event["item"] for event in found if event["type"] == "response.output_item.done"]
+    assert done == last["response"]["output"]
+    thought = "".join(each["delta"] for each in found if each["type"] == "response.reasoning_text.delta")
+    arguments = [each["arguments"] for each in found if "arguments.done" in each["type"]]
+    assert (thought, arguments) == (THOUGHT, [ARGUMENTS])
+
+
+def test_thoughts_and_calls_are_blocks_whole_and_streamed(engine):
+    tools = [{**TOOL, "input_schema": OBJECT}]
+    body = {"messages": USER, "max_tokens": 64, "tools": tools, "thinking": {"type": "adaptive"}}
+    whole = engine.ok("/v1/messages", body)
+    assert whole["stop_reason"] == "tool_use"
+    found = events(engine, "/v1/messages", body)
+    blocks = [event["content_block"] for event in found if event["type"] == "content_block_start"]
+    deltas = [(event["index"], event["delta"]) for event in found if event["type"] == "content_block_delta"]
+    blocks[0]["thinking"] = "".join(delta["thinking"] for index, delta in deltas if index == 0)
+    text = "".join(delta["partial_json"] for index, delta in deltas if index == 1)
+    blocks[1]["input"] = msgspec.json.decode(text)
+    assert without_names(blocks) == without_names(whole["content"])
+    chosen = engine.ok("/v1/messages", {**body, "tool_choice": {"type": "none"}})
+    assert [block["type"] for block in chosen["content"]] == ["thinking", "text"]
 
 
 def test_a_response_goes_on_from_one_before(engine):
