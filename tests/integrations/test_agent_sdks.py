@@ -1,4 +1,4 @@
-"""OpenAI's, Anthropic's and the agents SDK, unmodified, with a model that calls a tool and tells its result."""
+"""SDKs of OpenAI and Anthropic, and the agents SDK, unmodified: a model calls a tool and tells its result."""
 
 import asyncio
 from collections.abc import Iterator

@@ -44,9 +44,9 @@ def events(engine: ServedEngine, path: str, body: dict[str, Any]) -> list[dict[s
 
 
 def without_names(value: Any) -> Any:
-    """Return an answer without ids and times, which differ."""
+    """Return an answer without ids, times and what was cached, which differ."""
     if isinstance(value, dict):
-        names = ("id", "call_id", "created_at", "completed_at")
+        names = ("id", "call_id", "created_at", "completed_at", "usage")
         return {name: without_names(each) for name, each in value.items() if name not in names}
     return [without_names(each) for each in value] if isinstance(value, list) else value
 
