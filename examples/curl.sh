@@ -44,6 +44,8 @@ post /abort_request '{"abort_all": true}'
 # Text and tokens
 post /tokenize '{"prompt": "Hello"}'
 post /detokenize '{"tokens": [40, 41]}'
+post /parse_function_call '{"text": "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>", "tools": [{"type": "function", "function": {"name": "f"}}], "tool_call_parser": "hermes"}'
+post /separate_reasoning '{"text": "<think>I think</think>I am", "reasoning_parser": "qwen3"}'
 
 # Samples with a trainer's log-probabilities, scored by the engine
 post /rollout/drift '{"samples": [{"token_ids": [1, 2, 3, 4], "prompt_len": 3, "logprobs": [-4.5]}]}'

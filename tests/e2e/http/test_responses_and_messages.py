@@ -244,6 +244,28 @@ def test_derendered_completions_are_those_of_the_prompts(engine):
     assert engine.post("/v1/completions/derender", {**body, "prompt_tokens": [1]}).status_code == 400
 
 
+CALLS = '<think>hm</think>\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def test_sglangs_parsers_of_given_texts(engine):
+    tools = [{"type": "function", "function": {"name": name}} for name in ("g", "f")]
+    body = {"text": CALLS, "tools": tools}
+    found = engine.ok("/parse_function_call", body)
+    [call] = found["calls"]
+    assert (call["tool_index"], call["name"]) == (1, "f")
+    assert msgspec.json.decode(call["parameters"]) == {"a": 1}
+    left = engine.ok("/parse_function_call", {**body, "tools": tools[:1], "tool_call_parser": "hermes"})
+    assert (left["calls"], len(left["malformed_tool_calls"])) == ([], 1)
+    assert '"name": "f"' in left["normal_text"]
+    for text in ("<think>hm</think>yes", "hm</think>yes"):
+        found = engine.ok("/separate_reasoning", {"text": text, "return_blocks": True})
+        assert (found["reasoning_text"], found["text"]) == ("hm", "yes")
+        assert found["blocks"] == [{"type": "reasoning", "text": "hm"}, {"type": "text", "text": "yes"}]
+    found = engine.ok("/separate_reasoning", {"text": "yes", "reasoning_parser": "qwen3"})
+    assert found == {"reasoning_text": "", "text": "yes"}
+    assert engine.post("/separate_reasoning", {"text": "", "reasoning_parser": "x"}).status_code == 400
+
+
 def test_a_reader_that_leaves_aborts(engine):
     body = {"input": QUESTION, "stream": True, "max_output_tokens": 900, "ignore_eos": True}
     with httpx.stream("POST", f"{engine.url}/v1/responses", json=body, timeout=None) as response:

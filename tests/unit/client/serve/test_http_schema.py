@@ -15,7 +15,7 @@ from support.http_server import routes_served
 from caesura.client.exceptions import InvalidRequest
 from caesura.client.serve import drift_routes, lora_routes
 from caesura.client.serve.options import ServeOptions
-from caesura.client.serve.sglang import control, rollout, tokenize, weights
+from caesura.client.serve.sglang import control, parse, rollout, tokenize, weights
 from caesura.client.serve.sglang import generate as schema
 from caesura.client.serve.sglang.generate import routed_experts
 from caesura.client.serve.sglang.weights import allowed_path
@@ -59,6 +59,8 @@ DOCUMENTED = {
     "`/rollout/drift`": drift_routes.DriftBody,
     "`samples`": drift_routes.DriftSampleBody,
     "`/stop_profile`": control.StopProfileBody,
+    "`/parse_function_call`": parse.ParseCallBody,
+    "`/separate_reasoning`": parse.SeparateReasoningBody,
     "`/tokenize`": tokenize.TokenizeBody,
     "`/detokenize`": tokenize.DetokenizeBody,
     "`/inference/v1/generate`": tokens.TokensBody,
