@@ -389,6 +389,23 @@ class EngineTotals(ReplyRecord, kw_only=True, frozen=True):
     """Commits of weights between the first and the last token of a finished sample."""
 
 
+class GrammarStatus(ReplyRecord, kw_only=True, frozen=True):
+    """Grammars of ``SamplingParams.grammar`` since start, and the time that they took."""
+
+    compiled: int
+    """Grammars compiled, and compiled again after they were forgotten."""
+    failed: int
+    """Grammars that did not compile, or not in time."""
+    waiting: int
+    """Requests that wait for their grammar."""
+    wait_s: float
+    """Seconds that requests have waited for grammars, in all."""
+    masks: int
+    """Positions for which the allowed tokens were computed."""
+    mask_s: float
+    """Seconds that this took."""
+
+
 class RankStatus(ReplyRecord, kw_only=True, frozen=True):
     """Another rank of an engine (``tp``): its process, and its allocator's figures within the last second."""
 
@@ -543,6 +560,8 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """The reference model. None means that none is loaded."""
     drift: DriftReport | None = None
     """The last self-check. None means that there was none yet."""
+    grammars: GrammarStatus | None = None
+    """Grammars of samples. None means that no request had one yet."""
     model_path: str
     """Folder of the last committed update from disk, or of the start."""
     dtype: str

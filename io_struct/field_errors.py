@@ -59,6 +59,7 @@ _GREEDY = "temperature = 0 decodes greedily, any other samples"
 _TEXT = (
     "it is about text, which caesura.client.text.TextClient and `caesura serve` make; the engine has tokens"
 )
+_GRAMMAR = ("grammar", "caesura.client.grammar makes a grammar of it")
 _ADVICE: dict[str, tuple[str, str]] = {
     "do_sample": ("temperature", _GREEDY),
     "greedy": ("temperature", _GREEDY),
@@ -67,6 +68,7 @@ _ADVICE: dict[str, tuple[str, str]] = {
     "sampling_params": ("stream_options", "its fields stand in the body itself"),
     "stop": ("stop_token_ids", f"{_TEXT}, and stop_token_ids"),
     "no_stop_trim": ("stop_token_ids", _TEXT),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "structured_outputs"), _GRAMMAR),
     "skip_special_tokens": ("stop_token_ids", _TEXT),
     "disable_radix_cache": ("prefix_cache", "turn prefix_cache off"),
     "disable_cuda_graph": ("cuda_graphs", "turn cuda_graphs off"),

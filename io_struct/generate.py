@@ -37,6 +37,8 @@ MAX_HIDDEN_BYTES = 32 << 20
 """Most bytes of the hidden states of a sample."""
 GREEDY_BELOW = 1e-6
 """Temperatures below this mean greedy decoding, as in SGLang."""
+MAX_GRAMMAR = 512 << 10
+"""Most characters of ``grammar``."""
 MAX_SEQUENCES = 65536
 """Maximum number of sequences in one message."""
 
@@ -75,6 +77,9 @@ class SamplingParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
     """True: the model's end-of-sequence ids do not end the generation; ``stop_token_ids`` still do."""
     seed: Seed | None = None
     """Seed of the sampling noise. None means a random seed, which the result contains."""
+    grammar: str | None = None
+    """Grammar of the output, at most 524,288 characters of llguidance's JSON, Lark, or GBNF. What it does not
+    allow is not sampled, and stop tokens only where it may end. None means any output."""
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)] = 1
     """Number of samples of this prompt. Sample ``i`` uses the noise stream ``(seed, i)``."""
     forced_output_ids: list[TokenId] | None = None
@@ -135,6 +140,8 @@ class SamplingParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
         allowed = self.allowed_token_ids
         if allowed is not None and not 1 <= len(allowed) <= MAX_ALLOWED_TOKEN_IDS:
             found.append(("allowed_token_ids", len(allowed), f"must have 1 to {MAX_ALLOWED_TOKEN_IDS} ids"))
+        if self.grammar is not None and not 1 <= len(self.grammar) <= MAX_GRAMMAR:
+            found.append(("grammar", len(self.grammar), f"must have 1 to {MAX_GRAMMAR} characters"))
         words = self.bad_words_ids or ()
         if len(words) > MAX_BAD_WORDS:
             found.append(("bad_words_ids", len(words), f"at most {MAX_BAD_WORDS} words"))
@@ -164,7 +171,7 @@ class GenerateReqInput(Request, kw_only=True):
     return_raw_logprob: bool = False
     """Return the logprob of each output token under the unmodified logits (temperature 1)."""
     return_sampled_logprob: bool = False
-    """Return logprobs under the sampling distribution: renormalised after top-k, top-p and min-p."""
+    """Return logprobs under the sampling distribution: renormalised after grammar, top-k, top-p and min-p."""
     logprob_start_len: int = -1
     """With ``return_logprob``: also logprobs of prompt tokens from here on, without temperature and logit
     edits, once for equal prompts. -1, or at least the prompt's length: none."""
@@ -173,7 +180,7 @@ class GenerateReqInput(Request, kw_only=True):
     token_ids_logprob: list[TokenId] | None = None
     """With ``return_logprob``: at most 1,024 ids whose logprobs come at each position. None means none."""
     return_sampling_mask: bool = False
-    """Return the tokens that top-k, top-p and min-p kept (:class:`SamplingMask`), for a trainer to
+    """Return the tokens that grammar, top-k, top-p and min-p kept (:class:`SamplingMask`), for a trainer to
     renormalise. Samples from at most 4,096 tokens: a larger ``top_k``, or none, counts as 4,096."""
     return_routed_experts: bool = False
     """Return each position's experts, prompt included (:class:`RoutedExperts`), if the model has some."""

@@ -23,7 +23,7 @@ from .session import Answers
 _COUNTERS = ("step", "generated_tokens", "num_retractions", "step_failures", "stages", "totals")
 _GAUGES = (
     *("running_requests", "prefilling_requests", "waiting_requests", "gen_throughput"),
-    *("max_running_requests", "images", "memory_by_tag", "prompt_cache", "kv", "components"),
+    *("max_running_requests", "images", "memory_by_tag", "prompt_cache", "kv", "components", "grammars"),
 )
 _LEAST_RATIO = 1e-12
 _WORST = ("valid", "updating", "invalid", "poisoned")

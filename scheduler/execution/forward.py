@@ -75,6 +75,10 @@ class SpecialRows:
     """bool [E]; None as `allowed_ids`."""
     word_ends: Tensor | None = None
     """int64 [E, W, 2], padded with -1: after the first token the second is not sampled. None: no row."""
+    grammar: Tensor | None = None
+    """int32 [E, vocabulary / 32]: a bit for each token that may be sampled. None: no row has a grammar."""
+    constrained: Tensor | None = None
+    """bool [E]: rows with a grammar; None as `grammar`."""
     wants: Tensor
     """int64 [N], ascending: those of the E rows that want :class:`FurtherLogprobs`."""
     wants_host: np.ndarray

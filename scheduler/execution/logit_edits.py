@@ -12,10 +12,15 @@ Definitions, in SGLang's order: frequency and presence penalties are taken off; 
 positive logits and multiplies negative ones (Keskar et al., CTRL, 2019); biases are added, -inf for what must
 not end a sample yet; what is not allowed, and what would complete a bad word, becomes -inf. Then the
 sampler's own. Further log-probabilities are of its log-softmax.
+
+A grammar filters as top-k and top-p do, before these: log-probabilities, further ones included, are those
+without it, and the sampling distribution is what all filters leave.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -113,12 +118,7 @@ class SpecialSampler:
         before: Tensor | None,
     ) -> list[FurtherLogprobs]:
         index = rows.rows[part]
-        edited = logits.index_select(0, index).float()
-        penalised = slice(part.start, min(part.stop, len(rows.counters)))
-        if penalised.start < penalised.stop:
-            self._counters.penalise(edited[: penalised.stop - penalised.start], rows, penalised)
-        if rows.bias.shape[1]:
-            edited.scatter_add_(1, rows.bias_ids[part], rows.bias[part])
+        edited = self._shifted(logits, rows, part)
         if rows.allowed_ids is not None and rows.restricted is not None:
             ids = rows.allowed_ids[part]
             alone = torch.full_like(edited, -torch.inf).scatter_(1, ids, edited.gather(1, ids))
@@ -129,6 +129,9 @@ class SpecialSampler:
             edited.scatter_add_(1, last.clamp_min(0), torch.where(completed, -torch.inf, 0.0))
         selected = batch.select(index)
         selected.want_raw = False
+        unfiltered = edited
+        if rows.grammar is not None:
+            edited = edited.masked_fill(~_unpacked(rows.grammar[part], self._vocab_size), -torch.inf)
         wanting = rows.wants_host.searchsorted([part.start, part.stop])
         chosen = slice(int(wanting[0]), int(wanting[1]))
         local = rows.wants[chosen] - part.start
@@ -136,6 +139,8 @@ class SpecialSampler:
         sampled = self._sampler().sample(edited, selected)
         if selected.want_last_kept and sampled.last_kept is None:
             self._sample_again(edited, selected, local, rows.masked[chosen], sampled)
+        if rows.constrained is not None:
+            self._unfilter(unfiltered, selected, rows.constrained[part], sampled)
         out.token_ids[index] = sampled.token_ids
         out.logprobs[index] = sampled.logprobs
         if out.sampled_logprobs is not None and sampled.sampled_logprobs is not None:
@@ -144,12 +149,14 @@ class SpecialSampler:
             out.raw_logprobs[index] = _raw(logits.index_select(0, index), sampled)
         if chosen.start == chosen.stop:
             return []
-        scaled = edited.index_select(0, local) / selected.temperature[local, None]
+        temperature = selected.temperature[local, None]
+        scaled = unfiltered.index_select(0, local) / temperature
         any_logprobs = rows.top > 0 or rows.token_ids.shape[1] > 0
         logprobs = torch.log_softmax(scaled, 1) if any_logprobs else scaled
         further = further_of(logprobs, rows.top, rows.token_ids[chosen])
         if sampled.last_kept is not None:
-            further.kept = _kept(scaled, sampled.last_kept[local])
+            filtered = edited.index_select(0, local) / temperature
+            further.kept = _kept(filtered, sampled.last_kept[local])
         return [further]
 
     def _sample_again(
@@ -172,6 +179,25 @@ class SpecialSampler:
             if mine is not None and theirs is not None:
                 mine[rows] = torch.where(masked, theirs, mine[rows])
         sampled.last_kept = torch.full_like(sampled.token_ids, -1).index_copy_(0, rows, found.last_kept)
+
+    def _shifted(self, logits: Tensor, rows: SpecialRows, part: slice) -> Tensor:
+        """Return float32 logits of the rows ``part`` [p, V], after penalties and biases."""
+        edited = logits.index_select(0, rows.rows[part]).float()
+        penalised = slice(part.start, min(part.stop, len(rows.counters)))
+        if penalised.start < penalised.stop:
+            self._counters.penalise(edited[: penalised.stop - penalised.start], rows, penalised)
+        if rows.bias.shape[1]:
+            edited.scatter_add_(1, rows.bias_ids[part], rows.bias[part])
+        return edited
+
+    def _unfilter(
+        self, logits: Tensor, batch: SamplingBatch, constrained: Tensor, sampled: SamplerOutput
+    ) -> None:
+        """Give rows with a grammar the log-probabilities that their tokens have in ``logits`` [c, V]."""
+        given = replace(batch, given=sampled.token_ids, want_sampled=False, want_last_kept=False)
+        found = self._sampler().sample(logits, given).logprobs
+        known = constrained & (sampled.token_ids >= 0)
+        sampled.logprobs = torch.where(known, found, sampled.logprobs)
 
     def _sampler(self) -> Sampler:
         if self.exact is None:
@@ -207,6 +233,15 @@ def _kept(scaled: Tensor, last: Tensor) -> Tensor:
     )
     kept = (scaled > border) | ((scaled == border) & (index <= last[:, None])) | (last < 0)[:, None]
     return kept & (scaled > -torch.inf)
+
+
+def _unpacked(words: Tensor, count: int) -> Tensor:
+    """Return bool [n, count] of the bits of ``words``, int32 [n, W], the lowest first."""
+    if words.device.type == "cpu":
+        packed = words.numpy().view(np.uint8)
+        return torch.from_numpy(np.unpackbits(packed, 1, count, bitorder="little")).view(torch.bool)
+    bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
+    return bits.flatten(1)[:, :count].bool()
 
 
 def _raw(logits: Tensor, sampled: SamplerOutput) -> Tensor:

@@ -53,6 +53,9 @@ class Dispatcher:
     def waits(self) -> bool:
         scoring = self._engine.scoring
         scores_wait = scoring is not None and scoring.waits
+        grammars = self._engine.grammars
+        if grammars is not None and grammars.has_work:
+            return True
         return scores_wait or self._engine.commands.has_stepped_aside or self._engine.adapters.waits
 
     def handle(self, client: bytes, header: bytes, buffers: list[memoryview]) -> None:
@@ -191,9 +194,14 @@ def _generate(engine: "Engine", client: bytes, message: Generate, buffers: list[
     adapter = engine.adapters.named(message.adapter) if isinstance(message, wire.GenerateReqInput) else None
     waiting = len(engine.waiting) - engine.drift.counts()[1]
     requests = engine.admit(message, buffers, client, waiting)
+    grammar = message.sampling_params.grammar if isinstance(message, wire.GenerateReqInput) else None
+    if grammar is not None and engine.grammars is not None:
+        engine.grammars.check(grammar)
     engine.answers.begin_generation(message.id, rid, body, samples=len(requests))
     if adapter is not None:
         engine.adapters.give(adapter, requests)
+    if engine.grammars is not None:
+        engine.grammars.give(requests)
     engine.live.add(requests)
     for request in requests:
         engine.waiting.append(request)

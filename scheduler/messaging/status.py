@@ -69,6 +69,7 @@ def status(engine: "Engine", message_id: str) -> GetStatusReqOutput:
         components=engine.residency.status(),
         reference=None if engine.scoring is None else engine.scoring.status(),
         drift=engine.drift.status(),
+        grammars=None if engine.grammars is None else engine.grammars.status(),
         model_path=engine.updates.model_path,
         dtype=str(engine.loaded.dtype).removeprefix("torch."),
         device=engine.config.device,

@@ -128,6 +128,7 @@ class Engine:
         self.delta = DeltaLoader(self.model, self.loader)
         self.weights_bytes, self.derived_bytes = steps.loaded.weights_bytes, steps.loaded.derived_bytes
         self.runner, self.batcher, self.outputs = steps.runner, steps.batcher, steps.outputs
+        self.grammars = steps.grammars
         self.request_type, self.admit = steps.request_type, steps.admit
         self.cache, self.prompts, self.graphs = steps.cache, steps.prompts, steps.graphs
         self.open_folder, self.scoring = steps.open_folder, steps.scoring

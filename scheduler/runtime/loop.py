@@ -94,6 +94,8 @@ class Scheduler:
         self.receive(self._timeout(in_flight))
         run("advancing commands", engine.commands.advance)
         run("bringing an adapter to a slot", engine.adapters.advance)
+        if engine.grammars is not None:
+            run("compiling grammars", engine.grammars.advance)
         run("scoring", engine.dispatcher.score)
         has_failed = in_flight is not None and isinstance(in_flight.output, Failure)
         launched = self._execute() if engine.state.may_execute and not has_failed else None

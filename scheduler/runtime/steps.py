@@ -18,6 +18,7 @@ from ..execution.kernel_report import Serving, what_serves
 from ..execution.model_runner import ModelRunner
 from ..scheduling.batcher import Batcher
 from ..scheduling.chunking import ChunkSizer
+from ..scheduling.grammars import Grammars
 from ..scheduling.outputs import OutputProcessor, Outputs
 from ..scheduling.request import RequestTable
 from ..scoring.scoring import Scoring
@@ -44,6 +45,7 @@ class Steps:
     admit: Callable[[Any, list[memoryview], bytes, int], list[Any]]
     """Makes the samples of a message, its buffers, its client and the number of samples that wait."""
     batcher: "Batcher | ImageBatcher"
+    grammars: Grammars | None = None
     prompts: "PromptCache | None" = None
     outputs: Outputs[Any]
     cache: CacheManager
@@ -81,7 +83,15 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
         build_states(pool),
     )
     chunks = ChunkSizer(config.sizes.chunk_tokens, config.target_step_s)
-    batcher = Batcher(table, cache, engine.waiting, chunks=chunks, routing=routing)
+    grammars = Grammars(
+        config.model_path,
+        loaded.config.vocab_size,
+        loaded.config.eos_token_ids,
+        wake=engine.wakeup.set,
+        finish=lambda request, reason: outputs.end_of_grammar(request, reason),
+    )
+    batcher = Batcher(table, cache, engine.waiting, chunks=chunks, routing=routing, grammars=grammars)
+    outputs = OutputProcessor(engine, batcher)
     return Steps(
         loaded=loaded,
         open_folder=lambda path, _: open_fitting(path, loaded.config),
@@ -91,7 +101,8 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
         request_type=GenerateReqInput,
         admit=limits.admit,
         batcher=batcher,
-        outputs=OutputProcessor(engine, batcher),
+        grammars=grammars,
+        outputs=outputs,
         cache=cache,
         serving=what_serves(config, loaded),
         context_len=limits.context_len,

@@ -26,6 +26,7 @@ from ..cache.pool import RoutingPool
 from ..execution.forward import NO_ADAPTER, ForwardBatch
 from ..runtime.engine_config import PAGE_SIZE
 from .chunking import ChunkSizer
+from .grammars import Grammars
 from .hidden_states import HiddenSpan, hidden_spans, hidden_tokens
 from .request import Adapter, Phase, Request, RequestTable
 from .sampling import InputSpan, input_spans, input_tokens, sampling_batch
@@ -70,6 +71,7 @@ class Batcher:
         *,
         chunks: ChunkSizer,
         routing: RoutingPool | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """``routing`` stores the expert ids of computed tokens; None if the model has no experts."""
         self.table = table
@@ -80,6 +82,7 @@ class Batcher:
         self.cached_tokens = 0
         self._chunk_sizer = chunks
         self._routing = routing
+        self._grammars = grammars
         self._windows = WindowedSteps(table, cache)
         self._states = LinearStateSteps(table, cache)
         self._active: list[Request] = []  # in start order: the last one is preempted first
@@ -114,7 +117,8 @@ class Batcher:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._active) or len(self.waiting) > 0
+        startable = len(self.waiting) - (0 if self._grammars is None else self._grammars.num_waiting)
+        return bool(self._active) or startable > 0
 
     def schedule(self) -> ScheduledBatch | None:
         """Build the next step; None if nothing can run, or a step in flight must be completed first."""
@@ -298,6 +302,10 @@ class Batcher:
             self._decode_slots = np.asarray(slots, np.int64)
         slots_array = self._decode_slots
         needs_token = self.table.scheduled[slots_array] + 1 < self.table.limit[slots_array]
+        if self.table.sampling.grammars:  # their masks need the token in flight
+            needs_token &= ~self.table.sampling.constrained[slots_array] | (
+                self.table.inflight[slots_array] == 0
+            )
         return slots_array if needs_token.all() else slots_array[needs_token]
 
     def _extend_decode_pages(self, decode: np.ndarray) -> bool:
@@ -410,8 +418,10 @@ class Batcher:
         return taken
 
     def _may_start(self, request: Request) -> bool | None:
-        """Return False for a request that waits for a prefix, None for one whose adapter waits for a slot."""
+        """Return False for a request that waits for a prefix, None for one without its adapter or grammar."""
         if request.adapter is not None and not request.adapter.may_start:
+            return None
+        if request.grammar is not None and request.grammar.compiled is None:
             return None
         leaders = self._prefixes_in_progress.get(request.prompt_key)
         if not leaders:

@@ -170,6 +170,8 @@ class OutputProcessor(Outputs[Request]):
             checked = sum(self._table.by_slot[slot].check is not None for slot in slots)
         self.generated_tokens += len(slots) - checked
         self._end_finished(slots, tokens, at)
+        if table.sampling.grammars:
+            self._follow_grammars(slots, at)
         streaming = table.stream[slots] & table.live[slots]
         if streaming.any():
             self._stream(slots[streaming], at[streaming])
@@ -210,6 +212,8 @@ class OutputProcessor(Outputs[Request]):
                     f"tokens and min_new_tokens = {params.min_new_tokens}: "
                     "check these, and the weights"
                 )
+            if request.grammar is not None:
+                message = f"no token that the grammar allows is left, or {message}"
             self.fail([request], message)
 
     def _open_spans(self, slots: np.ndarray, at: np.ndarray) -> None:
@@ -249,6 +253,27 @@ class OutputProcessor(Outputs[Request]):
                 limit = f"its sampling masks take more than {MAX_MASK_BYTES} bytes"
                 message = f"{limit}: lower top_k, top_p or max_new_tokens"
                 self.fail([request], message, ErrorCode.INVALID_REQUEST)
+
+    def _follow_grammars(self, slots: np.ndarray, at: np.ndarray) -> None:
+        """Let grammars see the new tokens, and end samples that no token can follow."""
+        table, columns = self._table, self._table.sampling
+        for row in np.flatnonzero(columns.constrained[slots] & ~table.replays[slots]):
+            slot, position = slots[row], int(at[row]) + 1
+            if not table.live[slot]:
+                continue
+            request, state = table.by_slot[slot], columns.grammars[slot]
+            assert request is not None
+            state.follow(table.tokens[slot, columns.output_start[slot] : position])
+            end = state.end(may_stop=position >= columns.may_stop_at[slot])
+            if end is not None:
+                self.end_of_grammar(request, state.reason if end == "error" else None)
+
+    def end_of_grammar(self, request: Request, reason: str | None) -> None:
+        """Finish a sample whose grammar is complete, or failed for a ``reason``."""
+        if reason is None:
+            self.finish(request, FinishReason(type="stop"))
+        else:
+            self.fail([request], f"grammar: {reason}", ErrorCode.INVALID_REQUEST)
 
     def _stream(self, slots: np.ndarray, at: np.ndarray) -> None:
         table = self._table

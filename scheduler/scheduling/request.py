@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..cache.pool import RoutingPool
     from ..layers.lora import Factors
     from ..scoring.drift_checks import Check
+    from .grammars import GrammarState
 
 NO_SLOT = -1
 NO_TOKEN = -1
@@ -145,6 +146,9 @@ class Request:
 
     forced: np.ndarray | None = None
     """int32: the output of a replay."""
+
+    grammar: "GrammarState | None" = None
+    """Written by grammars.py; None: any token may be sampled."""
 
     check: "Check | None" = None
     """The sample that this is to score again for ``scoring/drift_checks.py``, or None."""

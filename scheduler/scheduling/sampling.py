@@ -29,6 +29,7 @@ from ..execution.sampler import noise
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .grammars import GrammarState
     from .request import Request, RequestTable
 
 MAX_MASK_BYTES = 16 << 20
@@ -243,6 +244,9 @@ class SamplingColumns:
         self.allowed = _Ids(slots)
         self.words: dict[int, np.ndarray] = {}
         """Words of the slots that have any, int64 [words, tokens of the longest]; -1 before shorter ones."""
+        self.grammars: dict[int, GrammarState] = {}
+        self.constrained = np.zeros(slots, np.bool_)
+        """True for the slots with a grammar."""
         self.top = np.zeros(slots, np.int64)
         self.token_ids = _Ids(slots)
         self.masked = np.zeros(slots, np.bool_)
@@ -289,14 +293,19 @@ class SamplingColumns:
         if words:
             longest = max(map(len, words))
             self.words[slot] = np.array([[-1] * (longest - len(word)) + word for word in words], np.int64)
+        self.constrained[slot] = constrained = request.grammar is not None
+        if request.grammar is not None:
+            self.grammars[slot] = request.grammar
         wanting = masked or (record is not None and record.wants_outputs)
-        self.special[slot] = bool(penalised or bias or allowed or words or stops or wanting)
+        edited = penalised or bias or allowed or words or stops or constrained
+        self.special[slot] = bool(edited or wanting)
 
     def release(self, slot: int) -> None:
         if self.penalised[slot]:
             heapq.heappush(self._free_counters, int(self.counter[slot]))
-        self.penalised[slot] = self.special[slot] = False
+        self.penalised[slot] = self.special[slot] = self.constrained[slot] = False
         self.words.pop(slot, None)
+        self.grammars.pop(slot, None)
 
     def _take_counter(self) -> int:
         if self._free_counters:
@@ -380,6 +389,7 @@ def _special_rows(table: "RequestTable", slots: np.ndarray, positions: np.ndarra
     bias_ids, bias = _biases(columns, slots, positions)
     allowed = columns.allowed.first_padded(slots)
     ends = _word_ends(table, slots, positions) if columns.words else None
+    grammar = _grammar_masks(table, slots, positions) if columns.grammars else None
     top, num_token_ids, masked = columns.top[slots], columns.token_ids.count[slots], columns.masked[slots]
     wants = np.flatnonzero((top > 0) | (num_token_ids > 0) | masked)
     return SpecialRows(
@@ -396,6 +406,8 @@ def _special_rows(table: "RequestTable", slots: np.ndarray, positions: np.ndarra
         allowed_ids=torch.from_numpy(allowed) if allowed.shape[1] else None,
         restricted=torch.from_numpy(columns.allowed.count[slots] > 0) if allowed.shape[1] else None,
         word_ends=None if ends is None else torch.from_numpy(ends),
+        grammar=None if grammar is None else torch.from_numpy(grammar),
+        constrained=None if grammar is None else torch.from_numpy(columns.constrained[slots]),
         wants=torch.from_numpy(wants),
         wants_host=wants,
         top=int(top.max(initial=0)),
@@ -442,6 +454,20 @@ def _word_ends(table: "RequestTable", slots: np.ndarray, positions: np.ndarray) 
     for row, ends in found.items():
         padded[row, : len(ends)] = ends
     return padded
+
+
+def _grammar_masks(table: "RequestTable", slots: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
+    """Return the tokens that grammars allow, int32 [E, W]: a bit each, all set in rows without a grammar."""
+    columns = table.sampling
+    if not columns.constrained[slots].any():
+        return None
+    masks = np.full((len(slots), -(-columns.vocab_size // 32)), -1, np.int32)
+    for row in np.flatnonzero(columns.constrained[slots]):
+        slot = slots[row]
+        state = columns.grammars[slot]
+        state.follow(table.tokens[slot, columns.output_start[slot] : positions[row]])
+        masks[row] = state.mask
+    return masks
 
 
 def _history(table: "RequestTable", slots: np.ndarray) -> tuple[Tensor, Tensor]:

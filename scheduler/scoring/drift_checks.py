@@ -317,7 +317,7 @@ class Drift:
             first_sample=self._serial,
             input_ids=check.prompt.tolist(),
             sampling_params=msgspec.structs.replace(
-                check.params, n=1, forced_output_ids=check.tokens.tolist()
+                check.params, n=1, forced_output_ids=check.tokens.tolist(), grammar=None
             ),
             return_logprob=True,
             cache_salt=_SALT,

@@ -131,6 +131,7 @@ ENGINE = {"click", "msgspec", "numpy", "safetensors", "torch", "zmq", "flashinfe
 NEEDS = {
     "io_struct/": {"msgspec"},
     "scheduler/": ENGINE,
+    "scheduler/scheduling/grammars.py": ENGINE | {"llguidance"},
     "scheduler/images/": ENGINE | {"diffusers", "transformers"},
     "scheduler/models/transformers_backend/": ENGINE | {"huggingface_hub", "transformers"},
 }

@@ -1,6 +1,7 @@
 """TRL's own client of ``vllm serve`` against the server: generation, chats and the scores of a teacher."""
 
 import importlib.machinery
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -126,6 +127,7 @@ def test_scores_of_a_teacher(served, client, chunk_size):
         assert found["actual_token_ids"][position] == [[token] for token in sequence[length:]]
 
 
-def test_patterns_are_refused_by_name(client):
-    with pytest.raises(Exception, match="structured_outputs is not supported"):
-        client.generate(["once"], structured_outputs_regex="a+")
+def test_patterns(served, client):
+    found = client.generate([[5, 6, 7]], n=3, structured_outputs_regex="(a|bc){3}")
+    for ids in found["completion_ids"]:
+        assert re.fullmatch("(a|bc){3}", served.tokenizer.decode(ids))

@@ -27,6 +27,7 @@ from ..bodies import INLINE, UNREADABLE, HTTPRequest, nullable_fields, present, 
 from ..context import FrontEnd
 from ..error_responses import json_response, openai_error, status_of
 from ..generations import ClientLeft, client_left
+from ..grammar_fields import OPENAI, grammar_of
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 TopCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -38,12 +39,7 @@ MAX_STOP_STRINGS = 32
 MAX_BAD_CHARACTERS = 8192
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
-_CONSTRAINTS = (
-    "json_schema regex ebnf structural_tag structured_outputs guided_json guided_regex guided_choice "
-    "guided_grammar"
-)
 REFUSED = {
-    **dict.fromkeys(_CONSTRAINTS.split(), "constrained decoding is not supported"),
     "stop_regex": "stop by strings or token ids",
     "custom_logit_processor": "code of clients is not run",
     "logits_processors": "code of clients is not run",
@@ -138,7 +134,17 @@ class CommonRequest(_OtherFields, kw_only=True):
     return_meta_info: bool | None = None
     """Return the native route's ``meta_info`` in each finished choice."""
     response_format: dict[str, Any] | None = None
-    """Only ``{"type": "text"}``."""
+    """Types ``text``, ``json_object``, ``json_schema`` and ``structural_tag``."""
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's: one of ``json``, ``regex``, ``choice``, ``grammar``, ``json_object`` and ``structural_tag``."""
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     modalities: list[str] | None = None
     """Only ``["text"]``."""
 
@@ -156,7 +162,6 @@ def decode_request(decode: Callable[[bytes], RequestT], body: bytes, kind: Any) 
         if getattr(request, name) not in NOTHING:
             raise InvalidRequest(f"{name} is not supported: {reason}", field=name)
     if isinstance(request, CommonRequest):
-        check_response_format(request.response_format)
         if request.modalities and request.modalities != ["text"]:
             raise InvalidRequest("modalities is not supported: output is text only", field="modalities")
         if request.stream and request.prompt_logprobs is not None:
@@ -166,12 +171,6 @@ def decode_request(decode: Callable[[bytes], RequestT], body: bytes, kind: Any) 
             if forced and hasattr(request, name):
                 setattr(request, name, len(forced))
     return request
-
-
-def check_response_format(form: dict[str, Any] | None, field: str = "response_format") -> None:
-    if form and form.get("type") != "text":
-        reason = f"{field} is not supported: constrained decoding is not, only text"
-        raise InvalidRequest(reason, field=field)
 
 
 def invalid_body(error: Exception, body: bytes, kind: type[msgspec.Struct]) -> InvalidRequest:
@@ -191,6 +190,7 @@ def sampling_params(
         given["forced_output_ids"] = request.trace_decode_token_ids
     if request.seed is not None:
         given["seed"] = request.seed & (2**63 - 1)
+    given["grammar"] = grammar_of(request, OPENAI)
     words = _forbidden(request.bad_words or [], tokenizer)
     bias = {**(request.logit_bias or {}), **{word[0]: -math.inf for word in words if len(word) == 1}}
     longer = [word for word in words if len(word) > 1]

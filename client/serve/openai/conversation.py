@@ -18,13 +18,13 @@ from ...text.tokenizer import TextTokenizer
 from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
 from ..bodies import present
 from ..context import FrontEnd
+from ..grammar_fields import response_format
 from ..options import ServeOptions
 from .common import (
     NOTHING,
     CommonRequest,
     TopCount,
     check_batch,
-    check_response_format,
     common_fields,
     kept_prompt,
     logprob_fields,
@@ -152,7 +152,8 @@ class Exchange:
 def conversation_of(request: CommonRequest, **fields: Any) -> Conversation:
     """Return the conversation of another front's ``request``: its common fields, and ``fields``."""
     common = {name: getattr(request, name) for name in CommonRequest.__struct_fields__}
-    check_response_format(fields.get("response_format"))
+    if (form := fields.get("response_format")) is not None:
+        response_format(form)
     return Conversation(**common | fields)
 
 

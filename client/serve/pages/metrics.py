@@ -290,6 +290,12 @@ def _totals(families: Families, status: GetStatusReqOutput) -> None:
     runs = {stage.name: stage.count for stage in status.stages}
     counter("stage_seconds", "Time by stage; update.* are the stages of weight updates.", stages, ("stage",))
     counter("stage_runs", "Runs by stage.", runs, ("stage",))
+    if (grammars := status.grammars) is not None:
+        became = {"compiled": grammars.compiled, "failed": grammars.failed}
+        counter("grammars", "Grammars by what became of them.", became, ("result",))
+        counter("grammar_wait_seconds", "Time that requests waited for grammars.", grammars.wait_s)
+        counter("grammar_masks", "Positions whose allowed tokens were computed.", grammars.masks)
+        counter("grammar_mask_seconds", "Time that this took.", grammars.mask_s)
     if totals.queue_time.counts:
         text = "Time of finished samples from arrival to the first scheduled step."
         families.histogram("queue_time_seconds", text, Histogram(SECONDS, totals.queue_time))

@@ -64,6 +64,7 @@ from ..generations import (
     unless_left,
     whole,
 )
+from ..grammar_fields import NATIVE, grammar_of
 from ..middleware import makes_tokens, routing_key
 
 MAX_STOP_STRINGS = 32
@@ -87,9 +88,7 @@ IGNORED = (
     "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "model", "background", "conversation_id",
     "modalities", "validation_time", "return_bytes",
 )  # fmt: skip
-REFUSED_SAMPLING = (
-    "stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "beam_width", "watermark",
-)  # fmt: skip
+REFUSED_SAMPLING = ("stop_regex", "beam_width", "watermark")
 
 
 if TYPE_CHECKING:
@@ -113,6 +112,10 @@ class SamplingBody(_Sampling, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     sampling_seed: Seed | None = None
     custom_params: dict[str, Any] | None = None
     stream_interval: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -344,6 +347,7 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
     none = body.max_new_tokens == 0  # the engine samples at least one token
     if body.sampling_seed is not None:
         wire["seed"] = body.sampling_seed
+    wire["grammar"] = grammar_of(body, {"grammar": str, **NATIVE})
     params = SamplingParams(**{**wire, "max_new_tokens": 1 if none else body.max_new_tokens})
     text = {
         "no_stop_trim": body.no_stop_trim,

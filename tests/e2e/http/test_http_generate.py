@@ -4,6 +4,7 @@ import asyncio
 import base64
 import itertools
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,26 @@ def test_text_in_and_out_with_the_finish_reason(server):
     by_token = server.generate(ids, sampling_params={"max_new_tokens": 12, "stop_token_ids": [token]})
     assert by_token["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
     assert by_token["output_ids"][-1] == token
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "pattern"),
+    [
+        (
+            "json_schema",
+            '{"type": "array", "items": {"const": 1}, "maxItems": 2}',
+            r"\[\s*(1(\s*,\s*1)?)?\s*\]",
+        ),
+        ("regex", "(ab|c){2,3}", "(ab|c){2,3}"),
+        ("ebnf", 'root ::= "a" | "b" root', "b*a"),
+        ("structural_tag", {"format": {"type": "const_string", "value": "so"}}, "so"),
+    ],
+)
+def test_text_fits_a_grammar(server, name, value, pattern):
+    asked = {name: value, "n": 3, "sampling_seed": 5, "max_new_tokens": 200}
+    for answer in server.post("/generate", {"text": "once", "sampling_params": asked}).json():
+        assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+        assert re.fullmatch(pattern, answer["text"])
 
 
 def test_logprobs_of_the_prompt_and_of_other_tokens(server):

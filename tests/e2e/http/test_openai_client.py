@@ -71,7 +71,11 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [[1, "a"]]}, "prompt"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"extra_body": {"response_format": {"type": "json_object"}}}, "response_format"),
+        ({"extra_body": {"response_format": {"type": "xml"}}}, "response_format"),
+        ({"extra_body": {"response_format": {"type": "json_schema"}}}, "response_format"),
+        ({"extra_body": {"regex": "a", "guided_choice": ["a"]}}, "regex"),
+        ({"extra_body": {"structured_outputs": {"xgrammar": "a"}}}, "structured_outputs"),
+        ({"extra_body": {"json_schema": "{"}}, "json_schema"),
         ({"extra_body": {"rid": ["a", "b"]}}, "rid"),
         ({"stream": True, "echo": True, "logprobs": 1}, "echo"),
         ({"messages": messages("x"), "functions": [{"name": "f"}]}, "functions"),
@@ -420,3 +424,39 @@ def test_meta_info(served):
     for choice in answer.choices:
         assert choice.meta_info["completion_tokens"] == 4
         assert choice.meta_info["finish_reason"] == {"type": "length", "length": 4}
+
+
+# -- structured output ---------------------------------------------------------------------------------------
+
+ANSWER = {
+    "type": "object",
+    "properties": {"answer": {"enum": ["yes", "no"]}},
+    "required": ["answer"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": ANSWER}}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"response_format": FORMAT},
+        {"structured_outputs": {"json": ANSWER}},
+        {"guided_json": json.dumps(ANSWER)},
+        {"json_schema": json.dumps(ANSWER)},
+    ],
+)
+def test_an_answer_fits_its_schema(served, extra):
+    body = {"extra_body": {**extra, "seed": 4}, "model": NAME, "n": 4}
+    chat = served.client.chat.completions.create(messages=messages("well?"), **body)
+    text = served.client.completions.create(prompt="well?", **body, max_tokens=40)
+    found = [choice.message.content for choice in chat.choices] + [choice.text for choice in text.choices]
+    assert all(json.loads(each)["answer"] in ("yes", "no") for each in found)
+    assert {choice.finish_reason for choice in (*chat.choices, *text.choices)} == {"stop"}
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused(served):
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "http://127.0.0.1/x"}}}
+    with pytest.raises(openai.BadRequestError, match="grammar"):
+        served.client.chat.completions.create(messages=messages("x"), model=NAME, response_format=bad)

@@ -296,7 +296,7 @@ def test_without_a_limit_the_context_is_filled(http):
         ({"sampling_params": {"logprob_token_ids": "9"}}, "logprob_token_ids"),
         ({"output_mode": "text"}, "output_mode"),
         ({"output_mode": "derender"}, "output_mode"),
-        ({"sampling_params": {"structured_outputs": {"regex": "a"}}}, "structured_outputs is not supported"),
+        ({"sampling_params": {"structured_outputs": {"json": 1}}}, "structured_outputs"),
         ({"token_ids": [5] * 600}, "context"),
     ],
 )

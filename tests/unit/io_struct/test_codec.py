@@ -191,7 +191,7 @@ GENERATE = {"type": "GenerateReqInput", "input_ids": [1]}
 SAMPLING = (
     "max_new_tokens, temperature, top_p, top_k, min_p, frequency_penalty, presence_penalty, "
     "repetition_penalty, logit_bias, allowed_token_ids, bad_words_ids, "
-    "min_new_tokens, stop_token_ids, ignore_eos, seed, n, forced_output_ids"
+    "min_new_tokens, stop_token_ids, ignore_eos, seed, grammar, n, forced_output_ids"
 )
 
 
@@ -299,7 +299,7 @@ TEXT = (
         ("top_logprobs", " (did you mean top_logprobs_num, next to SamplingParams?)"),
         ("logprobs", " (did you mean return_logprob, next to SamplingParams?)"),
         ("return_logprob", " here: it stands next to SamplingParams"),
-        ("regex", ""),
+        ("regex", ": caesura.client.grammar makes a grammar of it"),
     ],
 )
 def test_misspelled_parameters_get_the_right_name(keyword, hint):

@@ -138,7 +138,7 @@ IMAGE = {"type": "image", "source": {}}
         (response, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         (response, {"tools": [{"type": "web_search"}]}, "tools"),
         (response, {"tools": [{"type": "function"}]}, "tools"),
-        (response, {"text": {"format": {"type": "json_object"}}}, "response_format"),
+        (response, {"text": {"format": {"type": "xml"}}}, "response_format"),
         (message, {"output_config": {"format": {"type": "json_schema"}}}, "response_format"),
         (response, {"background": True}, "background"),
         (response, {"include": ["file_search_call.results"]}, "include"),

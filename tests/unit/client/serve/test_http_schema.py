@@ -14,6 +14,7 @@ from support.http_server import routes_served
 
 from caesura.client.exceptions import InvalidRequest
 from caesura.client.serve import drift_routes, lora_routes
+from caesura.client.serve.grammar_fields import NATIVE
 from caesura.client.serve.options import ServeOptions
 from caesura.client.serve.sglang import control, parse, rollout, tokenize, weights
 from caesura.client.serve.sglang import generate as schema
@@ -201,6 +202,7 @@ def test_defaults_of_generations_are_the_codes():
         "sampling_seed": None,
         "stop": [],
         "custom_params": None,
+        **dict.fromkeys(NATIVE),
         **{name: getattr(GenerationRequest(prompt=""), name) for name in BESIDE_SAMPLING},
     }
     for field, row in tables()["`sampling_params`"].items():

@@ -36,6 +36,7 @@ from caesura.io_struct import (
     EngineTotals,
     GetStatusReqInput,
     GetStatusReqOutput,
+    GrammarStatus,
     ImageLoad,
     MemoryByTag,
     PauseTotal,
@@ -87,6 +88,7 @@ def busy(request):
             components=[ComponentStatus(name="vae", residency="layerwise", nbytes=9000, device_bytes=4096)],
             drift=DRIFT,
             prompt_cache=PromptCacheStatus(entries=3, nbytes=3 << 10, limit_bytes=1 << 20, hits=8, misses=5),
+            grammars=GrammarStatus(compiled=3, failed=1, waiting=0, wait_s=0.5, masks=40, mask_s=0.25),
         )
     ]
 
@@ -191,6 +193,8 @@ def test_a_scrape_says_what_happened(tmp_path):
         ("memory_bytes", "weights"): 2 << 20, ("memory_bytes", "kv"): 1 << 20,
         ("component_bytes", "vae"): 4096, ("prompt_cache_bytes",): 3 << 10,
         ("prompt_cache_hits_total",): 8, ("prompt_cache_misses_total",): 5,
+        ("grammars_total", "compiled"): 3, ("grammars_total", "failed"): 1, ("grammar_masks_total",): 40,
+        ("grammar_wait_seconds_total",): 0.5, ("grammar_mask_seconds_total",): 0.25,
         ("step_token_limit",): 64, ("failed_steps_total",): 1,
         ("num_http_reqs",): 1, ("http_requests_total", "stop"): 1, ("http_requests_total", "length"): 1,
         ("control_calls_total", "pause_generation", "ok"): 2,

@@ -11,7 +11,8 @@ import zmq
 from support.checkpoints import make_checkpoint
 from support.lora import make_adapter
 from support.plain_trainer import free_port
-from support.scripted import EngineDriver, prompt_of
+from support.scripted import EngineDriver, compile_grammars_at_once, prompt_of
+from support.tokenizers import make_byte_level
 
 from caesura import __version__
 from caesura.io_struct import CaesuraError, LoadAdapterReqInput, SamplingParams
@@ -64,6 +65,7 @@ KINDS = (
     {"frequency_penalty": 0.7, "presence_penalty": 0.2, "repetition_penalty": 1.2, "logit_bias": {11: 3.0}},
     {"allowed_token_ids": [5, 6, 7], "min_new_tokens": 3, "bad_words_ids": [[5, 6], [6, 7], [7, 5]]},
     {"forced_output_ids": [5, 6, 7, 8]},
+    {"grammar": "start: /[!-~]{100,}/"},
 )
 DETAILS = {
     "return_logprob": True, "return_raw_logprob": True, "return_sampled_logprob": True,
@@ -81,11 +83,13 @@ OF_THE_DEVICE = {f"ForwardBatch.{name}" for name in ("page_table_host", "window_
 OF_THE_DEVICE.add("SamplingBatch.want_last_kept")
 
 
-def test_every_step_comes_back_as_it_was(tmp_path):
+def test_every_step_comes_back_as_it_was(tmp_path, monkeypatch):
     """Steps of real engines, which between them fill every field, and memory that can be written."""
+    compile_grammars_at_once(monkeypatch)
     seen: set[str] = set()
     for family in ("gemma3", "qwen3.5"):
         make_checkpoint(tmp_path / family, family)
+        make_byte_level(tmp_path / family)
         options = {"chunked_prefill_size": 32, "enable_lora": family == "gemma3"}
         with EngineDriver(str(tmp_path / family), scripted=False, **options) as driver:
             if family == "gemma3":
