@@ -90,6 +90,7 @@ class ResponsesRequest(CommonRequest, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(ResponsesRequest, strict=False)
+_encode = msgspec.json.Encoder().encode
 
 
 def decode_responses(body: bytes) -> ResponsesRequest:
@@ -292,6 +293,7 @@ class ResponseEvents:
         self._logprobs: dict[int, list[dict[str, Any]]] = {}
         """Logprobs of the tokens of each block of text."""
         self._waiting: list[dict[str, Any]] = []
+        self._heads: dict[int, bytes] = {}
         self._number = 0
         params, reasoning = generation.sampling_params, asked.reasoning or {}
         self._head = {
@@ -326,7 +328,10 @@ class ResponseEvents:
             kinds = ("response.created", "response.in_progress")
             events += [self._event(kind, response=begun) for kind in kinds]
         for step in self._taken(chunk):
-            events += self._step(step, "completed")
+            if step.what == "add":
+                events.append(self._delta(step))
+            else:
+                events += self._step(step, "completed")
         if (sample := chunk.finished) is not None:
             response = self._finished(sample, label)
             for step in self._blocks.end():
@@ -363,41 +368,51 @@ class ResponseEvents:
                 self._waiting = []
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        event = msgspec.json.encode({"type": kind, "sequence_number": self._number, **fields})
+        event = _encode({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), event)
 
-    def _step(self, step: Step, status: str) -> Iterator[bytes]:
+    def _delta(self, step: Step) -> bytes:
+        """Return the event of new text, of which all but the text is written once for a block."""
         block = step.block
-        place = {"output_index": block.index, "item_id": _item_id(block)}
+        if (head := self._heads.get(block.index)) is None:
+            kind, prefix = _KINDS[block.kind]
+            name = f"response.{kind}.delta"
+            place: dict[str, Any] = {"output_index": block.index, "item_id": prefix + block.id}
+            if block.call is None:
+                place["content_index"] = 0
+            head = b"event: %b\ndata: %b" % (name.encode(), _encode({"type": name, **place})[:-1])
+            self._heads[block.index] = head
+        number, self._number = self._number, self._number + 1
+        text = _encode(step.text)
+        if block.kind != "content":
+            return b'%b,"sequence_number":%d,"delta":%b}\n\n' % (head, number, text)
+        scores = _encode(self._waiting)
+        return b'%b,"sequence_number":%d,"delta":%b,"logprobs":%b}\n\n' % (head, number, text, scores)
+
+    def _step(self, step: Step, status: str) -> Iterator[bytes]:
+        """Yield the events of a block that begins, or ends as completely as a response of this ``status``."""
+        block = step.block
+        kind, prefix = _KINDS[block.kind]
+        place: dict[str, Any] = {"output_index": block.index, "item_id": prefix + block.id}
+        if block.call is None:
+            place["content_index"] = 0
         if step.what == "begin":
             item = self._item(block, "in_progress") | ({"content": []} if block.call is None else {})
             yield self._event("response.output_item.added", output_index=block.index, item=item)
-        if block.call is None:
-            yield from self._text_step(step, {**place, "content_index": 0})
-        elif step.what == "add":
-            yield self._event("response.function_call_arguments.delta", **place, delta=step.text)
-        elif step.what == "end":
+            if block.call is None:
+                yield self._event("response.content_part.added", **place, part=self._part(block))
+            return
+        if block.call is not None:
             done = {"name": block.call.name, "arguments": block.text}
-            yield self._event("response.function_call_arguments.done", **place, **done)
-        if step.what == "end":
-            item = self._item(block, status)
-            yield self._event("response.output_item.done", output_index=block.index, item=item)
-
-    def _text_step(self, step: Step, place: dict[str, Any]) -> Iterator[bytes]:
-        block = step.block
-        reasons = block.kind == "reasoning"
-        kind = "response.reasoning_text" if reasons else "response.output_text"
-        if step.what == "begin":
-            yield self._event("response.content_part.added", **place, part=self._part(block))
-        elif step.what == "add":
-            new = {} if reasons else {"logprobs": self._waiting}
-            yield self._event(f"{kind}.delta", **place, delta=step.text, **new)
+            yield self._event(f"response.{kind}.done", **place, **done)
         else:
             part = self._part(block)
-            every = {} if reasons else {"logprobs": part["logprobs"]}
-            yield self._event(f"{kind}.done", **place, text=part["text"], **every)
+            every = {"logprobs": part["logprobs"]} if block.kind == "content" else {}
+            yield self._event(f"response.{kind}.done", **place, text=part["text"], **every)
             yield self._event("response.content_part.done", **place, part=part)
+        item = self._item(block, status)
+        yield self._event("response.output_item.done", output_index=block.index, item=item)
 
     def _items(self, status: str) -> list[dict[str, Any]]:
         """Return all items, of which the last is as complete as the response with this ``status``."""
@@ -408,11 +423,21 @@ class ResponseEvents:
         status = "incomplete" if status == "cancelled" else status
         if block.call is not None:
             call = {"call_id": block.call.id, "name": block.call.name, "arguments": block.text}
-            return {"id": _item_id(block), "type": "function_call", "status": status, **call}
+            return {"id": _KINDS[block.kind][1] + block.id, "type": "function_call", "status": status, **call}
         content = [self._part(block)]
         if block.kind == "reasoning":
-            return {"id": _item_id(block), "type": "reasoning", "summary": [], "content": content}
-        head = {"id": _item_id(block), "type": "message", "role": "assistant", "status": status}
+            return {
+                "id": _KINDS[block.kind][1] + block.id,
+                "type": "reasoning",
+                "summary": [],
+                "content": content,
+            }
+        head = {
+            "id": _KINDS[block.kind][1] + block.id,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+        }
         return {**head, "content": content}
 
     def _part(self, block: Block) -> dict[str, Any]:
@@ -455,13 +480,17 @@ class ResponseEvents:
 
     def _keep(self, response: dict[str, Any]) -> bytes:
         """Return the response, encoded, and keep it if that is wanted and it was not aborted."""
-        body = msgspec.json.encode(response)
+        body = _encode(response)
         if self._asked.store is not False and response["status"] != "cancelled":
             messages = [*self._messages, assistant_message(self._blocks.all)]
-            kept = KeptResponse(body, msgspec.json.encode(messages))
+            kept = KeptResponse(body, _encode(messages))
             self._front.responses.keep(response["id"], kept)
         return body
 
 
-def _item_id(block: Block) -> str:
-    return {"content": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind] + block.id
+_KINDS = {
+    "content": ("output_text", "msg_"),
+    "reasoning": ("reasoning_text", "rs_"),
+    "call": ("function_call_arguments", "fc_"),
+}
+"""Name of a block's events, and prefix of its item's id."""
