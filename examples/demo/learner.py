@@ -124,7 +124,7 @@ class Learner:
         logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[mask], tokens[:, 1:][mask])
         right = (logits.argmax(-1) == tokens[:, 1:]) | ~mask
-        self._descend(loss, self.settings.warmup_lr * min(1.0, (step + 1) / 20))
+        self.descend(loss, self.settings.warmup_lr * min(1.0, (step + 1) / 20))
         return loss.item(), right.all(dim=1).float().mean().item()
 
     def remember(self, version: int) -> None:
@@ -151,7 +151,7 @@ class Learner:
         loss = -(weighted * batch.mask).sum() / count - settings.entropy_bonus * mean_entropy
         progress = (update - 1) / max(settings.updates - 1, 1)
         rate = settings.lr * min(1.0, update / settings.lr_rampup)
-        norm = self._descend(loss, rate * (1.0 - (1.0 - settings.lr_final) * progress))
+        norm = self.descend(loss, rate * (1.0 - (1.0 - settings.lr_final) * progress))
         ratios = ratio[batch.mask.bool()]
         return StepStats(
             loss=loss.item(),
@@ -166,7 +166,7 @@ class Learner:
         """Compare the engine's logprobs with a recomputation under each token's own weights."""
         return self._ring.gap(batch)
 
-    def _descend(self, loss: torch.Tensor, rate: float) -> float:
+    def descend(self, loss: torch.Tensor, rate: float) -> float:
         """Clip and step with learning rate ``rate``; return the gradient's norm before clipping."""
         for group in self._optimizer.param_groups:
             group["lr"] = rate

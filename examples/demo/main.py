@@ -10,6 +10,7 @@ from rich.console import Console
 
 from caesura.client import CaesuraError
 
+from .agent.settings import AgentSettings
 from .display import open_display
 from .history import History
 from .images.settings import ImageSettings
@@ -29,6 +30,8 @@ IMAGE = "image"
 """The policy that paints: Stable Diffusion 3."""
 LORA = "lora"
 """Policies that are adapters of one base."""
+AGENT = "agent"
+"""A policy that learns to use a tool, by OpenAI's API."""
 INTERRUPTED = 130
 """The shell's exit status for SIGINT."""
 
@@ -42,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         match settings:
             case ImageSettings():
                 _run_images(console, settings)
+            case AgentSettings():
+                _run_agent(console, settings)
             case LoraSettings():
                 _run_adapters(console, settings)
             case Settings():
@@ -86,7 +91,20 @@ def _run_adapters(console: Console, settings: LoraSettings) -> None:
     _tell(console, history.summary(), settings, write_report(history, settings, settings.out_dir))
 
 
-def parse(arguments: Sequence[str] | None) -> Settings | LoraSettings | ImageSettings:
+def _run_agent(console: Console, settings: AgentSettings) -> None:
+    from transformers.utils.logging import disable_progress_bar
+
+    from .agent.loop import AgentHistory, run
+
+    disable_progress_bar()
+    history = AgentHistory(updates_planned=settings.updates, transport=settings.transport)
+    run(settings, history, partial(console.print, highlight=False, markup=False, soft_wrap=True))
+    from .agent.report import write_report  # matplotlib
+
+    _tell(console, history.summary(), settings, write_report(history, settings, settings.out_dir))
+
+
+def parse(arguments: Sequence[str] | None) -> Settings | ImageSettings:
     """Return the settings of the command line."""
     parser = argparse.ArgumentParser(prog="demo", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few updates: walks every path, learns little")
@@ -97,7 +115,7 @@ def parse(arguments: Sequence[str] | None) -> Settings | LoraSettings | ImageSet
         "--transport", choices=TRANSPORTS, help=f"how weights reach the engine ({Settings.transport})"
     )
     parser.add_argument(
-        "--policy", choices=(*POLICIES, IMAGE, LORA), help=f"what is trained ({Settings.policy})"
+        "--policy", choices=(*POLICIES, IMAGE, LORA, AGENT), help=f"what is trained ({Settings.policy})"
     )
     parser.add_argument("--replicas", type=int, default=1, help="engines that sample, behind one port (1)")
     options = parser.parse_args(arguments)
@@ -110,21 +128,21 @@ def parse(arguments: Sequence[str] | None) -> Settings | LoraSettings | ImageSet
         changes["updates"] = options.updates
     if options.transport is not None:
         changes["transport"] = options.transport
-    if options.replicas < 1 or (options.replicas > 1 and options.policy in (IMAGE, LORA)):
-        parser.error("--replicas must be at least 1, and 1 for images and adapters")
+    if options.replicas < 1 or (options.replicas > 1 and options.policy in (IMAGE, LORA, AGENT)):
+        parser.error("--replicas must be at least 1, and 1 for images, adapters and the agent")
     if options.replicas > 1:
         changes |= {"replicas": options.replicas, "transport": options.transport or "tensor"}
         if changes["transport"] not in HTTP_TRANSPORTS:
             parser.error(f"--transport with --replicas: {' or '.join(HTTP_TRANSPORTS)}")
-    if options.policy == IMAGE:
-        return ImageSettings.quick(**changes) if options.quick else ImageSettings(**changes)
-    if options.policy == LORA:
-        if options.transport is not None and options.transport not in ADAPTER_TRANSPORTS:
-            parser.error(f"--transport of adapters: {' or '.join(ADAPTER_TRANSPORTS)}")
-        return LoraSettings.quick(**changes) if options.quick else LoraSettings(**changes)
-    if options.policy is not None:
+    kind: type[Settings | ImageSettings] = Settings
+    if options.policy in (IMAGE, LORA, AGENT):
+        kind = {IMAGE: ImageSettings, LORA: LoraSettings, AGENT: AgentSettings}[options.policy]
+        transports = {LORA: ADAPTER_TRANSPORTS, AGENT: HTTP_TRANSPORTS}.get(options.policy, TRANSPORTS)
+        if options.transport not in (None, *transports):
+            parser.error(f"--transport of {options.policy}: {' or '.join(transports)}")
+    elif options.policy is not None:
         changes["policy"] = options.policy
-    return Settings.quick(**changes) if options.quick else Settings(**changes)
+    return kind.quick(**changes) if options.quick else kind(**changes)
 
 
 def _failed(console: Console, reason: str, log: Path) -> int:

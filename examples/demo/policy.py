@@ -28,8 +28,11 @@ HIDDEN = 128
 LAYERS = 2
 
 
-def build_policy(kind: Policy = "dense") -> PreTrainedModel:
-    """Return a random policy in float32 of less than a million parameters; torch's global seed decides."""
+def build_policy(kind: Policy = "dense", **sizes: int) -> PreTrainedModel:
+    """Return a random policy in float32 of less than a million parameters; torch's global seed decides.
+
+    ``sizes`` are fields of its configuration, in place of those that spelling needs.
+    """
     common: dict[str, Any] = {
         "vocab_size": task.VOCAB_SIZE,
         "hidden_size": HIDDEN,
@@ -41,6 +44,7 @@ def build_policy(kind: Policy = "dense") -> PreTrainedModel:
         "pad_token_id": task.PAD,
         "bos_token_id": None,
         "eos_token_id": task.END,
+        **sizes,
     }
     grouped: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": HIDDEN // 4}
     if kind == "dense":

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -36,25 +36,13 @@ ANSWER_S = 600.0
 STOP_S = 20.0
 
 
-class Served:
-    """Starts the server; as a context manager it also ends it."""
+class Server:
+    """A process of ``caesura serve`` on the CPU, with further ``options``; ``url`` is its address."""
 
-    def __init__(self, settings: Settings, model: str, log: Path) -> None:
-        options = {
-            "--model": model,
-            "--replicas": settings.replicas,
-            "--port": 0,
-            "--tokenizer": "none",
-            "--weights-root": Path(model).parent,
-            "--dtype": "float32",
-            "--device": "cpu",
-            "--num-threads": settings.engine_threads,
-            "--context-len": task.CONTEXT_LEN,
-            "--kv-pool-tokens": settings.kv_pool_tokens,
-            "--max-running-requests": settings.max_running_requests,
-        }
+    def __init__(self, options: Mapping[str, Any], log: Path) -> None:
+        given = {"--port": 0, "--dtype": "float32", "--device": "cpu", **options}
         command = [sys.executable, "-P", "-c", "from caesura.client.cli import main; main()", "serve"]
-        words = [str(word) for option in options.items() for word in option]
+        words = [str(word) for option in given.items() for word in option]
         with open(log, "w") as stream:
             self._process = subprocess.Popen(  # noqa: S603 (our own interpreter)
                 [*command, *words], stdout=subprocess.PIPE, stderr=stream, text=True, process_group=0
@@ -65,7 +53,36 @@ class Served:
             self._process.wait()
             lines = log.read_text().strip().splitlines()
             raise EngineDied(f"the server did not start: {lines[-1] if lines else announced}")
-        self.endpoint = announced.split(" on ")[1].split()[0]
+        self.url = announced.split(" on ")[1].split()[0]
+
+    def close(self) -> None:
+        """End the process, and its engines."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+class Served:
+    """Starts the server; as a context manager it also ends it."""
+
+    def __init__(self, settings: Settings, model: str, log: Path) -> None:
+        options = {
+            "--model": model,
+            "--replicas": settings.replicas,
+            "--tokenizer": "none",
+            "--weights-root": Path(model).parent,
+            "--num-threads": settings.engine_threads,
+            "--context-len": task.CONTEXT_LEN,
+            "--kv-pool-tokens": settings.kv_pool_tokens,
+            "--max-running-requests": settings.max_running_requests,
+        }
+        self._server = Server(options, log)
+        self.endpoint = self._server.url
         self._threads = ThreadPoolExecutor(2 * settings.groups_in_flight, thread_name_prefix="demo-http")
 
     def submit(
@@ -122,15 +139,8 @@ class Served:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._server.close()
         self._threads.shutdown(cancel_futures=True)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
 
 
 class Answer:
