@@ -85,7 +85,7 @@ class TensorChange(ReplyRecord, kw_only=True, frozen=True):
 
 
 class UpdateReport(ReplyRecord, kw_only=True, frozen=True):
-    """Changes by an update, of rank 0's part of the weights; ``full`` or as an estimate."""
+    """Changes by an update; ``full`` or as an estimate."""
 
     total: TensorChange
     groups: dict[str, TensorChange]

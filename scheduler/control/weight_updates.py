@@ -31,7 +31,7 @@ from ..memory.workspace import Workspace
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
 from ..scheduling.request import WeightStamp
-from ..weights.changes import UpdateChanges, refused, unusual
+from ..weights.changes import Compared, UpdateChanges, refused, unusual
 from ..weights.digests import DigestedRows
 from ..weights.loader import END, LoadCounts, WeightLoader, write_some
 from ..weights.reading import require_finite
@@ -334,7 +334,8 @@ class WeightUpdates:
             return
         own = pieces_of(source, engine.loader, engine.write_stream, engine.config.load_bucket_bytes)
         skipped = engine.loader.counts.skipped_tensors
-        with contextlib.closing(own) as pieces, stages.stage("receive"):
+        foreseen = engine.executor.pieces(source, own, engine.loader, changes, method="foresee")
+        with contextlib.closing(foreseen) as pieces, stages.stage("receive"):
             for piece in pieces:
                 if piece is not None:
                     with engine.runner.on_stream():
@@ -402,7 +403,8 @@ class WeightUpdates:
         kept = _component(source) in engine.model.kept_components  # written on the host
         stream = None if kept else engine.write_stream
         own = pieces_of(source, engine.loader, stream, engine.config.load_bucket_bytes)
-        with contextlib.closing(engine.executor.pieces(source, own, engine.loader)) as pieces:
+        elsewhere = engine.executor.pieces(source, own, engine.loader, session.changes)
+        with contextlib.closing(elsewhere) as pieces:
             try:
                 self._progress = source, monotonic()
                 engine.loader.changes = session.changes
@@ -435,7 +437,8 @@ class WeightUpdates:
         """Receive a delta and stage it, while steps go on."""
         engine, delta = self._engine, self._engine.delta
         own = pieces_of(source, delta, None, engine.config.load_bucket_bytes)
-        with contextlib.closing(engine.executor.pieces(source, own, delta)) as pieces:
+        elsewhere = engine.executor.pieces(source, own, delta, session.changes)
+        with contextlib.closing(elsewhere) as pieces:
             self._progress, delta.changes = (source, monotonic()), session.changes
             try:
                 piece = yield from self._next_piece(pieces, session, stages)
@@ -571,7 +574,11 @@ class WeightUpdates:
                 digest = yield from self._while_open(self._digest(staged=True), session)
                 self._require_promised(session.delta, digest)
                 if session.changes is not None:
+                    untouched = engine.executor.call("untouched", session.changes.full, reply=Compared)
                     engine.delta.add_untouched(session.changes)
+                    elsewhere: list[Compared]
+                    elsewhere = yield from self._while_open(waiting(untouched), session)
+                    session.changes.add_elsewhere(elsewhere)
                     self._require_usual(session)
                 yield from self._swap(session, stages)
             yield from self._derive(session, stages)

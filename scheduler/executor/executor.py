@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -23,12 +23,13 @@ from ..execution.model_runner import ModelRunner
 from ..parallel.group import SINGLE, RankLostError, TensorParallel
 from ..runtime.engine_config import EngineConfig
 from ..runtime.guard import EngineEndsError
+from ..weights.changes import UpdateChanges
 from ..weights.loader import END, WeightLoader
 from ..weights.source import WeightPiece, WeightSource
 from . import worker_rendezvous
 from .parallel_runner import ParallelRunner
 from .rpc import Answer, Memory, Start, encode, raise_failures
-from .worker_updates import described
+from .worker_updates import Written, described
 from .workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -196,17 +197,36 @@ class Executor:
             return own
         return ParallelRunner(own, self, own.graphs if isinstance(own, ModelRunner) else None)
 
-    def pieces(self, source: WeightSource, own: Pieces, loader: WeightLoader) -> Pieces:
-        """Yield ``own`` pieces until all ranks have written; workers write once the second is asked for."""
+    def pieces(
+        self,
+        source: WeightSource,
+        own: Pieces,
+        loader: WeightLoader,
+        changes: UpdateChanges | None = None,
+        *,
+        method: Literal["write", "foresee"] = "write",
+    ) -> Pieces:
+        """Yield ``own`` pieces until all ranks have written; workers write once the second is asked for.
+
+        ``changes`` takes what they change. With ``foresee`` they compare, and write nothing.
+        """
         if self._connection is None:
             return own
-        return self._pieces(source, own, loader)
+        return self._pieces(source, own, loader, changes, method)
 
-    def _pieces(self, source: WeightSource, own: Pieces, loader: WeightLoader) -> Pieces:
+    def _pieces(
+        self,
+        source: WeightSource,
+        own: Pieces,
+        loader: WeightLoader,
+        changes: UpdateChanges | None,
+        method: str,
+    ) -> Pieces:
         fresh = not loader.written and loader.is_whole
         described_source, frames = described(source)
-        opening = self.call("open", described_source, fresh, loader.is_staging, frames=frames)
-        writing: Pending[set[str]] | None = None
+        full = None if changes is None or changes.is_foreseen else changes.full
+        opening = self.call("open", described_source, fresh, loader.is_staging, full, frames=frames)
+        writing: Pending[Written] | None = None
         done = False
         try:
             piece = next(own, END)
@@ -218,13 +238,17 @@ class Executor:
                 return
             before = len(loader.changed)
             yield piece  # the caller stops the steps before it asks for more
-            writing = self.call("write", reply=set[str])
+            writing = self.call(method, reply=Written)
             for piece in own:
                 if writing.failed:
                     break
                 yield piece
             elsewhere = yield from self._all_or_none(writing)
-            loader.counts.changed_tensors += len(set().union(*elsewhere) - set(loader.changed[before:]))
+            changed = {name for each in elsewhere for name in each.changed}
+            loader.counts.changed_tensors += len(changed - set(loader.changed[before:]))
+            if changes is not None:
+                changes.add_elsewhere(each.compared for each in elsewhere)
+                changes.unchanged = [name for name in changes.unchanged if name not in changed]
             done = True
         finally:
             own.close()

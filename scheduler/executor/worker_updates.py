@@ -24,11 +24,12 @@ from ..memory.workspace import Workspace
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.background import Task
 from ..runtime.engine_config import EngineConfig
+from ..weights.changes import Compared, UpdateChanges
 from ..weights.digests import DigestedRows
 from ..weights.loaded_model import LoadedModel
 from ..weights.loader import END, WeightLoader, write_some
 from ..weights.reading import require_finite
-from ..weights.source import BufferSource, ComponentSource, SharedMemory, WeightSource
+from ..weights.source import BufferSource, ComponentSource, SharedMemory, WeightPiece, WeightSource
 from ..weights.staged_delta import DeltaLoader
 from ..weights.transports.disk import Checkpoint, open_fitting
 from ..weights.transports.distributed import DistributedSource, WeightsUpdateGroups
@@ -59,6 +60,14 @@ class Broadcast(msgspec.Struct, kw_only=True, tag=True):
 
 
 Source = Folder | Buffers | Broadcast
+
+
+class Written(msgspec.Struct, kw_only=True):
+    """What a rank has written, or would write."""
+
+    changed: list[str]
+    """Names of tensors that differed from what was there."""
+    compared: Compared
 
 
 def described(source: WeightSource) -> tuple[Source, Sequence[bytes | memoryview]]:
@@ -98,6 +107,7 @@ class WorkerUpdates:
         self._loader = loaded.loader
         self._delta = DeltaLoader(loaded.model, loaded.loader)
         self._opened_loader: WeightLoader = self._loader
+        self._changes: UpdateChanges | None = None
         self._runner = runner
         self._groups = groups
         self._write_stream = write_stream
@@ -109,8 +119,13 @@ class WorkerUpdates:
         self._first: Any = END
         self._turn = 0
 
-    def open(self, source: Source, fresh: bool, staging: bool, *frames: memoryview) -> Operation:
-        """Open and check a source; ``fresh`` if nothing is written, or staged, since the last commit."""
+    def open(
+        self, source: Source, fresh: bool, staging: bool, full: bool | None, *frames: memoryview
+    ) -> Operation:
+        """Open and check a source; ``fresh`` if nothing is written, or staged, since the last commit.
+
+        ``full``: every element is compared, or a selection; with None nothing is.
+        """
         self.abandon()
         turn = self._turn
         self._opened_loader = loader = self._delta if staging else self._loader
@@ -119,6 +134,7 @@ class WorkerUpdates:
         opened = yield from self._opened(source, frames)
         self._require(turn)
         loader.check(opened.specs, complete=opened.complete)
+        self._changes = None if full is None else UpdateChanges(full=full)
         stream = None if staging else self._write_stream
         pieces = pieces_of(opened, loader, stream, self._config.load_bucket_bytes)
         self._pieces = pieces
@@ -129,15 +145,46 @@ class WorkerUpdates:
         return None
 
     def write(self) -> Operation:
-        """Write, or stage, the open source; return the names of tensors that differed from what was there."""
-        turn, pieces, piece, loader = self._turn, self._pieces, self._first, self._opened_loader
-        assert pieces is not None, "rank 0 has opened no source"
+        """Write, or stage, the open source; return what was changed."""
+        loader = self._opened_loader
         loader.take_counts()
-        if loader is self._loader and piece is not END:
+        if loader is self._loader and self._first is not END:
             self._delta.forget()
+        loader.changes = self._changes
+        try:
+            yield from self._each_piece(loader.write)
+        finally:
+            loader.changes = None
+        if loader is self._loader:
+            self._runner.synchronize()
+        self.abandon()
+        changed = loader.changed
+        loader.take_counts()
+        return Written(changed=changed, compared=self._compared())
+
+    def foresee(self) -> Operation:
+        """Compare the open source with what it would overwrite; return what would be changed."""
+        changes = self._changes
+        assert changes is not None, "rank 0 has said how to compare"
+        yield from self._each_piece(lambda piece: self._loader.foresee(piece, changes))
+        self.abandon()
+        return Written(changed=[], compared=self._compared())
+
+    def untouched(self, full: bool) -> Compared:
+        """Return the tensors of which nothing is staged, as unchanged ones."""
+        self._changes = UpdateChanges(full=full)
+        self._delta.add_untouched(self._changes)
+        return self._compared()
+
+    def _compared(self) -> Compared:
+        return [] if self._changes is None else self._changes.take()
+
+    def _each_piece(self, take: Callable[[WeightPiece], None]) -> Operation:
+        turn, pieces, piece = self._turn, self._pieces, self._first
+        assert pieces is not None, "rank 0 has opened no source"
         while piece is not END:
             with self._runner.on_stream():
-                piece = write_some(loader.write, piece, pieces, self._stages)
+                piece = write_some(take, piece, pieces, self._stages)
             yield False
             self._require(turn)
             while piece is None:
@@ -145,12 +192,6 @@ class WorkerUpdates:
                 if piece is None:
                     yield True
                     self._require(turn)
-        if loader is self._loader:
-            self._runner.synchronize()
-        self.abandon()
-        changed = loader.changed
-        loader.take_counts()
-        return changed
 
     def digests(self, staged: bool) -> list[DigestedRows]:
         """Return those of what is in place, or will be after the swap of what is ``staged``."""

@@ -2,12 +2,16 @@
 
 - Values are compared before they are written, as they are stored. ``sampled`` takes some rows of a large
   tensor, a 256th of it as it comes, for the whole.
-- A tensor that is quantised on writing is not compared, and of a divided one this rank's part is.
+- A tensor that is quantised on writing is not compared.
+- Each rank compares the parts that it holds. A part that several hold counts once.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod, sqrt
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode, TensorChange, UpdateReport
@@ -31,7 +35,7 @@ _GROUPS = (
 
 
 @dataclass(slots=True)
-class _Sums:
+class Sums:
     elements: float = 0.0
     changed: float = 0.0
     moved: float = 0.0
@@ -39,7 +43,7 @@ class _Sums:
     there: float = 0.0
     """Sum of the squares of the values before."""
 
-    def add(self, other: "_Sums", factor: float = 1.0) -> None:
+    def add(self, other: "Sums", factor: float = 1.0) -> None:
         self.elements += factor * other.elements
         self.changed += factor * other.changed
         self.moved += factor * other.moved
@@ -52,6 +56,28 @@ class _Sums:
         return TensorChange(elements=round(self.elements), changed=share, norm=norm, rel_norm=relative)
 
 
+class Part(NamedTuple):
+    """Rows and columns ``[start, stop)`` of a tensor."""
+
+    name: str
+    start: int
+    stop: int
+    first_column: int
+    stop_column: int
+
+    @property
+    def elements(self) -> int:
+        return (self.stop - self.start) * (self.stop_column - self.first_column)
+
+    @staticmethod
+    def of(slot: WeightSlot, held: range) -> "Part":
+        columns = slot.owned_columns or range(prod(slot.shape[1:]))
+        return Part(slot.name, held.start, held.stop, columns.start, columns.stop)
+
+
+Compared = list[tuple[Part, Sums]]
+
+
 @dataclass(slots=True)
 class UpdateChanges:
     full: bool
@@ -60,38 +86,51 @@ class UpdateChanges:
     """True: all has been compared before the first write."""
     unchanged: list[str] = field(default_factory=list)
     """Names of the tensors whose bytes are the same."""
-    _groups: dict[str, _Sums] = field(default_factory=dict)
+    _parts: dict[Part, Sums] = field(default_factory=dict)
+    _elsewhere: dict[Part, Sums] = field(default_factory=dict)
+    """Parts that other ranks hold."""
 
     def add(self, slot: TensorSlot, rows: Tensor, start: int) -> None:
         """Compare rows that come next with what the slot holds from ``start`` on."""
         if not isinstance(slot, WeightSlot) or slot.fills(rows.dtype) is not None:
             return
-        seen, columns, total = _Sums(), slot.owned_columns, 0
+        columns = slot.owned_columns
         width = prod(slot.shape[1:]) if columns is None else len(columns)
         for held in slot.owned:
             first, last = max(held.start, start), min(held.stop, start + num_rows(rows.shape))
-            total += max(last - first, 0) * width
             if first < last:
                 begin, end = self._chosen(first, last, width)
                 part = rows[begin - start : end - start] if slot.shape else rows
                 part = part if columns is None else part[:, columns.start : columns.stop]
                 old = slot.read(begin, end)
-                count, moved, there = words.difference(old, part.to(old))
-                seen.add(_Sums(old.numel(), count, moved, there))
-        if seen.elements:
-            self._groups.setdefault(group_of(slot.name), _Sums()).add(seen, total / seen.elements)
+                seen = Sums(old.numel(), *words.difference(old, part.to(old)))
+                if seen.elements:
+                    sums = self._parts.setdefault(Part.of(slot, held), Sums())
+                    sums.add(seen, (last - first) * width / seen.elements)
 
-    def add_elements(self, slot: WeightSlot, old: Tensor, new: Tensor) -> None:
-        """Add those elements of a tensor that may change, before they do."""
-        seen, width = _Sums(), prod(slot.shape[1:])
-        for held in slot.owned:
-            if held:
-                values = slot.read(*self._chosen(held.start, held.stop, width))
-                seen.add(_Sums(values.numel(), 0, 0, words.difference(values, values)[2]))
-        changed, moved, _ = words.difference(old, new)
-        sums = self._groups.setdefault(group_of(slot.name), _Sums())
-        sums.add(seen, prod(slot.shape) / max(seen.elements, 1))
-        sums.add(_Sums(0, changed, moved, 0))
+    def add_elements(self, slot: WeightSlot, positions: Tensor, old: Tensor, new: Tensor) -> None:
+        """Add elements that may change at flat ``positions``, ascending, with all others that are held."""
+        for held in filter(None, slot.owned):
+            part = Part.of(slot, held)
+            values = slot.read(*self._chosen(held.start, held.stop, part.stop_column - part.first_column))
+            seen = Sums(values.numel(), 0, 0, words.difference(values, values)[2])
+            edges = torch.tensor([held.start, held.stop], device=positions.device) * prod(slot.shape[1:])
+            first, last = torch.searchsorted(positions, edges.to(positions.dtype)).tolist()
+            changed, moved, _ = words.difference(old[first:last], new[first:last])
+            sums = self._parts.setdefault(part, Sums())
+            sums.add(seen, part.elements / max(seen.elements, 1))
+            sums.add(Sums(0, changed, moved, 0))
+
+    def take(self) -> Compared:
+        """Return the parts that were compared, and forget them."""
+        parts, self._parts = [*self._parts.items()], {}
+        return parts
+
+    def add_elsewhere(self, ranks: Iterable[Compared]) -> None:
+        """Add what each other rank has compared of the same tensors as this one."""
+        once = {part: sums for parts in ranks for part, sums in parts if part not in self._parts}
+        for part, sums in once.items():
+            self._elsewhere.setdefault(part, Sums()).add(sums)
 
     def _chosen(self, first: int, last: int, width: int) -> tuple[int, int]:
         """Return the rows to compare of ``[first, last)``, in its middle."""
@@ -103,12 +142,13 @@ class UpdateChanges:
         return begin, begin + length
 
     def report(self) -> UpdateReport:
-        total = _Sums()
-        for each in self._groups.values():
-            total.add(each)
+        total, groups = Sums(), dict[str, Sums]()
+        for part, sums in (*self._parts.items(), *self._elsewhere.items()):
+            groups.setdefault(group_of(part.name), Sums()).add(sums)
+            total.add(sums)
         return UpdateReport(
             total=total.wire(),
-            groups={name: each.wire() for name, each in sorted(self._groups.items())},
+            groups={name: each.wire() for name, each in sorted(groups.items())},
             unchanged=self.unchanged[:NAMED],
             unchanged_tensors=len(self.unchanged),
             sampled=not self.full,

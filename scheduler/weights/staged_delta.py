@@ -186,7 +186,7 @@ class DeltaLoader(WeightLoader):
         for name, slot in self._slots.items():
             if isinstance(slot, WeightSlot) and name not in self._staged.names:
                 nothing = torch.empty(0, dtype=slot.dtype)
-                changes.add_elements(slot, nothing, nothing)
+                changes.add_elements(slot, torch.empty(0, dtype=torch.int64), nothing, nothing)
 
     def _put(self, slot: TensorSlot, rows: Tensor, start: int, *, compare: bool) -> bool:
         assert isinstance(slot, WeightSlot), "halves are refused"
@@ -205,7 +205,7 @@ class DeltaLoader(WeightLoader):
                 held[chosen] = True
                 old[chosen] = elements(storage, places)
         if self.changes is not None:
-            self.changes.add_elements(slot, old[held], values[held])
+            self.changes.add_elements(slot, positions[held], old[held], values[held])
         if self.digests is not None:
             self.digests.change(slot, positions[held], old[held], values[held])
 

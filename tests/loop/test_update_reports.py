@@ -139,3 +139,27 @@ def test_a_delta_is_reported_and_refused_before_it_is_written(driver, tiny_model
     for name, group in whole.groups.items():
         figures = [msgspec.structs.astuple(each) for each in (found.groups[name], group)]
         assert figures[0] == pytest.approx(figures[1], rel=1e-4), name
+
+
+@pytest.mark.slow  # its worker takes a second to start
+@pytest.mark.parametrize("kind", ["full", "sampled"])
+def test_two_ranks_report_what_one_does(tiny_model, other_model, changed_model, tmp_path, kind):
+    def found(driver):
+        reports = [driver.update(each, report=kind).report for each in (changed_model, other_model)]
+        reports.append(driver.update(tiny_model, report=kind, refuse_beyond=True, min_changed=0.1).report)
+        old, new = (load_file(folder / "model.safetensors") for folder in (tiny_model, changed_model))
+        sent = SentDelta(*({name: each[name] for name in (Q_PROJ, UP_PROJ)} for each in (old, new)))
+        base = DeltaBase(base_epoch=driver.status().weights_epoch)
+        refused = by_tensor(driver, sent, base, tmp_path, refuse_beyond=True, min_changed=0.5)
+        reports.append(by_tensor(driver, sent, base, tmp_path, report=kind).report)
+        return reports, refused.message
+
+    model = str(tiny_model)
+    with EngineDriver(model) as alone, EngineDriver(model, scripted=False, tp=2) as ranks:
+        (one, one_refused), (two, two_refused) = found(alone), found(ranks)
+    assert one_refused == two_refused
+    for ours, theirs in zip(two, one, strict=True):
+        assert (ours.unchanged, ours.unchanged_tensors) == (theirs.unchanged, theirs.unchanged_tensors)
+        for name, group in theirs.groups.items():
+            ours_too = msgspec.structs.astuple(ours.groups[name])
+            assert ours_too == pytest.approx(msgspec.structs.astuple(group), rel=1e-6), name
