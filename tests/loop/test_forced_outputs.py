@@ -9,9 +9,10 @@ import torch
 from support.checkpoints import make_checkpoint
 from support.faults import NO_MEMORY, Fault
 from support.lanes import quick
+from support.lora import make_adapter
 from support.scripted import EngineDriver, prompt_of, tokens_of
 
-from caesura.io_struct import GenerateReqInput, GenerateReqOutput, SamplingParams
+from caesura.io_struct import GenerateReqInput, GenerateReqOutput, LoadAdapterReqInput, SamplingParams
 from caesura.scheduler.kernels import TORCH, best
 
 needs_kernels = pytest.mark.skipif(
@@ -323,3 +324,26 @@ def test_a_replay_beyond_the_context_is_refused(driver):
     params = SamplingParams(forced_output_ids=[5] * 100_000)
     refusal = driver.call(GenerateReqInput(input_ids=PROMPTS[0], sampling_params=params))
     assert refusal.code == "prompt_too_long"
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_replays_with_adapters_and_on_ranks_are_samples(tiny_model, tmp_path, tp):
+    path = make_adapter(tiny_model, tmp_path / "a", ["q_proj", "down_proj"])
+    with EngineDriver(str(tiny_model), scripted=False, tp=tp, enable_lora=True) as driver:
+        assert driver.call(LoadAdapterReqInput(name="a", path=str(path))).adapter_epoch
+        found: dict[str, list[GenerateReqOutput]] = {}
+        for adapter in (None, "a"):
+            expected = sampled(driver, adapter=adapter)
+            for name in (None, "a"):
+                rids = replay(driver, expected, adapter=name)
+                driver.run_until_idle()
+                found[f"{adapter} by {name}"] = [driver.result(rid) for rid in rids]
+            for one, other in zip(found[f"{adapter} by {adapter}"], expected, strict=True):
+                close(one, other)
+                assert {span.adapter for span in one.weight_versions} == {adapter}
+    for adapter, other in ((None, "a"), ("a", None)):
+        own, theirs = (
+            np.concatenate([np.frombuffer(each.output_logprobs, "<f4") for each in found[key]])
+            for key in (f"{adapter} by {adapter}", f"{adapter} by {other}")
+        )
+        assert np.abs(own - theirs).max() > 1e-3
