@@ -8,6 +8,7 @@ from .sparse_updates import DeltaTracker, WeightDelta
 from .token_weights import importance_weights
 from .two_phase import update_from_shared, update_sparse
 from .update_group import WeightUpdateGroup
+from .verl_flushes import read_flush
 
 __all__ = [
     "Bucket",
@@ -26,6 +27,7 @@ __all__ = [
     "clone_weights",
     "importance_weights",
     "manifest",
+    "read_flush",
     "update_from_shared",
     "update_sparse",
 ]

@@ -64,6 +64,10 @@ _CHECKPOINT_FILES = (
 FLATTENED: Literal["flattened_bucket"] = "flattened_bucket"
 
 
+VERL_FLUSH = "verl.workers.rollout.sglang_rollout.delta_loader.apply_delta"
+"""Name by which verl says that the tensors are a flush; nothing is imported by it."""
+
+
 class UpdateBody(InSession, kw_only=True):
     flush_cache: bool = True
     torch_empty_cache: bool = False
@@ -309,15 +313,30 @@ async def _pickled(front: FrontEnd, body: TensorBody) -> WeightUpdateReqOutput |
             "pickled tensors are off: start with --allow-pickled-tensors, or send a safetensors file as "
             "application/octet-stream"
         )
-    flattened = check_load_format(body.load_format, "direct", FLATTENED) == FLATTENED
+    is_flush = body.load_format == VERL_FLUSH
+    flattened = not is_flush and check_load_format(body.load_format, "direct", FLATTENED) == FLATTENED
     parts = await asyncio.to_thread(read_pickled, body.serialized_named_tensors, flattened=flattened)
     if not parts:
         return None  # a bucket without tensors, which slime sends as padding
+    if is_flush:
+        return await _flush(front, body, parts)
     if len(parts) == 1 or body.session_id is not None or not await _commits_by_itself(front):
         return await _joined(front, parts, body.options())
     async with front.client.weight_update(weight_version=body.weight_version) as session:
         await _joined(front, parts, {**body.options(), "session_id": session.opened.session_id})
     return session.result
+
+
+async def _flush(front: FrontEnd, body: TensorBody, parts: Sequence[Part]) -> WeightUpdateReqOutput:
+    """Send what a flush of verl's changes."""
+    from ...trainer.verl_flushes import read_frames
+
+    frames = [(part.specs, part.buffers) for part in parts if isinstance(part, Frames)]
+    if len(frames) < len(parts):
+        reason = "a flush in device memory is read by caesura.client.trainer.read_flush, in its own process"
+        raise Unsupported(reason, field="serialized_named_tensors")
+    tensors = await asyncio.to_thread(read_frames, frames)
+    return await asyncio.shield(front.client.update_weights_from_tensor(tensors, **body.given()))
 
 
 async def _joined(front: FrontEnd, parts: Sequence[Part], options: dict[str, Any]) -> WeightUpdateReqOutput:

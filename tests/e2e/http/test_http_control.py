@@ -14,6 +14,7 @@ from safetensors.torch import save
 from support.http_serve import ServedEngine, served
 from support.pickles import LocalSerializedTensor, flattened, payload_of, shared_by_file_name
 from support.plain_trainer import PlainTrainer, Weights, weights_of
+from support.verl_flushes import flush
 
 OCTETS = {"content-type": "application/octet-stream"}
 
@@ -191,6 +192,37 @@ def test_verl(server, other_model, others_checksum, by_file_name):
     assert server.ok("/resume_memory_occupation", {"tags": ["kv_cache"]}) is None
     assert checksum(server) == others_checksum
     assert len(server.generate([5])["output_ids"]) == 8
+
+
+def test_flushes_of_verl(server, tiny_model, by_file_name):
+    before, weights = checksum(server), weights_of(tiny_model)
+    loader = "verl.workers.rollout.sglang_rollout.delta_loader.apply_delta"
+    names = ["model.embed_tokens.weight", "model.norm.weight"]
+    places = [7, 3]
+    old = {name: weights[name].view(-1)[places].tolist() for name in names}
+
+    def send(values: dict[str, list[float]]) -> None:
+        server.ok("/pause_generation", {"mode": "in_place"})
+        for name in names:  # a flush for each
+            named = flush(
+                [(name, list(weights[name].shape), places, values[name])], dtype=weights[name].dtype
+            )
+            wrapped = [
+                (key, LocalSerializedTensor([base64.b64decode(payload_of(each))])) for key, each in named
+            ]
+            body = {
+                "serialized_named_tensors": [payload_of(wrapped)],
+                "load_format": loader,
+                "flush_cache": False,
+            }
+            server.ok("/update_weights_from_tensor", body)
+        assert server.get("/flush_cache").status_code == 200
+        server.ok("/continue_generation", {})
+
+    send({name: [3.0, -3.0] for name in names})
+    assert checksum(server) != before
+    send(old)
+    assert checksum(server) == before
 
 
 def test_a_safetensors_body(server, other_model, others_checksum):
