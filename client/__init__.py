@@ -20,7 +20,7 @@ from .drift_reference import check_reference, reference_logprobs
 from .exceptions import *
 from .importance import importance_weights, oldest_epoch
 from .launch.launcher import LaunchedScheduler, launch_scheduler
-from .rollout_records import RolloutRecord, read_rollouts, save_rollouts
+from .rollout_records import ImageRecord, RolloutRecord, read_rollouts, save_rollouts
 
 __all__ = [
     "AsyncControlClient",
@@ -33,6 +33,7 @@ __all__ = [
     "GenerateOutput",
     "GenerationHandle",
     "ImageOutput",
+    "ImageRecord",
     "ImageTensor",
     "LaunchedScheduler",
     "RolloutRecord",

@@ -6,6 +6,7 @@
 - Prefill and decode may round differently. A token that is not drawn again is a finding only if it is not
   among the kept ones, or a likelier one would have been taken; ``strict`` makes each of them one.
 - Tokens with stale KV cannot be computed again, because their KV is of several weights: they are counted.
+- An image is made again from its seed. Steps after an update are counted: no weights alone make their latent.
 """
 
 import math
@@ -21,9 +22,9 @@ from rich.table import Table
 from ..io_struct import CaesuraError, RoutedExperts, SamplingParams, WeightVersionSpan
 from ..io_struct.generate import GREEDY_BELOW, removes_tokens
 from .connection.blocking import SchedulerClient
-from .connection.results import GenerateOutput
+from .connection.results import GenerateOutput, read_floats
 from .launch.launcher import launch_scheduler
-from .rollout_records import RolloutRecord, read_rollouts
+from .rollout_records import ImageRecord, Record, RolloutRecord, read_rollouts
 
 DEFAULT_BOUND = 0.05
 _SHOWN = 20
@@ -34,7 +35,7 @@ _AT_ONCE = 256
 @dataclass(frozen=True, slots=True)
 class Finding:
     token: int
-    """Index of the output token."""
+    """Index of the output token, or of an image's step."""
     reason: str
 
 
@@ -42,20 +43,26 @@ class Finding:
 class Verdict:
     """The result for one record."""
 
-    record: RolloutRecord
+    record: Record
     findings: list[Finding] = field(default_factory=list)
     verified: int = 0
-    """Tokens that were computed again."""
+    """Tokens or steps that were computed again."""
     drawn_again: int = 0
-    """Verified tokens that the seed draws again."""
+    """Verified tokens that the seed draws again, or steps without a finding."""
     stale: int = 0
-    """Tokens that cannot be computed again, because their KV is of several weights."""
+    """Tokens or steps that cannot be computed again, because they depend on several weights."""
     largest: float = 0.0
-    """Largest difference of a logprob."""
+    """Largest difference of a logprob, or of a latent's element."""
+
+    def differs(self, name: str, claimed: float, found: float, bound: float) -> list[str]:
+        """Return a reason if ``found`` is not what was claimed."""
+        difference = 0.0 if claimed == found else abs(claimed - found)
+        self.largest = max(self.largest, difference)
+        return [] if difference <= bound else [f"{name} {claimed:.4f} is {found:.4f}"]
 
 
 def verify(
-    records: Sequence[RolloutRecord],
+    records: Sequence[Record],
     models: Iterable[str],
     *,
     adapters: Iterable[str] = (),
@@ -71,8 +78,9 @@ def verify(
     verdicts, adapters = [Verdict(record) for record in records], [*adapters]
     waiting = {at: [*record.weight_versions] for at, record in enumerate(records)}
     for at, spans in waiting.items():
-        verdicts[at].stale = sum(span.end - span.start for span in spans if span.stale_kv)
-        waiting[at] = [span for span in spans if not span.stale_kv]
+        is_image = isinstance(records[at], ImageRecord)
+        waiting[at] = [span for span in spans if not (span.stale_kv or (is_image and span.start))]
+        verdicts[at].stale = sum(span.end - span.start for span in spans if span not in waiting[at])
     found: dict[str, str] = {}
     for model in models:
         if not any(waiting.values()):
@@ -86,7 +94,12 @@ def verify(
                     s for s in spans if s.digest and s.digest == status.digest and s.adapter_digest in names
                 ]
                 for span in mine:
-                    _Test(client, verdicts[at], span, names[span.adapter_digest], bound, strict).run()
+                    record = records[at]
+                    if isinstance(record, ImageRecord):
+                        _test_image(client, verdicts[at], record, span.end, bound)
+                        continue
+                    adapter = names[span.adapter_digest]
+                    _Test(client, verdicts[at], record, span, adapter, bound, strict).run()
                 waiting[at] = [span for span in spans if span not in mine]
     for at, spans in waiting.items():
         verdicts[at].findings += [_without_weights(span, found) for span in spans]
@@ -114,17 +127,52 @@ def _without_weights(span: WeightVersionSpan, found: Mapping[str, str]) -> Findi
     return Finding(span.start, f"tokens {span.start} to {span.end - 1}: {reason}")
 
 
+def _test_image(
+    client: SchedulerClient, verdict: Verdict, record: ImageRecord, end: int, bound: float
+) -> None:
+    """Make the image again, and compare what was recorded of its first ``end`` steps."""
+    options = {**record.options, "n": record.index + 1, "output": "latents", "return_embeds": False}
+    made = client.generate_images(
+        record.prompt, seed=record.seed, return_steps=record.step_indices, **options
+    )
+    again = made[record.index] if isinstance(made, list) else made
+    ours = ImageRecord.of(record.prompt, record.options, again)
+    probs = dict(zip(ours.step_indices, ours.log_probs, strict=True))
+    latents = dict(zip(ours.latent_indices, ours.latents, strict=True))
+    found: dict[int, list[str]] = {}
+    for step, claimed in zip(record.step_indices, record.log_probs, strict=True):
+        if step < end:
+            found.setdefault(step, []).extend(verdict.differs("logprob", claimed, probs[step], bound))
+    for place, data in zip(record.latent_indices, record.latents, strict=True):
+        if place <= end:
+            reasons = found.setdefault(max(place - 1, 0), [])
+            where = f"the latent {'after it' if place else 'before it'}"
+            if len(data) != len(latents.get(place, b"")):
+                reasons.append(f"{where} has {len(data)} bytes, not {len(latents.get(place, b''))}")
+                continue
+            each = zip(read_floats(data), read_floats(latents[place]), strict=True)
+            reasons += verdict.differs(
+                f"{where}: an element", *max(each, key=lambda pair: abs(pair[0] - pair[1])), bound
+            )
+    verdict.verified += end
+    verdict.drawn_again += end - sum(map(bool, found.values()))
+    verdict.findings += [
+        Finding(step, f"step {step}: {text}") for step, each in found.items() for text in each
+    ]
+
+
 @dataclass(slots=True)
 class _Test:
     client: SchedulerClient
     verdict: Verdict
+    record: RolloutRecord
     span: WeightVersionSpan
     adapter: str | None
     bound: float
     strict: bool
 
     def run(self) -> None:
-        record, span = self.verdict.record, self.span
+        record, span = self.record, self.span
         prompt, params = [*record.input_ids, *record.output_ids[: span.end - 1]], record.sampling_params
         routed = record.routed_experts
         # It fills the prefix cache, over which the tokens are sampled.
@@ -163,7 +211,7 @@ class _Test:
                 self._compare(token, handle.result())
 
     def _compare(self, token: int, again: GenerateOutput) -> None:
-        record, verdict = self.verdict.record, self.verdict
+        record, verdict = self.record, self.verdict
         claimed, drawn = record.output_ids[token], again.output_ids[0]
         assert again.output_token_ids_logprobs is not None and again.output_logprobs is not None
         found = again.output_token_ids_logprobs.logprobs[0]
@@ -171,9 +219,11 @@ class _Test:
         verdict.drawn_again += drawn == claimed
         reasons = []
         if record.output_logprobs is not None:
-            reasons += self._differs("logprob", record.output_logprobs[token], found)
+            reasons += verdict.differs("logprob", record.output_logprobs[token], found, self.bound)
         if record.raw_logprobs is not None and again.raw_logprobs is not None and drawn == claimed:
-            reasons += self._differs("raw logprob", record.raw_logprobs[token], again.raw_logprobs[0])
+            reasons += verdict.differs(
+                "raw logprob", record.raw_logprobs[token], again.raw_logprobs[0], self.bound
+            )
         if drawn != claimed:
             kept = None if again.sampling_mask is None else again.sampling_mask.at(0)
             lead = again.output_logprobs[0] - found
@@ -189,17 +239,12 @@ class _Test:
             reasons.append("it is not in its own sampling mask")
         verdict.findings += [Finding(token, f"token {token} (id {claimed}): {reason}") for reason in reasons]
 
-    def _differs(self, name: str, claimed: float, found: float) -> list[str]:
-        difference = 0.0 if claimed == found else abs(claimed - found)
-        self.verdict.largest = max(self.verdict.largest, difference)
-        return [] if difference <= self.bound else [f"{name} {claimed:.4f} is {found:.4f}"]
-
     def _compare_routing(self, claimed: RoutedExperts, found: RoutedExperts | None) -> None:
         """Compare the experts of positions that tokens of the span, or its prompt, come from."""
         if found is None:
             self.verdict.findings.append(Finding(self.span.start, "the model has no experts to route to"))
             return
-        behind = len(self.verdict.record.input_ids) - 1
+        behind = len(self.record.input_ids) - 1
         first = 0 if self.span.start == 0 else behind + self.span.start
         theirs = dict(_rows(found))
         for position, row in _rows(claimed):
@@ -267,11 +312,9 @@ def verify_command(
     except (CaesuraError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     console = Console(highlight=False, markup=False)
-    table = Table(
-        "rollout", "tokens", "verified", "drawn again", "stale KV", "largest difference", "findings"
-    )
+    table = Table("rollout", "length", "verified", "drawn again", "stale", "largest difference", "findings")
     for number, each in enumerate(verdicts):
-        counts = len(each.record.output_ids), each.verified, each.drawn_again, each.stale
+        counts = len(each.record), each.verified, each.drawn_again, each.stale
         table.add_row(str(number), *map(str, counts), f"{each.largest:.2g}", str(len(each.findings)))
     console.print(table)
     for number, each in enumerate(verdicts):
