@@ -63,7 +63,7 @@ Source = Folder | Buffers | Broadcast
 
 
 class Written(msgspec.Struct, kw_only=True):
-    """What a rank has written, or would write."""
+    """Result of a write, or of a comparison that writes nothing, on one rank."""
 
     changed: list[str]
     """Names of tensors that differed from what was there."""
