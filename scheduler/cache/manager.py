@@ -25,8 +25,12 @@ import numpy as np
 from .allocator import LedgerError as LedgerError
 from .allocator import PageAllocator, Usage
 from .layer_ledgers import RequestState, StateRows, WindowPages
+from .leases import PrefixLeases
 from .prompt_logprobs import PromptLogprobs
 from .radix import NO_PAGES, Node, RadixTree, Salt
+
+LEASED_SHARE = 0.5
+"""Largest share of the pool that leases protect."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +70,7 @@ class CacheManager:
         self.prompt_logprobs = PromptLogprobs()
         self._allocator = PageAllocator(num_pages)
         self._tree = RadixTree(page_size)
+        self.leases = PrefixLeases(self._tree, int(LEASED_SHARE * num_pages))
         self._open: dict[RequestKV, None] = {}  # a set that remembers the order
         self._num_owned = 0  # sum of num_pages - num_shared over the open requests
 
@@ -146,6 +151,7 @@ class CacheManager:
         if need > self.available():
             return False
         if need > self._allocator.num_free:
+            self.leases.expire()
             self._free(self._tree.evict(need - self._allocator.num_free))
         pages = self._allocator.allocate(need)
         if pages is None:
@@ -184,11 +190,18 @@ class CacheManager:
         self._num_owned -= full - first
         self._free(duplicates)
 
-    def close(self, kv: RequestKV, tokens: np.ndarray | None) -> None:
-        """End a request, donating ``tokens`` unless None; if that raises, ``kv`` is still open."""
+    def close(
+        self, kv: RequestKV, tokens: np.ndarray | None, lease: tuple[str, float] | None = None
+    ) -> None:
+        """End a request, donating ``tokens`` unless None; if that raises, ``kv`` is still open.
+
+        ``lease`` is the name and the seconds of a lease on what it shares.
+        """
         self._require_open(kv)
         if tokens is not None:
             self.donate(kv, tokens)
+        if lease is not None and kv.node is not None and not kv.stale and kv.epoch == self.epoch:
+            self.leases.hold(lease[0], kv.node, lease[1])
         self._leave(kv, kv.end_of_range)
         if self.states is not None and kv.state is not None:
             self.states.close(kv.state)
@@ -212,6 +225,7 @@ class CacheManager:
             raise ValueError(f"epoch {epoch} does not follow {self.epoch}")
         self.epoch = epoch
         self.prompt_logprobs.clear()
+        self.leases.clear()
         for kv in self._open:
             if kv.num_pages:
                 kv.stale = True
@@ -223,6 +237,7 @@ class CacheManager:
         if self._open:
             raise LedgerError(f"flush while {len(self._open)} requests hold KV")
         self.prompt_logprobs.clear()
+        self.leases.clear()
         return self._free(self._tree.clear())
 
     def available(self) -> int:
@@ -249,6 +264,9 @@ class CacheManager:
         _refuse("unknown pages with an owner", (np.nonzero(times[known:])[0] + known).tolist())
         _refuse("pages with several owners", np.nonzero(times > 1)[0].tolist())
         _refuse("pages with no owner", (np.nonzero(times[1:] == 0)[0] + 1).tolist())
+        leased = sum(len(node.pages) for node in nodes if node.lease_ref)
+        if leased != self._tree.num_leased_pages:
+            raise LedgerError(f"counted {self._tree.num_leased_pages} leased pages, walked {leased}")
         walked = Usage(len(free), len(cached), len(locked) + len(owned), self._allocator.total)
         if walked != self.usage():
             raise LedgerError(f"counted {self.usage()}, walked {walked}")

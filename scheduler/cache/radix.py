@@ -7,6 +7,8 @@
   first.
 - A node of an epoch below ``first_epoch`` exists only while locked, is never matched or extended, and its
   last unlock frees it.
+- ``lease_ref`` counts leases in the same way, and protects from eviction only while other pages can be
+  evicted. A lease of evicted pages is one of what is left above them.
 - A lock pins a node's content and end: splitting keeps the *lower* part in the same object.
 - The tree owns the arrays in its nodes; no array keeps more than twice its own size of memory alive.
 """
@@ -40,8 +42,12 @@ class Node:
     """Creation order, which decides between leaves of equal age: eviction is reproducible."""
     children: "dict[bytes, Node]" = field(default_factory=dict)
     lock_ref: int = 0
+    lease_ref: int = 0
     last_access: int = 0
-    in_heap: bool = False
+    """Time of the last use; -1: no use is expected."""
+    entry: "tuple[bool, int, int, Node] | None" = None
+    """Its place in the order of eviction, if it has one."""
+    evicted: bool = False
 
 
 class Inserted(NamedTuple):
@@ -62,13 +68,15 @@ class RadixTree:
         self.first_epoch = 0
         self.num_evictable_pages = 0
         self.num_locked_pages = 0
+        self.num_leased_pages = 0
         self._roots: dict[tuple[int, Salt], Node] = {}
         self._clock = 0
         self._serial = 0
-        # One entry (last access when pushed, serial, node) for every unlocked leaf, and left-overs: an entry
-        # whose node was used since is pushed again when it surfaces, one whose node is no unlocked leaf is
-        # dropped.
-        self._heap: list[tuple[int, int, Node]] = []
+        # The entry (leased, last access when pushed, serial, node) of every unlocked leaf, and left-overs: an
+        # entry whose node was used since is pushed again when it surfaces; one whose node is no unlocked leaf,
+        # or has an earlier entry now, is dropped.
+        self._heap: list[tuple[bool, int, int, Node]] = []
+        self._outdated = 0  # entries with an earlier one of the same node
 
     def match(self, epoch: int, salt: Salt, tokens: np.ndarray) -> tuple[np.ndarray, Node | None]:
         """Return the longest stored prefix of ``tokens``: pages (int32) and node, which may be split."""
@@ -142,6 +150,7 @@ class RadixTree:
             parent, node.epoch, node.salt, _owned(node.tokens[:cut]), _owned(node.pages[:num_pages])
         )
         upper.lock_ref = int(node.lock_ref > 0)
+        upper.lease_ref = int(node.lease_ref > 0)
         parent.children[self._key(node.tokens, 0)] = upper
         node.parent = upper
         node.tokens = _owned(node.tokens[cut:])
@@ -190,31 +199,73 @@ class RadixTree:
             step = parent
         return np.concatenate(gone) if gone else NO_PAGES
 
+    def lease(self, node: Node) -> None:
+        """Evict the path from the root to ``node`` after all that is not leased, until :meth:`unlease`."""
+        step: Node | None = node
+        while step is not None:
+            step.lease_ref += 1
+            if step.lease_ref > 1:
+                return
+            self.num_leased_pages += len(step.pages)
+            step = step.parent
+
+    def unlease(self, node: Node, *, dead: bool = False) -> None:
+        """Undo one :meth:`lease`; with ``dead``, what only this path has will be evicted before all else."""
+        step: Node | None = _left_of(node)
+        while step is not None:
+            step.lease_ref -= 1
+            if step.lease_ref > 0:
+                break
+            self.num_leased_pages -= len(step.pages)
+            self._offer(step)
+            step = step.parent
+        step = _left_of(node) if dead else None
+        while step is not None and step.parent is not None and not step.lock_ref and not step.lease_ref:
+            if not all(child.last_access < 0 for child in step.children.values()):
+                break
+            step.last_access = -1
+            self._offer(step)
+            step = step.parent
+
     def evict(self, num_pages: int) -> np.ndarray:
-        """Drop unlocked pages, least recently used leaves first, each from its end; return them (int32)."""
+        """Drop unlocked pages and return them (int32).
+
+        Those without a lease come first, of these the least recently used leaves, each from its end.
+        """
         gone: list[np.ndarray] = []
         missing = num_pages
         while missing > 0 and self._heap:
-            stamp, _, leaf = self._heap[0]
-            if not self._is_evictable(leaf):
+            entry = self._heap[0]
+            leaf = entry[-1]
+            if entry is not leaf.entry:
                 heapq.heappop(self._heap)
-                leaf.in_heap = False
-            elif stamp != leaf.last_access:
-                heapq.heapreplace(self._heap, (leaf.last_access, leaf.serial, leaf))
+                self._outdated -= 1
+            elif not self._is_evictable(leaf):
+                heapq.heappop(self._heap)
+                leaf.entry = None
+            elif entry != (now := self._place(leaf)):
+                leaf.entry = now
+                heapq.heapreplace(self._heap, now)
             elif len(leaf.pages) > missing:
                 keep = len(leaf.pages) - missing
                 gone.append(leaf.pages[keep:].copy())
                 leaf.tokens = _owned(leaf.tokens[: keep * self.page_size])
                 leaf.pages = _owned(leaf.pages[:keep])
+                self.num_leased_pages -= missing if leaf.lease_ref else 0
                 missing = 0
             else:
                 heapq.heappop(self._heap)
-                leaf.in_heap = False
+                leaf.entry = None
                 gone.append(leaf.pages)
                 missing -= len(leaf.pages)
                 parent = leaf.parent
                 assert parent is not None
                 self._detach(leaf)
+                leaf.evicted = True
+                if leaf.lease_ref:
+                    self.num_leased_pages -= len(leaf.pages)
+                    parent.lease_ref += leaf.lease_ref - 1
+                leaf.tokens, leaf.pages = _NO_TOKENS, NO_PAGES
                 # A continuation stored through `after` does not touch the nodes above: age is handed up.
                 parent.last_access = max(parent.last_access, leaf.last_access)
                 self._offer(parent)
@@ -223,7 +274,10 @@ class RadixTree:
         return pages
 
     def drop_epochs_before(self, epoch: int) -> np.ndarray:
-        """End all epochs before ``epoch``; return their unlocked pages. Locked ones stay until unlocked."""
+        """End all epochs before ``epoch``; return their unlocked pages. Locked ones stay until unlocked.
+
+        Leases of these epochs must have ended, as all have before :meth:`clear`.
+        """
         self.first_epoch = max(self.first_epoch, epoch)
         gone: list[np.ndarray] = []
         for root in [root for root in self._roots.values() if root.epoch < self.first_epoch]:
@@ -235,8 +289,7 @@ class RadixTree:
                 else:
                     gone.extend(below.pages for below in _subtree(node))
                     self._detach(node)
-        self._heap = [entry for entry in self._heap if entry[2].epoch >= self.first_epoch]
-        heapq.heapify(self._heap)
+        self._rebuild()
         pages = np.concatenate(gone) if gone else NO_PAGES
         self.num_evictable_pages -= len(pages)
         return pages
@@ -247,6 +300,7 @@ class RadixTree:
         pages = np.concatenate([NO_PAGES, *(node.pages for node in self.nodes())])
         self._roots.clear()
         self._heap.clear()
+        self._outdated = 0
         self.num_evictable_pages = 0
         return pages
 
@@ -259,10 +313,23 @@ class RadixTree:
     def _is_evictable(self, node: Node) -> bool:
         return node.parent is not None and not node.lock_ref and not node.children
 
+    def _place(self, node: Node) -> tuple[bool, int, int, Node]:
+        return (node.lease_ref > 0, node.last_access, node.serial, node)
+
     def _offer(self, node: Node) -> None:
-        if self._is_evictable(node) and not node.in_heap:
-            node.in_heap = True
-            heapq.heappush(self._heap, (node.last_access, node.serial, node))
+        place = self._place(node)
+        if self._is_evictable(node) and (node.entry is None or place < node.entry):
+            self._outdated += node.entry is not None
+            node.entry = place
+            heapq.heappush(self._heap, place)
+            if 2 * self._outdated > len(self._heap):
+                self._rebuild()
+
+    def _rebuild(self) -> None:
+        living = [each for each in self._heap if each[-1].epoch >= self.first_epoch]
+        self._heap = [each for each in living if each is each[-1].entry]
+        self._outdated = 0
+        heapq.heapify(self._heap)
 
     def _detach(self, node: Node) -> None:
         parent = node.parent
@@ -280,6 +347,12 @@ def _subtree(node: Node) -> Iterator[Node]:
         top = stack.pop()
         yield top
         stack.extend(top.children.values())
+
+
+def _left_of(node: Node) -> Node:
+    while node.evicted and node.parent is not None:
+        node = node.parent
+    return node
 
 
 def _int32(tokens: np.ndarray) -> np.ndarray:

@@ -38,6 +38,7 @@ class TreeAgainstPrefixes(RuleBasedStateMachine):
         self.tree = RadixTree(PAGE)
         self.stored = {}
         self.locks = []  # (node, (epoch, salt), prefix)
+        self.leases = []  # the same
         self.epoch = 0
         self.clock = 0
         self.next_page = 1
@@ -56,13 +57,24 @@ class TreeAgainstPrefixes(RuleBasedStateMachine):
     def locked(self):
         return {(*key, prefix) for _, key, tokens in self.locks for prefix in prefixes(tokens)}
 
+    def leased(self):
+        return {(*key, prefix) for _, key, tokens in self.leases for prefix in prefixes(tokens)}
+
+    def children(self, entry):
+        return [e for e in self.stored if e[:2] == entry[:2] and e[2][:-PAGE] == entry[2]]
+
     def parents(self):
         return {(epoch, salt, prefix[:-PAGE]) for epoch, salt, prefix in self.stored}
 
     def evict_one(self):
         ends = set(self.stored) - self.parents() - self.locked()
-        oldest = min(ends, key=lambda entry: self.stored[entry][1])
+        leased = self.leased()
+        oldest = min(ends, key=lambda entry: (entry in leased, self.stored[entry][1]))
         page, stamp = self.stored.pop(oldest)
+        self.leases = [  # one of pages that are gone is one of what is left above them
+            (node, key, list(tokens[:-PAGE]) if (*key, tuple(tokens)) == oldest else tokens)
+            for node, key, tokens in self.leases
+        ]
         above = (*oldest[:2], oldest[2][:-PAGE])
         if above in self.stored:
             self.stored[above][1] = max(self.stored[above][1], stamp)
@@ -118,6 +130,27 @@ class TreeAgainstPrefixes(RuleBasedStateMachine):
         assert sorted(freed.tolist()) == sorted(self.stored.pop(entry)[0] for entry in gone)
         assert not gone or key[0] < self.epoch
 
+    @rule(salt=st.sampled_from(SALTS), tokens=token_lists)
+    def lease(self, salt, tokens):
+        key = (self.epoch, salt)
+        pages, node = self.tree.match(*key, array(tokens))
+        self.touch(key, tokens)
+        if node is not None:
+            self.tree.lease(node)
+            self.leases.append((node, key, tokens[: len(pages) * PAGE]))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), dead=st.booleans())
+    def unlease(self, data, dead):
+        node, key, tokens = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        self.tree.unlease(node, dead=dead)
+        kept, unused = self.leased() | self.locked(), dead
+        for entry in [(*key, prefix) for prefix in prefixes(tokens)[::-1]]:
+            if entry in self.stored:
+                unused &= entry not in kept and all(self.stored[e][1] < 0 for e in self.children(entry))
+                if unused:
+                    self.stored[entry][1] = -1
+
     @rule(num_pages=st.integers(0, 5))
     def evict(self, num_pages):
         available = sum(entry not in self.locked() for entry in self.stored)
@@ -128,6 +161,7 @@ class TreeAgainstPrefixes(RuleBasedStateMachine):
     @rule(step=st.integers(1, 2))
     def end_epoch(self, step):
         self.epoch += step
+        self.end_leases()
         gone = set(self.stored) - self.locked()
         freed = self.tree.drop_epochs_before(self.epoch)
         assert sorted(freed.tolist()) == sorted(self.stored.pop(entry)[0] for entry in gone)
@@ -146,8 +180,14 @@ class TreeAgainstPrefixes(RuleBasedStateMachine):
             with pytest.raises(LedgerError, match="locked"):
                 self.tree.clear()
         else:
+            self.end_leases()
             assert sorted(self.tree.clear().tolist()) == sorted(page for page, _ in self.stored.values())
             self.stored.clear()
+
+    def end_leases(self):
+        for node, _, _ in self.leases:
+            self.tree.unlease(node)
+        self.leases.clear()
 
     # -- after every step --
 
@@ -156,6 +196,7 @@ class TreeAgainstPrefixes(RuleBasedStateMachine):
         locked = self.locked()
         assert self.tree.num_locked_pages == len(locked)
         assert self.tree.num_evictable_pages == len(self.stored) - len(locked)
+        assert self.tree.num_leased_pages == len(self.leased() & set(self.stored))
 
     @invariant()
     def structure(self):
@@ -168,7 +209,7 @@ class TreeAgainstPrefixes(RuleBasedStateMachine):
             for part in (node.tokens, node.pages):
                 assert part.base is None or part.base.size < 2 * part.size
         assert sorted(pages) == sorted(page for page, _ in self.stored.values())
-        assert len(self.tree._heap) <= len(nodes)
+        assert len(self.tree._heap) <= 2 * len(nodes)
 
 
 TreeAgainstPrefixes.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40)

@@ -1,0 +1,533 @@
+"""Conversations as trees of turns whose token ids are made once.
+
+Invariants:
+- A turn that has a parent begins with exactly the parent's prompt and output ids; only what the template
+  writes behind that output is encoded. Where that cannot be, the turn has no parent and a reason
+  (:attr:`Turn.branch`).
+- A node is one sample that its client has seen, and never changes. Siblings are samples of one turn, or of
+  turns that continue the same node.
+- A conversation is found again by what its messages say: ids of tool calls, reasoning, null fields and the
+  spelling of arguments do not count.
+- A store holds at most so many sessions and tokens. A session that has ended, expired or was evicted raises
+  :class:`~..exceptions.SessionGone` for as long as its id is remembered.
+"""
+
+import hashlib
+import json
+import secrets
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from threading import Lock
+from time import monotonic
+from typing import Any, Literal
+
+import msgspec
+
+from ...io_struct import RoutedExperts, WeightVersionSpan, new_id
+from ..exceptions import InvalidRequest, SessionGone
+from .tokenizer import TextTokenizer
+from .tokenizer_manager import Sample
+
+Message = Mapping[str, Any]
+Branch = Literal["sibling", "new_root", "history_changed", "tools_changed", "template", "continued", "truncated"]
+"""Reason of a turn that does not extend the newest sample of its conversation. ``sibling``: another turn
+continues the same sample. ``new_root``: a conversation of its own. ``history_changed``: the messages have an
+answer that is not the session's. ``tools_changed``: tools, template or its variables differ. ``template``:
+the template does not show the new messages behind the answer. ``continued``: the last answer, which had
+ended, goes on. ``truncated``: the prompt was cut."""
+MAX_REMEMBERED = 1 << 16
+"""Ids of sessions that are gone and are still told so."""
+NODE_TOKENS = 64
+"""Tokens that a node counts beside its own, for what it takes."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompts:
+    """The template and tokenizer of one request."""
+
+    render: Callable[[Sequence[Message], bool | None], str]
+    """Text of messages; True or False: with or without generation prompt, None: as the request says."""
+    encode: Callable[[str], list[int]]
+    tokenizer: TextTokenizer
+    form: bytes
+    """Tools, template and its variables, in any encoding."""
+    continued: bool = False
+    """The last message goes on: no generation prompt, no end of turn."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Node:
+    """One recorded sample."""
+
+    turn: int
+    index: int
+    parent: "Node | None"
+    branch: Branch | None
+    new_ids: "array[int]"
+    """The prompt without the parent's ids."""
+    output_ids: "array[int]"
+    logprobs: "array[float]"
+    spans: list[WeightVersionSpan]
+    finish: str
+    closed: int | None
+    """Special token that ended the output, or None: the turn has still to be closed."""
+    routed: RoutedExperts | None
+    messages: list[dict[str, Any]]
+    """Messages that the parent has not, and the answer."""
+    length: int
+    """Number of tokens from the conversation's start to the output's end."""
+
+    def path(self) -> "list[Node]":
+        nodes: list[Node] = []
+        step: Node | None = self
+        while step is not None:
+            nodes.append(step)
+            step = step.parent
+        return nodes[::-1]
+
+    def ids(self) -> list[int]:
+        return [token for node in self.path() for part in (node.new_ids, node.output_ids) for token in part]
+
+    @property
+    def cost(self) -> int:
+        routed = 0 if self.routed is None else len(self.routed.data) // 16
+        text = len(msgspec.json.encode(self.messages)) // 4
+        return NODE_TOKENS + len(self.new_ids) + len(self.output_ids) + text + routed
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    id: str
+    lease_s: float
+    used: float
+    turns: int = 0
+    tokens: int = 0
+    nodes: list[Node] = field(default_factory=list)
+    by_key: dict[bytes, list[Node]] = field(default_factory=dict)
+    forms: set[bytes] = field(default_factory=set)
+    followed: dict[Node | bytes, int] = field(default_factory=dict)
+    """First turn after a node, or with the same first prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A prompt of a session, to be recorded with each sample that its client sees."""
+
+    session: _Session
+    number: int
+    prompt_ids: list[int]
+    parent: Node | None
+    branch: Branch | None
+    messages: list[dict[str, Any]]
+    """All messages of the prompt."""
+    known: int
+    """Number of messages that the parent has."""
+    continued: bool
+    form: bytes
+    special: frozenset[int]
+    """Tokens that can close an answer."""
+
+    @property
+    def reused(self) -> int:
+        """Number of the prompt's ids that were not encoded anew."""
+        return 0 if self.parent is None else self.parent.length
+
+    def told(self) -> dict[str, Any]:
+        """Return what an answer says about its turn."""
+        return {
+            "id": self.session.id,
+            "turn": self.number,
+            "parent": None if self.parent is None else self.parent.turn,
+            "reused_tokens": self.reused,
+            "branch": self.branch,
+        }
+
+
+class SessionStore:
+    """The sessions of one front end, for any number of threads."""
+
+    def __init__(
+        self,
+        max_sessions: int = 4096,
+        max_tokens: int = 1 << 25,
+        lease_s: float = 3600.0,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """A session expires ``lease_s`` after its last call; the least recently used one is evicted first."""
+        self.lease_s = lease_s
+        self._max_sessions = max_sessions
+        self._max_tokens = max_tokens
+        self._clock = clock
+        self._lock = Lock()
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        self._gone: OrderedDict[str, str] = OrderedDict()
+        self._ended: list[str] = []
+        self._tokens = 0
+        self._secret = secrets.token_bytes(16)  # two front ends of one engine do not share leases
+
+    def open(self, session_id: str | None = None, lease_s: float | None = None) -> str:
+        """Begin a session, also one whose id is gone; InvalidRequest if it is there. Return its id."""
+        with self._lock:
+            self._expire()
+            name = session_id or new_id()
+            if name in self._sessions:
+                raise InvalidRequest(f"the session {name!r} is open", field="session_id")
+            self._gone.pop(name, None)
+            self._begin(name, lease_s)
+            return name
+
+    def turn(self, session_id: str, messages: Sequence[Message], prompts: ChatPrompts) -> Turn:
+        """Return the prompt of ``messages`` in template form, in a session that begins if it is new."""
+        found = [dict(each) for each in messages]
+        form = hashlib.blake2b(prompts.form, digest_size=16).digest()
+        keys = _keys(form, found)
+        with self._lock:
+            self._expire()
+            session = self._used(session_id, begin=True)
+            session.turns += 1
+            number = session.turns
+            parent, known = _deepest(session, keys, found)
+            branch = _reason(session, parent, form, keys, found[known:], number)
+        ids = None if parent is None else self._extended(parent, found[:known], found[known:], prompts)
+        if ids is None:
+            if parent is not None:
+                branch = "continued" if prompts.continued else "template"
+            parent, known = None, 0
+            ids = prompts.encode(prompts.render(found, None))
+        return Turn(
+            session=session,
+            number=number,
+            prompt_ids=ids,
+            parent=parent,
+            branch=branch,
+            messages=found,
+            known=known,
+            continued=prompts.continued,
+            form=form,
+            special=prompts.tokenizer.skipped,
+        )
+
+    @staticmethod
+    def _extended(
+        parent: Node, before: list[dict[str, Any]], new: list[dict[str, Any]], prompts: ChatPrompts
+    ) -> list[int] | None:
+        if prompts.continued and not new:
+            return parent.ids() if parent.closed is None else None
+        more = extension(before, new, parent.closed, prompts)
+        return None if more is None else parent.ids() + more
+
+    def record(self, turn: Turn, sample: Sample, message: Message) -> Node | None:
+        """Keep a sample with the answer as its client sees it; None if the session is gone meanwhile."""
+        output = sample.output
+        before = [] if turn.parent is None else turn.prompt_ids[: turn.parent.length]
+        cut = len(sample.prompt_ids) != len(turn.prompt_ids)
+        parent = None if cut else turn.parent
+        new_ids = sample.prompt_ids[0 if cut else len(before) :]
+        answer = {name: value for name, value in message.items() if value not in (None, [])}
+        history = turn.messages
+        if turn.continued and history:
+            text = f"{_text(history[-1].get('content'))}{_text(answer.get('content'))}"
+            history, answer = history[:-1], {**answer, "content": text}
+        keys = _keys(turn.form, [*history, answer])
+        matched = output.finish_reason.matched
+        with self._lock:
+            session = turn.session
+            if self._sessions.get(session.id) is not session:
+                return None
+            first = session.followed.setdefault(parent or keys[-2], turn.number)
+            branch: Branch | None = "truncated" if cut else turn.branch
+            node = Node(
+                turn=turn.number,
+                index=sample.index,
+                parent=parent,
+                branch=branch or (None if first == turn.number else "sibling"),
+                new_ids=array("i", new_ids),
+                output_ids=array("i", output.output_ids),
+                logprobs=array("f", output.output_logprobs or [0.0] * len(output.output_ids)),
+                spans=output.weight_versions,
+                finish=output.finish_reason.type,
+                closed=matched if matched in turn.special else None,
+                routed=output.routed_experts,
+                messages=[*history[0 if parent is None else min(turn.known, len(history)) :], answer],
+                length=len(sample.prompt_ids) + len(output.output_ids),
+            )
+            session.nodes.append(node)
+            session.forms.add(turn.form)
+            session.by_key.setdefault(keys[-1], []).append(node)
+            session.tokens += node.cost
+            self._tokens += node.cost
+            self._used(session.id)
+            self._make_room(session)
+            return node
+
+    def export(self, session_id: str) -> dict[str, Any]:
+        """Return the session's training samples: one for each leaf of the tree, in order of their turns."""
+        with self._lock:
+            self._expire()
+            session = self._used(session_id)
+            nodes = list(session.nodes)
+        inner = {node.parent for node in nodes}
+        seen: set[Node] = set()
+        samples = []
+        for leaf in (node for node in nodes if node not in inner):
+            samples.append(_sample(leaf, seen))
+            seen.update(leaf.path())
+        return {"session_id": session_id, "turns": session.turns, "tokens": session.tokens, "samples": samples}
+
+    def finish(self, session_id: str) -> bool:
+        """End a session; False if there is none."""
+        with self._lock:
+            found = self._sessions.get(session_id)
+            if found is not None:
+                self._end(found, "finished")
+            return found is not None
+
+    def ids(self) -> list[str]:
+        """Return the ids of all sessions, the least recently used first."""
+        with self._lock:
+            self._expire()
+            return list(self._sessions)
+
+    def lease_name(self, session_id: str) -> str:
+        """Return the name under which engines keep the session's prefixes."""
+        return hashlib.blake2b(session_id.encode(), key=self._secret, digest_size=16).hexdigest()
+
+    def take_ended(self) -> list[str]:
+        """Return the lease names of sessions that have gone since the last call."""
+        with self._lock:
+            self._expire()
+            ended, self._ended = self._ended, []
+            return ended
+
+    def usage(self) -> tuple[int, int]:
+        """Return the numbers of sessions and of their tokens."""
+        return len(self._sessions), self._tokens
+
+    def _begin(self, session_id: str, lease_s: float | None = None) -> _Session:
+        session = _Session(session_id, self.lease_s if lease_s is None else lease_s, self._clock())
+        self._sessions[session_id] = session
+        self._make_room(session)
+        return session
+
+    def _used(self, session_id: str, *, begin: bool = False) -> _Session:
+        found = self._sessions.get(session_id)
+        if found is None:
+            reason = self._gone.get(session_id, "unknown")
+            if begin and reason == "unknown":
+                return self._begin(session_id)
+            raise SessionGone(f"the session {session_id!r} is gone: {_GONE[reason]}", reason=reason)
+        found.used = self._clock()
+        self._sessions.move_to_end(session_id)
+        return found
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for session in [each for each in self._sessions.values() if each.used + each.lease_s <= now]:
+            self._end(session, "expired")
+
+    def _make_room(self, newest: _Session) -> None:
+        while len(self._sessions) > self._max_sessions or self._tokens > self._max_tokens:
+            oldest = next(iter(self._sessions.values()))
+            self._end(oldest, "too_large" if oldest is newest else "evicted")
+
+    def _end(self, session: _Session, reason: str) -> None:
+        del self._sessions[session.id]
+        self._tokens -= session.tokens
+        self._gone[session.id] = reason
+        self._gone.move_to_end(session.id)
+        while len(self._gone) > MAX_REMEMBERED:
+            self._gone.popitem(last=False)
+        self._ended.append(self.lease_name(session.id))
+
+
+_GONE = {
+    "unknown": "there is none of this id, or it has been forgotten",
+    "finished": "it was finished",
+    "expired": "its lease has expired",
+    "evicted": "the front end needed its room for others",
+    "too_large": "it alone has more tokens than the front end keeps",
+}
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
+    return content if isinstance(content, str) else ""
+
+
+def _said(message: Message) -> list[Any]:
+    """Return what a message says, whichever library has passed it on."""
+    role, text = message.get("role"), _text(message.get("content"))
+    if role != "assistant":
+        return [role, text, message.get("name") or ""]
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError:
+                arguments = arguments.strip()
+        calls.append([function.get("name"), arguments])
+    return [role, text.strip(), calls]
+
+
+def _keys(form: bytes, messages: Sequence[Message]) -> list[bytes]:
+    """Return one key for every prefix of the messages, the empty one first."""
+
+    def longer(key: bytes, said: bytes) -> bytes:
+        return hashlib.blake2b(key + said, digest_size=16).digest()
+
+    said = (json.dumps(_said(each), sort_keys=True, default=str).encode() for each in messages)
+    return list(accumulate(said, longer, initial=form))
+
+
+def _deepest(session: _Session, keys: list[bytes], messages: Sequence[Message]) -> tuple[Node | None, int]:
+    """Return the newest node of the longest prefix that has one, and the number of its messages."""
+    for count in range(len(messages), 0, -1):
+        if messages[count - 1].get("role") == "assistant" and (nodes := session.by_key.get(keys[count])):
+            return nodes[-1], count
+    return None, 0
+
+
+def _reason(
+    session: _Session, parent: Node | None, form: bytes, keys: list[bytes], new: list[dict[str, Any]], turn: int
+) -> Branch | None:
+    if not session.nodes:
+        return None
+    if parent is None and session.forms and form not in session.forms:
+        return "tools_changed"
+    if any(each.get("role") == "assistant" for each in new):
+        return "history_changed"
+    if session.followed.get(parent or keys[-1], turn) != turn:
+        return "sibling"
+    return None if parent is not None else "new_root"
+
+
+def extension(
+    before: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], closed: int | None, prompts: ChatPrompts
+) -> list[int] | None:
+    """Return the ids behind an answer, the last of ``before``, that lead to the next one; None if unknown.
+
+    The answer is rendered with a mark in its place, with and without what follows: what both renderings
+    have behind the mark is the answer's own. ``closed`` is the token by which the sample closed itself,
+    which stands for the template's.
+    """
+    *history, answer = before
+    for marked, mark, name in _marked(answer):
+        try:
+            alone = prompts.render([*history, marked], False)
+            followed = prompts.render([*history, marked, *new], None)
+        except InvalidRequest:  # the template refuses the mark, or the messages, as the caller will see
+            continue
+        _, found, own = alone.partition(mark)
+        head, again, tail = followed.partition(mark)
+        if not found or not again:
+            continue
+        cut = _behind(own, tail, closed, prompts, calls=bool(name))
+        if cut is None:
+            return None
+        anchor, text = cut
+        text = text.replace(mark, name)
+        if not _shows(text, new) or not _shows(head, [each for each in history if each.get("role") == "user"]):
+            return None
+        if closed is None:
+            return prompts.encode(anchor + text)
+        ids = prompts.encode(anchor + text)
+        return ids[1:] if anchor or ids[:1] == [closed] else ids
+    return None
+
+
+def _marked(answer: dict[str, Any]) -> list[tuple[dict[str, Any], str, str]]:
+    """Return forms of an answer with a mark near its end, the mark, and the text that it stands for."""
+    mark = f"mark{secrets.token_hex(12)}"
+    kept = {name: value for name, value in answer.items() if name not in _REASONING}
+    calls = kept.get("tool_calls")
+    if not calls:
+        return [({**kept, "content": mark}, mark, "")]
+    *others, last = calls
+    function = last["function"]
+    forms = [({**last, "function": {**function, "name": mark}}, str(function.get("name") or ""))]
+    if last.get("id"):
+        forms.append(({**last, "id": mark}, str(last["id"])))
+    return [({**kept, "tool_calls": [*others, call]}, mark, name) for call, name in forms]
+
+
+def _behind(
+    own: str, tail: str, closed: int | None, prompts: ChatPrompts, *, calls: bool
+) -> tuple[str, str] | None:
+    """Return the template's end of turn (empty if it has none) and the text behind it.
+
+    ``own`` is what the template writes behind the mark of an answer that nothing follows.
+    """
+    tokenizer = prompts.tokenizer
+
+    def written(token: int) -> str:
+        return tokenizer.decode([token], skip_special_tokens=False)
+
+    special = [token for token in prompts.encode(own) if token in tokenizer.skipped]
+    end = written(special[-1]) if special else ""
+    at = own.rfind(end) if end else -1
+    if at < 0 or own[at + len(end) :].strip():  # the next turn's beginning is the end of this one
+        start = len(own.rstrip()) if calls else 0
+        return ("", tail[start:]) if tail[:start] == own[:start] else None
+    if tail[:at] != own[:at]:
+        return None
+    rest = tail[at:]
+    if not rest.startswith(end):  # an answer that is not the last may end by another token
+        first = prompts.encode(rest)[:1]
+        end = written(first[0]) if first and first[0] in tokenizer.skipped else ""
+        if not end or not rest.startswith(end):
+            return None
+    return end, rest[len(end) :]
+
+
+def _shows(text: str, messages: Sequence[Message]) -> bool:
+    """Return True if the contents stand in ``text`` in their order, as they are or as JSON."""
+    at = 0
+    for message in messages:
+        content = _text(message.get("content")).strip()
+        forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
+        places = [(place, len(form)) for form in forms if (place := text.find(form, at)) >= 0]
+        if not places:
+            return False
+        place, size = min(places)
+        at = place + size
+    return True
+
+
+def _sample(leaf: Node, seen: set[Node]) -> dict[str, Any]:
+    ids: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    spans: list[dict[str, Any]] = []
+    turns = []
+    shared = 0
+    path = leaf.path()
+    for node in path:
+        start = len(ids) + len(node.new_ids)
+        ids += [*node.new_ids, *node.output_ids]
+        mask += [0] * len(node.new_ids) + [1] * len(node.output_ids)
+        logprobs += [0.0] * len(node.new_ids) + list(node.logprobs)
+        for span in node.spans:
+            moved = msgspec.structs.replace(span, start=span.start + start, end=span.end + start)
+            spans.append(msgspec.to_builtins(moved))
+        turns.append({"turn": node.turn, "index": node.index, "start": start, "end": len(ids),
+                      "branch": node.branch, "finish_reason": node.finish})  # fmt: skip
+        shared = len(ids) if node in seen else shared
+    return {
+        "token_ids": ids,
+        "mask": mask,
+        "logprobs": logprobs,
+        "weight_versions": spans,
+        "turns": turns,
+        "shared_tokens": shared,
+        "finish_reason": leaf.finish,
+        "messages": [message for node in path for message in node.messages],
+        "routed_experts": leaf.routed,
+    }
