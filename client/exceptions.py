@@ -272,6 +272,10 @@ class EngineRestarting(EngineError, code=ErrorCode.ENGINE_RESTARTING, passes=Tru
     """The scheduler process has ended and its supervisor is starting a new one."""
 
 
+class SessionGone(EngineError, code=ErrorCode.SESSION_GONE):
+    """A session of turns was finished, has expired, was evicted, or never was."""
+
+
 class TimedOut(EngineError, TimeoutError, code=ErrorCode.TIMED_OUT):
     """No reply within the caller's timeout. The command may still complete.
 

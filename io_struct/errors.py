@@ -97,6 +97,8 @@ class ErrorCode(StrEnum):
     """Raised by clients only: the scheduler process or its socket is gone."""
     ENGINE_RESTARTING = "engine_restarting"
     """Raised by front ends: the scheduler process has ended, another starts. ``detail``: reason."""
+    SESSION_GONE = "session_gone"
+    """Raised by front ends: a session of turns has ended. ``detail``: reason."""
     TIMED_OUT = "timed_out"
     """Raised by clients only: no reply within the timeout; the command may still complete. ``detail``: id,
     timeout, and for a generation on a paused engine paused (mode, owner, age_s)."""

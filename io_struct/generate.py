@@ -6,7 +6,7 @@ cost more than everything else a step does (docs/explanation/performance.md).
 
 import math
 import struct
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -197,6 +197,11 @@ class GenerateReqInput(Request, kw_only=True):
     """True: send the new tokens after each step. The terminal result always contains everything."""
     cache_salt: Label = ""
     """Requests share prefix cache entries only with requests of the same salt."""
+    prefix_lease: Identifier | None = None
+    """Name of a lease on the cached pages of prompt and output, which are evicted after all others, up to half
+    of the cache: a conversation goes on. :class:`EndPrefixLeasesReqInput` ends it. None means no lease."""
+    prefix_lease_s: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 300.0
+    """Seconds until the lease ends by itself, counted from the end of the last generation that named it."""
     adapter: Identifier | None = None
     """Name of a loaded adapter (:class:`LoadAdapterReqInput`). None means the model itself."""
     min_weights_epoch: int | None = None
@@ -507,6 +512,19 @@ class FetchResultReqOutput(Reply, kw_only=True):
     """In the order of the sample index; empty if nothing is stored for this rid."""
     live: int
     """Samples of this rid that have not finished."""
+
+
+class EndPrefixLeasesReqInput(Request, kw_only=True):
+    """End leases (``prefix_lease``): their pages, as far as only they have them, are evicted before others."""
+
+    names: Annotated[list[Identifier], msgspec.Meta(max_length=MAX_SEQUENCES)]
+
+
+class EndPrefixLeasesReqOutput(Reply, kw_only=True):
+    """The number of leases that were there."""
+
+    OF_GROUP: ClassVar = {}
+    ended: int
 
 
 class ScoreReqInput(Request, kw_only=True):

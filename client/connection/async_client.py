@@ -153,6 +153,8 @@ class AsyncSchedulerClient(AsyncControlClient):
             rid: request id, one per prompt; a single one becomes ``rid-0``, ``rid-1``, … for a list. None
                 means random.
             cache_salt: prefix cache entries are shared only between requests of the same salt.
+            prefix_lease: name of a lease on the cached prefix: it is evicted last (:meth:`end_prefix_leases`).
+            prefix_lease_s: seconds after which the lease ends by itself.
             min_weights_epoch: an engine with a lower weights epoch refuses with :class:`EpochBehind`.
             first_sample: index of the first of the ``n`` samples, in noise and results.
             continued_tokens: number of tokens at the prompt's end that penalties count as output.
@@ -258,6 +260,13 @@ class AsyncSchedulerClient(AsyncControlClient):
         """Abort generations by their rids, or all of them. Their own callers get the partial outputs."""
         named = rid if rid is None or isinstance(rid, str) else list(rid)
         return await self._ask(wire.AbortReq(rid=named, abort_all=abort_all), wire.AbortReqOutput, call)
+
+    async def end_prefix_leases(
+        self, names: Sequence[str], **call: Unpack[CallOptions]
+    ) -> wire.EndPrefixLeasesReqOutput:
+        """End leases on cached prefixes, which are not used again: their pages are evicted first."""
+        request = wire.EndPrefixLeasesReqInput(names=list(names))
+        return await self._ask(request, wire.EndPrefixLeasesReqOutput, call)
 
     async def fetch_result(self, rid: str, **call: Unpack[CallOptions]) -> list[GenerateOutput]:
         """Return the results of a generation that ended while its client could not be reached, if any."""

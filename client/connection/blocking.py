@@ -207,6 +207,7 @@ class SchedulerClient(ControlClient):
     score = blocking(AsyncSchedulerClient.score)
     generate_images = blocking(AsyncSchedulerClient.generate_images)
     abort = blocking(AsyncSchedulerClient.abort)
+    end_prefix_leases = blocking(AsyncSchedulerClient.end_prefix_leases)
     fetch_result = blocking(AsyncSchedulerClient.fetch_result)
     start_profile = blocking(AsyncSchedulerClient.start_profile)
     stop_profile = blocking(AsyncSchedulerClient.stop_profile)

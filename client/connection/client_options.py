@@ -78,6 +78,8 @@ class OutputOptions(TypedDict, total=False):
     hidden_states_layers: Sequence[int] | None
     hidden_states_start_len: int
     cache_salt: str
+    prefix_lease: str | None
+    prefix_lease_s: float
     adapter: str | None
     min_weights_epoch: int | None
 

@@ -35,6 +35,7 @@ _STATUS: dict[str, int] = {
     ErrorCode.WEIGHTS_INVALID: 503,
     ErrorCode.OUT_OF_MEMORY: 503,
     ErrorCode.STATE_FILE_ERROR: 503,
+    ErrorCode.SESSION_GONE: 404,
     ErrorCode.TIMED_OUT: 504,
     ErrorCode.DEADLINE_EXCEEDED: 504,
     ErrorCode.INTERNAL: 500,

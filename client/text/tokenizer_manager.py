@@ -89,6 +89,8 @@ class GenerationRequest:
     hidden_states_layers: Sequence[int] | None = None
     hidden_states_start_len: int = 0
     cache_salt: str = ""
+    prefix_lease: str | None = None
+    prefix_lease_s: float = 300.0
     adapter: str | None = None
     """Name of a loaded adapter. None means the model itself."""
     min_weights_epoch: int | None = None

@@ -237,6 +237,11 @@ def _abort(engine: "Engine", message: wire.AbortReq) -> wire.AbortReqOutput:
     return wire.AbortReqOutput(id=message.id, aborted=engine.outputs.abort(samples, "Aborted"))
 
 
+def _end_leases(engine: "Engine", message: wire.EndPrefixLeasesReqInput) -> wire.EndPrefixLeasesReqOutput:
+    ended = sum(engine.cache.leases.end(name) for name in message.names)
+    return wire.EndPrefixLeasesReqOutput(id=message.id, ended=ended)
+
+
 def _fetch(engine: "Engine", message: wire.FetchResultReqInput) -> wire.FetchResultReqOutput:
     live = len(engine.live.samples(message.rid))
     kept = engine.answers.kept(message.rid)
@@ -300,6 +305,7 @@ _QUERIES: "dict[type, Callable[[Engine, Any], wire.Message]]" = {
 
 _AT_ONCE: "dict[type, Callable[[Engine, Any], wire.Message]]" = {
     wire.AbortReq: _abort,
+    wire.EndPrefixLeasesReqInput: _end_leases,
     wire.FetchResultReqInput: _fetch,
     wire.RenewPauseLeaseReqInput: _renew_lease,
     wire.ShutdownReqInput: _shut_down,

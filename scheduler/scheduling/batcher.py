@@ -352,7 +352,8 @@ class Batcher:
         slot = request.slot
         known = min(int(self.table.scheduled[slot]), int(self.table.length[slot]))
         try:
-            self.cache.close(request.kv, self.table.tokens[slot, :known] if keep_prefix else None)
+            kept = self.table.tokens[slot, :known] if keep_prefix else None
+            self.cache.close(request.kv, kept, request.lease)
         except Exception as error:
             if not keep_prefix:
                 raise

@@ -141,6 +141,8 @@ class Request:
     continued: int = 0
     """The last tokens of ``prompt`` that penalties count as output."""
     details: bool = False
+    lease: tuple[str, float] | None = None
+    """Name and seconds of a lease on its cached pages."""
     adapter: Adapter | None = None
     """Written by ``control/adapters.py``, with ``salt`` and ``prompt_key``."""
 
@@ -239,6 +241,7 @@ def make_requests(
             hidden=HiddenRecord.of(message, num_layers),
             continued=message.continued_tokens,
             details=message.stream_details,
+            lease=None if message.prefix_lease is None else (message.prefix_lease, message.prefix_lease_s),
             forced=None
             if params.forced_output_ids is None
             else np.asarray(params.forced_output_ids, np.int32),
