@@ -518,6 +518,7 @@ class EndPrefixLeasesReqInput(Request, kw_only=True):
     """End leases (``prefix_lease``): their pages, as far as only they have them, are evicted before others."""
 
     names: Annotated[list[Identifier], msgspec.Meta(max_length=MAX_SEQUENCES)]
+    """Names that requests gave; one without a lease is skipped."""
 
 
 class EndPrefixLeasesReqOutput(Reply, kw_only=True):
@@ -525,6 +526,7 @@ class EndPrefixLeasesReqOutput(Reply, kw_only=True):
 
     OF_GROUP: ClassVar = {}
     ended: int
+    """Number of leases that ended, over all engines."""
 
 
 class ScoreReqInput(Request, kw_only=True):

@@ -32,7 +32,9 @@ from .tokenizer import TextTokenizer
 from .tokenizer_manager import Sample
 
 Message = Mapping[str, Any]
-Branch = Literal["sibling", "new_root", "history_changed", "tools_changed", "template", "continued", "truncated"]
+Branch = Literal[
+    "sibling", "new_root", "history_changed", "tools_changed", "template", "continued", "truncated"
+]
 """Reason of a turn that does not extend the newest sample of its conversation. ``sibling``: another turn
 continues the same sample. ``new_root``: a conversation of its own. ``history_changed``: the messages have an
 answer that is not the session's. ``tools_changed``: tools, template or its variables differ. ``template``:
@@ -276,7 +278,12 @@ class SessionStore:
         for leaf in (node for node in nodes if node not in inner):
             samples.append(_sample(leaf, seen))
             seen.update(leaf.path())
-        return {"session_id": session_id, "turns": session.turns, "tokens": session.tokens, "samples": samples}
+        return {
+            "session_id": session_id,
+            "turns": session.turns,
+            "tokens": session.tokens,
+            "samples": samples,
+        }
 
     def finish(self, session_id: str) -> bool:
         """End a session; False if there is none."""
@@ -396,7 +403,12 @@ def _deepest(session: _Session, keys: list[bytes], messages: Sequence[Message]) 
 
 
 def _reason(
-    session: _Session, parent: Node | None, form: bytes, keys: list[bytes], new: list[dict[str, Any]], turn: int
+    session: _Session,
+    parent: Node | None,
+    form: bytes,
+    keys: list[bytes],
+    new: list[dict[str, Any]],
+    turn: int,
 ) -> Branch | None:
     if not session.nodes:
         return None
@@ -434,7 +446,9 @@ def extension(
             return None
         anchor, text = cut
         text = text.replace(mark, name)
-        if not _shows(text, new) or not _shows(head, [each for each in history if each.get("role") == "user"]):
+        if not _shows(text, new) or not _shows(
+            head, [each for each in history if each.get("role") == "user"]
+        ):
             return None
         if closed is None:
             return prompts.encode(anchor + text)

@@ -25,7 +25,7 @@ import numpy as np
 from .allocator import LedgerError as LedgerError
 from .allocator import PageAllocator, Usage
 from .layer_ledgers import RequestState, StateRows, WindowPages
-from .leases import PrefixLeases
+from .prefix_leases import PrefixLeases
 from .prompt_logprobs import PromptLogprobs
 from .radix import NO_PAGES, Node, RadixTree, Salt
 
@@ -190,9 +190,7 @@ class CacheManager:
         self._num_owned -= full - first
         self._free(duplicates)
 
-    def close(
-        self, kv: RequestKV, tokens: np.ndarray | None, lease: tuple[str, float] | None = None
-    ) -> None:
+    def close(self, kv: RequestKV, tokens: np.ndarray | None, lease: tuple[str, float] | None = None) -> None:
         """End a request, donating ``tokens`` unless None; if that raises, ``kv`` is still open.
 
         ``lease`` is the name and the seconds of a lease on what it shares.

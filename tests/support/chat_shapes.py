@@ -1,4 +1,5 @@
 """Chat templates of the shapes that models come with, and conversations in which a model answers by them."""
+# ruff: noqa: E501  (templates are read as they are)
 
 import json
 import random
@@ -20,7 +21,9 @@ SPECIALS = (
     "[CALLS] [RESULTS] [/RESULTS] <|start|> <|message|> <|channel|> <|end|> <|return|> <|user|> <|assistant|> "
     "<|observation|> <|system|>"
 ).split()
-_CALL = "{{ '{\"name\": \"' ~ c.function.name ~ '\", \"arguments\": ' ~ c.function.arguments | tojson ~ '}' }}"
+_CALL = (
+    "{{ '{\"name\": \"' ~ c.function.name ~ '\", \"arguments\": ' ~ c.function.arguments | tojson ~ '}' }}"
+)
 TEMPLATES = {
     # tool answers in a row are one user turn
     "qwen": "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
@@ -117,7 +120,9 @@ def chat_prompts(tokenizer: TextTokenizer, tools=TOOLS, **more) -> ChatPrompts:
     def encode(text):
         return tokenizer.encode(text, add_special_tokens=False)
 
-    return ChatPrompts(render=render, encode=encode, tokenizer=tokenizer, form=json.dumps(tools).encode(), **more)
+    return ChatPrompts(
+        render=render, encode=encode, tokenizer=tokenizer, form=json.dumps(tools).encode(), **more
+    )
 
 
 def sample(turn, ids, *, closed=None, reason="stop", index=0, version="1"):
@@ -172,7 +177,11 @@ class Talk:
         text = self.text([*self.messages, message], False).removeprefix(self.text(self.messages, True))
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if self.shape == "glm":
-            ids.append(self.tokenizer.backend.token_to_id("<|observation|>" if "tool_calls" in message else "<|user|>"))
+            ids.append(
+                self.tokenizer.backend.token_to_id(
+                    "<|observation|>" if "tool_calls" in message else "<|user|>"
+                )
+            )
         while ids and ids[-1] not in self.tokenizer.skipped and self.shape != "plain":
             ids.pop()  # what the template writes behind the end
         closed = ids[-1] if ids[-1] in self.tokenizer.skipped else None
@@ -197,7 +206,5 @@ class Talk:
         if pick.random() < 0.7:
             found.pop("reasoning_content", None)
         if calls := found.get("tool_calls"):
-            found["tool_calls"] = [
-                {**call, "index": 0, "function": {**call["function"]}} for call in calls
-            ]
+            found["tool_calls"] = [{**call, "index": 0, "function": {**call["function"]}} for call in calls]
         return found

@@ -118,17 +118,21 @@ class ManagerAgainstContents(RuleBasedStateMachine):
             assert request.kv.num_shared == request.computed // PAGE
 
     @precondition(lambda self: self.requests)
-    @rule(data=st.data(), keep=st.booleans())
-    def close(self, data, keep):
+    @rule(data=st.data(), keep=st.booleans(), lease=st.sampled_from([None, ("a", 1.0), ("b", 1e9)]))
+    def close(self, data, keep, lease):
         request = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
         cached = self.manager.usage().cached
-        self.manager.close(request.kv, array(request.tokens[: request.computed]) if keep else None)
+        self.manager.close(request.kv, array(request.tokens[: request.computed]) if keep else None, lease)
         if keep:
             self.remember_donation(request)
         if request.stale:
             assert self.manager.usage().cached == cached
         with pytest.raises(LedgerError, match="closed"):
             self.manager.extend(request.kv, 1)
+
+    @rule(name=st.sampled_from("ab"))
+    def end_lease(self, name):
+        self.manager.leases.end(name)
 
     @precondition(lambda self: self.quiet > 8)  # rarely, so that a cache can grow
     @rule(step=st.integers(1, 2))

@@ -1,7 +1,7 @@
 """Sessions: ids of every turn are those that were sampled, whatever the template does with them."""
 
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.chat_shapes import REWRITES_HISTORY, TEMPLATES, TOOLS, Talk, chat_prompts, make_backend, sample
@@ -66,11 +66,15 @@ def test_every_turn_extends_the_ids_before_it(tokenizers, shape, traces):
             assert turn.branch is None, (shape, seed, number)
             assert turn.prompt_ids[: len(ids)] == ids
             assert turn.reused == len(ids)
-            if shape not in REWRITES_HISTORY and not (shape == "glm" and ids and ids[-1] in tokenizer.skipped):
+            if shape not in REWRITES_HISTORY and not (
+                shape == "glm" and ids and ids[-1] in tokenizer.skipped
+            ):
                 shown = tokenizer.decode(turn.prompt_ids, skip_special_tokens=False)
                 assert shown == talk.text(talk.messages, True), (seed, number)
             new = tokenizer.decode(turn.prompt_ids[len(ids) :], skip_special_tokens=False)
-            assert all(each["content"] in new or shape in ("mistral", "harmony") for each in talk.messages[-1:])
+            assert all(
+                each["content"] in new or shape in ("mistral", "harmony") for each in talk.messages[-1:]
+            )
             message, output, closed = talk.answer()
             store.record(turn, sample(turn, output, closed=closed), message)
             talk.messages.append(talk.as_returned(message))
@@ -114,7 +118,9 @@ def test_turns_that_run_together_are_siblings(tokenizer):
     _, root, one = say(store, tokenizer, asked("Go"))
     turns = [store.turn("s", [*one, *asked("on")], chat_prompts(tokenizer)) for _ in range(2)]
     nodes = [
-        store.record(turn, sample(turn, [5, 6 + at], index=index), {"role": "assistant", "content": f"{at}{index}"})
+        store.record(
+            turn, sample(turn, [5, 6 + at], index=index), {"role": "assistant", "content": f"{at}{index}"}
+        )
         for at, turn in enumerate(turns)
         for index in range(2)
     ]
@@ -125,7 +131,9 @@ def test_turns_that_run_together_are_siblings(tokenizer):
 
 
 def test_a_template_that_drops_messages_branches(backend):
-    last_only = "{% for m in messages[-2:] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    last_only = (
+        "{% for m in messages[-2:] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
     tokenizer = TextTokenizer(backend, {}, {"default": last_only})
     store = SessionStore()
     _, _, one = say(store, tokenizer, asked("Go"))
@@ -139,7 +147,9 @@ def test_a_cut_answer_is_continued_with_its_own_ids(tokenizer):
     _, node, one = say(store, tokenizer, asked("Go"), "The quick", ended=False)
     turn, longer, _ = say(store, tokenizer, one, " fox", continued=True)
     assert (turn.prompt_ids, turn.branch, longer.parent) == (node.ids(), None, node)
-    after, _, _ = say(store, tokenizer, [*asked("Go"), {"role": "assistant", "content": "The quick fox"}, *asked("on")])
+    after, _, _ = say(
+        store, tokenizer, [*asked("Go"), {"role": "assistant", "content": "The quick fox"}, *asked("on")]
+    )
     assert after.prompt_ids[: longer.length] == longer.ids()
 
 
@@ -208,21 +218,17 @@ def test_memory_is_bounded_by_sessions_and_tokens(tokenizer):
 
 
 def test_threads_share_a_store(tokenizer):
-    store, failures = SessionStore(), []
+    store = SessionStore()
 
     def talk(number):
-        try:
-            messages = []
-            for turn in range(6):
-                said, _, messages = say(store, tokenizer, [*messages, *asked(f"{turn}")], session=str(number % 2))
-                assert turn == 0 or said.parent is not None
-        except BaseException as error:
-            failures.append(error)
+        messages, parents = [], []
+        for turn in range(6):
+            said, _, messages = say(store, tokenizer, [*messages, *asked(f"{turn}")], session=str(number % 2))
+            parents.append(said.parent)
+        return parents
 
-    threads = [threading.Thread(target=talk, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(4) as threads:
+        for first, *others in threads.map(talk, range(4)):
+            assert first is None
+            assert None not in others
     assert sum(store.export(name)["turns"] for name in store.ids()) == 24
