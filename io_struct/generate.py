@@ -198,8 +198,8 @@ class GenerateReqInput(Request, kw_only=True):
     cache_salt: Label = ""
     """Requests share prefix cache entries only with requests of the same salt."""
     prefix_lease: Identifier | None = None
-    """Name of a lease on the cached pages of prompt and output, which are evicted after all others, up to half
-    of the cache: a conversation goes on. :class:`EndPrefixLeasesReqInput` ends it. None means no lease."""
+    """Name of a lease on the cached pages of prompt and output, which are evicted after all others, up to
+    half of the cache: a conversation goes on. :class:`EndPrefixLeasesReqInput` ends it. None means no lease."""
     prefix_lease_s: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 300.0
     """Seconds until the lease ends by itself, counted from the end of the last generation that named it."""
     adapter: Identifier | None = None
@@ -515,7 +515,7 @@ class FetchResultReqOutput(Reply, kw_only=True):
 
 
 class EndPrefixLeasesReqInput(Request, kw_only=True):
-    """End leases (``prefix_lease``): their pages, as far as only they have them, are evicted before others."""
+    """End leases (``prefix_lease``): their pages, as far as only they have them, are evicted first."""
 
     names: Annotated[list[Identifier], msgspec.Meta(max_length=MAX_SEQUENCES)]
     """Names that requests gave; one without a lease is skipped."""

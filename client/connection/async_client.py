@@ -153,7 +153,7 @@ class AsyncSchedulerClient(AsyncControlClient):
             rid: request id, one per prompt; a single one becomes ``rid-0``, ``rid-1``, … for a list. None
                 means random.
             cache_salt: prefix cache entries are shared only between requests of the same salt.
-            prefix_lease: name of a lease on the cached prefix: it is evicted last (:meth:`end_prefix_leases`).
+            prefix_lease: name of a lease on the cached prefix, by which it is evicted last.
             prefix_lease_s: seconds after which the lease ends by itself.
             min_weights_epoch: an engine with a lower weights epoch refuses with :class:`EpochBehind`.
             first_sample: index of the first of the ``n`` samples, in noise and results.

@@ -159,7 +159,7 @@ class SessionStore:
         lease_s: float = 3600.0,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """A session expires ``lease_s`` after its last call; the least recently used one is evicted first."""
+        """Let a session expire ``lease_s`` after its last call; evict the least recently used one first."""
         self.lease_s = lease_s
         self._max_sessions = max_sessions
         self._max_tokens = max_tokens

@@ -15,12 +15,43 @@ from caesura.io_struct import FinishReason, WeightVersionSpan
 
 from .tokenizers import LINES
 
-SPECIALS = (
-    "<s> </s> <|im_start|> <|im_end|> <|im_user|> <|im_middle|> <|head|> <|/head|> <|eot|> <|User|> <|Assistant|> "
-    "<|calls|> <|call|> <|/call|> <|/calls|> <|outs|> <|out|> <|/out|> <|/outs|> [INST] [/INST] [TOOLS] [/TOOLS] "
-    "[CALLS] [RESULTS] [/RESULTS] <|start|> <|message|> <|channel|> <|end|> <|return|> <|user|> <|assistant|> "
-    "<|observation|> <|system|>"
-).split()
+SPECIALS = [
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|im_user|>",
+    "<|im_middle|>",
+    "<|head|>",
+    "<|/head|>",
+    "<|eot|>",
+    "<|User|>",
+    "<|Assistant|>",
+    "<|calls|>",
+    "<|call|>",
+    "<|/call|>",
+    "<|/calls|>",
+    "<|outs|>",
+    "<|out|>",
+    "<|/out|>",
+    "<|/outs|>",
+    "[INST]",
+    "[/INST]",
+    "[TOOLS]",
+    "[/TOOLS]",
+    "[CALLS]",
+    "[RESULTS]",
+    "[/RESULTS]",
+    "<|start|>",
+    "<|message|>",
+    "<|channel|>",
+    "<|end|>",
+    "<|return|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|system|>",
+]
 _CALL = (
     "{{ '{\"name\": \"' ~ c.function.name ~ '\", \"arguments\": ' ~ c.function.arguments | tojson ~ '}' }}"
 )
