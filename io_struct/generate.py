@@ -199,7 +199,7 @@ class GenerateReqInput(Request, kw_only=True):
     """Requests share prefix cache entries only with requests of the same salt."""
     prefix_lease: Identifier | None = None
     """Name of a lease on the cached pages of prompt and output, which are evicted after all others, up to
-    half of the cache: a conversation goes on. :class:`EndPrefixLeasesReqInput` ends it. None means no lease."""
+    half of the cache. :class:`EndPrefixLeasesReqInput` ends it. None means no lease."""
     prefix_lease_s: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 300.0
     """Seconds until the lease ends by itself, counted from the end of the last generation that named it."""
     adapter: Identifier | None = None

@@ -72,8 +72,8 @@ class RadixTree:
         self._roots: dict[tuple[int, Salt], Node] = {}
         self._clock = 0
         self._serial = 0
-        # The entry (leased, last access when pushed, serial, node) of every unlocked leaf, and left-overs: one
-        # whose node was used since is pushed again when it surfaces; one whose node is no unlocked leaf,
+        # The entry (leased, last access when pushed, serial, node) of every unlocked leaf, and left-overs:
+        # one whose node was used since is pushed again when it surfaces; one whose node is no unlocked leaf,
         # or has an earlier entry now, is dropped.
         self._heap: list[tuple[bool, int, int, Node]] = []
         self._outdated = 0  # entries with an earlier one of the same node
