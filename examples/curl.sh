@@ -55,6 +55,15 @@ get /v1/models
 get /openapi.json
 post /v1/completions '{"prompt": "Hello", "max_tokens": 8}'
 post /v1/chat/completions '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}'
+post /sessions '{"session_id": "x"}'
+post /sessions/x/v1/chat/completions '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}'
+get /sessions/x
+get /sessions/x/samples
+call -X DELETE "${URL}/sessions/x"
+post /open_session '{"session_id": "other", "timeout": 60}'
+post /close_session '{"session_id": "other"}'
+post /open_session '{"session_id": "third"}'
+post /finish_session '{"session_id": "third"}'
 answered=$(post /v1/responses '{"input": "Hello", "max_output_tokens": 8}')
 echo "$answered"
 kept=$(sed -n 's/.*"id":"\(resp-[^"]*\)".*/\1/p' <<< "$answered")

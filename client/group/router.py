@@ -39,6 +39,12 @@ def routed_by(key: str | None) -> Iterator[None]:
         _routing_key.reset(token)
 
 
+def route_by(key: str) -> None:
+    """Send further generations of this task to the engine of ``key``, unless a block says where they go."""
+    if _routing_key.get() is None:
+        _routing_key.set(key)
+
+
 def current_routing_key() -> str | None:
     return _routing_key.get()
 

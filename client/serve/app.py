@@ -37,7 +37,7 @@ from ..launch.supervisor import Down, Serving, Supervisor
 from ..launch.supervisor import State as EngineState
 from ..text.tokenizer import TextTokenizer, TokenizerMissing
 from ..text.tokenizer_manager import TokenizerManager
-from . import drift_routes, lora_routes
+from . import drift_routes, lora_routes, session_routes
 from .anthropic import messages
 from .context import OWNER, Front, FrontEnd
 from .error_responses import EXCEPTION_HANDLERS
@@ -72,7 +72,7 @@ def routes_of(*modules: ModuleType) -> list[HTTPRouteHandler]:
 
 ROUTES = [
     *routes_of(generate, rollout, control, weights, info, tokenize, completions, chat, images, models),
-    *routes_of(responses, messages, render, parse),
+    *routes_of(responses, messages, render, parse, session_routes),
     *routes_of(tokens, vllm_control, vllm_weights, lora_routes, drift_routes, asample, samplers, training),
     *routes_of(metrics, dashboard, openapi),
 ]

@@ -19,6 +19,7 @@ from litestar.di import NamedDependency
 from ...io_struct import CaesuraError, GetStatusReqOutput
 from ..connection.async_client import AsyncSchedulerClient
 from ..exceptions import Busy, EnginePaused, NotIdle, QueueFull, TimedOut
+from ..text.sessions import SessionStore
 from ..text.tokenizer_manager import TokenizerManager
 from .bodies import UnknownKeys
 from .openai.kept_responses import KeptResponses
@@ -65,6 +66,7 @@ class FrontEnd:
         self.options = options
         self.metrics = metrics
         self.workers = Workers()
+        self.sessions = SessionStore(options.max_sessions, options.session_tokens, options.session_lease_s)
         self.last_image = LastImage()
         self.unknown_keys = UnknownKeys()
         self.responses = KeptResponses()

@@ -98,6 +98,12 @@ class CommandLine:
     """Send only new text and tokens in each event of a /generate stream, not the whole output so far."""
     stream_interval: int = _option(1, click.IntRange(1))
     """Number of tokens of each event of a stream after the first, which has one. A larger one costs less."""
+    max_sessions: int = _option(4096, click.IntRange(1))
+    """Number of sessions of turns that are kept; the least recently used one gives way."""
+    session_tokens: int = _option(1 << 25, click.IntRange(1))
+    """Tokens and log-probabilities of all sessions together; the least recently used one gives way."""
+    session_lease_s: float = _option(3600.0, click.FloatRange(min=0, min_open=True))
+    """Seconds without a call after which a session expires."""
     served_model_name: str = _option("")
     """Model name in the OpenAI API.  [default: the model path]"""
     tokenizer: str | None = _option(None, PATH)

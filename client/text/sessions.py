@@ -16,7 +16,7 @@ import hashlib
 import json
 import secrets
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -167,7 +167,7 @@ class SessionStore:
         self._lock = Lock()
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._gone: OrderedDict[str, str] = OrderedDict()
-        self._ended: list[str] = []
+        self._ended: deque[str] = deque(maxlen=MAX_REMEMBERED)
         self._tokens = 0
         self._secret = secrets.token_bytes(16)  # two front ends of one engine do not share leases
 
@@ -307,7 +307,8 @@ class SessionStore:
         """Return the lease names of sessions that have gone since the last call."""
         with self._lock:
             self._expire()
-            ended, self._ended = self._ended, []
+            ended = list(self._ended)
+            self._ended.clear()
             return ended
 
     def usage(self) -> tuple[int, int]:

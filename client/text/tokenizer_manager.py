@@ -463,7 +463,7 @@ class TokenizerManager:
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, without context."""
-        return self._need_tokenizer("tokens").decode(ids, skip_special_tokens=skip_special_tokens)
+        return self.need_tokenizer("tokens").decode(ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self,
@@ -474,15 +474,19 @@ class TokenizerManager:
         **kwargs: Any,
     ) -> list[int]:
         """Return the token ids of a conversation; ``kwargs`` as of :meth:`TextTokenizer.render_chat`."""
-        tokenizer = self._need_tokenizer("messages")
-        prompt = tokenizer.render_chat(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
+        return self.encode_chat(
+            self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs)
         )
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
+        return self.need_tokenizer("messages").render_chat(messages, **kwargs)
+
+    def encode_chat(self, prompt: str) -> list[int]:
         return self._encoder(prompt, "messages").encode(prompt, add_special_tokens=False)
 
     def _encoder(self, text: str, field: str = "text") -> TextTokenizer:
         """Return the tokenizer if ``text`` can fit into the context; tokenizing is expensive."""
-        tokenizer = self._need_tokenizer(field)
+        tokenizer = self.need_tokenizer(field)
         tokens = self._context_length
         if tokens is not None and len(text) > tokens * tokenizer.longest:
             reason = (
@@ -492,7 +496,7 @@ class TokenizerManager:
             raise PromptTooLong(reason, field=field, limit=tokens)
         return tokenizer
 
-    def _need_tokenizer(self, field: str) -> TextTokenizer:
+    def need_tokenizer(self, field: str) -> TextTokenizer:
         if self.tokenizer is None:
             reason = "this engine is served without a tokenizer: only token ids are accepted"
             raise InvalidRequest(reason, field=field)
@@ -501,7 +505,7 @@ class TokenizerManager:
     async def _prepare(self, request: GenerationRequest, *, stream: bool) -> _Work:
         stops = shared_stop_strings(request.stop) if request.stop else None
         if stops is not None:
-            self._need_tokenizer("stop")
+            self.need_tokenizer("stop")
             if not request.detokenize:
                 raise InvalidRequest("stop strings need detokenize", field="stop")
             if request.sampling_params.forced_output_ids is not None:

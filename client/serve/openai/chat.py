@@ -41,7 +41,12 @@ def decode_chat(body: bytes) -> ChatRequest:
     return decode_request(_decoder.decode, body, ChatRequest)
 
 
-@generating("/v1/chat/completions", ChatRequest, body="text", exception_handlers=EXCEPTION_HANDLERS)
+@generating(
+    ["/v1/chat/completions", "/sessions/{session_id:str}/v1/chat/completions"],
+    ChatRequest,
+    body="text",
+    exception_handlers=EXCEPTION_HANDLERS,
+)
 async def chat_completions(request: HTTPRequest, front: Front) -> Response[Any]:
     asked = await read_request(front, request, decode_chat)
     generation, exchange = await front.workers.run(lambda: planned_chat(front, asked))
@@ -144,4 +149,4 @@ def _end_fields(sample: Sample, exchange: Exchange) -> Choice:
         if parsed.calls and fields["finish_reason"] == "stop":
             fields["finish_reason"] = "tool_calls"
         fields |= exchange.malformed_calls(sample)
-    return fields
+    return fields | exchange.session_fields(sample)

@@ -17,13 +17,14 @@ from litestar.exceptions import HTTPException
 from litestar.types import ExceptionHandlersMap
 
 from ....io_struct import CaesuraError, ErrorCode, SamplingParams, new_id
-from ....io_struct.base import Identifier
+from ....io_struct.base import MAX_ID_LENGTH, Identifier
 from ....io_struct.field_errors import shown
 from ....io_struct.generate import MAX_SAMPLES, MAX_TOP_LOGPROBS, TokenId
 from ...exceptions import RETRYABLE, InvalidRequest
+from ...group.router import route_by
 from ...text.tokenizer import TextTokenizer
 from ...text.tokenizer_manager import characters, check_size
-from ..bodies import INLINE, UNREADABLE, HTTPRequest, nullable_fields, present, unreadable
+from ..bodies import INLINE, UNREADABLE, VISIBLE, HTTPRequest, nullable_fields, present, unreadable
 from ..context import FrontEnd
 from ..error_responses import json_response, openai_error, status_of
 from ..generations import ClientLeft, client_left
@@ -33,6 +34,8 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 TopCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 AnySeed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """OpenAI's clients may send negative seeds, which are folded into 63 bits."""
+SessionId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH, pattern=VISIBLE)]
+SESSION_HEADER = "X-Session-ID"
 DEFAULT_MODEL = "default"
 """Name that clients of SGLang give to any model."""
 MAX_STOP_STRINGS = 32
@@ -47,7 +50,7 @@ REFUSED = {
     "input_embeds": "prompts are text or token ids",
     "prompt_embeds": "prompts are text or token ids",
     "return_hidden_states": "hidden states are not kept",
-    "session_params": "there are no sessions; prefixes are cached by content",
+    "session_params": "turns are found by their messages: give session_id",
     "bootstrap_host": "prefill and decode run in one engine",
     "bootstrap_room": "prefill and decode run in one engine",
 }
@@ -62,7 +65,6 @@ IGNORED = {
     "prediction": "would only be faster",
     "verbosity": "hosted models only",
     "priority": "requests run in the order of their arrival",
-    "session_id": "there is one engine",
     "request_id": "a label; rid names a generation",
     "length_penalty": "of beam search",
     "custom_params": "for processors of logits, which are refused",
@@ -100,6 +102,8 @@ class CommonRequest(_OtherFields, kw_only=True):
     # Beyond OpenAI, with SGLang's and vLLM's names
     rid: Identifier | list[Identifier] | None = None
     """Name of the generations for an abort (``rid_0``, … of several prompts), and id of the response."""
+    session_id: SessionId | None = None
+    """Session that a conversation is a turn of, or the header ``X-Session-ID``; replicas are chosen by it."""
     min_tokens: Count | None = None
     trace_decode_token_ids: list[TokenId] | None = None
     """vLLM's name of ``forced_output_ids``."""
@@ -306,6 +310,19 @@ def choose_model(front: FrontEnd, request: CommonRequest) -> None:
     request.lora_path = request.lora_path or adapter_of(front, request.model)
 
 
+def choose_session(request: HTTPRequest, asked: CommonRequest) -> None:
+    """Note the session that path or header name, and have its engine chosen by it."""
+    given = [request.path_params.get("session_id"), request.headers.get(SESSION_HEADER), asked.session_id]
+    names = {str(name) for name in given if name}
+    if len(names) > 1:
+        raise InvalidRequest(f"{len(names)} different sessions are named", field="session_id")
+    for name in names:
+        if len(name) > MAX_ID_LENGTH or not re.match(VISIBLE, name):
+            raise InvalidRequest(f"session_id is not 1 to {MAX_ID_LENGTH} characters", field="session_id")
+        asked.session_id = name
+        route_by(name)
+
+
 def check_model(front: FrontEnd, name: str | None) -> None:
     """Refuse models other than the served one (null, its name, its folder or ``default``) and adapters."""
     if adapter_of(front, name) is not None and not front.options.max_loras:
@@ -333,6 +350,7 @@ async def read_request(
     asked = read() if len(body) <= INLINE else await front.workers.run(read)
     if isinstance(asked, CommonRequest):
         choose_model(front, asked)
+        choose_session(request, asked)
     else:
         check_model(front, getattr(asked, "model", None))
     return asked

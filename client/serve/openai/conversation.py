@@ -14,8 +14,9 @@ import msgspec
 from ...connection.results import GenerateOutput, TokenDelta
 from ...exceptions import InvalidRequest
 from ...text.answer_parser import AnswerParser, ParsedAnswer, Piece, opens_reasoning, parser_for
+from ...text.sessions import ChatPrompts, Node, Turn
 from ...text.tokenizer import TextTokenizer
-from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
+from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample
 from ..bodies import present
 from ..context import FrontEnd
 from ..grammar_fields import response_format
@@ -65,10 +66,15 @@ class Conversation(CommonRequest, kw_only=True):
 class Exchange:
     """The prompt of one conversation, and what becomes of its samples."""
 
-    def __init__(self, front: FrontEnd, request: Conversation, prompt_ids: list[int]) -> None:
+    def __init__(
+        self, front: FrontEnd, request: Conversation, prompt_ids: list[int], turn: Turn | None = None
+    ) -> None:
         tokenizer = front.manager.tokenizer
         self.request = request
         self.prompt_ids = prompt_ids
+        self._sessions = front.sessions
+        self._turn = turn
+        self._nodes: dict[int, Node | None] = {}  # samples that were recorded
         self.reasoning_parser = _reasoning_parser(request, front.options)
         """Format of the reasoning that is told apart from the content, or ``none``."""
         self._new_parser = _new_parser(request, front.options, tokenizer, prompt_ids, self.reasoning_parser)
@@ -85,6 +91,8 @@ class Exchange:
     def pieces(self, chunk: Chunk) -> list[Piece]:
         """Return the visible pieces that are new with a chunk."""
         if self._new_parser is None:
+            if chunk.finished is not None:
+                self._record(chunk.finished)
             return [Piece(kind="content", text=chunk.text)] if chunk.text else []
         parser = self._parsers.get(chunk.index)
         if parser is None:
@@ -92,7 +100,39 @@ class Exchange:
         pieces = parser.feed(chunk.text)
         if chunk.finished is not None:
             pieces += parser.end(self._stop_token(chunk.finished))
+            self._record(chunk.finished)
         return self._shown(chunk, pieces)
+
+    def _record(self, sample: Sample) -> None:
+        """Keep a sample that the client gets whole, in the form in which it may send it back."""
+        if self._turn is None or sample.index in self._nodes:
+            return
+        self._nodes[sample.index] = None
+        found = self.answer(sample)
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in found.calls
+        ]
+        message = {
+            "role": "assistant",
+            "content": found.content,
+            "reasoning_content": found.reasoning or None,
+            "tool_calls": calls,
+        }
+        self._nodes[sample.index] = self._sessions.record(self._turn, sample, message)
+
+    def session_fields(self, sample: Sample) -> dict[str, Any]:
+        """Return what a finished sample says about its turn; empty without a session."""
+        if self._turn is None:
+            return {}
+        self._record(sample)
+        node = self._nodes[sample.index]
+        told = self._turn.told()
+        if node is None:
+            return {"session": {**told, "turn": None}}
+        parent = None if node.parent is None else node.parent.turn
+        reused = 0 if node.parent is None else node.parent.length
+        return {"session": {**told, "parent": parent, "reused_tokens": reused, "branch": node.branch}}
 
     def answer(self, sample: Sample) -> ParsedAnswer:
         """Return the parts of a sample, also of one whose pieces have been read."""
@@ -179,16 +219,22 @@ def planned_exchange(
     check_batch(front, request, 1)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs", field="top_logprobs")
-    prompt = kept_prompt(front, request, _prompt(front.manager, request), limit or 1)
-    exchange = Exchange(front, request, prompt)
+    whole, turn = _prompt(front, request)
+    prompt = kept_prompt(front, request, whole, limit or 1)
+    exchange = Exchange(front, request, prompt, turn)
     fields = common_fields(request)
+    logprobs = logprob_fields(request, (request.top_logprobs or 0) if request.logprobs else None)
+    if turn is not None:
+        logprobs["return_logprob"] = True
+        fields["prefix_lease"] = front.sessions.lease_name(turn.session.id)
+        fields["prefix_lease_s"] = turn.session.lease_s
     if exchange.parses:
         fields["skip_special_tokens"] = False
     generation = GenerationRequest(
         prompt=prompt,
         rid=rids_for(request, 1, prefix)[0],
         sampling_params=sampling_params(request, limit, front.manager.tokenizer),
-        **logprob_fields(request, (request.top_logprobs or 0) if request.logprobs else None),
+        **logprobs,
         **fields,
     )
     return generation, exchange
@@ -224,7 +270,9 @@ def _new_parser(
     return cast("Callable[[], AnswerParser]", new) if new() is not None else None
 
 
-def _prompt(manager: TokenizerManager, request: Conversation) -> list[int]:
+def _prompt(front: FrontEnd, request: Conversation) -> tuple[list[int], Turn | None]:
+    """Return the prompt's ids; in a session they begin with those of the turns before."""
+    manager = front.manager
     choice = request.tool_choice
     if choice not in (*NOTHING, "auto", "none"):
         raise InvalidRequest("tool_choice is not supported beyond auto and none", field="tool_choice")
@@ -241,14 +289,31 @@ def _prompt(manager: TokenizerManager, request: Conversation) -> list[int]:
     for name in ("self", "messages", "tools", "tokenize", "chat_template", "continue_final_message"):
         if name in variables:
             raise InvalidRequest(f"chat_template_kwargs may not set {name}", field="chat_template_kwargs")
-    return manager.apply_chat_template(
-        template_messages(request.messages),
-        tools=request.tools or None,
-        add_generation_prompt=generation_prompt is not False and not continued,
-        continue_final_message=continued,
-        chat_template=request.chat_template or None,
-        **variables,
+    messages = template_messages(request.messages)
+    settings = {"tools": request.tools or None, "chat_template": request.chat_template or None, **variables}
+    begins = generation_prompt is not False and not continued
+    if request.session_id is None:
+        return manager.apply_chat_template(
+            messages, add_generation_prompt=begins, continue_final_message=continued, **settings
+        ), None
+
+    def render(messages: Sequence[Mapping[str, Any]], generation: bool | None) -> str:
+        return manager.render_chat(
+            messages,
+            add_generation_prompt=begins if generation is None else generation,
+            continue_final_message=continued and generation is None,
+            **settings,
+        )
+
+    prompts = ChatPrompts(
+        render=render,
+        encode=manager.encode_chat,
+        tokenizer=manager.need_tokenizer("messages"),
+        form=msgspec.json.encode(settings, order="sorted"),
+        continued=continued,
     )
+    turn = front.sessions.turn(request.session_id, messages, prompts)
+    return turn.prompt_ids, turn
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

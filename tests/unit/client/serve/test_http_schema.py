@@ -13,8 +13,8 @@ import pytest
 from support.http_server import routes_served
 
 from caesura.client.exceptions import InvalidRequest
-from caesura.client.serve import drift_routes, lora_routes
 from caesura.client.serve.grammar_fields import NATIVE
+from caesura.client.serve import drift_routes, lora_routes, session_routes
 from caesura.client.serve.options import ServeOptions
 from caesura.client.serve.sglang import control, parse, rollout, tokenize, weights
 from caesura.client.serve.sglang import generate as schema
@@ -27,7 +27,7 @@ from caesura.client.text.tokenizer_manager import GenerationRequest
 from caesura.io_struct import RoutedExperts, SamplingParams
 
 DOCS = Path(__file__).parents[4] / "docs" / "reference" / "http.md"
-PAGES = [DOCS, DOCS.with_name("vllm.md")]
+PAGES = [DOCS, DOCS.with_name("vllm.md"), DOCS.parents[1] / "howto" / "sessions.md"]
 DOCUMENTED = {
     "`/generate`": schema.GenerateBody,
     "`sampling_params`": schema.SamplingBody,
@@ -57,6 +57,9 @@ DOCUMENTED = {
     "`/v1/load_lora_adapter`": lora_routes.InplaceBody,
     "`/start_profile`": control.StartProfileBody,
     "`/rollout/generate`": rollout.RolloutBody,
+    "`/sessions`": session_routes.SessionBody,
+    "`/open_session`": session_routes.OpenBody,
+    "`/close_session`, `/finish_session`": session_routes.CloseBody,
     "`/rollout/drift`": drift_routes.DriftBody,
     "`samples`": drift_routes.DriftSampleBody,
     "`/stop_profile`": control.StopProfileBody,
