@@ -13,8 +13,8 @@ import pytest
 from support.http_server import routes_served
 
 from caesura.client.exceptions import InvalidRequest
-from caesura.client.serve.grammar_fields import NATIVE
 from caesura.client.serve import drift_routes, lora_routes, session_routes
+from caesura.client.serve.grammar_fields import NATIVE
 from caesura.client.serve.options import ServeOptions
 from caesura.client.serve.sglang import control, parse, rollout, tokenize, weights
 from caesura.client.serve.sglang import generate as schema
