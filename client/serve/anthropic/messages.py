@@ -210,14 +210,14 @@ def _tool_choice(choice: dict[str, Any] | None) -> str | dict[str, Any] | None:
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     known = {"auto": "auto", "any": "required", "none": "none"}
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         reason = f"tool_choice.type is {kind!r}; known are auto, any, tool and none"
         raise InvalidRequest(reason, field="tool_choice")
     return known[kind]
 
 
-def _response_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
-    if form is None or form.get("type") != "json_schema":
+def _response_format(form: Any) -> Any:
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
         return form
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema")}}
 

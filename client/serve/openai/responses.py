@@ -198,9 +198,9 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
     return choice
 
 
-def _response_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
+def _response_format(form: Any) -> Any:
     """Return ``text.format`` as a chat's ``response_format``."""
-    if form is None or form.get("type") != "json_schema":
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
         return form
     return {"type": "json_schema", "json_schema": {key: form[key] for key in form if key != "type"}}
 
@@ -212,7 +212,7 @@ def input_messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for position, item in enumerate(given):
         name, kind = f"input[{position}]", item.get("type") or "message"
-        if (add := _ITEMS.get(kind)) is None:
+        if (add := _ITEMS.get(str(kind))) is None:
             raise InvalidRequest(f"{name} is {kind!r}; known are {', '.join(sorted(_ITEMS))}", field="input")
         add(name, item, messages)
     return messages

@@ -7,6 +7,7 @@ from litestar import Response
 
 from ...exceptions import InvalidRequest
 from ...text.answer_parser import AnswerParser, Piece, parser_for
+from ...text.parsers.calls import declared
 from ..bodies import HTTPRequest, Strict, read_control
 from ..context import Front, FrontEnd
 from ..error_responses import json_response
@@ -44,7 +45,7 @@ def _calls(front: FrontEnd, body: ParseCallBody) -> dict[str, Any]:
     if parser is not None:
         _pieces(parser, body.text)
     answer = None if parser is None else parser.answer
-    names = [(tool.get("function") or {}).get("name") for tool in tools]
+    names = [next(iter(declared([tool])), None) for tool in tools]
     calls = [] if answer is None else answer.calls
     return {
         "normal_text": body.text if answer is None else answer.content,

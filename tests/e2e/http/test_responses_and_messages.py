@@ -195,6 +195,20 @@ def test_errors_have_anthropics_form(engine, body, status, kind):
     assert engine.get("/v1/messages/other").json()["error"]["type"] == "not_found_error"
 
 
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("/v1/responses", {"input": [{"type": ["message"]}]}),
+        ("/v1/responses", {"text": {"format": "text"}}),
+        ("/v1/messages", {"tool_choice": {"type": ["auto"]}}),
+        ("/v1/messages", {"output_config": {"format": "text"}}),
+    ],
+)
+def test_nested_fields_of_wrong_types_are_refused(engine, route, fields):
+    response = engine.post(route, {"messages": USER, "input": QUESTION, **fields})
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 def test_a_rendered_request_generates_what_the_route_does(engine, route):
     body = {"input": QUESTION} if route == "/v1/responses" else {"messages": USER}
@@ -257,6 +271,8 @@ def test_sglangs_parsers_of_given_texts(engine):
     left = engine.ok("/parse_function_call", {**body, "tools": tools[:1], "tool_call_parser": "hermes"})
     assert (left["calls"], len(left["malformed_tool_calls"])) == ([], 1)
     assert '"name": "f"' in left["normal_text"]
+    flat = engine.ok("/parse_function_call", {**body, "tools": [{"function": 1}, {"name": "f"}]})
+    assert [call["tool_index"] for call in flat["calls"]] == [1]
     for text in ("<think>hm</think>yes", "hm</think>yes"):
         found = engine.ok("/separate_reasoning", {"text": text, "return_blocks": True})
         assert (found["reasoning_text"], found["text"]) == ("hm", "yes")
