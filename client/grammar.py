@@ -136,11 +136,13 @@ def grammar_for_tools(
     choice: Any = "required",
     *,
     parallel: bool = True,
+    thought: tuple[str, str] | None = None,
     token_of: TokenOf = lambda text: None,
 ) -> str:
     """Return the grammar of calls of ``tools`` (OpenAI's form), in the ``format`` of a parser of answers.
 
-    ``choice``: ``required``, or OpenAI's form of the one function to call. Raises InvalidRequest.
+    ``choice``: ``required``, or OpenAI's form of the one function to call. ``thought``: the marks of the
+    reasoning that may come first; an empty opening one is in the prompt. Raises InvalidRequest.
     """
     functions = [_object("function", each.get("function")) for each in tools]
     if choice != "required":
@@ -176,7 +178,17 @@ def grammar_for_tools(
     one = f"{marker(opened)} any_call {closing(closed)}"
     more = f" ({_literal(between)} one_call)*" if parallel and between else ""
     calls = " | ".join(f"call_{at}" for at in range(len(functions)))
-    start = f"start: {marker(begin)} one_call{more} {closing(end)}"
+    before = ""
+    if thought is not None:
+        opens, closes = thought
+        if token_of(closes) is None:
+            rules.append(f"thought[lazy]: {_TEXT} {_literal(closes)}")
+            before = "thought SPACE"
+        else:
+            before = f"{_text_rule(rules)} {marker(closes)} SPACE"
+        rules.append(r"SPACE: /\s*/")
+        before = f"({marker(opens)} {before})?" if opens else before
+    start = f"start: {before} {marker(begin)} one_call{more} {closing(end)}"
     return _lark("\n".join([start, f"one_call: {one}", f"any_call: {calls}", *rules]))
 
 

@@ -21,6 +21,7 @@ from functools import partial
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from ...io_struct import CaesuraError, ErrorCode, GrammarStatus
@@ -63,6 +64,16 @@ class _Pending:
     since: float = field(default_factory=monotonic)
 
 
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+    special: bool = False
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
 class GrammarError(ValueError):
     """A grammar that llguidance does not take."""
 
@@ -97,12 +108,18 @@ class GrammarState:
         if len(tokens) and self._matcher is None:
             self._matcher = self.compiled.matcher.deep_copy()
         for token in tokens[self._known :].tolist() if not self._lost else ():
-            if token in self._stop_ids or not self._matcher.consume_token(token):
+            if token in self._stop_ids or not self._takes(token):
                 self._lost = True
                 break
         self._known = len(tokens)
         self._look()
         self._grammars.note_mask(perf_counter() - began)
+
+    def _takes(self, token: int) -> bool:
+        spelled = self._grammars.spelled.get(token)
+        if spelled is not None and not self._matcher.validate_tokens([token]):
+            return bool(self._matcher.consume_tokens(spelled))
+        return bool(self._matcher.consume_token(token))
 
     def _look(self) -> None:
         assert self.compiled is not None
@@ -156,6 +173,9 @@ class Grammars:
         self._tokenizer: Any = None
         self._never = np.empty(0, np.int64)
         """Bits that are not the grammar's to set: those of end-of-sequence ids, and behind the vocabulary."""
+        self.spelled: dict[int, list[int]] = {}
+        """Tokens of bytes for added ones that llguidance calls special, as they look like ``<mark>``: a mask
+        allows them for their text, and then they are not taken for it."""
         self._kept: OrderedDict[str, Compiled] = OrderedDict()
         self._pending: dict[str, _Pending] = {}
         self._running: list[Task[Compiled]] = []
@@ -328,8 +348,15 @@ class Grammars:
                 tokenizer = kind(path, n_vocab=self._vocab_size, eos_token=ids or None)
             except ValueError:
                 tokenizer = kind(path, eos_token=ids or None)
-        except ValueError as error:
+            with open(path, "rb") as file:
+                added = msgspec.json.decode(file.read(), type=_TokenizerFile).added_tokens
+        except (ValueError, msgspec.DecodeError) as error:
             raise GrammarError(f"llguidance cannot read {path}: {error}") from error
+        self.spelled = {
+            each.id: tokenizer.greedy_tokenize(each.content)
+            for each in added
+            if not each.special and each.id < self._vocab_size and tokenizer.is_special_token(each.id)
+        }
         ends = np.asarray(ids or [tokenizer.eos_token], np.int64)
         unused = np.arange(self._vocab_size, 32 * self._words)
         self._never = np.concatenate([ends, unused])

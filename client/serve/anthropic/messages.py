@@ -276,6 +276,7 @@ class MessageEvents:
             **self._stop(sample),
             "usage": _usage(output.prompt_tokens, output.cached_tokens, len(output.output_ids)),
             **self._exchange.malformed_calls(sample),
+            **self._exchange.session_fields(sample),
             **token_fields(request, sample.prompt_ids, output.output_ids),
             **sample_fields(request, self.generation, sample, label),
         }

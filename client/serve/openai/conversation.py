@@ -13,7 +13,9 @@ import msgspec
 
 from ...connection.results import GenerateOutput, TokenDelta
 from ...exceptions import InvalidRequest
+from ...grammar import grammar_for_tools
 from ...text.answer_parser import AnswerParser, ParsedAnswer, Piece, opens_reasoning, parser_for
+from ...text.parsers.formats import find_format, name_of
 from ...text.sessions import ChatPrompts, Node, Turn
 from ...text.tokenizer import TextTokenizer
 from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample
@@ -44,7 +46,8 @@ class Conversation(CommonRequest, kw_only=True):
     top_logprobs: TopCount | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    """``auto``, or ``none`` to leave calls in the text. The template sees the tools either way."""
+    """``none`` leaves calls in the text; ``required``, or a function, makes the answer calls. Templates see
+    the tools either way."""
     parallel_tool_calls: bool | None = None
     """False keeps only the first call of an answer."""
     separate_reasoning: bool | None = None
@@ -230,14 +233,38 @@ def planned_exchange(
         fields["prefix_lease_s"] = turn.session.lease_s
     if exchange.parses:
         fields["skip_special_tokens"] = False
+    params = sampling_params(request, limit, front.manager.tokenizer)
+    if request.tool_choice not in (*NOTHING, "auto", "none"):
+        if params.grammar is not None:
+            raise InvalidRequest("tool_choice and a grammar both say what the output is", field="tool_choice")
+        params = msgspec.structs.replace(params, grammar=_calls_alone(front, request, prompt))
     generation = GenerationRequest(
         prompt=prompt,
         rid=rids_for(request, 1, prefix)[0],
-        sampling_params=sampling_params(request, limit, front.manager.tokenizer),
+        sampling_params=params,
         **logprobs,
         **fields,
     )
     return generation, exchange
+
+
+def _calls_alone(front: FrontEnd, request: Conversation, prompt_ids: list[int]) -> str:
+    """Return the grammar of an answer that is the calls that ``tool_choice`` demands, and thoughts before."""
+    tokenizer = front.manager.need_tokenizer("tool_choice")
+    templates = tokenizer.chat_templates, tokenizer.response_template
+    parser = front.options.tool_call_parser
+    calls = None if parser == "none" else find_format("call", parser, *templates)
+    reasoning = find_format("reasoning", "auto", *templates)
+    marks = None if reasoning is None or reasoning.message else reasoning.regions[0]
+    opened = opens_reasoning(tokenizer, prompt_ids, None)
+    return grammar_for_tools(
+        "" if calls is None else name_of(calls),
+        request.tools or [],
+        request.tool_choice,
+        parallel=request.parallel_tool_calls is not False,
+        thought=None if marks is None else ("" if opened else marks.open[0], marks.close[0]),
+        token_of=tokenizer.backend.token_to_id,
+    )
 
 
 def _reasoning_parser(request: Conversation, options: ServeOptions) -> str:
@@ -273,9 +300,6 @@ def _new_parser(
 def _prompt(front: FrontEnd, request: Conversation) -> tuple[list[int], Turn | None]:
     """Return the prompt's ids; in a session they begin with those of the turns before."""
     manager = front.manager
-    choice = request.tool_choice
-    if choice not in (*NOTHING, "auto", "none"):
-        raise InvalidRequest("tool_choice is not supported beyond auto and none", field="tool_choice")
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)

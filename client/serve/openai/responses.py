@@ -461,6 +461,7 @@ class ResponseEvents:
             output=self._items(status),
             usage=self._usage(sample),
             **self.exchange.malformed_calls(sample),
+            **self.exchange.session_fields(sample),
             **token_fields(request, sample.prompt_ids, output.output_ids),
             **sample_fields(request, self.generation, sample, label),
         )

@@ -204,6 +204,11 @@ def find_format(
     return None if found is None else known[found]
 
 
+def name_of(form: Format) -> str:
+    """Return the first name of a format of calls; empty for one that a tokenizer describes."""
+    return next((name for name, each in TOOL_FORMATS.items() if each is form), "")
+
+
 def from_response_template(template: Mapping[str, Any]) -> Format:
     """Return the format that transformers' ``response_template`` describes; UnsupportedError if it cannot.
 

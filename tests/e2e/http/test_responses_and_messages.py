@@ -288,3 +288,66 @@ def test_a_reader_that_leaves_aborts(engine):
         next(response.iter_lines())
     while engine.get("/get_load").json()[0]["num_reqs"]:
         pass
+
+
+# -- calls that tool_choice demands --------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"zone": {"enum": ["UTC", "CET"]}},
+    "required": ["zone"],
+    "additionalProperties": False,
+}
+CLOCK = {"name": "clock", "description": "Tell the time.", "parameters": SCHEMA}
+BOTH = [{"type": "function", "function": TOOL}, {"type": "function", "function": CLOCK}]
+NAMED = {"type": "function", "function": {"name": "clock"}}
+WILD = {"temperature": 2, "max_tokens": 400, "separate_reasoning": True}
+
+
+@pytest.mark.parametrize("choice", [NAMED, "required"])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_demanded_function_is_called(engine, choice, seed):
+    """Without a demand this model never calls ``clock``."""
+    tools = BOTH if choice is NAMED else BOTH[1:]
+    [made] = chat(engine, tools=tools, tool_choice=choice, seed=seed, **WILD)["choices"]
+    for call in made["message"]["tool_calls"]:
+        assert call["function"]["name"] == "clock"
+        assert msgspec.json.decode(call["function"]["arguments"])["zone"] in ("UTC", "CET")
+    assert made["finish_reason"] == "tool_calls"
+    assert not made["message"]["content"]
+
+
+def test_messages_demand_calls_too(engine):
+    tools = [{"name": "clock", "input_schema": SCHEMA}]
+    fields = {"tools": tools, "tool_choice": {"type": "any"}, "seed": 1}
+    answer = message(engine, thinking={"type": "enabled"}, **{**fields, "max_tokens": 400, "temperature": 2})
+    assert answer["stop_reason"] == "tool_use"
+    assert {block["type"] for block in answer["content"]} <= {"tool_use", "thinking"}
+
+
+def test_thoughts_may_come_before_a_demanded_call(engine):
+    fields = {"tools": BOTH[:1], "separate_reasoning": True, "temperature": 0, "max_tokens": 40}
+    [free] = chat(engine, **fields)["choices"]
+    [demanded] = chat(engine, tool_choice=NAMED, **{**fields, "tools": BOTH})["choices"]
+    thoughts = [choice["message"]["reasoning_content"] for choice in (free, demanded)]
+    assert thoughts == [THOUGHT, THOUGHT]
+    assert demanded["message"]["content"].startswith('<tool_call>\n{"name": "clock", "arguments": {')
+
+
+def test_demands_that_cannot_be_met_are_refused(engine):
+    nobody = {"type": "function", "function": {"name": "nobody"}}
+    for fields in (
+        {"tool_choice": "required"},
+        {"tools": BOTH, "tool_choice": nobody},
+        {"tools": BOTH, "tool_choice": "required", "response_format": {"type": "json_object"}},
+    ):
+        answer = engine.post("/v1/chat/completions", {"messages": USER, **fields})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == "tool_choice"
+
+
+def test_a_grammar_may_have_the_text_of_an_added_token(engine):
+    """llguidance takes these for special ones by their looks, and allows what it does not take then."""
+    wanted = ["a<tool_call>b</tool_call>"]
+    made = chat(engine, structured_outputs={"choice": wanted}, n=8, temperature=2, seed=1)["choices"]
+    assert {choice["message"]["content"] for choice in made} == set(wanted)
