@@ -290,6 +290,39 @@ def test_a_reader_that_leaves_aborts(engine):
         pass
 
 
+# -- sessions ------------------------------------------------------------------------------------------------
+
+
+def continued(first: dict[str, Any], second: dict[str, Any], session: dict[str, Any]) -> None:
+    """Check that the second prompt is the ids of the first turn and more, and that the answer says so."""
+    known = first["prompt_token_ids"] + first["token_ids"]
+    assert second["prompt_token_ids"][: len(known)] == known
+    assert len(second["prompt_token_ids"]) > len(known)
+    assert session == session | {"turn": 2, "parent": 1, "reused_tokens": len(known), "branch": None}
+
+
+def test_a_tools_result_goes_on_from_the_ids_of_its_call(engine):
+    fields = {"tools": BOTH[:1], "session_id": "chat", "separate_reasoning": True}
+    [first] = chat(engine, **fields)["choices"]
+    [call] = first["message"]["tool_calls"]
+    answered = {"role": "tool", "tool_call_id": call["id"], "content": "18 degrees"}
+    [second] = chat(engine, **{**fields, "messages": [*USER, first["message"], answered]})["choices"]
+    continued(first, second, second["session"])
+    assert second["message"]["content"] == ANSWER
+
+
+def test_responses_and_messages_have_sessions(engine):
+    first = respond(engine, session_id="response")
+    more = [{"role": "user", "content": "And now?"}]
+    items = [*USER, {"role": "assistant", "content": ANSWER}, *more]
+    second = respond(engine, input=items, session_id="response")
+    continued(first, second, second["session"])
+    first = message(engine, session_id="message")
+    said = {"role": "assistant", "content": first["content"]}
+    second = message(engine, messages=[*USER, said, *more], session_id="message")
+    continued(first, second, second["session"])
+
+
 # -- calls that tool_choice demands --------------------------------------------------------------------------
 
 SCHEMA = {
