@@ -114,6 +114,7 @@ class CheckedSample(ReplyRecord, kw_only=True, frozen=True):
     prompt_len: int
     """Number of the prompt's tokens."""
     temperature: float
+    """Temperature that it was sampled with."""
     adapter: str | None = None
     """Name of its adapter. None means the model itself."""
     rid: str
