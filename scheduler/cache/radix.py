@@ -46,7 +46,7 @@ class Node:
     last_access: int = 0
     """Time of the last use; -1: no use is expected."""
     entry: "tuple[bool, int, int, Node] | None" = None
-    """Its place in the order of eviction, if it has one."""
+    """Place in the order of eviction, or None."""
     evicted: bool = False
 
 
