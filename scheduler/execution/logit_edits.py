@@ -155,7 +155,8 @@ class SpecialSampler:
         logprobs = torch.log_softmax(scaled, 1) if any_logprobs else scaled
         further = further_of(logprobs, rows.top, rows.token_ids[chosen])
         if sampled.last_kept is not None:
-            filtered = edited.index_select(0, local) / temperature
+            alike = rows.grammar is None
+            filtered = scaled if alike else edited.index_select(0, local) / temperature
             further.kept = _kept(filtered, sampled.last_kept[local])
         return [further]
 
