@@ -258,7 +258,7 @@ def _calls_alone(front: FrontEnd, request: Conversation, prompt_ids: list[int]) 
     marks = None if reasoning is None or reasoning.message else reasoning.regions[0]
     opened = opens_reasoning(tokenizer, prompt_ids, None)
     return grammar_for_tools(
-        "" if calls is None else name_of(calls),
+        "none" if calls is None else name_of(calls),
         request.tools or [],
         request.tool_choice,
         parallel=request.parallel_tool_calls is not False,

@@ -27,6 +27,7 @@ from ..anthropic.messages import (
 from ..bodies import HTTPRequest, present
 from ..context import Front, FrontEnd
 from ..error_responses import json_bytes, json_response
+from ..grammar_fields import OPENAI as GRAMMAR_FIELDS
 from ..middleware import generating
 from ..openai.answers import Form, Job, usage_of
 from ..openai.chat import ChatForm, ChatRequest, decode_chat, planned_chat
@@ -37,6 +38,7 @@ from ..openai.common import (
     decode_request,
     read_request,
     rids_for,
+    sampling_params,
 )
 from ..openai.completions import (
     DEFAULT_MAX_TOKENS,
@@ -52,11 +54,11 @@ from ..openai.responses import IGNORED_RESPONSES, ResponsesRequest, decode_respo
 _BESIDE = frozenset(
     (
         *("model", "stream", "stream_options", "rid", "cache_salt", "extra_key", "lora_path", "modalities"),
-        *("return_token_ids", "response_format", "truncate_prompt_tokens", "truncation_side"),
-        *("max_tokens", "max_new_tokens"),
+        *("return_token_ids", "truncate_prompt_tokens", "truncation_side", "max_tokens", "max_new_tokens"),
+        *GRAMMAR_FIELDS,
     )
 )
-"""Common fields that are not among ``sampling_params``."""
+"""Common fields that are not among ``sampling_params``, or there as one ``grammar``."""
 
 
 @generating("/v1/chat/completions/render", ChatRequest, body="text", exception_handlers=EXCEPTION_HANDLERS)
@@ -87,23 +89,30 @@ async def render_completions(request: HTTPRequest, front: Front) -> Response[byt
     limit = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
     rows = await front.workers.run(lambda: prompt_ids(front, asked, prompts_of(asked), limit))
     rids = rids_for(asked, len(rows), "cmpl")
+    grammar = sampling_params(asked, limit, front.manager.tokenizer).grammar
     return json_response(
         [
-            _rendered(front, asked, rid, ids, limit, asked.logprobs)
+            _rendered(front, asked, rid, ids, limit, asked.logprobs, grammar)
             for rid, ids in zip(rids, rows, strict=True)
         ]
     )
 
 
 def _of_exchange(front: FrontEnd, generation: GenerationRequest, exchange: Exchange) -> dict[str, Any]:
-    asked = exchange.request
-    limit = generation.sampling_params.max_new_tokens
+    asked, params = exchange.request, generation.sampling_params
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    return _rendered(front, asked, str(generation.rid), exchange.prompt_ids, limit, logprobs)
+    rid, ids = str(generation.rid), exchange.prompt_ids
+    return _rendered(front, asked, rid, ids, params.max_new_tokens, logprobs, params.grammar)
 
 
 def _rendered(
-    front: FrontEnd, asked: CommonRequest, rid: str, ids: list[int], limit: int | None, logprobs: int | None
+    front: FrontEnd,
+    asked: CommonRequest,
+    rid: str,
+    ids: list[int],
+    limit: int | None,
+    logprobs: int | None,
+    grammar: str | None,
 ) -> dict[str, Any]:
     names = (name for name in CommonRequest.__struct_fields__ if name not in _BESIDE)
     given = present({name: getattr(asked, name) for name in names})
@@ -111,7 +120,7 @@ def _rendered(
     body = {
         "request_id": rid,
         "token_ids": ids,
-        "sampling_params": given | present({"logprobs": logprobs}),
+        "sampling_params": given | present({"logprobs": logprobs, "grammar": grammar}),
         "model": asked.model,
         "stream": bool(asked.stream),
         "stream_options": asked.stream_options,

@@ -205,8 +205,8 @@ def find_format(
 
 
 def name_of(form: Format) -> str:
-    """Return the first name of a format of calls; empty for one that a tokenizer describes."""
-    return next((name for name, each in TOOL_FORMATS.items() if each is form), "")
+    """Return the first name of a format of calls."""
+    return next((name for name, each in TOOL_FORMATS.items() if each is form), "response_template")
 
 
 def from_response_template(template: Mapping[str, Any]) -> Format:

@@ -69,9 +69,9 @@ class AgentHistory(RunHistory):
     later_turns: int = 0
     """Turns after the first of an episode."""
     extended: int = 0
-    """Those whose prompt goes on from the tokens of the turn before."""
+    """Later turns whose prompt goes on from the tokens of the turn before."""
     hits: int = 0
-    """Those that found a part of their prompt in the prefix cache."""
+    """Later turns that found a part of their prompt in the prefix cache."""
     cached_tokens: int = 0
     later_prompt_tokens: int = 0
 

@@ -290,6 +290,22 @@ def test_a_reader_that_leaves_aborts(engine):
         pass
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+    ],
+)
+def test_a_rendered_request_keeps_its_grammar(engine, fields):
+    body = {"messages": USER, "return_token_ids": True, "seed": 3, "max_tokens": 24, **fields}
+    [choice] = engine.ok("/v1/chat/completions", body)["choices"]
+    rendered = engine.ok("/v1/chat/completions/render", body)
+    [generated] = engine.ok("/inference/v1/generate", rendered)["choices"]
+    assert generated["token_ids"] == choice["token_ids"]
+
+
 # -- sessions ------------------------------------------------------------------------------------------------
 
 
