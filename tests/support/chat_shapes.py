@@ -1,5 +1,4 @@
 """Chat templates of the shapes that models come with, and conversations in which a model answers by them."""
-# ruff: noqa: E501  (templates are read as they are)
 
 import json
 import random
@@ -57,67 +56,91 @@ _CALL = (
 )
 TEMPLATES = {
     # tool answers in a row are one user turn
-    "qwen": "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
+    "qwen": "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}"
     "{% if m.role == 'tool' %}{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user"
     "{% endif %}\n<tool_response>\n{{ m.content }}\n</tool_response>{% if loop.last or "
     "messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}{% elif m.role == 'assistant' %}"
     "<|im_start|>assistant\n{{ m.content }}{% for c in m.tool_calls or [] %}\n<tool_call>\n" + _CALL + "\n"
-    "</tool_call>{% endfor %}<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+    "</tool_call>{% endfor %}<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     # reasoning stays only behind the last question
     "qwen3": "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'tool' %}"
-    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}\n<tool_response>\n"
-    "{{ m.content }}\n</tool_response>{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n"
-    "{% endif %}{% elif m.role == 'assistant' %}<|im_start|>assistant\n{% if loop.index0 > ns.last and (loop.last "
-    "or m.reasoning_content) %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}\n<tool_call>\n" + _CALL + "\n</tool_call>{% endfor %}<|im_end|>\n{% else %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user"
+    "{% endif %}\n<tool_response>\n"
+    "{{ m.content }}\n</tool_response>{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}"
+    "<|im_end|>\n"
+    "{% endif %}{% elif m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% if loop.index0 > ns.last and (loop.last "
+    "or m.reasoning_content) %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}\n<tool_call>\n" + _CALL + "\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% else %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     # one call, without content
     "llama": "<s>{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}"
-    "{{ raise_exception('one call at a time') }}{% endif %}<|head|>assistant<|/head|>\n\n{% set c = m.tool_calls[0] %}"
+    "{{ raise_exception('one call at a time') }}{% endif %}<|head|>assistant<|/head|>\n\n"
+    "{% set c = m.tool_calls[0] %}"
     + _CALL + "<|eot|>{% else %}<|head|>{{ 'ipython' if m.role == 'tool' else m.role }}<|/head|>\n\n"
-    "{{ m.content | trim }}<|eot|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|head|>assistant<|/head|>\n\n"
+    "{{ m.content | trim }}<|eot|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|head|>assistant"
+    "<|/head|>\n\n"
     "{% endif %}",
     # tools before the last question, calls with ids of nine characters
     "mistral": "<s>{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% if tools and loop.index0 == ns.last %}[TOOLS] {{ tools | tojson }}[/TOOLS]{% endif %}[INST] {{ m.content }}"
+    "{% if tools and loop.index0 == ns.last %}[TOOLS] {{ tools | tojson }}[/TOOLS]{% endif %}[INST] "
+    "{{ m.content }}"
     "[/INST]{% elif m.tool_calls %}[CALLS] [{% for c in m.tool_calls %}{% if c.id | length != 9 %}"
-    "{{ raise_exception('ids have nine characters') }}{% endif %}" + _CALL + "{{ ', ' if not loop.last }}{% endfor %}]"
+    "{{ raise_exception('ids have nine characters') }}{% endif %}" + _CALL + ""
+    "{{ ', ' if not loop.last }}{% endfor %}]"
     "</s>{% elif m.role == 'assistant' %} {{ m.content }}</s>{% elif m.role == 'tool' %}[RESULTS] "
     "{{ {'content': m.content, 'call_id': m.tool_call_id} | tojson }}[/RESULTS]{% endif %}{% endfor %}",
     # tool answers are opened and closed by their neighbours; no header behind them
     "deepseek": "<s>{% set ns = namespace(out=false) %}{% for m in messages %}{% if m.role == 'tool' %}"
     "{% if not ns.out %}<|outs|>{% set ns.out = true %}{% endif %}<|out|>{{ m.content }}<|/out|>{% else %}"
     "{% if ns.out %}<|/outs|>{% endif %}{% if m.role == 'user' %}<|User|>{{ m.content }}<|Assistant|>"
-    "{% elif m.role == 'assistant' %}{{ m.content }}{% if m.tool_calls %}<|calls|>{% for c in m.tool_calls %}<|call|>"
-    "{{ c.function.name }}\n```json\n{{ c.function.arguments | tojson }}\n```<|/call|>{% endfor %}<|/calls|>{% endif %}"
+    "{% elif m.role == 'assistant' %}{{ m.content }}{% if m.tool_calls %}<|calls|>"
+    "{% for c in m.tool_calls %}<|call|>"
+    "{{ c.function.name }}\n```json\n{{ c.function.arguments | tojson }}\n```<|/call|>{% endfor %}"
+    "<|/calls|>{% endif %}"
     "</s>{% else %}{{ m.content }}{% endif %}{% set ns.out = false %}{% endif %}{% endfor %}"
     "{% if ns.out %}<|/outs|>{% endif %}",
     # the last answer ends otherwise than earlier ones; tool answers name the function
     "harmony": "{% for m in messages %}{% if m.tool_calls %}{% set c = m.tool_calls[0] %}"
     "<|start|>assistant to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>"
-    "{{ c.function.arguments | tojson }}<|call|>{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final"
+    "{{ c.function.arguments | tojson }}<|call|>{% elif m.role == 'assistant' %}<|start|>assistant"
+    "<|channel|>final"
     "<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}{% elif m.role == 'tool' %}"
-    "<|start|>functions.{{ messages[loop.index0 - 1].tool_calls[0].function.name }} to=assistant<|channel|>commentary"
-    "<|message|>{{ m.content | tojson }}<|end|>{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>"
+    "<|start|>functions.{{ messages[loop.index0 - 1].tool_calls[0].function.name }} to=assistant"
+    "<|channel|>commentary"
+    "<|message|>{{ m.content | tojson }}<|end|>{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
+    "<|end|>"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
     # the next turn's header is the end of an answer
-    "glm": "{% for m in messages %}{% if m.role == 'tool' %}{% if loop.first or messages[loop.index0 - 1].role != 'tool' "
-    "%}<|observation|>{% endif %}\n<tool_response>\n{{ m.content }}\n</tool_response>{% elif m.role == 'assistant' %}"
+    "glm": "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' "
+    "%}<|observation|>{% endif %}\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% elif m.role == 'assistant' %}"
     "<|assistant|>\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}\n"
-    "{{ c.function.arguments | tojson }}</tool_call>{% endfor %}{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}"
+    "{{ c.function.arguments | tojson }}</tool_call>{% endfor %}{% else %}<|{{ m.role }}|>\n"
+    "{{ m.content }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
     # calls are named by their ids
-    "kimi": "{% for m in messages %}<|im_{{ 'user' if m.role == 'user' else 'start' }}|>{{ m.role }}<|im_middle|>"
-    "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}{{ m.content }}{% if m.tool_calls %}"
-    "<|calls|>{% for c in m.tool_calls %}<|call|>{{ c.id }}<|message|>{{ c.function.arguments | tojson }}<|/call|>"
-    "{% endfor %}<|/calls|>{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant"
+    "kimi": "{% for m in messages %}<|im_{{ 'user' if m.role == 'user' else 'start' }}|>{{ m.role }}"
+    "<|im_middle|>"
+    "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}{{ m.content }}"
+    "{% if m.tool_calls %}"
+    "<|calls|>{% for c in m.tool_calls %}<|call|>{{ c.id }}<|message|>"
+    "{{ c.function.arguments | tojson }}<|/call|>"
+    "{% endfor %}<|/calls|>{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}"
+    "<|im_start|>assistant"
     "<|im_middle|>{% endif %}",
     # no special tokens at all
-    "plain": "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %} CALL " + _CALL + "{% endfor %}\n"
+    "plain": "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %} CALL " + _CALL + "{% endfor %}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
 }  # fmt: skip
 ONE_CALL = ("llama", "harmony")
