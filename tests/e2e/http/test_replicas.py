@@ -31,6 +31,7 @@ from caesura.integrations.vllm import TrainerEngine, TrainerInitInfo
 LONG = 1000
 SAMPLED = {"temperature": 1.0, "sampling_seed": 5, "max_new_tokens": LONG, "ignore_eos": True}
 PREFIX = list(range(5, 105))
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 OCTETS = {"content-type": "application/octet-stream"}
 
 
@@ -376,6 +377,31 @@ def test_a_killed_replica_loses_no_request(pair, models):
     assert {engine for key in keys_of_both(pair) for engine in engines_of(keyed(pair, key, [5]))} == {
         *states(pair, "incarnation")
     }
+
+
+def test_a_session_outlives_the_replica_that_has_it(pair):
+    said: list[dict[str, str]] = []
+    known: list[int] = []
+    homes = []
+    for turn in range(1, 7):
+        said.append({"role": "user", "content": f"question {turn}"})
+        body = {"messages": said, "session_id": "outlives", "max_tokens": 8, "ignore_eos": True, "seed": turn}
+        asked = {**body, "chat_template": CHAT, "return_token_ids": True}
+        [choice] = pair.ok("/v1/chat/completions", asked)["choices"]
+        assert choice["prompt_token_ids"][: len(known)] == known
+        assert choice["session"] == choice["session"] | {"turn": turn, "branch": None}
+        known = choice["prompt_token_ids"] + choice["token_ids"]
+        said.append({"role": "assistant", "content": choice["message"]["content"]})
+        homes.append(choice["weight_versions"][0]["incarnation"])
+        if turn == 3:
+            home = states(pair, "incarnation").index(homes[-1])
+            os.kill(states(pair, "pid")[home], signal.SIGKILL)
+        if turn == 4:
+            both_serve(pair)
+    assert len({*homes[:3]}) == 1, "turns of a session go to one replica"
+    assert homes[3] != homes[2]
+    [sample] = pair.get("/sessions/outlives").json()["samples"]
+    assert sample["token_ids"] == known
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
