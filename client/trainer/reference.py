@@ -26,7 +26,11 @@ def score(folder: str, samples: Sequence[dict[str, Any]], dtype: str) -> list[li
     """Return the log-probabilities of each sample's output tokens, after its temperature."""
     try:
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
+            folder,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            use_safetensors=True,  # nothing is unpickled
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"transformers cannot load {folder}: {error}", path=folder) from error
