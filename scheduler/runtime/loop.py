@@ -94,7 +94,7 @@ class Scheduler:
         self.receive(self._timeout(in_flight))
         run("advancing commands", engine.commands.advance)
         run("bringing an adapter to a slot", engine.adapters.advance)
-        if engine.grammars is not None:
+        if engine.grammars is not None and engine.grammars.has_work:
             run("compiling grammars", engine.grammars.advance)
         run("scoring", engine.dispatcher.score)
         has_failed = in_flight is not None and isinstance(in_flight.output, Failure)
