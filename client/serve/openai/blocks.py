@@ -4,8 +4,8 @@ Invariants: a block is a run of pieces of one kind, or one call; blocks come one
 a stream are those of the whole answer.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -54,23 +54,3 @@ class Blocks:
         """End the last block."""
         if self.all:
             yield Step("end", self.all[-1])
-
-
-def assistant_message(blocks: Sequence[Block]) -> dict[str, Any]:
-    """Return an answer in OpenAI's form, as the conversation's next message."""
-    texts = {kind: "".join(b.text for b in blocks if b.kind == kind) for kind in ("content", "reasoning")}
-    calls = [
-        {
-            "id": block.call.id,
-            "type": "function",
-            "function": {"name": block.call.name, "arguments": block.call.arguments},
-        }
-        for block in blocks
-        if block.call is not None
-    ]
-    return {
-        "role": "assistant",
-        "content": texts["content"],
-        **({"reasoning_content": texts["reasoning"]} if texts["reasoning"] else {}),
-        **({"tool_calls": calls} if calls else {}),
-    }

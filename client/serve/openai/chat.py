@@ -6,14 +6,14 @@ from typing import Any, ClassVar
 import msgspec
 from litestar import Response
 
-from ...text.answer_parser import Piece, ToolCall
+from ...text.answer_parser import Piece
 from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample
 from ..bodies import HTTPRequest
 from ..context import Front, FrontEnd
 from ..middleware import generating
 from .answers import Choice, Job, answer, finish_fields, token_fields
 from .common import EXCEPTION_HANDLERS, REFUSED, Count, decode_request, read_request
-from .conversation import Conversation, Exchange, planned_exchange
+from .conversation import Conversation, Exchange, planned_exchange, tool_call
 
 
 class ChatRequest(Conversation, kw_only=True):
@@ -73,7 +73,7 @@ class ChatForm:
             message |= _reasoning(parsed.reasoning or None)
         if parsed.calls:
             message["content"] = parsed.content or None
-            message["tool_calls"] = [_tool_call(call) for call in parsed.calls]
+            message["tool_calls"] = [tool_call(call) for call in parsed.calls]
         return {
             "index": index,
             "message": message,
@@ -122,7 +122,7 @@ class ChatForm:
         return {
             **(_reasoning(reasoning) if reasoning else {}),
             **(
-                {"tool_calls": [{"index": begun + i, **_tool_call(call)} for i, call in enumerate(calls)]}
+                {"tool_calls": [{"index": begun + i, **tool_call(call)} for i, call in enumerate(calls)]}
                 if calls
                 else {}
             ),
@@ -132,14 +132,6 @@ class ChatForm:
 def _reasoning(text: str | None) -> dict[str, str | None]:
     """Return reasoning by SGLang's name and by vLLM's."""
     return {"reasoning_content": text, "reasoning": text}
-
-
-def _tool_call(call: ToolCall) -> dict[str, Any]:
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
 
 
 def _end_fields(sample: Sample, exchange: Exchange) -> Choice:

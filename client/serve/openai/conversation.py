@@ -14,7 +14,7 @@ import msgspec
 from ...connection.results import GenerateOutput, TokenDelta
 from ...exceptions import InvalidRequest
 from ...grammar import grammar_for_tools
-from ...text.answer_parser import AnswerParser, ParsedAnswer, Piece, opens_reasoning, parser_for
+from ...text.answer_parser import AnswerParser, ParsedAnswer, Piece, ToolCall, opens_reasoning, parser_for
 from ...text.parsers.formats import find_format, name_of
 from ...text.sessions import ChatPrompts, Node, Turn
 from ...text.tokenizer import TextTokenizer
@@ -111,17 +111,7 @@ class Exchange:
         if self._turn is None or sample.index in self._nodes:
             return
         self._nodes[sample.index] = None
-        found = self.answer(sample)
-        calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in found.calls
-        ]
-        message = {
-            "role": "assistant",
-            "content": found.content,
-            "reasoning_content": found.reasoning or None,
-            "tool_calls": calls,
-        }
+        message = assistant_message(self.answer(sample))
         self._nodes[sample.index] = self._sessions.record(self._turn, sample, message)
 
     def session_fields(self, sample: Sample) -> dict[str, Any]:
@@ -190,6 +180,21 @@ class Exchange:
 
     def prompt_logprobs(self, sample: Sample, count: int) -> list[Any] | None:
         return prompt_logprobs(sample.prompt_ids, sample.output, count, self._plain)
+
+
+def tool_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def assistant_message(answer: ParsedAnswer) -> dict[str, Any]:
+    """Return an answer as the message that the conversation goes on from."""
+    return {
+        "role": "assistant",
+        "content": answer.content,
+        **({"reasoning_content": answer.reasoning} if answer.reasoning else {}),
+        **({"tool_calls": [tool_call(call) for call in answer.calls]} if answer.calls else {}),
+    }
 
 
 def conversation_of(request: CommonRequest, **fields: Any) -> Conversation:

@@ -23,7 +23,7 @@ from ..error_responses import json_bytes, json_response
 from ..generations import label_for, streamed, unless_left, whole
 from ..middleware import generating
 from .answers import sample_fields, token_fields
-from .blocks import Block, Blocks, Step, assistant_message
+from .blocks import Block, Blocks, Step
 from .common import (
     EXCEPTION_HANDLERS,
     IGNORED_KEYS,
@@ -35,7 +35,14 @@ from .common import (
     error_body,
     read_request,
 )
-from .conversation import Conversation, Exchange, conversation_of, planned_exchange, whole_chunk
+from .conversation import (
+    Conversation,
+    Exchange,
+    assistant_message,
+    conversation_of,
+    planned_exchange,
+    whole_chunk,
+)
 from .kept_responses import KeptResponse
 
 LOGPROBS = "message.output_text.logprobs"
@@ -336,7 +343,7 @@ class ResponseEvents:
             response = self._finished(sample, label)
             for step in self._blocks.end():
                 events += self._step(step, response["status"])
-            self._keep(response)
+            self._keep(response, sample)
             kind = "completed" if response["status"] == "completed" else "incomplete"
             events.append(self._event(f"response.{kind}", response=response))
         return b"".join(events)
@@ -354,7 +361,7 @@ class ResponseEvents:
     def whole(self, sample: Sample, label: str) -> bytes:
         for _ in self._taken(whole_chunk(sample)):
             pass
-        return self._keep(self._finished(sample, label))
+        return self._keep(self._finished(sample, label), sample)
 
     def _taken(self, chunk: Chunk) -> Iterator[Step]:
         """Take a chunk; text has the logprobs of its tokens and of those without text before it."""
@@ -479,11 +486,11 @@ class ResponseEvents:
             "total_tokens": prompt + count,
         }
 
-    def _keep(self, response: dict[str, Any]) -> bytes:
+    def _keep(self, response: dict[str, Any], sample: Sample) -> bytes:
         """Return the response, encoded, and keep it if that is wanted and it was not aborted."""
         body = _encode(response)
         if self._asked.store is not False and response["status"] != "cancelled":
-            messages = [*self._messages, assistant_message(self._blocks.all)]
+            messages = [*self._messages, assistant_message(self.exchange.answer(sample))]
             kept = KeptResponse(body, _encode(messages))
             self._front.responses.keep(response["id"], kept)
         return body

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 import caesura
 from caesura.client import InvalidRequest
 from caesura.client.serve.anthropic.messages import MessagesRequest, conversation, decode_messages
-from caesura.client.serve.openai.blocks import Blocks, assistant_message
+from caesura.client.serve.openai.blocks import Blocks
 from caesura.client.serve.openai.common import CommonRequest
+from caesura.client.serve.openai.conversation import assistant_message
 from caesura.client.serve.openai.kept_responses import KeptResponse, KeptResponses
 from caesura.client.serve.openai.responses import (
     ResponsesRequest,
@@ -21,7 +22,7 @@ from caesura.client.serve.openai.responses import (
     input_messages,
     response_conversation,
 )
-from caesura.client.text.answer_parser import Piece, ToolCall
+from caesura.client.text.answer_parser import ParsedAnswer, Piece, ToolCall
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
 TURNS = [
@@ -182,10 +183,22 @@ def test_steps_build_the_blocks_of_all_pieces(pieces):
     assert built == [block.text for block in blocks.all]
     kinds = [block.kind for block in blocks.all]
     assert all(a != b or a == "call" for a, b in pairwise(kinds))
-    answer = assistant_message(blocks.all)
-    assert answer["content"] == "".join(piece.text for piece in pieces if piece.kind == "content")
-    given = [call["function"]["arguments"] for call in answer.get("tool_calls", [])]
+    for kind in ("content", "reasoning"):
+        texts = [block.text for block in blocks.all if block.kind == kind]
+        assert "".join(texts) == "".join(piece.text for piece in pieces if piece.kind == kind)
+    given = [block.text for block in blocks.all if block.call is not None]
     assert given == [piece.call.arguments for piece in pieces if piece.call is not None]
+
+
+def test_an_answer_becomes_the_message_that_is_gone_on_from():
+    call = ToolCall("f", '{"a": 1}', "call_1")
+    parsed = ParsedAnswer(content="said", reasoning="", calls=[call], malformed=[])
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    calls = [{"id": "call_1", "type": "function", "function": function}]
+    assert assistant_message(parsed) == {"role": "assistant", "content": "said", "tool_calls": calls}
+    parsed = ParsedAnswer(content="", reasoning="thought", calls=[], malformed=[])
+    thought = {"role": "assistant", "content": "", "reasoning_content": "thought"}
+    assert assistant_message(parsed) == thought
 
 
 def test_kept_answers_are_bounded_in_bytes():
