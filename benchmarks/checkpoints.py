@@ -27,6 +27,7 @@ import hashlib
 import itertools
 import json
 import os
+import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -225,11 +226,16 @@ def write_checkpoint(
     return folder
 
 
-def write_tokenizer(folder: Path, shape: CheckpointShape) -> None:
-    """Add a tokenizer with one token for each byte of text, and a chat template."""
+def write_tokenizer(folder: Path, shape: Shape) -> None:
+    """Add a tokenizer and a chat template.
+
+    Text is encoded by bytes. The other tokens are words, which a model samples and a grammar's mask covers.
+    """
     ends = {"<s>": shape.bos_token_id, "</s>": shape.eos_token_id}
-    free = (number for number in itertools.count() if number not in ends.values())
-    vocab = dict(zip(sorted(pre_tokenizers.ByteLevel.alphabet()), free, strict=False)) | ends
+    free = (number for number in range(shape.vocab_size) if number not in ends.values())
+    vocab = ends | dict(
+        zip(itertools.chain(sorted(pre_tokenizers.ByteLevel.alphabet()), _words()), free, strict=False)
+    )
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -237,6 +243,12 @@ def write_tokenizer(folder: Path, shape: CheckpointShape) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     _write_json(folder / "tokenizer_config.json", config | {"chat_template": CHAT_TEMPLATE})
+
+
+def _words() -> Iterator[str]:
+    """Yield every word of two letters, of three, and so on."""
+    for length in itertools.count(2):
+        yield from map("".join, itertools.product(string.ascii_lowercase, repeat=length))
 
 
 def random_tensor(name: str, shape: tuple[int, ...], *, seed: int, dtype: torch.dtype) -> torch.Tensor:
