@@ -57,7 +57,9 @@ def main() -> None:
         for seed, folder in enumerate(folders):
             make_checkpoint(folder, "qwen3", tied=True, seed=seed, dtype=torch.bfloat16)
         with (
-            launch_scheduler(folders[0], num_threads=1, kv_pool_tokens=16384) as launched,
+            launch_scheduler(
+                folders[0], num_threads=1, kv_pool_tokens=16384, enable_drift_check=True
+            ) as launched,
             served("--endpoint", launched.endpoint, "--served-model-name", "tiny-policy") as server,
             chromium() as browser,
             SchedulerClient(launched.endpoint, owner="trainer-0") as trainer,
