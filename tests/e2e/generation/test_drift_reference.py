@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +106,25 @@ def test_the_command_follows_the_weight_version(engine, models):
     assert done.exit_code == 1, done.output
     report = json.loads(done.stdout)["report"]
     assert (report["samples"], report["weight_version"], report["state"]) == (3, "transposed", "limit")
+
+
+@pytest.mark.long
+def test_watching_checks_again_after_each_update(engine, models):
+    folder = str(models["right"].parent / "{version}")
+    asked = ["drift", "--endpoint", engine.endpoint, "--json", "--watch", "--reference", folder]
+    program = "import sys; from caesura.client.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-P", "-c", program, *asked]
+    engine.update_weights_from_disk(models["right"], weight_version="right")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert watching.stderr is not None
+        states = [json.loads(watching.stdout.readline())["report"]["state"]]
+        engine.update_weights_from_disk(models["right"], weight_version="nowhere")
+        assert "nowhere" in watching.stderr.readline()  # says so, and goes on
+        engine.update_weights_from_disk(models["right"], weight_version="transposed")
+        states.append(json.loads(watching.stdout.readline())["report"]["state"])
+        watching.send_signal(signal.SIGINT)
+    assert (states, watching.wait()) == (["ok", "limit"], 130)
 
 
 def test_a_reference_is_bounded(samples, models):
