@@ -164,8 +164,8 @@ class RoutedExperts:
         return torch.zeros((tokens, self.num_layers, self.top_k), dtype=self.dtype, device=self._device)
 
 
-class Shared(Layer, Protocol):
-    """Shared experts, which every token passes."""
+class FeedForward(Layer, Protocol):
+    """A feed-forward block, or the shared experts of one, which every token passes."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, hidden] to [T, hidden], in fresh memory."""
@@ -204,7 +204,7 @@ class MoeBlock(CompositeLayer):
         experts: Experts,
         routing: RoutedExperts,
         *,
-        shared: Shared | None = None,
+        shared: FeedForward | None = None,
         place: Placement,
     ) -> None:
         """Record the choice in ``routing`` as ``layer``'s; ``shared`` has this rank's width."""

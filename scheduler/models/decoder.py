@@ -1,8 +1,8 @@
 """The decoder that Llama and its relatives share: embedding, blocks of attention and MLP, norm, head.
 
 Invariants:
-- An architecture is this skeleton and its :class:`AttentionShape`; anything more belongs in a file of its
-  own.
+- An architecture is this skeleton, with attributes of its class for what it does otherwise; anything more
+  belongs in a file of its own.
 - Names follow the checkpoint (``model.layers.N.self_attn.q_proj.weight``); tensors of layers beyond
   ``num_layers`` are unexpected, but for those of multi-token prediction if the config counts some.
 - The residual stream is updated in place; each rank has all of it.
@@ -11,7 +11,7 @@ Invariants:
 import re
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -21,10 +21,9 @@ from ..kernels.decoder_layers import GroupRouting
 from ..layers.attention import Attention, AttentionShape
 from ..layers.embedding import Embedding
 from ..layers.experts import ExpertNames, Experts
-from ..layers.gated_delta import DeltaShape, GatedDelta
 from ..layers.logits_processor import LogitsProcessor
 from ..layers.mlp import GatedMLP
-from ..layers.moe import GatedShared, MoeBlock, RoutedExperts, Router, Shared
+from ..layers.moe import FeedForward, GatedShared, MoeBlock, RoutedExperts, Router
 from ..layers.norm import RMSNorm
 from ..layers.parameters import Layer, Placement
 from ..layers.rotary import RotaryEmbedding
@@ -39,17 +38,6 @@ _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Variants:
-    norm_from_one: bool = False
-    norms_behind: bool = False
-    """Both blocks have a norm behind them, too, before they are added to the residual stream."""
-    embedding_scale: float = 1.0
-
-
-LLAMA = Variants()
-
-
 class AttentionBlock(Layer, Protocol):
     @property
     def form(self) -> AttentionForm | None:
@@ -58,12 +46,6 @@ class AttentionBlock(Layer, Protocol):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         """Map [T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, rotated size / 2]."""
-        ...
-
-
-class FeedForward(Layer, Protocol):
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [T, hidden] to [T, hidden], in fresh memory."""
         ...
 
 
@@ -77,7 +59,8 @@ class DecoderLayer:
         attention: AttentionBlock,
         mlp: FeedForward,
         *,
-        variants: Variants,
+        norm_from_one: bool,
+        norms_behind: bool,
         place: Placement,
     ) -> None:
         def norm(name: str, checkpoint: str) -> RMSNorm:
@@ -86,17 +69,17 @@ class DecoderLayer:
                 f"model.layers.{layer}.{checkpoint}",
                 config.hidden_size,
                 config.rms_norm_eps,
-                from_one=variants.norm_from_one,
+                from_one=norm_from_one,
                 place=place,
             )
 
         self.input_norm = norm("input_norm", "input_layernorm")
         self.attention = attention
-        before_mlp = "pre_feedforward_layernorm" if variants.norms_behind else "post_attention_layernorm"
+        before_mlp = "pre_feedforward_layernorm" if norms_behind else "post_attention_layernorm"
         self.mlp_norm = norm("mlp_norm", before_mlp)
         self.mlp = mlp
         self.norms_behind: tuple[RMSNorm, RMSNorm] | None = None
-        if variants.norms_behind:
+        if norms_behind:
             self.norms_behind = (
                 norm("attention_out_norm", "post_attention_layernorm"),
                 norm("mlp_out_norm", "post_feedforward_layernorm"),
@@ -122,32 +105,53 @@ class DecoderLayer:
         return (self.input_norm, self.attention, self.mlp_norm, self.mlp, *(self.norms_behind or ()))
 
 
+@dataclass(frozen=True, kw_only=True)
+class SparseNames:
+    """Checkpoint names of the parts of a block; the defaults are Qwen's and DeepSeek's."""
+
+    block: str = "mlp"
+    router: str = "gate"
+    experts: ExpertNames = field(default_factory=ExpertNames)
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
+
+
 class DecoderForCausalLM(CausalLM):
     has_inner_states = True
+    o_bias: ClassVar[bool] = False
+    """The output's projection has a bias if those of queries, keys and values do."""
+    qk_norm: ClassVar[bool] = False
+    """Queries and keys are normalised per head; False: if the config says so."""
+    sinks: ClassVar[bool] = False
+    norm_from_one: ClassVar[bool] = False
+    """The factor of a norm is ``1 + weight``."""
+    norms_behind: ClassVar[bool] = False
+    """Both blocks have a norm behind them, too, before they are added to the residual stream."""
+    scales_embeddings: ClassVar[bool] = False
+    """Embeddings are multiplied by the root of their size."""
+    bend: ClassVar[Bend] = "silu"
+    names: ClassVar[SparseNames] = SparseNames()
+    expert_bias: ClassVar[bool] = False
+    """Routers and experts have biases."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        attention: Sequence[AttentionBlock],
-        mlp: Sequence[FeedForward],
-        *,
-        place: Placement,
-        routing: RoutedExperts | None = None,
-        variants: Variants = LLAMA,
-    ) -> None:
-        """``attention``, ``mlp``: one block per layer; ``routing``: record of their experts, or None."""
+    def __init__(self, config: ModelConfig, *, place: Placement) -> None:
         self.config = config
-        self.routing = routing
-        vocab, hidden = config.vocab_size, config.hidden_size
+        attention = self.attention_blocks(config, place)
+        mlp, self.routing = self._mlp_blocks(config, place)
+        vocab, hidden, from_one = config.vocab_size, config.hidden_size, self.norm_from_one
         tied = config.tie_word_embeddings
-        table, scale = ("embed", "model.embed_tokens", vocab, hidden), variants.embedding_scale
-        self._embed = Embedding(*table, projects=tied, scale=scale, place=place)
+        scale = hidden**0.5 if self.scales_embeddings else 1.0
+        self._embed = Embedding(
+            "embed", "model.embed_tokens", vocab, hidden, projects=tied, scale=scale, place=place
+        )
         self._layers = [
-            DecoderLayer(i, config, *blocks, variants=variants, place=place)
+            DecoderLayer(
+                i, config, *blocks, norm_from_one=from_one, norms_behind=self.norms_behind, place=place
+            )
             for i, blocks in enumerate(zip(attention, mlp, strict=True))
         ]
         self._norm = RMSNorm(
-            "norm", "model.norm", hidden, config.rms_norm_eps, from_one=variants.norm_from_one, place=place
+            "norm", "model.norm", hidden, config.rms_norm_eps, from_one=from_one, place=place
         )
         self._head: Embedding | None = None
         project = self._embed.project
@@ -160,6 +164,65 @@ class DecoderForCausalLM(CausalLM):
         self._kernel = FusedDecoder.of(config, self._layers, self._norm, place)
         self.in_one_call = self._kernel is not None
         self.forms = [block.form for block in attention if block.form is not None]
+
+    def attention_blocks(self, config: ModelConfig, place: Placement) -> Sequence[AttentionBlock]:
+        """Return the attention of every layer."""
+        shape = self.attention_shape(config)
+        return [
+            Attention(
+                f"layers.{i}.attention",
+                f"model.layers.{i}.self_attn",
+                i,
+                shape,
+                form=AttentionForm(window=window),
+                place=place,
+            )
+            for i, window in enumerate(config.windows)
+        ]
+
+    def attention_shape(self, config: ModelConfig, *, gated: bool = False) -> AttentionShape:
+        return AttentionShape(
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            qkv_bias=config.attention_bias,
+            o_bias=self.o_bias and config.attention_bias,
+            qk_norm_eps=config.rms_norm_eps if self.qk_norm or config.qk_norm else None,
+            norm_from_one=self.norm_from_one,
+            sinks=self.sinks,
+            gated=gated,
+        )
+
+    def _mlp_blocks(
+        self, config: ModelConfig, place: Placement
+    ) -> tuple[list[FeedForward], RoutedExperts | None]:
+        """Return the block of every layer, and the experts' record if any."""
+        moe, names, hidden, bias = config.moe, self.names, config.hidden_size, self.expert_bias
+        routing = None
+        if moe is not None:
+            routing = RoutedExperts(config.num_layers, moe.top_k, moe.num_experts, place=place)
+
+        def block(layer: int) -> FeedForward:
+            name, prefix = f"layers.{layer}.mlp", f"model.layers.{layer}.{names.block}"
+            if moe is None or routing is None or not moe.sparse_layers[layer]:
+                return GatedMLP(name, prefix, hidden, config.intermediate_size, bend=self.bend, place=place)
+            experts = Experts(
+                f"{name}.experts",
+                f"{prefix}.experts",
+                moe.num_experts,
+                hidden,
+                moe.intermediate_size,
+                names=names.experts,
+                bias=bias,
+                bend=self.bend,
+                place=place,
+            )
+            router = _router(f"{name}.gate", f"{prefix}.{names.router}", hidden, moe, bias, place)
+            shared = _shared(name, prefix, hidden, moe, names, place)
+            return MoeBlock(layer, router, experts, routing, shared=shared, place=place)
+
+        return [block(layer) for layer in range(config.num_layers)], routing
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         adapts = batch.adapters is None or (self._kernel is not None and self._kernel.adapts)
@@ -220,92 +283,6 @@ class DecoderForCausalLM(CausalLM):
             yield self._head
 
 
-def dense_attention(config: ModelConfig, shape: AttentionShape, place: Placement) -> list[Attention]:
-    return [
-        Attention(
-            f"layers.{i}.attention",
-            f"model.layers.{i}.self_attn",
-            i,
-            shape,
-            form=AttentionForm(window=window),
-            place=place,
-        )
-        for i, window in enumerate(config.windows)
-    ]
-
-
-def dense_mlp(config: ModelConfig, place: Placement, *, bend: Bend = "silu") -> list[GatedMLP]:
-    return [
-        GatedMLP(
-            f"layers.{i}.mlp",
-            f"model.layers.{i}.mlp",
-            config.hidden_size,
-            config.intermediate_size,
-            bend=bend,
-            place=place,
-        )
-        for i in range(config.num_layers)
-    ]
-
-
-def attention_shape(config: ModelConfig, *, qk_norm: bool = False, **variants: bool) -> AttentionShape:
-    return AttentionShape(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        qk_norm_eps=config.rms_norm_eps if qk_norm else None,
-        **variants,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparseNames:
-    """Checkpoint names of the parts of a block; the defaults are Qwen's and DeepSeek's."""
-
-    block: str = "mlp"
-    router: str = "gate"
-    experts: ExpertNames = field(default_factory=ExpertNames)
-    shared: str = "shared_experts"
-    shared_gate: str = "shared_expert_gate"
-
-
-def sparse_mlp(
-    config: ModelConfig,
-    place: Placement,
-    *,
-    names: SparseNames = SparseNames(),
-    bias: bool = False,
-    bend: Bend = "silu",
-) -> tuple[list[FeedForward], RoutedExperts | None]:
-    """Return the block of every layer, and the experts' record if any; ``bias``: of routers and experts."""
-    moe = config.moe
-    if moe is None:
-        return [*dense_mlp(config, place)], None
-    routing = RoutedExperts(config.num_layers, moe.top_k, moe.num_experts, place=place)
-
-    def block(layer: int) -> FeedForward:
-        name, prefix = f"layers.{layer}.mlp", f"model.layers.{layer}.{names.block}"
-        if not moe.sparse_layers[layer]:
-            return GatedMLP(name, prefix, config.hidden_size, config.intermediate_size, place=place)
-        experts = Experts(
-            f"{name}.experts",
-            f"{prefix}.experts",
-            moe.num_experts,
-            config.hidden_size,
-            moe.intermediate_size,
-            names=names.experts,
-            bias=bias,
-            bend=bend,
-            place=place,
-        )
-        router = _router(f"{name}.gate", f"{prefix}.{names.router}", config.hidden_size, moe, bias, place)
-        shared = _shared(name, prefix, config, names, place)
-        return MoeBlock(layer, router, experts, routing, shared=shared, place=place)
-
-    return [block(layer) for layer in range(config.num_layers)], routing
-
-
 def _router(name: str, module: str, hidden: int, moe: MoeConfig, bias: bool, place: Placement) -> Router:
     by = None
     if moe.grouped:
@@ -322,10 +299,8 @@ def _router(name: str, module: str, hidden: int, moe: MoeConfig, bias: bool, pla
 
 
 def _shared(
-    name: str, prefix: str, config: ModelConfig, names: SparseNames, place: Placement
-) -> Shared | None:
-    moe, hidden = config.moe, config.hidden_size
-    assert moe is not None, "an architecture with experts has a config of them"
+    name: str, prefix: str, hidden: int, moe: MoeConfig, names: SparseNames, place: Placement
+) -> FeedForward | None:
     if not moe.shared_size:
         return None
     module = f"{prefix}.{names.shared}"
@@ -334,28 +309,3 @@ def _shared(
     if not moe.shared_gate:
         return mlp
     return GatedShared(f"{name}.shared_gate", f"{prefix}.{names.shared_gate}", hidden, mlp, place=place)
-
-
-def hybrid_attention(config: ModelConfig, place: Placement, *, by_key_head: bool) -> list[AttentionBlock]:
-    """Return the block of every layer; those with KV and those with a state are counted apart."""
-    bias = config.attention_bias
-    shape = attention_shape(config, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_from_one=True, gated=True)
-    assert config.delta is not None
-    delta = DeltaShape(
-        hidden_size=config.hidden_size,
-        state=config.delta.state,
-        eps=config.rms_norm_eps,
-        by_key_head=by_key_head,
-    )
-    blocks: list[AttentionBlock] = []
-    counts = {True: 0, False: 0}
-    for layer, linear in enumerate(config.delta.layers):
-        name, module, number = f"layers.{layer}.attention", f"model.layers.{layer}", counts[linear]
-        counts[linear] += 1
-        if linear:
-            blocks.append(GatedDelta(name, f"{module}.linear_attn", number, delta, place=place))
-        else:
-            blocks.append(
-                Attention(name, f"{module}.self_attn", number, shape, form=AttentionForm(), place=place)
-            )
-    return blocks

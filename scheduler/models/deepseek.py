@@ -9,7 +9,7 @@ from ..layers.mla import LatentAttention
 from ..layers.parameters import Placement
 from .config import ModelConfig
 from .config_moe import DEEPSEEK_V3, MoeFields
-from .decoder import DecoderForCausalLM, sparse_mlp
+from .decoder import DecoderForCausalLM
 from .family import Family
 
 _V2 = Family(
@@ -29,18 +29,16 @@ FAMILIES = {"DeepseekV2ForCausalLM": _V2, "DeepseekV3ForCausalLM": replace(_V2, 
 class DeepseekV2ForCausalLM(DecoderForCausalLM):
     """Latent attention; dense layers first, then layers of routed and shared experts."""
 
-    def __init__(self, config: ModelConfig, *, place: Placement) -> None:
+    def attention_blocks(self, config: ModelConfig, place: Placement) -> list[LatentAttention]:
         mla, hidden, heads, bias = config.mla, config.hidden_size, config.num_heads, config.attention_bias
         assert mla is not None, "DeepSeek has latent attention"
         names = [
             (f"layers.{i}.attention", f"model.layers.{i}.self_attn", i) for i in range(config.num_layers)
         ]
-        attention = [
+        return [
             LatentAttention(*each, mla, hidden_size=hidden, num_heads=heads, bias=bias, place=place)
             for each in names
         ]
-        mlp, routing = sparse_mlp(config, place)
-        super().__init__(config, attention, mlp, place=place, routing=routing)
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):

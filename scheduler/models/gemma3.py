@@ -1,8 +1,6 @@
 """Gemma 3, text only (Gemma Team, 2025, arXiv:2503.19786)."""
 
-from ..layers.parameters import Placement
-from .config import ModelConfig
-from .decoder import DecoderForCausalLM, Variants, attention_shape, dense_attention, dense_mlp
+from .decoder import DecoderForCausalLM
 from .family import Family
 
 FAMILIES = {
@@ -30,9 +28,9 @@ FAMILIES = {
 class Gemma3ForCausalLM(DecoderForCausalLM):
     """Windows, with a base of their own, in most layers; norms on both sides of a block."""
 
-    def __init__(self, config: ModelConfig, *, place: Placement) -> None:
-        bias = config.attention_bias
-        shape = attention_shape(config, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_from_one=True)
-        variants = Variants(norm_from_one=True, norms_behind=True, embedding_scale=config.hidden_size**0.5)
-        attention, mlp = dense_attention(config, shape, place), dense_mlp(config, place, bend="gelu_tanh")
-        super().__init__(config, attention, mlp, place=place, variants=variants)
+    o_bias = True
+    qk_norm = True
+    norm_from_one = True
+    norms_behind = True
+    scales_embeddings = True
+    bend = "gelu_tanh"

@@ -1,9 +1,7 @@
 """GLM-4 with experts: GLM-4.5 and its kin (GLM-4.5 Team, 2025, arXiv:2508.06471)."""
 
-from ..layers.parameters import Placement
-from .config import ModelConfig
 from .config_moe import DEEPSEEK_V3
-from .decoder import DecoderForCausalLM, attention_shape, dense_attention, sparse_mlp
+from .decoder import DecoderForCausalLM
 from .family import Family
 
 FAMILIES = {
@@ -27,8 +25,3 @@ FAMILIES = {
 
 class Glm4MoeForCausalLM(DecoderForCausalLM):
     """Half of a head is rotated; DeepSeek V3's routing."""
-
-    def __init__(self, config: ModelConfig, *, place: Placement) -> None:
-        shape = attention_shape(config, qkv_bias=config.attention_bias, qk_norm=config.qk_norm)
-        mlp, routing = sparse_mlp(config, place)
-        super().__init__(config, dense_attention(config, shape, place), mlp, place=place, routing=routing)

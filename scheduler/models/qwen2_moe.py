@@ -1,9 +1,7 @@
 """Qwen2 with experts (Yang et al., 2024, arXiv:2407.10671)."""
 
-from ..layers.parameters import Placement
-from .config import ModelConfig
 from .config_moe import MoeFields
-from .decoder import DecoderForCausalLM, SparseNames, attention_shape, dense_attention, sparse_mlp
+from .decoder import DecoderForCausalLM, SparseNames
 from .family import Family
 
 _MOE = MoeFields(count=60, top_k=4, width=1408, normalize=False, stepped=True, shared=5632)
@@ -17,7 +15,4 @@ FAMILIES = {
 class Qwen2MoeForCausalLM(DecoderForCausalLM):
     """Qwen2's attention; routed experts, and shared ones weighted by a gate."""
 
-    def __init__(self, config: ModelConfig, *, place: Placement) -> None:
-        shape = attention_shape(config, qkv_bias=config.attention_bias)
-        mlp, routing = sparse_mlp(config, place, names=SparseNames(shared="shared_expert"))
-        super().__init__(config, dense_attention(config, shape, place), mlp, place=place, routing=routing)
+    names = SparseNames(shared="shared_expert")

@@ -3,10 +3,12 @@
 from dataclasses import replace
 from typing import ClassVar
 
+from ..layers.attention import Attention
+from ..layers.gated_delta import DeltaShape, GatedDelta
 from ..layers.parameters import Placement
 from .config import ModelConfig
 from .config_moe import MoeFields
-from .decoder import DecoderForCausalLM, SparseNames, Variants, hybrid_attention, sparse_mlp
+from .decoder import AttentionBlock, DecoderForCausalLM, SparseNames
 from .family import Family
 
 _HYBRID = Family(num_kv_heads=2, head_dim=256, partial_rotary=0.25, delta=True)
@@ -24,13 +26,32 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
     Factors of all norms are ``1 + weight``; the head of multi-token prediction is ignored.
     """
 
+    o_bias = True
+    qk_norm = True
+    norm_from_one = True
+    names = SparseNames(shared="shared_expert")
     by_key_head: ClassVar = True
 
-    def __init__(self, config: ModelConfig, *, place: Placement) -> None:
-        mlp, routing = sparse_mlp(config, place, names=SparseNames(shared="shared_expert"))
-        attention = hybrid_attention(config, place, by_key_head=self.by_key_head)
-        variants = Variants(norm_from_one=True)
-        super().__init__(config, attention, mlp, place=place, routing=routing, variants=variants)
+    def attention_blocks(self, config: ModelConfig, place: Placement) -> list[AttentionBlock]:
+        """Return the block of every layer; those with KV and those with a state are counted apart."""
+        shape = self.attention_shape(config, gated=True)
+        assert config.delta is not None
+        delta = DeltaShape(
+            hidden_size=config.hidden_size,
+            state=config.delta.state,
+            eps=config.rms_norm_eps,
+            by_key_head=self.by_key_head,
+        )
+        blocks: list[AttentionBlock] = []
+        counts = {True: 0, False: 0}
+        for layer, linear in enumerate(config.delta.layers):
+            name, module, number = f"layers.{layer}.attention", f"model.layers.{layer}", counts[linear]
+            counts[linear] += 1
+            if linear:
+                blocks.append(GatedDelta(name, f"{module}.linear_attn", number, delta, place=place))
+            else:
+                blocks.append(Attention(name, f"{module}.self_attn", number, shape, place=place))
+        return blocks
 
     def is_skipped(self, name: str) -> bool:
         return name.startswith("mtp.") or super().is_skipped(name)
