@@ -125,10 +125,7 @@ class Fp8Slot(WeightSlot):
         return changed
 
     def write(self, rows: Tensor, start: int) -> None:
-        if rows.dtype == FP8:
-            self._stored.write(rows, start)
-        else:
-            self.update(rows, start, compare=False)
+        self.update(rows, start, compare=False)
 
     def differs(self, rows: Tensor, start: int) -> bool:
         """Return True for rows to quantise: a difference shows only when a block is complete."""

@@ -28,7 +28,7 @@ from .fp8_block import Fp8Matrix
 from .linear import Linear, PackedTensors, divided, fp8_blocks
 from .matrix import Stored
 from .norm import RMSNorm
-from .parameters import CompositeLayer, Layer, Parameter, Place, Placement, WeightSlot
+from .parameters import CompositeLayer, Layer, Parameter, Place, Placement, DelegatingSlot, WeightSlot
 from .rotary import rotate
 from .sharding import Window, among, as_window, even, parts_with, require_borders, sharded
 
@@ -50,7 +50,7 @@ class LatentShape:
     """Rotated pairs are neighbours."""
 
 
-class ScatteredSlot(WeightSlot):
+class ScatteredSlot(DelegatingSlot):
     """A checkpoint tensor whose rows lie in several places."""
 
     __slots__ = ("_parts",)
@@ -60,21 +60,13 @@ class ScatteredSlot(WeightSlot):
         super().__init__(name, parts[0].parameter, (rows, *parts[0].shape[1:]), parts[0].dtype)
         self._parts = parts
 
-    def write(self, rows: Tensor, start: int) -> None:
+    def targets(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
         for part, own, of_rows in self._places(start, start + len(rows)):
-            part.write(rows[of_rows], own.start)
-
-    def differs(self, rows: Tensor, start: int) -> bool:
-        places = self._places(start, start + len(rows))
-        return any(part.differs(rows[of_rows], own.start) for part, own, of_rows in places)
+            yield part, rows[of_rows], own.start
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         places = self._places(start, self.shape[0] if stop is None else stop)
         return torch.cat([part.read(own.start, own.stop) for part, own, _ in places])
-
-    def parts(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
-        for part, own, of_rows in self._places(start, start + len(rows)):
-            yield from part.parts(rows[of_rows], own.start)
 
     def places(self, positions: Tensor) -> Iterator[Place]:
         sizes = [prod(part.shape) for part in self._parts]

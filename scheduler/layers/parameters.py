@@ -188,6 +188,32 @@ class WeightSlot(TensorSlot):
         )
 
 
+class DelegatingSlot(WeightSlot):
+    """A checkpoint tensor whose rows go to other slots, those of its parts."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def targets(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
+        """Yield each slot that takes some of ``rows``, what it takes, and the first row there."""
+
+    def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
+        changed = not compare
+        for slot, part, first in self.targets(rows, start):
+            changed |= slot.update(part, first, compare=not changed)
+        return changed
+
+    def write(self, rows: Tensor, start: int) -> None:
+        self.update(rows, start, compare=False)
+
+    def differs(self, rows: Tensor, start: int) -> bool:
+        return any(slot.differs(part, first) for slot, part, first in self.targets(rows, start))
+
+    def parts(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
+        for slot, part, first in self.targets(rows, start):
+            yield from slot.parts(part, first)
+
+
 class PlainSlot(WeightSlot):
     """Rows of a parameter that is stored as the checkpoint has it."""
 

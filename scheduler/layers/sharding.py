@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..parallel.group import TensorParallel
-from .parameters import Place, WeightSlot
+from .parameters import Place, DelegatingSlot, WeightSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def _indivisible(field: str, value: int, size: int, reason: str) -> CaesuraError
     return CaesuraError(ErrorCode.UNSUPPORTED_MODEL, message, fields=[field], value=value, ranks=size)
 
 
-class ShardedSlot(WeightSlot):
+class ShardedSlot(DelegatingSlot):
     """A checkpoint tensor of which this rank holds ``rows`` and, of these, ``columns``."""
 
     __slots__ = ("_columns", "_inner", "_rows")
@@ -147,26 +147,9 @@ class ShardedSlot(WeightSlot):
     def fills(self, dtype: torch.dtype) -> str | None:
         return self._inner.fills(dtype)
 
-    def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
-        changed = not compare
-        for part, first in self._held(rows, start):
-            changed |= self._inner.update(part, first, compare=compare)
-        return changed
-
-    def write(self, rows: Tensor, start: int) -> None:
-        for part, first in self._held(rows, start):
-            self._inner.write(part, first)
-
-    def differs(self, rows: Tensor, start: int) -> bool:
-        return any(self._inner.differs(part, first) for part, first in self._held(rows, start))
-
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         first, last = (self._held_before(row) for row in slice(start, stop).indices(self.shape[0])[:2])
         return self._inner.read(first, max(first, last))
-
-    def parts(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
-        for part, first in self._held(rows, start):
-            yield from self._inner.parts(part, first)
 
     def places(self, positions: Tensor) -> Iterator[Place]:
         width = prod(self.shape[1:])
@@ -186,8 +169,7 @@ class ShardedSlot(WeightSlot):
     def _held_before(self, row: int) -> int:
         return sum(min(max(row - window.start, 0), window.length) for window in self._rows)
 
-    def _held(self, rows: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
-        """Yield this rank's part of ``rows`` with its place in the part; nothing if there is none."""
+    def targets(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
         for window in self._rows:
             first, last = max(start, window.start), min(start + rows.shape[0], window.stop)
             if first >= last:
@@ -195,7 +177,7 @@ class ShardedSlot(WeightSlot):
             part = rows[first - start : last - start]
             if self._columns is not None:
                 part = part[:, self._columns.start : self._columns.stop]
-            yield part, self._held_before(first)
+            yield self._inner, part, self._held_before(first)
 
 
 def among(chosen: Tensor, places: Iterator[Place]) -> Iterator[Place]:

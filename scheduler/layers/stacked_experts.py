@@ -21,7 +21,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .parameters import HalfSlot, Place, PlainSlot, WeightSlot, differ
+from .parameters import HalfSlot, Place, PlainSlot, DelegatingSlot, WeightSlot, differ
 from .sharding import Window, among, parts_with
 
 GROUP = 32
@@ -37,7 +37,7 @@ def by_turns(parts: int, x: Tensor) -> list[Tensor]:
     return [x[..., part::parts] for part in range(parts)]
 
 
-class StackedSlot(WeightSlot):
+class StackedSlot(DelegatingSlot):
     """``weight`` [experts, in, out] of a layer's experts, or the same in MXFP4 if groups divide ``in``."""
 
     __slots__ = ("_pair", "_parts")
@@ -63,19 +63,9 @@ class StackedSlot(WeightSlot):
         return all(slot.is_whole for slot in self._parts[0])
 
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
-        self._forget_halves()
-        changed = not compare
-        for slot, values in self._turned(rows, start):
-            changed |= slot.update(values, 0, compare=compare)
-        return changed
-
-    def write(self, rows: Tensor, start: int) -> None:
-        self._forget_halves()
-        for slot, values in self._turned(rows, start):
-            slot.write(values, 0)
-
-    def differs(self, rows: Tensor, start: int) -> bool:
-        return any(slot.differs(values, 0) for slot, values in self._turned(rows, start))
+        if self._pair is not None:
+            self._pair.forget()
+        return super().update(rows, start, compare=compare)
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         chosen = self._parts[start:stop]
@@ -86,10 +76,6 @@ class StackedSlot(WeightSlot):
             for part, slot in zip(by_turns(len(slots), target), slots, strict=True):
                 part.copy_(slot.read().t())
         return out
-
-    def parts(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
-        for slot, values in self._turned(rows, start):
-            yield from slot.parts(values, 0)
 
     def places(self, positions: Tensor) -> Iterator[Place]:
         _, inputs, outputs = self.shape
@@ -102,16 +88,10 @@ class StackedSlot(WeightSlot):
                 places = slot.places(columns[of_part] // len(slots) * inputs + rows[of_part])
                 yield from among(chosen[of_part], places)
 
-    def _turned(self, rows: Tensor, start: int) -> list[tuple[WeightSlot, Tensor]]:
-        return [
-            (slot, part.t().contiguous())
-            for expert, slots in zip(rows, self._parts[start : start + len(rows)], strict=True)
-            for slot, part in zip(slots, by_turns(len(slots), expert), strict=True)
-        ]
-
-    def _forget_halves(self) -> None:
-        if self._pair is not None:
-            self._pair.forget()
+    def targets(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
+        for expert, slots in zip(rows, self._parts[start : start + len(rows)], strict=True):
+            for slot, part in zip(slots, by_turns(len(slots), expert), strict=True):
+                yield slot, part.t().contiguous(), 0
 
 
 class _Rows:
