@@ -12,7 +12,6 @@ import torch
 from ..attention.backends import Choice, choose
 from ..attention.shape import Shape
 from ..kernels import TORCH, TRITON, serving, why_not_triton
-from ..kernels.decoder_layers import choosable
 from ..kernels.delta import LARGEST_HEAD, computable
 from ..kernels.linear import packable, scalable
 from ..kernels.native import why_not
@@ -106,10 +105,8 @@ def why_torch(loaded: LoadedModel) -> str | None:
     if (reason := _unpacked_fp8(loaded)) is not None:
         return reason
     moe = config.moe
-    if moe is not None and moe.grouped:
-        best_two = moe.group_score == "top2"
-        if not choosable(moe.num_groups, moe.top_groups, moe.num_experts, moe.top_k, best_two=best_two):
-            return f"experts are chosen from {moe.num_groups} groups, which torch does"
+    if moe is not None and (by := moe.in_groups) is not None and not by.serves(moe.num_experts, moe.top_k):
+        return f"experts are chosen from {by.groups} groups, which torch does"
     return _unpacked(loaded)
 
 

@@ -67,10 +67,10 @@ class _Regions:
                 "adapter_shrunk": (3 * adapters.rank * item, 0),
                 "adapter_change": (max(shape.hidden, shape.qkv, *(2 * size for size in sizes)) * item, 0),
             }
-        attended = heads * (shape.head_size if latent is None else latent.latent)
+        attended = heads * (shape.head_size if latent is None else latent.kv_lora_rank)
         attention = {"qkv": shape.qkv, "attended": attended}
         if latent is not None:
-            attention |= {"q": latent.q_rank, "q_up": shape.q, "queries": heads * shape.width}
+            attention |= {"q": latent.q_lora_rank or 0, "q_up": shape.q, "queries": heads * shape.width}
             attention["values"] = shape.attended
         self._attention = {name: (width * item, 0) for name, width in attention.items()}
         size = max(kind.intermediate for kind in kinds)
@@ -166,8 +166,9 @@ class DecoderKernel:
             adapter_rank=0 if form is None else form.rank,
         )
         if latent is not None:
-            self._step.latent, self._step.q_rank, self._step.nope = latent.latent, latent.q_rank, latent.nope
-            self._step.value_size, self._step.interleaved = latent.value, latent.interleaved
+            self._step.latent, self._step.q_rank = latent.kv_lora_rank, latent.q_lora_rank or 0
+            self._step.nope, self._step.value_size = latent.qk_nope_head_dim, latent.v_head_dim
+            self._step.interleaved = latent.rope_interleave
         self._workspace = Workspace()
         self._placed = 0, 0  # intermediate results: where they begin, and of how many rows
 
@@ -306,7 +307,7 @@ class DecoderKernel:
         shape, attention = self._shape, step.attention
         heads = attention.dtype == self._dtype and attention.group * attention.kv_heads == shape.heads
         if shape.latent is not None:
-            sizes = attention.head_size == shape.width and attention.value_size == shape.latent.latent
+            sizes = attention.head_size == shape.width and attention.value_size == shape.latent.kv_lora_rank
             return (
                 heads
                 and sizes

@@ -90,6 +90,19 @@ class GroupRouting:
     """A group's score is the sum of its two best, else its best."""
     scale: float
 
+    def serves(self, experts: int, top_k: int) -> bool:
+        """Return True if kernels can choose ``top_k`` of ``experts`` so."""
+        size = experts // max(self.groups, 1)
+        return (
+            0 < self.top_groups <= self.groups <= MAX_GROUPS
+            and self.groups * size == experts
+            and size >= (2 if self.best_two else 1)
+            and top_k <= self.top_groups * size
+        )
+
+
+NO_GROUPS = GroupRouting(groups=1, top_groups=1, sigmoid=False, best_two=False, scale=1.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsForm:
@@ -132,14 +145,18 @@ class LayerKind:
         return form
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentSizes:
-    latent: int
-    q_rank: int
-    """Size of the queries' own latent; 0 without one."""
-    nope: int
-    value: int
-    interleaved: bool
+@dataclass(frozen=True, kw_only=True)
+class LatentShape:
+    """Sizes of latent attention; names are those of config.json."""
+
+    q_lora_rank: int | None
+    """Width of the queries' own latent, or None if queries are projected at once."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope_interleave: bool
+    """Rotated pairs are neighbours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +169,7 @@ class LayerShape:
     head_size: int
     rotated: int
     from_one: bool = False
-    latent: LatentSizes | None = None
+    latent: LatentShape | None = None
     scale_columns: int = 0
     """Inputs that share a scale of an FP8 weight; 0 if no weight is FP8."""
 
@@ -165,15 +182,15 @@ class LayerShape:
         """Outputs of attention's first product: queries, keys and values, or their latents."""
         if self.latent is None:
             return (self.heads + 2 * self.kv_heads) * self.head_size
-        return (self.latent.q_rank or self.q) + self.width
+        return (self.latent.q_lora_rank or self.q) + self.width
 
     @property
     def width(self) -> int:
-        return 0 if self.latent is None else self.latent.latent + self.rotated
+        return 0 if self.latent is None else self.latent.kv_lora_rank + self.rotated
 
     @property
     def attended(self) -> int:
-        return self.q if self.latent is None else self.heads * self.latent.value
+        return self.q if self.latent is None else self.heads * self.latent.v_head_dim
 
     def _products(self, kind: LayerKind) -> dict[str, tuple[int, int, int]]:
         """Return by name the number of stacked weights, and outputs and inputs of each."""
@@ -190,11 +207,11 @@ class LayerShape:
             }
         if latent is not None:
             products |= {
-                "w_kc": (self.heads, latent.latent, latent.nope),
-                "w_vc": (self.heads, latent.value, latent.latent),
+                "w_kc": (self.heads, latent.kv_lora_rank, latent.qk_nope_head_dim),
+                "w_vc": (self.heads, latent.v_head_dim, latent.kv_lora_rank),
             }
-            if latent.q_rank:
-                products["q_up"] = (1, self.q, latent.q_rank)
+            if latent.q_lora_rank:
+                products["q_up"] = (1, self.q, latent.q_lora_rank)
         return products
 
     def _vectors(self, kind: LayerKind, *, head_norms: bool) -> dict[str, tuple[int, ...]]:
@@ -203,9 +220,9 @@ class LayerShape:
         vectors: dict[str, tuple[int, ...]] = dict.fromkeys(norms, (hidden,))
         vectors |= {"qkv_bias": (self.qkv,), "o_bias": (hidden,)}
         if latent is not None:
-            vectors["k_norm"] = (latent.latent,)
-            if latent.q_rank:
-                vectors["q_norm"] = (latent.q_rank,)
+            vectors["k_norm"] = (latent.kv_lora_rank,)
+            if latent.q_lora_rank:
+                vectors["q_norm"] = (latent.q_lora_rank,)
         elif head_norms:
             vectors |= dict.fromkeys(("q_norm", "k_norm"), (self.head_size,))
         if kind.attention.sinks:
@@ -263,10 +280,8 @@ class LayerShape:
             fits = kind.intermediate > 0
         else:
             fits = 0 < experts.top_k <= experts.count
-            if (by := experts.in_groups) is not None:
-                fits = fits and choosable(
-                    by.groups, by.top_groups, experts.count, experts.top_k, best_two=by.best_two
-                )
+            if experts.in_groups is not None:
+                fits = fits and experts.in_groups.serves(experts.count, experts.top_k)
         if not fits:
             raise ValueError(f"no layer {number} of {kind}")
 
@@ -276,13 +291,3 @@ _OPTIONAL = frozenset({
     "qkv_bias", "o_bias", "behind_attention", "behind_mlp", "shared_gate",
     "router_bias", "experts_gate_up_bias", "experts_down_bias",
 })  # fmt: skip
-
-
-def choosable(groups: int, top_groups: int, experts: int, top_k: int, *, best_two: bool) -> bool:
-    size = experts // max(groups, 1)
-    return (
-        0 < top_groups <= groups <= MAX_GROUPS
-        and groups * size == experts
-        and size >= (2 if best_two else 1)
-        and top_k <= top_groups * size
-    )

@@ -48,7 +48,7 @@ def route_in_groups(
 ) -> tuple[Tensor, Tensor]:
     """Choose the best experts of the best groups by float32 logits [T, experts], which become scores.
 
-    ``bias``, float32 [experts], only decides the choice. Weights are not rounded; ``choosable`` is unchecked.
+    ``bias``, float32 [experts], only decides the choice. Weights are not rounded; ``by.serves`` is unchecked.
     """
     tokens, experts = logits.shape
     tensors = [logits] if bias is None else [logits, bias]

@@ -13,13 +13,12 @@ Imported only with Triton. Compiled for sm_90 and tested in Triton's interpreter
 # ruff: noqa: ANN001, ANN202
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .decoder_layers import NO_GROUPS, GroupRouting
 from .triton_launch import Launcher
 
 MAX_PAIRS = 8192
@@ -164,12 +163,8 @@ def route(
     top_k: int,
     *,
     normalize: bool,
-    scale: float = 1.0,
-    scoring: Literal["softmax", "sigmoid"] = "softmax",
+    by: GroupRouting = NO_GROUPS,
     bias: Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    group_score: Literal["max", "top2"] = "max",
     record: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts of the largest scores [T, experts], best first (``layers/moe.py``).
@@ -180,17 +175,17 @@ def route(
     tokens, experts = logits.shape
     ids = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
-    group_size = experts // num_groups
+    group_size = experts // by.groups
     copy = ids if record is None else record
     if tokens:
-        widths = [triton.next_power_of_2(size) for size in (num_groups, group_size, top_k)]
+        widths = [triton.next_power_of_2(size) for size in (by.groups, group_size, top_k)]
         _launch_route(
             (tokens, 1, 1),
             (logits, logits if bias is None else bias, ids, weights, copy),
-            (logits.stride(0), copy.stride(0), scale),
+            (logits.stride(0), copy.stride(0), by.scale),
             (
-                *(num_groups, group_size, top_groups, group_score == "top2", top_k, *widths),
-                *(scoring == "sigmoid", bias is not None, normalize, record is not None, _TINY),
+                *(by.groups, group_size, by.top_groups, by.best_two, top_k, *widths),
+                *(by.sigmoid, bias is not None, normalize, record is not None, _TINY),
             ),
             1,
         )

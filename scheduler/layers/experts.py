@@ -93,13 +93,10 @@ class ExpertModules:
 
     prefix: str
     count: int
-    gate: str
-    up: str
-    down: str
+    names: ExpertNames
+    """If stacked, a parameter has rows of gate and up by turns, else those of gate first."""
     hidden: int
     width: int
-    by_turns: bool
-    """True if a parameter has rows of gate and up by turns, else those of gate first."""
 
     def name(self, expert: int, part: str) -> str:
         return f"{self.prefix}.{expert}.{part}"
@@ -168,12 +165,9 @@ class Experts:
                 ExpertModules(
                     prefix=prefix,
                     count=num_experts,
-                    gate=names.gate,
-                    up=names.up,
-                    down=names.down,
+                    names=names,
                     hidden=hidden_size,
                     width=self._window.total,
-                    by_turns=names.stacked,
                 ),
                 self._window,
                 place,

@@ -321,8 +321,8 @@ class AdapterSlots:
             gate_up, down = (
                 ExpertAdapters(self, f"{name}.{part}", modules, parts, windows, place, packed=packed)
                 for part, parts, windows in (
-                    ("gate_up", (modules.gate, modules.up), (width, hidden)),
-                    ("down", (modules.down,), (hidden, width)),
+                    ("gate_up", (modules.names.gate, modules.names.up), (width, hidden)),
+                    ("down", (modules.names.down,), (hidden, width)),
                 )
             )
         self.products += [gate_up, down]

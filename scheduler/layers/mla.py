@@ -14,7 +14,6 @@ Invariants:
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -24,30 +23,17 @@ from ..execution.forward import AttentionBackend
 from ..kernels import TORCH, TRITON, Elementwise, best, elementwise_for
 from ..kernels import linear as kernel
 from ..kernels.attention_form import PLAIN
+from ..kernels.decoder_layers import LatentShape
 from .fp8_block import Fp8Matrix
 from .linear import Linear, PackedTensors, divided, fp8_blocks
 from .matrix import Stored
 from .norm import RMSNorm
-from .parameters import CompositeLayer, Layer, Parameter, Place, Placement, DelegatingSlot, WeightSlot
+from .parameters import CompositeLayer, DelegatingSlot, Layer, Parameter, Place, Placement, WeightSlot
 from .rotary import rotate
 from .sharding import Window, among, as_window, even, parts_with, require_borders, sharded
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latents: fixed by the architecture, whatever the config says of the others."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentShape:
-    """Names are those of config.json."""
-
-    q_lora_rank: int | None
-    """Width of the queries' own latent, or None if queries are projected at once."""
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    rope_interleave: bool
-    """Rotated pairs are neighbours."""
 
 
 class ScatteredSlot(DelegatingSlot):

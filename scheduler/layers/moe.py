@@ -5,7 +5,7 @@ every token, alike; results of routed and shared experts are summed over ranks a
 """
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ..kernels import TORCH, TRITON, best, elementwise, triton_for
 from ..kernels import experts as kernel
-from ..kernels.decoder_layers import GroupRouting, choosable
+from ..kernels.decoder_layers import NO_GROUPS, GroupRouting
 from .experts import Experts
 from .linear import Linear, PackedTensors
 from .matrix import Matrix
@@ -49,7 +49,7 @@ class Router:
         """
         self._module, self.top_k, self.normalize, self.in_groups = module, top_k, normalize, by
         self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON) and (
-            by is None or choosable(by.groups, by.top_groups, num_experts, top_k, best_two=by.best_two)
+            by is None or by.serves(num_experts, top_k)
         )
         packed = by is None or self._compiled
         self._matrix = Matrix(f"{name}.weight", num_experts, hidden_size, place, packed=packed)
@@ -58,33 +58,30 @@ class Router:
             dtype = place.dtype if by is None else torch.float32
             self._bias = Parameter(f"{name}.bias", (num_experts,), dtype, place.device)
         self._triton = triton_for("experts", place.device, place.dtype)
-        self._options: dict[str, Any] = {"normalize": normalize}
-        if by is not None and self._triton is not None:
-            self._options |= {
-                "scale": by.scale,
-                "scoring": "sigmoid" if by.sigmoid else "softmax",
-                "bias": None if self._bias is None else self._bias.data,
-                "num_groups": by.groups,
-                "top_groups": by.top_groups,
-                "group_score": "top2" if by.best_two else "max",
-            }
 
     def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
         """Map [T, hidden] to expert ids, int64 [T, k], also in ``record``, and float32 weights [T, k]."""
-        bias, by, options = None if self._bias is None else self._bias.data, self.in_groups, self._options
+        bias, by, k = None if self._bias is None else self._bias.data, self.in_groups, self.top_k
         if by is None:
             logits = self._matrix.product(x, bias)
         else:
             logits = self._matrix.wide_product(x) if self._matrix.packed is not None else self._wide(x)
         if self._triton is not None:
-            found: tuple[Tensor, Tensor] = self._triton.route(logits, self.top_k, record=record, **options)
+            found: tuple[Tensor, Tensor] = self._triton.route(
+                logits,
+                k,
+                normalize=self.normalize,
+                by=by or NO_GROUPS,
+                bias=None if by is None else bias,
+                record=record,
+            )
             return found
         if by is None:
-            ids, weights = (kernel.route if self._compiled else _best)(logits, self.top_k, **options)
+            ids, weights = (kernel.route if self._compiled else _best)(logits, k, normalize=self.normalize)
         elif self._matrix.packed is not None:
-            ids, weights = kernel.route_in_groups(logits, bias, self.top_k, by, **options)
+            ids, weights = kernel.route_in_groups(logits, bias, k, by, normalize=self.normalize)
         else:
-            ids, weights = best_in_groups(logits, bias, self.top_k, by, **options)
+            ids, weights = best_in_groups(logits, bias, k, by, normalize=self.normalize)
         record.copy_(ids)
         return ids, weights
 

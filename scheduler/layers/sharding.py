@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..parallel.group import TensorParallel
-from .parameters import Place, DelegatingSlot, WeightSlot
+from .parameters import DelegatingSlot, Place, WeightSlot
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .parameters import HalfSlot, Place, PlainSlot, DelegatingSlot, WeightSlot, differ
+from .parameters import DelegatingSlot, HalfSlot, Place, PlainSlot, WeightSlot, differ
 from .sharding import Window, among, parts_with
 
 GROUP = 32

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..cache.pool import StateShape
-from ..layers.mla import LatentShape
+from ..kernels.decoder_layers import LatentShape
 from ..layers.rotary import RopeParameters
 from .config_reader import ConfigReader
 from .family import Family

@@ -8,6 +8,7 @@ Invariants:
 from dataclasses import dataclass
 from typing import Literal
 
+from ..kernels.decoder_layers import GroupRouting
 from .config_reader import ConfigReader
 
 
@@ -24,16 +25,8 @@ class MoeConfig:
     """Width of the shared experts; 0 without them."""
     shared_gate: bool = False
     """A sigmoid of the token's own weights the shared experts' result."""
-    grouped: bool = False
-    """Routing by groups, in float32; the fields below are about that."""
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    num_groups: int = 1
-    top_groups: int = 1
-    group_score: Literal["max", "top2"] = "max"
-    """Score of a group: the best in it, or the sum of its two best."""
-    routed_scale: float = 1.0
-    score_bias: bool = False
-    """A learnt bias is added to scores for the choice, and not for the weights."""
+    in_groups: GroupRouting | None = None
+    """Routing by groups, in float32. With sigmoid a learnt bias is added to scores for the choice alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +84,13 @@ def _grouped(fields: MoeFields, reader: ConfigReader, num_layers: int, normalize
     by_group = sigmoid or reader.config.get("topk_method", "greedy") == "group_limited_greedy"
     first = reader.count_or_zero("first_k_dense_replace", fields.first_dense)
     step = reader.count("moe_layer_freq", 1)
+    by = GroupRouting(
+        groups=reader.count("n_group", fields.groups) if by_group else 1,
+        top_groups=reader.count("topk_group", fields.top_groups) if by_group else 1,
+        sigmoid=sigmoid,
+        best_two=sigmoid,
+        scale=reader.positive(reader.config, "routed_scaling_factor", fields.scale),
+    )
     moe = MoeConfig(
         num_experts=reader.count("n_routed_experts", fields.count),
         top_k=reader.count("num_experts_per_tok", fields.top_k),
@@ -98,21 +98,15 @@ def _grouped(fields: MoeFields, reader: ConfigReader, num_layers: int, normalize
         normalize=normalize,
         sparse_layers=tuple(i >= first and i % step == 0 for i in range(num_layers)),
         shared_size=reader.count_or_zero("n_shared_experts", fields.shared) * width,
-        grouped=True,
-        scoring="sigmoid" if sigmoid else "softmax",
-        num_groups=reader.count("n_group", fields.groups) if by_group else 1,
-        top_groups=reader.count("topk_group", fields.top_groups) if by_group else 1,
-        group_score="top2" if sigmoid else "max",
-        routed_scale=reader.positive(reader.config, "routed_scaling_factor", fields.scale),
-        score_bias=sigmoid,
+        in_groups=by,
     )
-    in_group = moe.num_experts // moe.num_groups
-    if moe.num_experts % moe.num_groups or (sigmoid and in_group < 2):
-        raise reader.invalid("n_group", f"= {moe.num_groups} for n_routed_experts = {moe.num_experts}")
-    if moe.top_groups > moe.num_groups:
-        raise reader.invalid("topk_group", f"= {moe.top_groups} of {moe.num_groups} groups")
-    if moe.top_k > moe.top_groups * in_group:
-        reachable = moe.top_groups * in_group
+    in_group = moe.num_experts // by.groups
+    if moe.num_experts % by.groups or (sigmoid and in_group < 2):
+        raise reader.invalid("n_group", f"= {by.groups} for n_routed_experts = {moe.num_experts}")
+    if by.top_groups > by.groups:
+        raise reader.invalid("topk_group", f"= {by.top_groups} of {by.groups} groups")
+    if moe.top_k > by.top_groups * in_group:
+        reachable = by.top_groups * in_group
         raise reader.invalid("num_experts_per_tok", f"= {moe.top_k} of {reachable} experts in chosen groups")
     return moe
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..execution.forward import AttentionBackend, ForwardBatch
 from ..kernels.attention_form import AttentionForm, Bend
-from ..kernels.decoder_layers import GroupRouting
 from ..layers.attention import Attention, AttentionShape
 from ..layers.embedding import Embedding
 from ..layers.experts import ExpertNames, Experts
@@ -284,16 +283,8 @@ class DecoderForCausalLM(CausalLM):
 
 
 def _router(name: str, module: str, hidden: int, moe: MoeConfig, bias: bool, place: Placement) -> Router:
-    by = None
-    if moe.grouped:
-        by = GroupRouting(
-            groups=moe.num_groups,
-            top_groups=moe.top_groups,
-            sigmoid=moe.scoring == "sigmoid",
-            best_two=moe.group_score == "top2",
-            scale=moe.routed_scale,
-        )
-        bias = moe.score_bias
+    by = moe.in_groups
+    bias = bias if by is None else by.sigmoid
     size = hidden, moe.num_experts, moe.top_k
     return Router(name, module, *size, by=by, normalize=moe.normalize, bias=bias, place=place)
 

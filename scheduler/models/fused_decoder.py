@@ -16,7 +16,6 @@ from ..kernels.decoder import AdapterGroups, Angles, DecoderKernel
 from ..kernels.decoder_layers import (
     AdapterForm,
     ExpertsForm,
-    LatentSizes,
     LayerAdapters,
     LayerKind,
     LayerShape,
@@ -139,32 +138,23 @@ def _packed(products: Sequence[LinearAdapters]) -> LayerAdapters:
 
 
 def _shape_of(config: ModelConfig, layer: "DecoderLayer", place: Placement) -> LayerShape:
-    attention = layer.attention
-    columns, from_one = 0 if place.fp8 is None else place.fp8.columns, layer.input_norm.from_one
+    attention, latent = layer.attention, None
     if isinstance(attention, LatentAttention):
-        sizes = attention.shape
-        nope, rope = sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
-        latent = LatentSizes(
-            latent=sizes.kv_lora_rank,
-            q_rank=sizes.q_lora_rank or 0,
-            nope=nope,
-            value=sizes.v_head_dim,
-            interleaved=sizes.rope_interleave,
-        )
-        heads = {"heads": attention.heads, "kv_heads": 1, "head_size": nope + rope, "rotated": rope}
-        return LayerShape(
-            hidden=config.hidden_size, from_one=from_one, scale_columns=columns, latent=latent, **heads
-        )
-    assert isinstance(attention, Attention)
-    shape = attention.shape
+        latent = attention.shape
+        heads, kv_heads, size = attention.heads, 1, latent.qk_nope_head_dim + latent.qk_rope_head_dim
+    else:
+        assert isinstance(attention, Attention)
+        shape = attention.shape
+        heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_dim
     return LayerShape(
         hidden=config.hidden_size,
-        heads=shape.num_heads,
-        kv_heads=shape.num_kv_heads,
-        head_size=shape.head_dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=size,
         rotated=config.rotary_dim,
-        from_one=from_one,
-        scale_columns=columns,
+        from_one=layer.input_norm.from_one,
+        latent=latent,
+        scale_columns=0 if place.fp8 is None else place.fp8.columns,
     )
 
 

@@ -134,12 +134,12 @@ def _by_expert(name: str, given: Factors, experts: ExpertModules) -> Iterator[tu
     b = given.b.unflatten(1, (-1, experts.count)).permute(2, 0, 1).contiguous()
     for expert in range(experts.count):
         rows = b[expert]
-        parts = [(experts.down, rows)]
+        parts = [(experts.names.down, rows)]
         if name == experts.gate_up:
             by_turns = (
-                (rows[::2].contiguous(), rows[1::2].contiguous()) if experts.by_turns else rows.chunk(2)
+                (rows[::2].contiguous(), rows[1::2].contiguous()) if experts.names.stacked else rows.chunk(2)
             )
-            parts = list(zip((experts.gate, experts.up), by_turns, strict=True))
+            parts = list(zip((experts.names.gate, experts.names.up), by_turns, strict=True))
         for part, own in parts:
             yield experts.name(expert, part), Factors(a[expert], own, given.scale)
 

@@ -76,18 +76,17 @@ def latents() -> None:
 
 
 def choices() -> None:
+    from caesura.scheduler.kernels.decoder_layers import GroupRouting
     from caesura.scheduler.kernels.triton_experts import route
 
     record = zeros(3, 48, 8, dtype=torch.uint8)
     route(zeros(3, 128), 8, normalize=True, record=record[:, 7])
     route(zeros(3, 512), 10, normalize=True)
-    for groups, group_score, scoring, experts in ((8, "top2", "sigmoid", 256), (8, "max", "softmax", 160)):
-        bias = zeros(experts, dtype=torch.float32) if scoring == "sigmoid" else None
+    for sigmoid, experts in ((True, 256), (False, 160)):
+        by = GroupRouting(groups=8, top_groups=4, sigmoid=sigmoid, best_two=sigmoid, scale=2.5)
+        bias = zeros(experts, dtype=torch.float32) if sigmoid else None
         logits = zeros(3, experts, dtype=torch.float32)
-        route(
-            logits, 8, normalize=True, scale=2.5, scoring=scoring, bias=bias, num_groups=groups, top_groups=4,
-            group_score=group_score, record=record[:, 0],
-        )  # fmt: skip
+        route(logits, 8, normalize=True, by=by, bias=bias, record=record[:, 0])
 
 
 def sums() -> None:

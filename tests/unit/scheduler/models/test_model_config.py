@@ -152,8 +152,9 @@ def test_fields_of_latents_are_those_of_transformers(family: str, rope: Any, tmp
     assert (ours.head_dim, ours.num_kv_heads) == (theirs.qk_head_dim, theirs.num_attention_heads)
     assert ours.mla.latent_width == theirs.kv_lora_rank + theirs.qk_rope_head_dim
     assert (ours.moe.num_experts, ours.moe.top_k) == (6, 3)
-    assert (ours.moe.num_groups, ours.moe.top_groups) == (theirs.n_group, theirs.topk_group)
-    assert ours.moe.routed_scale == theirs.routed_scaling_factor
+    by = ours.moe.in_groups
+    assert (by.groups, by.top_groups) == (theirs.n_group, theirs.topk_group)
+    assert by.scale == theirs.routed_scaling_factor
     assert ours.moe.sparse_layers == (False, False, True, True, True, True)
     assert ours.num_mtp_layers == getattr(theirs, "num_nextn_predict_layers", 0)
     rewrite_config_as_v4(tmp_path)
@@ -202,8 +203,8 @@ def test_defaults_are_those_of_the_family(base: Fields, kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize(("base", "theirs", "expected"), [
-    ({**V3, "n_group": 8}, transformers.DeepseekV3Config(), (True, "sigmoid", True)),
-    (V2, transformers.DeepseekV2Config(num_experts_per_tok=6), (False, "softmax", False)),
+    ({**V3, "n_group": 8}, transformers.DeepseekV3Config(), (True, True)),
+    (V2, transformers.DeepseekV2Config(num_experts_per_tok=6), (False, False)),
 ], ids=["v3", "v2"])  # fmt: skip
 def test_defaults_of_latents_are_those_of_transformers(base: Fields, theirs: Any, expected: Any) -> None:
     config = parse(base)
@@ -216,9 +217,9 @@ def test_defaults_of_latents_are_those_of_transformers(base: Fields, theirs: Any
     )  # fmt: skip
     assert (moe.num_experts, moe.intermediate_size) == (theirs.n_routed_experts, theirs.moe_intermediate_size)
     assert moe.shared_size == theirs.n_shared_experts * theirs.moe_intermediate_size
-    assert moe.routed_scale == theirs.routed_scaling_factor
+    assert moe.in_groups.scale == theirs.routed_scaling_factor
     assert moe.sparse_layers.index(True) == theirs.first_k_dense_replace
-    assert (moe.normalize, moe.scoring, moe.score_bias) == expected
+    assert (moe.normalize, moe.in_groups.sigmoid) == expected
 
 
 def test_absent_and_null_expert_fields_of_glm() -> None:
@@ -227,7 +228,7 @@ def test_absent_and_null_expert_fields_of_glm() -> None:
     for changes, expected in (({}, (128, 1, 1.0)), (null, (256, 1, 2.5))):
         found = parse(glm, **changes).moe
         assert found is not None
-        assert (found.num_experts, found.num_groups, found.routed_scale) == expected
+        assert (found.num_experts, found.in_groups.groups, found.in_groups.scale) == expected
 
 
 def test_absent_expert_fields_are_those_of_transformers() -> None:
@@ -286,7 +287,7 @@ def test_the_released_configs_of_deepseek_are_understood() -> None:
         rope_scaling={**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}, scoring_func="softmax",
         topk_group=1, topk_method="greedy",
     )  # fmt: skip
-    assert (lite.mla.q_lora_rank, lite.moe.num_groups, lite.num_mtp_layers) == (None, 1, 0)
+    assert (lite.mla.q_lora_rank, lite.moe.in_groups.groups, lite.num_mtp_layers) == (None, 1, 0)
 
 
 def test_the_released_config_of_gpt_oss_is_understood() -> None:
