@@ -138,10 +138,12 @@ async def serve(
         server, watch, front = await unless_stopped(start())
         gc.freeze()  # imports and routes live as long as the process: full collections need not visit them
         sampling = asyncio.ensure_future(front.metrics.engine.sample(front.client))
+        telling = asyncio.ensure_future(session_routes.tell_ended(front))
         try:
             await server.serve(sockets=[bound])
         finally:
             sampling.cancel()
+            telling.cancel()
             watch.end()
         return watch.status
 

@@ -7,6 +7,7 @@ engine is asked.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
@@ -22,7 +23,6 @@ from ..exceptions import Busy, EnginePaused, NotIdle, QueueFull, TimedOut
 from ..text.sessions import SessionStore
 from ..text.tokenizer_manager import TokenizerManager
 from .bodies import UnknownKeys
-from .openai.kept_responses import KeptResponses
 from .options import ServeOptions
 from .pages.document import LastImage
 from .tinker.promises import TinkerClients
@@ -44,6 +44,7 @@ BUSY_S = 10.0
 POLL_S = 0.02
 OWNER = "http"
 """Owner token of the front end's commands: all HTTP clients count as one owner."""
+MAX_KEPT, MAX_KEPT_TOKENS = 1 << 15, 1 << 23
 THREADS = 4
 MAX_WAITING = 256
 SLICE = 32
@@ -67,9 +68,10 @@ class FrontEnd:
         self.metrics = metrics
         self.workers = Workers()
         self.sessions = SessionStore(options.max_sessions, options.session_tokens, options.session_lease_s)
+        self.responses = SessionStore(MAX_KEPT, MAX_KEPT_TOKENS, math.inf)
+        """Sessions of kept answers that were given none."""
         self.last_image = LastImage()
         self.unknown_keys = UnknownKeys()
-        self.responses = KeptResponses()
         self.health = EngineHealth(self.client, lambda: metrics.under_way > 0)
         self.admission = Admission(self.health)
         self.woken: list[EventStream] = []
@@ -78,6 +80,9 @@ class FrontEnd:
         self.published = PublishedWeights(self.client)
         self.tinker = TinkerClients(self.client)
         self.trainer = UpstreamTrainer(options.tinker_trainer) if options.tinker_trainer else None
+
+    def store_of(self, session_id: str) -> SessionStore:
+        return self.responses if session_id in self.responses else self.sessions
 
 
 Front = NamedDependency[FrontEnd]

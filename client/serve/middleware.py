@@ -10,9 +10,10 @@ Invariants:
 - A body over the limit of ``opt["body"]`` is refused while it arrives, and never held whole.
 """
 
+import hashlib
 import hmac
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,6 +28,7 @@ from ...process import log
 from ...process.contract import is_loopback
 from ..exceptions import Unsupported
 from ..group.router import current_routing_key, routed_by
+from .bodies import HTTPRequest
 from .context import FrontEnd
 from .error_responses import BodyTooLarge, send_error
 from .options import ServeOptions
@@ -65,8 +67,7 @@ class AuthMiddleware(ASGIMiddleware):
         keys = self._user_keys if access == "user" else self._admin_keys
         headers = dict(scope["headers"])
         if keys:
-            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-            given = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+            given = _key(headers)
             if not any([hmac.compare_digest(given, key) for key in keys]):  # noqa: C419 (constant time)
                 return 401, "Unauthorized"
         elif _from_other_site(headers):
@@ -80,6 +81,16 @@ class AuthMiddleware(ASGIMiddleware):
             return True
         name = _hostname("//" + host.decode("latin-1"))
         return name is not None and (is_loopback(name) or name == self._host)
+
+
+def _key(headers: Mapping[bytes, bytes]) -> bytes:
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+
+
+def owner_of(request: HTTPRequest) -> bytes:
+    """Return a digest of the key that a request was sent with, whether or not the server asks for one."""
+    return hashlib.blake2b(_key(dict(request.scope["headers"])), digest_size=16).digest()
 
 
 def _from_other_site(headers: dict[bytes, bytes]) -> bool:

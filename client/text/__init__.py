@@ -2,12 +2,13 @@
 
 from .detokenizer import Detokenizer, output_text
 from .stop_strings import StopMatcher, StopStrings
-from .text_client import AsyncTextClient, TextClient
+from .text_client import AsyncTextClient, ChatAnswer, TextClient
 from .tokenizer import TextTokenizer, TokenizerMissing
 from .tokenizer_manager import Chunk, Sample
 
 __all__ = [
     "AsyncTextClient",
+    "ChatAnswer",
     "Chunk",
     "Detokenizer",
     "Sample",

@@ -7,13 +7,14 @@ Invariants:
 - A node is one sample that its client has seen, and never changes. Siblings are samples of one turn, or of
   turns that continue the same node.
 - A conversation is found again by what its messages say: ids of tool calls, reasoning, null fields and the
-  spelling of arguments do not count.
+  spelling of arguments do not count. Turns of token ids are found by their request's id.
 - A store holds at most so many sessions and tokens. A session that has ended, expired or was evicted raises
-  :class:`~..exceptions.SessionGone` for as long as its id is remembered.
+  :class:`~..exceptions.SessionGone` for as long as its id is remembered. Answers that are kept end with it.
 """
 
 import hashlib
 import json
+import math
 import secrets
 from array import array
 from collections import OrderedDict, deque
@@ -28,6 +29,7 @@ import msgspec
 
 from ...io_struct import RoutedExperts, WeightVersionSpan, new_id
 from ..exceptions import InvalidRequest, SessionGone
+from .answer_parser import ParsedAnswer, ToolCall
 from .tokenizer import TextTokenizer
 from .tokenizer_manager import Sample
 
@@ -42,6 +44,7 @@ the template does not show the new messages behind the answer. ``continued``: th
 ended, goes on. ``truncated``: the prompt was cut."""
 MAX_REMEMBERED = 1 << 16
 """Ids of sessions that are gone and are still told so."""
+MAX_LEASE_S = 1e9
 NODE_TOKENS = 64
 """Tokens that a node counts beside its own, for what it takes."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -78,8 +81,10 @@ class Node:
     closed: int | None
     """Special token that ended the output, or None: the turn has still to be closed."""
     routed: RoutedExperts | None
+    known: int
+    """Number of the parent's messages that come before those of this node."""
     messages: list[dict[str, Any]]
-    """Messages that the parent has not, and the answer."""
+    """Messages that the parent has not, and the answer; none of a turn of token ids."""
     length: int
     """Number of tokens from the conversation's start to the output's end."""
 
@@ -94,6 +99,12 @@ class Node:
     def ids(self) -> list[int]:
         return [token for node in self.path() for part in (node.new_ids, node.output_ids) for token in part]
 
+    def conversation(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        for node in self.path():
+            messages[node.known :] = node.messages
+        return messages
+
     @property
     def cost(self) -> int:
         routed = 0 if self.routed is None else len(self.routed.data) // 16
@@ -101,11 +112,30 @@ class Node:
         return NODE_TOKENS + len(self.new_ids) + len(self.output_ids) + text + routed
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """An answer that is found by its id, to be read and gone on from."""
+
+    store: "SessionStore"
+    session_id: str
+    node: Node
+    body: bytes
+    beside: int = 0
+    """Number of the conversation's first messages that are not gone on with."""
+
+    @property
+    def cost(self) -> int:
+        return NODE_TOKENS + len(self.body) // 8
+
+
 @dataclass(slots=True, eq=False)
 class _Session:
     id: str
     lease_s: float
     used: float
+    streaming: bool = False
+    """A turn of token ids continues the newest one unless it names another."""
+    leased: bool = False
     turns: int = 0
     tokens: int = 0
     nodes: list[Node] = field(default_factory=list)
@@ -113,39 +143,50 @@ class _Session:
     forms: set[bytes] = field(default_factory=set)
     followed: dict[Node | bytes, int] = field(default_factory=dict)
     """First turn after a node, or with the same first prompt."""
+    kept: set[tuple[bytes, str]] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """A prompt of a session, to be recorded with each sample that its client sees."""
 
+    store: "SessionStore"
     session: _Session
     number: int
     prompt_ids: list[int]
     parent: Node | None
     branch: Branch | None
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = field(default_factory=list)
     """All messages of the prompt."""
-    known: int
+    known: int = 0
     """Number of messages that the parent has."""
-    continued: bool
-    form: bytes
-    special: frozenset[int]
+    continued: bool = False
+    form: bytes = b""
+    special: frozenset[int] = frozenset()
     """Tokens that can close an answer."""
+    rid: str | None = None
+    """Name by which a turn of token ids is found. None means by its messages."""
 
     @property
     def reused(self) -> int:
         """Number of the prompt's ids that were not encoded anew."""
         return 0 if self.parent is None else self.parent.length
 
-    def told(self) -> dict[str, Any]:
-        """Return what an answer says about its turn."""
+    def lease(self) -> dict[str, Any]:
+        """Return the fields of a generation that leases what it caches."""
+        self.session.leased = True
+        seconds = min(self.session.lease_s, MAX_LEASE_S)
+        return {"prefix_lease": self.store.lease_name(self.session.id), "prefix_lease_s": seconds}
+
+    def told(self, node: Node | None) -> dict[str, Any]:
+        """Return what an answer that was recorded as ``node`` says about its turn; None: it was not."""
+        parent = self.parent if node is None else node.parent
         return {
             "id": self.session.id,
-            "turn": self.number,
-            "parent": None if self.parent is None else self.parent.turn,
-            "reused_tokens": self.reused,
-            "branch": self.branch,
+            "turn": None if node is None else self.number,
+            "parent": None if parent is None else parent.turn,
+            "reused_tokens": 0 if parent is None else parent.length,
+            "branch": self.branch if node is None else node.branch,
         }
 
 
@@ -168,10 +209,19 @@ class SessionStore:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._gone: OrderedDict[str, str] = OrderedDict()
         self._ended: deque[str] = deque(maxlen=MAX_REMEMBERED)
+        self._hear: Callable[[], object] = lambda: None
+        self._kept: dict[tuple[bytes, str], Kept] = {}
         self._tokens = 0
+        self._next = math.inf  # no session expires before
         self._secret = secrets.token_bytes(16)  # two front ends of one engine do not share leases
 
-    def open(self, session_id: str | None = None, lease_s: float | None = None) -> str:
+    def subscribe(self, hear: Callable[[], object]) -> None:
+        """Call ``hear`` whenever :meth:`take_ended` has something new, in any thread."""
+        self._hear = hear
+
+    def open(
+        self, session_id: str | None = None, lease_s: float | None = None, *, streaming: bool = False
+    ) -> str:
         """Begin a session, also one whose id is gone; InvalidRequest if it is there. Return its id."""
         with self._lock:
             self._expire()
@@ -179,20 +229,33 @@ class SessionStore:
             if name in self._sessions:
                 raise InvalidRequest(f"the session {name!r} is open", field="session_id")
             self._gone.pop(name, None)
-            self._begin(name, lease_s)
+            self._begin(name, lease_s).streaming = streaming
             return name
 
-    def turn(self, session_id: str, messages: Sequence[Message], prompts: ChatPrompts) -> Turn:
-        """Return the prompt of ``messages`` in template form, in a session that begins if it is new."""
+    def turn(
+        self,
+        session_id: str,
+        messages: Sequence[Message],
+        prompts: ChatPrompts,
+        *,
+        after: Node | None = None,
+        counts: bool = True,
+    ) -> Turn:
+        """Return the prompt of ``messages`` in template form, in a session that begins if it is new.
+
+        ``after`` is preferred among samples that say the same. With ``counts`` False the session stays as
+        it is, and as new as it is.
+        """
         found = [dict(each) for each in messages]
         form = hashlib.blake2b(prompts.form, digest_size=16).digest()
         keys = _keys(form, found)
         with self._lock:
             self._expire()
-            session = self._used(session_id, begin=True)
-            session.turns += 1
-            number = session.turns
-            parent, known = _deepest(session, keys, found)
+            session = self._used(session_id, begin=True) if counts else self._found(session_id)
+            number = session.turns + 1
+            if counts:
+                session.turns = number
+            parent, known = _deepest(session, keys, found, after)
             branch = _reason(session, parent, form, keys, found[known:], number)
         ids = None if parent is None else self._extended(parent, found[:known], found[known:], prompts)
         if ids is None:
@@ -201,6 +264,7 @@ class SessionStore:
             parent, known = None, 0
             ids = prompts.encode(prompts.render(found, None))
         return Turn(
+            store=self,
             session=session,
             number=number,
             prompt_ids=ids,
@@ -212,6 +276,71 @@ class SessionStore:
             form=form,
             special=prompts.tokenizer.skipped,
         )
+
+    def append(
+        self,
+        session_id: str,
+        rid: str,
+        new: Callable[[bool], list[int]],
+        *,
+        after: str | None = None,
+        offset: int = 0,
+        replace: bool = False,
+        drop_previous_output: bool = False,
+    ) -> Turn:
+        """Return a turn of token ids, ``rid``, in an open session: those of the turn ``after`` and ``new``.
+
+        ``new`` is called with True if there are ids before. ``offset`` cuts these, and with
+        ``drop_previous_output`` they end with the prompt of ``after``. With ``replace`` the session forgets
+        what has continued ``after``, or without that all of its turns.
+        """
+        with self._lock:
+            self._expire()
+            session = self._used(session_id)
+            named = session.by_key.get(_rid_key(after or ""), [])
+            if after is not None and not named:
+                reason = f"session_params.rid: no turn {after!r} of the session {session_id!r} has ended"
+                raise InvalidRequest(reason, field="session_params")
+            before = named[-1] if named else None
+            if session.streaming:
+                if replace or offset or drop_previous_output:
+                    reason = (
+                        "a streaming session is only appended to: no replace, offset, drop_previous_output"
+                    )
+                    raise InvalidRequest(f"session_params: {reason}", field="session_params")
+                before = before or (session.nodes[-1] if session.nodes else None)
+            if replace:
+                self._replace(session, before)
+            session.turns += 1
+            number, first = session.turns, not session.nodes
+        ids = [] if before is None else before.ids()
+        if before is not None and drop_previous_output:
+            del ids[before.length - len(before.output_ids) :]
+        ids = ids[: offset or None]
+        parent = before
+        while parent is not None and parent.length > len(ids):
+            parent = parent.parent
+        branch: Branch | None = None if parent is not None or first else "new_root"
+        ids += new(before is not None)
+        return Turn(
+            store=self, session=session, number=number, prompt_ids=ids, parent=parent, branch=branch, rid=rid
+        )
+
+    def _replace(self, session: _Session, node: Node | None) -> None:
+        """Forget what continues ``node``, or everything."""
+        left = [] if node is None else [each for each in session.nodes if node not in each.path()[:-1]]
+        freed = sum(each.cost for each in session.nodes) - sum(each.cost for each in left)
+        stay = set(left)
+        session.nodes = left
+        found = {key: [each for each in nodes if each in stay] for key, nodes in session.by_key.items()}
+        session.by_key = {key: nodes for key, nodes in found.items() if nodes}
+        session.followed = {
+            key: turn
+            for key, turn in session.followed.items()
+            if node is not None and key is not node and (isinstance(key, bytes) or key in stay)
+        }
+        session.tokens -= freed
+        self._tokens -= freed
 
     @staticmethod
     def _extended(
@@ -234,7 +363,11 @@ class SessionStore:
         if turn.continued and history:
             text = f"{_text(history[-1].get('content'))}{_text(answer.get('content'))}"
             history, answer = history[:-1], {**answer, "content": text}
-        keys = _keys(turn.form, [*history, answer])
+        if turn.rid is None:
+            keys = _keys(turn.form, [*history, answer])
+            messages = [*history[0 if parent is None else min(turn.known, len(history)) :], answer]
+        else:
+            keys, messages = [_rid_key(turn.rid)] * 2, []
         matched = output.finish_reason.matched
         with self._lock:
             session = turn.session
@@ -254,17 +387,46 @@ class SessionStore:
                 finish=output.finish_reason.type,
                 closed=matched if matched in turn.special else None,
                 routed=output.routed_experts,
-                messages=[*history[0 if parent is None else min(turn.known, len(history)) :], answer],
+                known=0 if parent is None else min(turn.known, len(history)),
+                messages=messages,
                 length=len(sample.prompt_ids) + len(output.output_ids),
             )
             session.nodes.append(node)
             session.forms.add(turn.form)
             session.by_key.setdefault(keys[-1], []).append(node)
-            session.tokens += node.cost
-            self._tokens += node.cost
+            cost = node.cost
+            session.tokens += cost
+            self._tokens += cost
             self._used(session.id)
             self._make_room(session)
             return node
+
+    def keep(self, name: tuple[bytes, str], kept: Kept) -> None:
+        """Keep an answer under an owner and an id, unless there is one, or the session is gone."""
+        with self._lock:
+            session = self._sessions.get(kept.session_id)
+            if session is None or name in self._kept:
+                return
+            self._kept[name] = kept
+            session.kept.add(name)
+            session.tokens += kept.cost
+            self._tokens += kept.cost
+            self._make_room(session)
+
+    def kept(self, name: tuple[bytes, str]) -> Kept | None:
+        return self._kept.get(name)
+
+    def forget(self, name: tuple[bytes, str]) -> bool:
+        """Forget a kept answer; return True if its session has no other."""
+        with self._lock:
+            kept = self._kept.pop(name, None)
+            session = None if kept is None else self._sessions.get(kept.session_id)
+            if kept is None or session is None:
+                return False
+            session.kept.discard(name)
+            session.tokens -= kept.cost
+            self._tokens -= kept.cost
+            return not session.kept
 
     def export(self, session_id: str) -> dict[str, Any]:
         """Return the session's training samples: one for each leaf of the tree, in order of their turns."""
@@ -315,11 +477,22 @@ class SessionStore:
         """Return the numbers of sessions and of their tokens."""
         return len(self._sessions), self._tokens
 
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._sessions
+
     def _begin(self, session_id: str, lease_s: float | None = None) -> _Session:
         session = _Session(session_id, self.lease_s if lease_s is None else lease_s, self._clock())
         self._sessions[session_id] = session
+        self._next = min(self._next, session.used + session.lease_s)
         self._make_room(session)
         return session
+
+    def _found(self, session_id: str) -> _Session:
+        """Return a session, or one like it would begin; SessionGone if it has ended."""
+        found = self._sessions.get(session_id)
+        if found is None and (reason := self._gone.get(session_id)) is not None:
+            raise _gone(session_id, reason)
+        return found or _Session(session_id, self.lease_s, self._clock())
 
     def _used(self, session_id: str, *, begin: bool = False) -> _Session:
         found = self._sessions.get(session_id)
@@ -327,15 +500,17 @@ class SessionStore:
             reason = self._gone.get(session_id, "unknown")
             if begin and reason == "unknown":
                 return self._begin(session_id)
-            raise SessionGone(f"the session {session_id!r} is gone: {_GONE[reason]}", reason=reason)
+            raise _gone(session_id, reason)
         found.used = self._clock()
         self._sessions.move_to_end(session_id)
         return found
 
     def _expire(self) -> None:
         now = self._clock()
-        for session in [each for each in self._sessions.values() if each.used + each.lease_s <= now]:
-            self._end(session, "expired")
+        if now >= self._next:
+            for session in [each for each in self._sessions.values() if each.used + each.lease_s <= now]:
+                self._end(session, "expired")
+            self._next = min((each.used + each.lease_s for each in self._sessions.values()), default=math.inf)
 
     def _make_room(self, newest: _Session) -> None:
         while len(self._sessions) > self._max_sessions or self._tokens > self._max_tokens:
@@ -349,7 +524,34 @@ class SessionStore:
         self._gone.move_to_end(session.id)
         while len(self._gone) > MAX_REMEMBERED:
             self._gone.popitem(last=False)
-        self._ended.append(self.lease_name(session.id))
+        for name in session.kept:
+            del self._kept[name]
+        if session.leased:
+            self._ended.append(self.lease_name(session.id))
+            self._hear()
+
+
+def tool_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def assistant_message(answer: ParsedAnswer) -> dict[str, Any]:
+    """Return an answer as the message that the conversation goes on from."""
+    return {
+        "role": "assistant",
+        "content": answer.content,
+        **({"reasoning_content": answer.reasoning} if answer.reasoning else {}),
+        **({"tool_calls": [tool_call(call) for call in answer.calls]} if answer.calls else {}),
+    }
+
+
+def _gone(session_id: str, reason: str) -> SessionGone:
+    return SessionGone(f"the session {session_id!r} is gone: {_GONE[reason]}", reason=reason)
+
+
+def _rid_key(rid: str) -> bytes:
+    return b"rid " + rid.encode("utf-8", "surrogatepass")
 
 
 _GONE = {
@@ -395,11 +597,13 @@ def _keys(form: bytes, messages: Sequence[Message]) -> list[bytes]:
     return list(accumulate(said, longer, initial=form))
 
 
-def _deepest(session: _Session, keys: list[bytes], messages: Sequence[Message]) -> tuple[Node | None, int]:
-    """Return the newest node of the longest prefix that has one, and the number of its messages."""
+def _deepest(
+    session: _Session, keys: list[bytes], messages: Sequence[Message], after: Node | None
+) -> tuple[Node | None, int]:
+    """Return a node of the longest prefix that has one, ``after`` or the newest, and its message count."""
     for count in range(len(messages), 0, -1):
         if messages[count - 1].get("role") == "assistant" and (nodes := session.by_key.get(keys[count])):
-            return nodes[-1], count
+            return after if after in nodes else nodes[-1], count
     return None, 0
 
 
@@ -543,6 +747,6 @@ def _sample(leaf: Node, seen: set[Node]) -> dict[str, Any]:
         "turns": turns,
         "shared_tokens": shared,
         "finish_reason": leaf.finish,
-        "messages": [message for node in path for message in node.messages],
+        "messages": leaf.conversation(),
         "routed_experts": leaf.routed,
     }

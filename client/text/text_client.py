@@ -5,11 +5,13 @@ event loop in a thread of its own; any number of threads may call it.
 """
 
 import asyncio
+import json
 import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar, Unpack
 
 from ..connection.async_client import AsyncSchedulerClient
@@ -17,8 +19,10 @@ from ..connection.client_options import ConnectionOptions, OutputOptions, second
 from ..connection.fork import Process
 from ..connection.prompts import Sampling, per_prompt_sampling, require_known_options, sampling, sequences
 from ..exceptions import EngineDied, TimedOut
+from .answer_parser import opens_reasoning, parser_for
+from .sessions import ChatPrompts, Message, SessionStore, assistant_message
 from .tokenizer import TextTokenizer
-from .tokenizer_manager import Chunk, GenerationRequest, TokenizerManager
+from .tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
 
 Prompt = str | Sequence[int]
 ResultT = TypeVar("ResultT")
@@ -30,6 +34,18 @@ class TextOptions(OutputOptions, total=False):
     no_stop_trim: bool
     skip_special_tokens: bool
     add_special_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """An answer in a session."""
+
+    message: dict[str, Any]
+    """The answer as the next message of the conversation, with reasoning and tool calls told apart."""
+    sample: Sample
+    """Tokens and text of the answer, and ``prompt_ids``, which begin with those of the turns before."""
+    session: dict[str, Any]
+    """Number of the turn, its parent, and why it branches, as over HTTP."""
 
 
 class AsyncTextClient:
@@ -51,6 +67,8 @@ class AsyncTextClient:
         """The tokenizer; its ``render_chat`` makes a prompt of a conversation."""
         self.client = AsyncSchedulerClient(endpoint, **connection)
         """The client of the engine, for token ids and commands."""
+        self.sessions = SessionStore()
+        """Sessions of :meth:`chat`; their ``export`` returns training samples."""
         self._manager = TokenizerManager(self.client, self.tokenizer)
 
     async def generate(
@@ -113,6 +131,68 @@ class AsyncTextClient:
         """Yield the text of one prompt as it comes, at last each :class:`Sample`; closing early aborts."""
         return self._manager.stream(_request(prompt, sampling_params, stop, rid, options))
 
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: Sampling | None = None,
+        *,
+        session: str,
+        tools: Sequence[dict[str, Any]] | None = None,
+        rid: str | None = None,
+        timeout: float | None = None,
+        **variables: Any,
+    ) -> ChatAnswer:
+        """Answer a conversation in a session: ids of its earlier turns stay what was sampled.
+
+        Args:
+            messages: the whole conversation, in the form that the model's template takes.
+            sampling_params: of one sample.
+            session: name of a session of this client, which begins with the first call that names it.
+            tools: descriptions of functions that the answer may call.
+            rid: request id; None means random.
+            timeout: as of :meth:`generate`.
+            variables: further variables of the template.
+
+        Raises:
+            SessionGone: it was finished, has expired, or gave way to others.
+        """
+        tokenizer = self.tokenizer
+        settings: dict[str, Any] = {"tools": tools, **variables}
+
+        def render(given: Sequence[Message], generation: bool | None) -> str:
+            return tokenizer.render_chat(given, add_generation_prompt=generation is not False, **settings)
+
+        def encode(text: str) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=False)
+
+        form = json.dumps(settings, sort_keys=True, default=str).encode()
+        prompts = ChatPrompts(render=render, encode=encode, tokenizer=tokenizer, form=form)
+        turn = await asyncio.to_thread(self.sessions.turn, session, messages, prompts)
+        opened = opens_reasoning(tokenizer, turn.prompt_ids, "auto")
+        parser = parser_for(
+            tokenizer, tools=tools, tool_parser="auto", reasoning_parser="auto", in_reasoning=opened
+        )
+        options: Any = {"return_logprob": True, "skip_special_tokens": parser is None, **turn.lease()}
+        sample: Sample = await self.generate(
+            turn.prompt_ids, sampling_params, rid=rid, timeout=timeout, **options
+        )
+        message: dict[str, Any] = {"role": "assistant", "content": sample.text}
+        if parser is not None:
+            last = [sample.matched] if sample.matched in tokenizer.skipped else []
+            parser.feed(sample.text)
+            parser.end(tokenizer.decode(last, skip_special_tokens=False))
+            message = assistant_message(parser.answer)
+            for call in message.get("tool_calls", ()):  # templates take objects
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        return ChatAnswer(message, sample, turn.told(self.sessions.record(turn, sample, message)))
+
+    async def finish(self, session: str) -> bool:
+        """End a session; the engine evicts what only it has cached first. False if there is none."""
+        found = self.sessions.finish(session)
+        if names := self.sessions.take_ended():
+            await self.client.end_prefix_leases(names)
+        return found
+
     async def close(self) -> None:
         """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running."""
         await self.client.close()
@@ -137,6 +217,8 @@ class TextClient:
         self._text = AsyncTextClient(endpoint, tokenizer, **connection)
         self.tokenizer = self._text.tokenizer
         """The tokenizer; its ``render_chat`` makes a prompt of a conversation."""
+        self.sessions = self._text.sessions
+        """Sessions of :meth:`chat`; their ``export`` returns training samples."""
         self._submitting = threading.RLock()  # a stream may be finalized by the thread that holds it
         self._closed = False
         self._loop = asyncio.new_event_loop()
@@ -184,6 +266,21 @@ class TextClient:
                     ending = self._submit(chunks.aclose)
                     if threading.current_thread() is not self._thread:  # which finalizes what it collects
                         ending.result()
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: Sampling | None = None,
+        *,
+        session: str,
+        **options: Any,
+    ) -> ChatAnswer:
+        """Answer a conversation in a session, as :meth:`AsyncTextClient.chat`."""
+        return self._run(lambda: self._text.chat(messages, sampling_params, session=session, **options))
+
+    def finish(self, session: str) -> bool:
+        """End a session, as :meth:`AsyncTextClient.finish`."""
+        return self._run(lambda: self._text.finish(session))
 
     def close(self) -> None:
         """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running."""

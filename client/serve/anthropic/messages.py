@@ -107,7 +107,7 @@ async def messages(request: HTTPRequest, front: Front) -> Response[Any]:
 async def count_tokens(request: HTTPRequest, front: Front) -> Response[Any]:
     """Return the length of the prompt, and generate nothing."""
     asked = await read_request(front, request, decode_messages, IGNORED_MESSAGES)
-    _, exchange = await front.workers.run(lambda: planned_messages(front, asked))
+    _, exchange = await front.workers.run(lambda: planned_messages(front, asked, counts=False))
     return json_response({"input_tokens": len(exchange.prompt_ids)})
 
 
@@ -116,8 +116,10 @@ async def _whole(front: FrontEnd, made: "MessageEvents") -> Response[bytes]:
     return json_bytes(msgspec.json.encode(made.whole(sample, await label_for(front, [sample]))))
 
 
-def planned_messages(front: FrontEnd, asked: MessagesRequest) -> tuple[GenerationRequest, Exchange]:
-    return planned_exchange(front, conversation(asked), asked.max_tokens, "msg")
+def planned_messages(
+    front: FrontEnd, asked: MessagesRequest, *, counts: bool = True
+) -> tuple[GenerationRequest, Exchange]:
+    return planned_exchange(front, conversation(asked), asked.max_tokens, "msg", counts=counts)
 
 
 def conversation(asked: MessagesRequest) -> Conversation:

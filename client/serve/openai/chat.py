@@ -7,13 +7,14 @@ import msgspec
 from litestar import Response
 
 from ...text.answer_parser import Piece
+from ...text.sessions import tool_call
 from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample
 from ..bodies import HTTPRequest
 from ..context import Front, FrontEnd
 from ..middleware import generating
 from .answers import Choice, Job, answer, finish_fields, token_fields
 from .common import EXCEPTION_HANDLERS, REFUSED, Count, decode_request, read_request
-from .conversation import Conversation, Exchange, planned_exchange, tool_call
+from .conversation import Conversation, Exchange, planned_exchange
 
 
 class ChatRequest(Conversation, kw_only=True):
@@ -54,9 +55,11 @@ async def chat_completions(request: HTTPRequest, front: Front) -> Response[Any]:
     return await answer(request, front, job, ChatForm(exchange))
 
 
-def planned_chat(front: FrontEnd, asked: ChatRequest) -> tuple[GenerationRequest, Exchange]:
+def planned_chat(
+    front: FrontEnd, asked: ChatRequest, *, counts: bool = True
+) -> tuple[GenerationRequest, Exchange]:
     limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-    return planned_exchange(front, asked, limit, "chatcmpl")
+    return planned_exchange(front, asked, limit, "chatcmpl", counts=counts)
 
 
 class ChatForm:

@@ -11,12 +11,13 @@ from typing import Any, cast
 
 import msgspec
 
+from ....io_struct import new_id
 from ...connection.results import GenerateOutput, TokenDelta
 from ...exceptions import InvalidRequest
 from ...grammar import grammar_for_tools
-from ...text.answer_parser import AnswerParser, ParsedAnswer, Piece, ToolCall, opens_reasoning, parser_for
+from ...text.answer_parser import AnswerParser, ParsedAnswer, Piece, opens_reasoning, parser_for
 from ...text.parsers.formats import find_format, name_of
-from ...text.sessions import ChatPrompts, Node, Turn
+from ...text.sessions import ChatPrompts, Kept, Node, Turn, assistant_message
 from ...text.tokenizer import TextTokenizer
 from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample
 from ..bodies import present
@@ -75,8 +76,8 @@ class Exchange:
         tokenizer = front.manager.tokenizer
         self.request = request
         self.prompt_ids = prompt_ids
-        self._sessions = front.sessions
-        self._turn = turn
+        self.turn = turn
+        """Turn of a session, or None."""
         self._nodes: dict[int, Node | None] = {}  # samples that were recorded
         self.reasoning_parser = _reasoning_parser(request, front.options)
         """Format of the reasoning that is told apart from the content, or ``none``."""
@@ -108,24 +109,20 @@ class Exchange:
 
     def _record(self, sample: Sample) -> None:
         """Keep a sample that the client gets whole, in the form in which it may send it back."""
-        if self._turn is None or sample.index in self._nodes:
+        if self.turn is None or sample.index in self._nodes:
             return
         self._nodes[sample.index] = None
         message = assistant_message(self.answer(sample))
-        self._nodes[sample.index] = self._sessions.record(self._turn, sample, message)
+        self._nodes[sample.index] = self.turn.store.record(self.turn, sample, message)
+
+    def node(self, sample: Sample) -> Node | None:
+        """Return a finished sample as its session has it; None without one, or if that is gone."""
+        self._record(sample)
+        return self._nodes.get(sample.index)
 
     def session_fields(self, sample: Sample) -> dict[str, Any]:
         """Return what a finished sample says about its turn; empty without a session."""
-        if self._turn is None:
-            return {}
-        self._record(sample)
-        node = self._nodes[sample.index]
-        told = self._turn.told()
-        if node is None:
-            return {"session": {**told, "turn": None}}
-        parent = None if node.parent is None else node.parent.turn
-        reused = 0 if node.parent is None else node.parent.length
-        return {"session": {**told, "parent": parent, "reused_tokens": reused, "branch": node.branch}}
+        return {} if self.turn is None else {"session": self.turn.told(self.node(sample))}
 
     def answer(self, sample: Sample) -> ParsedAnswer:
         """Return the parts of a sample, also of one whose pieces have been read."""
@@ -182,21 +179,6 @@ class Exchange:
         return prompt_logprobs(sample.prompt_ids, sample.output, count, self._plain)
 
 
-def tool_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def assistant_message(answer: ParsedAnswer) -> dict[str, Any]:
-    """Return an answer as the message that the conversation goes on from."""
-    return {
-        "role": "assistant",
-        "content": answer.content,
-        **({"reasoning_content": answer.reasoning} if answer.reasoning else {}),
-        **({"tool_calls": [tool_call(call) for call in answer.calls]} if answer.calls else {}),
-    }
-
-
 def conversation_of(request: CommonRequest, **fields: Any) -> Conversation:
     """Return the conversation of another front's ``request``: its common fields, and ``fields``."""
     common = {name: getattr(request, name) for name in CommonRequest.__struct_fields__}
@@ -218,24 +200,33 @@ def whole_chunk(sample: Sample) -> Chunk:
 
 
 def planned_exchange(
-    front: FrontEnd, request: Conversation, limit: int | None, prefix: str
+    front: FrontEnd,
+    request: Conversation,
+    limit: int | None,
+    prefix: str,
+    *,
+    after: Kept | None = None,
+    keeps: bool = False,
+    counts: bool = True,
 ) -> tuple[GenerationRequest, Exchange]:
     """Return the generation of at most ``limit`` new tokens, with ``prefix`` in its id, and its exchange.
 
-    It runs in a thread: a template may take any time.
+    It is a turn of the request's session, or of that of ``after``, or of a new one if its answer ``keeps``;
+    with ``counts`` False it only shows how that turn would begin. It runs in a thread: a template may take
+    any time.
     """
     check_batch(front, request, 1)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs", field="top_logprobs")
-    whole, turn = _prompt(front, request)
+    whole, turn = _prompt(front, request, after, keeps=keeps, counts=counts)
     prompt = kept_prompt(front, request, whole, limit or 1)
     exchange = Exchange(front, request, prompt, turn)
     fields = common_fields(request)
     logprobs = logprob_fields(request, (request.top_logprobs or 0) if request.logprobs else None)
     if turn is not None:
         logprobs["return_logprob"] = True
-        fields["prefix_lease"] = front.sessions.lease_name(turn.session.id)
-        fields["prefix_lease_s"] = turn.session.lease_s
+        if request.session_id is not None or after is not None:  # else nobody may ever go on from it
+            fields |= turn.lease()
     if exchange.parses:
         fields["skip_special_tokens"] = False
     params = sampling_params(request, limit, front.manager.tokenizer)
@@ -302,7 +293,9 @@ def _new_parser(
     return cast("Callable[[], AnswerParser]", new) if new() is not None else None
 
 
-def _prompt(front: FrontEnd, request: Conversation) -> tuple[list[int], Turn | None]:
+def _prompt(
+    front: FrontEnd, request: Conversation, after: Kept | None, *, keeps: bool, counts: bool
+) -> tuple[list[int], Turn | None]:
     """Return the prompt's ids; in a session they begin with those of the turns before."""
     manager = front.manager
     variables = dict(request.chat_template_kwargs or {})
@@ -321,7 +314,7 @@ def _prompt(front: FrontEnd, request: Conversation) -> tuple[list[int], Turn | N
     messages = template_messages(request.messages)
     settings = {"tools": request.tools or None, "chat_template": request.chat_template or None, **variables}
     begins = generation_prompt is not False and not continued
-    if request.session_id is None:
+    if request.session_id is None and after is None and not keeps:
         return manager.apply_chat_template(
             messages, add_generation_prompt=begins, continue_final_message=continued, **settings
         ), None
@@ -341,7 +334,13 @@ def _prompt(front: FrontEnd, request: Conversation) -> tuple[list[int], Turn | N
         form=msgspec.json.encode(settings, order="sorted"),
         continued=continued,
     )
-    turn = front.sessions.turn(request.session_id, messages, prompts)
+    name = request.session_id
+    if name is not None:
+        store = front.store_of(name)
+    else:
+        store, name = (front.responses, new_id()) if after is None else (after.store, after.session_id)
+    node = None if after is None else after.node
+    turn = store.turn(name, messages, prompts, after=node, counts=counts)
     return turn.prompt_ids, turn
 
 

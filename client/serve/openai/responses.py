@@ -6,7 +6,7 @@ the token ids and versions that were asked for.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -15,13 +15,16 @@ from litestar.exceptions import HTTPException
 from litestar.params import FromPath
 
 from ....io_struct import CaesuraError
+from ....io_struct.field_errors import shown
 from ...exceptions import InvalidRequest
+from ...group.router import route_by
+from ...text.sessions import Kept
 from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample
 from ..bodies import HTTPRequest, present
 from ..context import Front, FrontEnd
 from ..error_responses import json_bytes, json_response
 from ..generations import label_for, streamed, unless_left, whole
-from ..middleware import generating
+from ..middleware import generating, owner_of
 from .answers import sample_fields, token_fields
 from .blocks import Block, Blocks, Step
 from .common import (
@@ -34,16 +37,15 @@ from .common import (
     decode_request,
     error_body,
     read_request,
+    rids_for,
 )
 from .conversation import (
     Conversation,
     Exchange,
-    assistant_message,
     conversation_of,
     planned_exchange,
     whole_chunk,
 )
-from .kept_responses import KeptResponse
 
 LOGPROBS = "message.output_text.logprobs"
 IGNORED = {
@@ -114,16 +116,19 @@ def decode_responses(body: bytes) -> ResponsesRequest:
 @generating("/v1/responses", ResponsesRequest, body="text", exception_handlers=EXCEPTION_HANDLERS)
 async def responses(request: HTTPRequest, front: Front) -> Response[Any]:
     asked = await read_request(front, request, decode_responses, IGNORED_RESPONSES)
-    made = await front.workers.run(lambda: planned_response(front, asked))
+    owner = owner_of(request)
+    if asked.previous_response_id is not None:
+        route_by(_kept(front, (owner, asked.previous_response_id), 400).session_id)
+    made = await front.workers.run(lambda: planned_response(front, asked, owner))
     if asked.stream:
         return await streamed(request, front, [made.generation], made, made.failed, done=b"")
     return await unless_left(request, _whole(front, made))
 
 
 @get("/v1/responses/{response_id:str}", opt={"access": "user"}, exception_handlers=EXCEPTION_HANDLERS)
-async def kept_response(response_id: FromPath[str], front: Front) -> Response[bytes]:
+async def kept_response(request: HTTPRequest, response_id: FromPath[str], front: Front) -> Response[bytes]:
     """Return an answer that was kept."""
-    return json_bytes(_kept(front, response_id, 404).body)
+    return json_bytes(_kept(front, (owner_of(request), response_id), 404).body)
 
 
 @delete(
@@ -132,21 +137,27 @@ async def kept_response(response_id: FromPath[str], front: Front) -> Response[by
     opt={"access": "user"},
     exception_handlers=EXCEPTION_HANDLERS,
 )
-async def forget_response(response_id: FromPath[str], front: Front) -> Response[bytes]:
-    """Forget an answer, and the conversation up to it."""
-    _kept(front, response_id, 404)
-    front.responses.forget(response_id)
+async def forget_response(request: HTTPRequest, response_id: FromPath[str], front: Front) -> Response[bytes]:
+    """Forget an answer; with the last one of a conversation without a session, all of it."""
+    name = owner_of(request), response_id
+    kept = _kept(front, name, 404)
+    if kept.store.forget(name) and kept.store is front.responses:
+        kept.store.finish(kept.session_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-def _kept(front: FrontEnd, response_id: str, status: int) -> KeptResponse:
-    if (kept := front.responses.get(response_id)) is None:
+def _kept(front: FrontEnd, name: tuple[bytes, str], status: int) -> Kept:
+    if (kept := _known(front, name)) is None:
         raise HTTPException(
-            f"there is no response {response_id!r}: it was not stored, or deleted, or gave way to newer ones",
+            f"there is no response {name[1]!r}: it was not stored, or deleted, or gave way to newer ones",
             status_code=status,
             extra={"param": "previous_response_id", "code": "previous_response_not_found"},
         )
     return kept
+
+
+def _known(front: FrontEnd, name: tuple[bytes, str]) -> Kept | None:
+    return front.responses.kept(name) or front.sessions.kept(name)
 
 
 async def _whole(front: FrontEnd, made: "ResponseEvents") -> Response[bytes]:
@@ -154,18 +165,27 @@ async def _whole(front: FrontEnd, made: "ResponseEvents") -> Response[bytes]:
     return json_bytes(made.whole(sample, await label_for(front, [sample])))
 
 
-def planned_response(front: FrontEnd, asked: ResponsesRequest) -> "ResponseEvents":
-    before: list[dict[str, Any]] = []
+def planned_response(
+    front: FrontEnd, asked: ResponsesRequest, owner: bytes, *, counts: bool = True
+) -> "ResponseEvents":
+    after, keeps = None, counts and asked.store is not False
     if asked.previous_response_id is not None:
-        before = msgspec.json.decode(_kept(front, asked.previous_response_id, 400).messages)
-    messages = [*before, *input_messages(asked.input)]
+        after = _kept(front, (owner, asked.previous_response_id), 400)
+    [rid] = rids_for(asked, 1, "resp")
+    if keeps and _known(front, (owner, rid)) is not None:
+        reason = f"rid: a response {shown(rid)} is kept: delete it, or give another rid"
+        raise InvalidRequest(reason, field="rid")
+    before = [] if after is None else after.node.conversation()[after.beside :]
     generation, exchange = planned_exchange(
         front,
-        response_conversation(asked, messages),
+        response_conversation(asked, [*before, *input_messages(asked.input)]),
         asked.max_tokens if asked.max_output_tokens is None else asked.max_output_tokens,
         "resp",
+        after=after,
+        keeps=keeps,
+        counts=counts,
     )
-    return ResponseEvents(front, asked, messages, generation, exchange)
+    return ResponseEvents(front, asked, owner, generation, exchange)
 
 
 def response_conversation(asked: ResponsesRequest, messages: list[dict[str, Any]]) -> Conversation:
@@ -287,14 +307,14 @@ class ResponseEvents:
         self,
         front: FrontEnd,
         asked: ResponsesRequest,
-        messages: Sequence[dict[str, Any]],
+        owner: bytes,
         generation: GenerationRequest,
         exchange: Exchange,
     ) -> None:
         self.generation = generation
         self._front = front
         self._asked = asked
-        self._messages = messages
+        self._owner = owner
         self.exchange = exchange
         self._blocks = Blocks()
         self._logprobs: dict[int, list[dict[str, Any]]] = {}
@@ -488,11 +508,11 @@ class ResponseEvents:
 
     def _keep(self, response: dict[str, Any], sample: Sample) -> bytes:
         """Return the response, encoded, and keep it if that is wanted and it was not aborted."""
-        body = _encode(response)
-        if self._asked.store is not False and response["status"] != "cancelled":
-            messages = [*self._messages, assistant_message(self.exchange.answer(sample))]
-            kept = KeptResponse(body, _encode(messages))
-            self._front.responses.keep(response["id"], kept)
+        body, turn, node = _encode(response), self.exchange.turn, self.exchange.node(sample)
+        if self._asked.store is not False and response["status"] != "cancelled" and turn and node:
+            beside = 1 if self._asked.instructions else 0
+            kept = Kept(turn.store, turn.session.id, node, body, beside)
+            turn.store.keep((self._owner, response["id"]), kept)
         return body
 
 

@@ -15,13 +15,13 @@ import itertools
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from litestar import Response, post, route
 
-from ....io_struct import CaesuraError, HiddenStates, RoutedExperts, SamplingMask, SamplingParams
+from ....io_struct import CaesuraError, HiddenStates, RoutedExperts, SamplingMask, SamplingParams, new_id
 from ....io_struct.base import MAX_ID_LENGTH
 from ....io_struct.field_errors import FieldError, other_name
 from ....io_struct.generate import GREEDY_BELOW, MAX_SAMPLES, Seed, TokenId, removes_tokens
@@ -29,6 +29,7 @@ from ...connection.prompts import is_single
 from ...connection.results import GenerateOutput, TokenDelta, TokenLogprobs, read_floats
 from ...exceptions import RETRYABLE, InvalidRequest
 from ...group.router import routed_by
+from ...text.sessions import Turn
 from ...text.tokenizer_manager import (
     MAX_SALT_CHARACTERS,
     MAX_STOP_CHARACTERS,
@@ -80,7 +81,7 @@ _encode = msgspec.json.Encoder().encode
 
 REFUSED = (
     "routed_dp_rank", "data_parallel_rank", "input_embeds", "image_data", "video_data", "audio_data",
-    "lora_id", "custom_logit_processor", "session_params",
+    "lora_id", "custom_logit_processor",
     "return_entropy", "return_indexer_topk", "require_reasoning",
 )  # fmt: skip
 IGNORED = (
@@ -121,6 +122,19 @@ class SamplingBody(_Sampling, kw_only=True):
     stream_interval: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
+class SessionParams(Strict, kw_only=True):
+    id: Name
+    """An open session."""
+    rid: Name | None = None
+    """Request that this one goes on from; without it, and without ``streaming``, a conversation begins."""
+    offset: Count | None = None
+    """Number of tokens that are kept of what was before; null or 0: all."""
+    replace: bool | None = None
+    """Forget what went on from that request, or all requests."""
+    drop_previous_output: bool | None = None
+    """Go on from that request's prompt."""
+
+
 class GenerateBody(_OtherFields, kw_only=True):
     """``X | list`` fields take one value for all prompts, or a list of one each."""
 
@@ -150,6 +164,8 @@ class GenerateBody(_OtherFields, kw_only=True):
     """Names of loaded adapters; null: the model itself."""
     routing_key: Any = None
     session_id: Any = None
+    session_params: SessionParams | None = None
+    """For one prompt with one sample, which has logprobs."""
 
 
 _decoder = msgspec.json.Decoder(GenerateBody)
@@ -161,6 +177,7 @@ class NativeRequest(GenerationRequest):
 
     top_p_token_ids: bool = False
     """slime's form: base64 arrays, and logprobs under the sampling distribution."""
+    turn: Turn | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,7 +392,9 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
 async def generate(request: HTTPRequest, front: Front) -> Response[Any]:
     try:
         job = await _planned(front, await request.body())
-        with routed_by(routing_key(job.body.routing_key or job.body.session_id)):
+        body = job.body
+        session = body.session_params.id if body.session_params is not None else body.session_id
+        with routed_by(routing_key(body.routing_key or session)):
             return await (_streamed if job.body.stream else _whole)(request, front, job)
     except ClientLeft:
         return client_left()
@@ -383,7 +402,40 @@ async def generate(request: HTTPRequest, front: Front) -> Response[Any]:
         return refused(front, error)
 
 
+def _in_session(front: FrontEnd, job: Job, params: SessionParams) -> Job:
+    """Return a job that is a turn of a session, in which its ids follow those before."""
+    [request, *others] = job.requests
+    if others or request.sampling_params.n > 1:
+        raise InvalidRequest("session_params needs one prompt with one sample", field="session_params")
+
+    def new(later: bool) -> list[int]:
+        ids = request.prompt
+        found = front.manager.tokenize(ids) if isinstance(ids, str) else list(ids)
+        tokenizer = front.manager.tokenizer
+        start = tokenizer.encode("")[:1] if later and tokenizer is not None else []
+        return found[1:] if start and found[:1] == start else found
+
+    turn = front.sessions.append(
+        params.id,
+        request.rid or new_id(),
+        new,
+        after=params.rid,
+        offset=params.offset or 0,
+        replace=bool(params.replace),
+        drop_previous_output=bool(params.drop_previous_output),
+    )
+    fields = {"prompt": turn.prompt_ids, "rid": turn.rid, "return_logprob": True, **turn.lease()}
+    return replace(job, requests=[replace(request, turn=turn, **fields)])
+
+
 async def _planned(front: FrontEnd, raw: bytes) -> Job:
+    job = await _planned_alone(front, raw)
+    if (params := job.body.session_params) is None:
+        return job
+    return await front.workers.run(lambda: _in_session(front, job, params))
+
+
+async def _planned_alone(front: FrontEnd, raw: bytes) -> Job:
     limit, detokenize = front.options.max_batch, front.manager.tokenizer is not None
     if len(raw) > INLINE:
         return await front.workers.run(
@@ -648,7 +700,10 @@ class Answer:
         return answer
 
     def meta_of(self, sample: Sample, request: GenerationRequest) -> dict[str, Any]:
-        return meta_info(sample, request, self.label, self.texts, self.experts_dtype)
+        meta = meta_info(sample, request, self.label, self.texts, self.experts_dtype)
+        if isinstance(request, NativeRequest) and (turn := request.turn) is not None:
+            meta["session"] = turn.told(turn.store.record(turn, sample, {}))
+        return meta
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from ..bodies import HTTPRequest, present
 from ..context import Front, FrontEnd
 from ..error_responses import json_bytes, json_response
 from ..grammar_fields import OPENAI as GRAMMAR_FIELDS
-from ..middleware import generating
+from ..middleware import generating, owner_of
 from ..openai.answers import Form, Job, usage_of
 from ..openai.chat import ChatForm, ChatRequest, decode_chat, planned_chat
 from ..openai.common import (
@@ -64,21 +64,21 @@ _BESIDE = frozenset(
 @generating("/v1/chat/completions/render", ChatRequest, body="text", exception_handlers=EXCEPTION_HANDLERS)
 async def render_chat(request: HTTPRequest, front: Front) -> Response[bytes]:
     asked = await read_request(front, request, decode_chat)
-    generation, exchange = await front.workers.run(lambda: planned_chat(front, asked))
+    generation, exchange = await front.workers.run(lambda: planned_chat(front, asked, counts=False))
     return json_response(_of_exchange(front, generation, exchange))
 
 
 @generating("/v1/responses/render", ResponsesRequest, body="text", exception_handlers=EXCEPTION_HANDLERS)
 async def render_response(request: HTTPRequest, front: Front) -> Response[bytes]:
     asked = await read_request(front, request, decode_responses, IGNORED_RESPONSES)
-    made = await front.workers.run(lambda: planned_response(front, asked))
+    made = await front.workers.run(lambda: planned_response(front, asked, owner_of(request), counts=False))
     return json_response(_of_exchange(front, made.generation, made.exchange))
 
 
 @generating("/v1/messages/render", MessagesRequest, body="text", exception_handlers=HANDLERS)
 async def render_messages(request: HTTPRequest, front: Front) -> Response[bytes]:
     asked = await read_request(front, request, decode_messages, IGNORED_MESSAGES)
-    generation, exchange = await front.workers.run(lambda: planned_messages(front, asked))
+    generation, exchange = await front.workers.run(lambda: planned_messages(front, asked, counts=False))
     return json_response(_of_exchange(front, generation, exchange))
 
 

@@ -1,11 +1,16 @@
 """Sessions of a real engine: exact ids over pauses and updates, branches, training samples, ends."""
 
+import base64
 from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
-from support.openai_server import NAME, Served, messages, serve_openai
+from support.http_server import listening
+from support.openai_server import CONTEXT, NAME, Served, messages, serve_openai
+
+from caesura.client.exceptions import SessionGone
+from caesura.client.text import TextClient
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +102,140 @@ def test_an_ended_session_says_so(served):
     assert call(served, "POST", "/finish_session", json={"session_id": name}).status_code == 404
     with pytest.raises(openai.BadRequestError, match="different sessions"):
         chat(served, messages("Go"), "ended", extra_body={"session_id": "other"})
+
+
+def respond(served, text="Go", **fields):
+    body = {
+        "model": NAME,
+        "input": text,
+        "max_output_tokens": 12,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    return call(served, "POST", "/v1/responses", json={**body, **fields}).json()
+
+
+def test_a_kept_response_is_gone_on_from_by_its_ids(served):
+    first, other = respond(served, seed=1), respond(served, seed=2)
+    assert (first["session"]["turn"], first["session"]["parent"]) == (1, None)
+    assert first["session"]["id"] != other["session"]["id"]
+    second = respond(served, "on", previous_response_id=first["id"])
+    known = first["prompt_token_ids"] + first["token_ids"]
+    assert second["prompt_token_ids"][: len(known)] == known
+    told = {"id": first["session"]["id"], "turn": 2, "parent": 1, "reused_tokens": len(known), "branch": None}
+    assert second["session"] == told
+    (sample,) = call(served, "GET", f"/sessions/{told['id']}").json()["samples"]
+    assert sample["token_ids"] == second["prompt_token_ids"] + second["token_ids"]
+    for answer in (first, second):
+        assert call(served, "DELETE", f"/v1/responses/{answer['id']}").status_code == 200
+    assert call(served, "GET", f"/sessions/{told['id']}").status_code == 404
+    kept = respond(served, session_id="named")
+    after = respond(served, "on", previous_response_id=kept["id"])
+    assert (after["session"]["id"], after["session"]["parent"]) == ("named", 1)
+    briefed = respond(served, "on", previous_response_id=kept["id"], instructions="Be brief.")
+    assert briefed["session"]["branch"] == "history_changed"
+
+
+def test_kept_responses_belong_to_the_key_that_made_them(served):
+    kept = respond(served, rid="mine")
+    assert respond(served, "other", rid="mine")["error"]["param"] == "rid"
+    path = f"{served.url}/v1/responses/mine"
+    assert httpx.get(path, headers={"x-api-key": "secret"}).json() == kept
+    keys = {"endpoint": served.engine.endpoint, "connect_timeout": None, "tokenizer": served.tokenizer}
+    with listening(context_length=CONTEXT, served_model_name=NAME, **keys) as door:
+        body = {"model": NAME, "input": "Go", "rid": "ours", "max_output_tokens": 2, "store": True}
+        path = f"{door.url}/v1/responses"
+        answers = {}
+        for key in ("one", "two"):
+            mine = {"authorization": f"Bearer {key}"}
+            answers[key] = httpx.post(path, json={**body, "input": key}, headers=mine).json()
+        for key, answer in answers.items():
+            mine = {"authorization": f"Bearer {key}"}
+            assert httpx.get(f"{path}/ours", headers=mine).json() == answer
+        assert httpx.get(f"{path}/ours").status_code == 404
+
+
+@pytest.mark.parametrize("front", ["chat/completions", "responses", "messages"])
+def test_what_is_only_rendered_is_no_turn(served, front):
+    body = {"model": NAME, "messages": messages("Go"), "max_tokens": 4, "session_id": f"shown-{front}"}
+    body |= {"input": "Go"} if front == "responses" else {}
+    routes = ["render", "count_tokens"] if front == "messages" else ["render"]
+    for _ in range(2):
+        for route in routes:
+            assert call(served, "POST", f"/v1/{front}/{route}", json=body).status_code == 200
+    answer = call(served, "POST", f"/v1/{front}", json=body).json()
+    assert answer.get("session", answer.get("choices", [{}])[0].get("session"))["turn"] == 1
+
+
+def test_a_sample_has_the_experts_of_all_its_tokens(served):
+    said = messages("Go")
+    for _ in range(2):
+        answer = chat(served, said, "routed", extra_body={"return_routed_experts": True})
+        said = further(said, answer.choices[0])
+    (sample,) = call(served, "GET", "/sessions/routed").json()["samples"]
+    routed = sample["routed_experts"]
+    rows, layers, chosen = routed["shape"]
+    assert rows == len(sample["token_ids"]) - 1
+    raw = base64.b64decode(routed["data"])
+    assert len(raw) == rows * layers * chosen * (2 if routed["dtype"] == "U16" else 1)
+    again = {"input_ids": sample["token_ids"], "return_routed_experts": True, "routed_experts_dtype": "uint8"}
+    again |= {"sampling_params": {"max_new_tokens": 1}}
+    meta = call(served, "POST", "/generate", json=again).json()["meta_info"]
+    assert base64.b64decode(meta["routed_experts"])[: len(raw)] == raw
+
+
+def generate(served, text, name, session="params", **params):
+    sampling = {"max_new_tokens": 6, "ignore_eos": True}
+    fields = {"rid": name, "session_params": {"id": session, **params}, "return_prompt_token_ids": True}
+    return call(served, "POST", "/generate", json={"text": text, "sampling_params": sampling, **fields})
+
+
+def test_sglangs_session_params(served):
+    assert generate(served, "Go", "a").status_code == 404
+    call(served, "POST", "/open_session", json={"session_id": "params", "capacity_of_str_len": 1000})
+    first = generate(served, "Go", "a").json()
+    second = generate(served, "on", "b", rid="a").json()
+    known = first["prompt_token_ids"] + first["output_ids"]
+    on = served.tokenizer.encode("on", add_special_tokens=False)
+    assert second["prompt_token_ids"] == known + on
+    assert second["meta_info"]["session"] == second["meta_info"]["session"] | {"turn": 2, "parent": 1}
+    assert generate(served, "on", "c", rid="a", offset=2).json()["prompt_token_ids"] == known[:2] + on
+    dropped = generate(served, "on", "d", rid="a", drop_previous_output=True).json()
+    assert dropped["prompt_token_ids"] == first["prompt_token_ids"] + on
+    samples = call(served, "GET", "/sessions/params").json()["samples"]
+    assert samples[0]["token_ids"] == second["prompt_token_ids"] + second["output_ids"]
+    assert len(samples) == 3
+    assert generate(served, "new", "e", replace=True).status_code == 200
+    assert len(call(served, "GET", "/sessions/params").json()["samples"]) == 1
+    refused = generate(served, "on", "f", rid="a")
+    assert (refused.status_code, "no turn 'a'" in refused.text) == (400, True)
+    refused = generate(served, ["on", "and"], ["f", "g"], rid="e")
+    assert (refused.status_code, "one prompt" in refused.text) == (400, True)
+
+
+def test_a_streaming_session_goes_on_by_itself(served):
+    body = {"session_id": "flow", "capacity_of_str_len": 0, "streaming": True}
+    call(served, "POST", "/open_session", json=body)
+    first, second = (generate(served, text, text, "flow").json() for text in ("Go", "on"))
+    known = first["prompt_token_ids"] + first["output_ids"]
+    assert second["prompt_token_ids"][: len(known)] == known
+    assert generate(served, "on", "x", "flow", offset=1).status_code == 400
+
+
+def test_a_text_client_has_sessions(served):
+    with TextClient(served.engine.endpoint, served.tokenizer) as client:
+        said, before = messages("Go"), []
+        for turn in range(1, 4):
+            answer = client.chat(said, {"max_new_tokens": 8, "ignore_eos": True}, session="own")
+            assert answer.sample.prompt_ids[: len(before)] == before
+            assert (answer.session["turn"], answer.session["branch"]) == (turn, None)
+            before = answer.sample.prompt_ids + answer.sample.output.output_ids
+            said = [*said, answer.message, *messages("on")]
+        (sample,) = client.sessions.export("own")["samples"]
+        assert sample["token_ids"] == before
+        assert client.finish("own")
+        with pytest.raises(SessionGone):
+            client.chat(said, session="own")
 
 
 def test_a_call_without_a_session_has_none(served):

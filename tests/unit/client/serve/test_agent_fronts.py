@@ -14,8 +14,6 @@ from caesura.client import InvalidRequest
 from caesura.client.serve.anthropic.messages import MessagesRequest, conversation, decode_messages
 from caesura.client.serve.openai.blocks import Blocks
 from caesura.client.serve.openai.common import CommonRequest
-from caesura.client.serve.openai.conversation import assistant_message
-from caesura.client.serve.openai.kept_responses import KeptResponse, KeptResponses
 from caesura.client.serve.openai.responses import (
     ResponsesRequest,
     decode_responses,
@@ -23,6 +21,7 @@ from caesura.client.serve.openai.responses import (
     response_conversation,
 )
 from caesura.client.text.answer_parser import ParsedAnswer, Piece, ToolCall
+from caesura.client.text.sessions import assistant_message
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
 TURNS = [
@@ -199,21 +198,6 @@ def test_an_answer_becomes_the_message_that_is_gone_on_from():
     parsed = ParsedAnswer(content="", reasoning="thought", calls=[], malformed=[])
     thought = {"role": "assistant", "content": "", "reasoning_content": "thought"}
     assert assistant_message(parsed) == thought
-
-
-def test_kept_answers_are_bounded_in_bytes():
-    kept = KeptResponses(max_bytes=100)
-    for name in "abc":
-        kept.keep(name, KeptResponse(b"x" * 20, b"y" * 20))
-    assert [kept.get(name) is None for name in "abc"] == [True, False, False]
-    kept.keep("c", KeptResponse(b"x" * 50, b""))  # in place of the former
-    assert kept.get("b") is not None
-    assert kept.forget("b")
-    assert not kept.forget("b")
-    kept.keep("d", KeptResponse(b"x" * 50, b""))
-    assert kept.get("c") is not None
-    kept.keep("e", KeptResponse(b"x" * 101, b""))
-    assert [kept.get(name) for name in "cde"] == [None] * 3
 
 
 DOCS = Path(caesura.__file__).parent / "docs" / "reference"

@@ -7,7 +7,7 @@ import pytest
 from support.chat_shapes import REWRITES_HISTORY, TEMPLATES, TOOLS, Talk, chat_prompts, make_backend, sample
 
 from caesura.client.exceptions import InvalidRequest, SessionGone
-from caesura.client.text.sessions import SessionStore
+from caesura.client.text.sessions import Kept, SessionStore
 from caesura.client.text.tokenizer import TextTokenizer
 
 TRACES = 40  # `pytest -m long` has a thousand
@@ -186,7 +186,8 @@ def test_the_export_is_a_training_sample(tokenizer):
 
 def test_sessions_expire_and_say_so(tokenizer, clock):
     store = SessionStore(lease_s=10, clock=clock)
-    say(store, tokenizer, asked("Go"))
+    turn, _, _ = say(store, tokenizer, asked("Go"))
+    assert turn.lease()["prefix_lease_s"] == 10
     clock.now = 9
     say(store, tokenizer, asked("Go"), session="other")
     clock.now = 11
@@ -215,6 +216,97 @@ def test_memory_is_bounded_by_sessions_and_tokens(tokenizer):
     with pytest.raises(SessionGone, match="it alone"):
         store.export("19")
     assert store.record(turn, sample(turn, [5]), {"role": "assistant", "content": "late"}) is None
+
+
+def test_a_shown_turn_leaves_its_session_as_it_is(tokenizer):
+    store = SessionStore()
+    shown = store.turn("s", asked("Go"), chat_prompts(tokenizer), counts=False)
+    assert (shown.number, store.ids()) == (1, [])
+    assert store.record(shown, sample(shown, [5]), {"role": "assistant", "content": "no"}) is None
+    first, _, one = say(store, tokenizer, asked("Go"))
+    assert first.number == 1
+    shown = store.turn("s", [*one, *asked("on")], chat_prompts(tokenizer), counts=False)
+    second, _, _ = say(store, tokenizer, [*one, *asked("on")])
+    assert (second.number, second.prompt_ids) == (2, shown.prompt_ids)
+    store.finish("s")
+    with pytest.raises(SessionGone):
+        store.turn("s", asked("Go"), chat_prompts(tokenizer), counts=False)
+
+
+def test_of_equal_answers_the_named_one_goes_on(tokenizer):
+    store = SessionStore()
+    _, first, one = say(store, tokenizer, asked("Go"))
+    say(store, tokenizer, asked("Go"))
+    turn = store.turn("s", [*one, *asked("on")], chat_prompts(tokenizer), after=first)
+    assert turn.parent is first
+
+
+def test_kept_answers_end_with_their_session(tokenizer):
+    store = SessionStore(max_sessions=2, max_tokens=2000)
+    for name in "abc":
+        _, node, _ = say(store, tokenizer, asked("Go"), session=name)
+        store.keep((b"me", name), Kept(store, name, node, b"x"))
+        store.keep((b"me", name), Kept(store, name, node, b"in its place"))
+        assert store.kept((b"me", name)).body == b"x"
+    assert store.kept((b"me", "a")) is None
+    assert store.kept((b"you", "c")) is None
+    used = store.usage()[1]
+    store.keep((b"me", "big"), Kept(store, "c", node, b"x" * 8 * 600))
+    assert store.usage()[1] >= used + 600
+    assert not store.forget((b"me", "big"))
+    assert store.usage()[1] == used
+    assert store.forget((b"me", "c"))
+    assert not store.forget((b"me", "c"))
+    _, node, _ = say(store, tokenizer, asked("Go"), session="b")
+    store.keep((b"me", "huge"), Kept(store, "b", node, b"x" * 8 * 2000))
+    assert (store.usage(), store.kept((b"me", "huge"))) == ((0, 0), None)
+
+
+def test_a_continued_answer_stands_once_in_the_messages(tokenizer):
+    store = SessionStore()
+    _, _, one = say(store, tokenizer, asked("Go"), "The quick", ended=False)
+    say(store, tokenizer, one, " fox", continued=True)
+    (got,) = store.export("s")["samples"]
+    assert [each["content"] for each in got["messages"]] == ["Go", "The quick fox"]
+
+
+def appended(store, rid, ids, output=(7, 8), **more):
+    turn = store.append("s", rid, lambda later: [*ids], **more)
+    return turn, store.record(turn, sample(turn, [*output]), {})
+
+
+def test_turns_of_token_ids_follow_the_request_they_name():
+    store = SessionStore()
+    with pytest.raises(SessionGone):
+        appended(store, "a", [1])
+    store.open("s")
+    appended(store, "a", [1, 2])
+    turn, node = appended(store, "b", [3], after="a")
+    assert (turn.prompt_ids, turn.parent.turn, node.branch) == ([1, 2, 7, 8, 3], 1, None)
+    turn, node = appended(store, "c", [4], after="b", drop_previous_output=True)
+    assert (turn.prompt_ids, turn.parent.turn, node.branch) == ([1, 2, 7, 8, 3, 4], 1, "sibling")
+    turn, node = appended(store, "d", [5], after="b", offset=1)
+    assert (turn.prompt_ids, turn.parent, node.branch) == ([1, 5], None, "new_root")
+    with pytest.raises(InvalidRequest, match="no turn 'x'"):
+        appended(store, "e", [5], after="x")
+    assert len(store.export("s")["samples"]) == 3
+    _, node = appended(store, "f", [6], after="a", replace=True)
+    assert [each["turns"][-1]["turn"] for each in store.export("s")["samples"]] == [4, node.turn]
+    with pytest.raises(InvalidRequest, match="no turn 'b'"):
+        appended(store, "g", [5], after="b")
+    appended(store, "h", [9], replace=True)
+    (got,) = store.export("s")["samples"]
+    assert (got["token_ids"], store.usage()[1]) == ([9, 7, 8], store.export("s")["tokens"])
+
+
+def test_a_streaming_session_is_appended_to():
+    store = SessionStore()
+    store.open("s", streaming=True)
+    appended(store, "a", [1])
+    turn, _ = appended(store, "b", [2])
+    assert turn.prompt_ids == [1, 7, 8, 2]
+    with pytest.raises(InvalidRequest, match="only appended to"):
+        appended(store, "c", [2], offset=1)
 
 
 def test_threads_share_a_store(tokenizer):
