@@ -334,12 +334,11 @@ def _prompt(
         form=msgspec.json.encode(settings, order="sorted"),
         continued=continued,
     )
-    name = request.session_id
-    if name is not None:
-        store = front.store_of(name)
+    node = None if after is None else after.node
+    if request.session_id is not None:
+        store, name = front.store_of(request.session_id), request.session_id
     else:
         store, name = (front.responses, new_id()) if after is None else (after.store, after.session_id)
-    node = None if after is None else after.node
     turn = store.turn(name, messages, prompts, after=node, counts=counts)
     return turn.prompt_ids, turn
 
