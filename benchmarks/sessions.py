@@ -73,7 +73,8 @@ class Agent:
         text, ids = self._answer()
         body = {"model": "default", "messages": self._messages, "trace_decode_token_ids": ids, "stream": True}
         body |= {"stream_options": {"include_usage": True}, "ignore_eos": True}
-        began, first, usage = perf_counter(), 0.0, {}
+        began, first = perf_counter(), 0.0
+        usage: dict[str, Any] = {}
         call = client.stream("POST", "/v1/chat/completions", json=body, headers=self._headers)
         async with call as answer:
             async for line in answer.aiter_lines():
