@@ -648,13 +648,13 @@ def extension(
             continue
         cut = _behind(own, tail, closed, prompts, calls=bool(name))
         if cut is None:
-            return None
+            continue
         anchor, text = cut
         text = text.replace(mark, name)
         if not _shows(text, new) or not _shows(
             head, [each for each in history if each.get("role") == "user"]
         ):
-            return None
+            continue
         if closed is None:
             return prompts.encode(anchor + text)
         ids = prompts.encode(anchor + text)
@@ -674,7 +674,11 @@ def _marked(answer: dict[str, Any]) -> list[tuple[dict[str, Any], str, str]]:
     forms = [({**last, "function": {**function, "name": mark}}, str(function.get("name") or ""))]
     if last.get("id"):
         forms.append(({**last, "id": mark}, str(last["id"])))
-    return [({**kept, "tool_calls": [*others, call]}, mark, name) for call, name in forms]
+    marked = [({**kept, "tool_calls": [*others, call]}, mark, name) for call, name in forms]
+    if kept.get("content"):  # which templates show behind the calls' results, or in place of the calls
+        marked += [({**each, "content": ""}, mark, name) for each, _, name in marked]
+        marked.append(({**kept, "content": mark}, mark, ""))
+    return marked
 
 
 def _behind(

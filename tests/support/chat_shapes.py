@@ -146,7 +146,12 @@ TEMPLATES = {
 ONE_CALL = ("llama", "harmony")
 REWRITES_HISTORY = ("qwen3", "mistral", "harmony")
 """Templates whose earlier turns depend on later ones, so that the text of exact ids differs from theirs."""
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}},
+    }
+]
 
 
 def make_backend() -> Tokenizer:
@@ -199,6 +204,10 @@ class Talk:
     shape: str
     random: random.Random
     messages: list[dict] = field(default_factory=list)
+    calls: float = 0.5
+    """Share of answers with tool calls."""
+    system: float = 0.5
+    """Share of conversations with a system's message."""
 
     def words(self) -> str:
         picked = self.random.choice(LINES).split()
@@ -211,7 +220,7 @@ class Talk:
         for call in calls or ():
             self.messages.append({"role": "tool", "content": self.words(), "tool_call_id": call["id"]})
         if not calls:
-            if not self.messages and self.random.random() < 0.5:
+            if not self.messages and self.random.random() < self.system:
                 self.messages.append({"role": "system", "content": self.words()})
             self.messages.append({"role": "user", "content": self.words()})
 
@@ -221,7 +230,7 @@ class Talk:
         message = {"role": "assistant", "content": self.words()}
         if self.shape == "qwen3":
             message["reasoning_content"] = self.words()
-        if pick.random() < 0.5:
+        if pick.random() < self.calls:
             count = 1 if self.shape in ONE_CALL else pick.randint(1, 3)
             message["tool_calls"] = [
                 {"id": f"{pick.getrandbits(36):09x}", "type": "function",
@@ -238,7 +247,7 @@ class Talk:
             )
         while ids and ids[-1] not in self.tokenizer.skipped and self.shape != "plain":
             ids.pop()  # what the template writes behind the end
-        closed = ids[-1] if ids[-1] in self.tokenizer.skipped else None
+        closed = ids[-1] if ids and ids[-1] in self.tokenizer.skipped else None
         body = self.tokenizer.decode(ids[:-1] if closed is not None else ids, skip_special_tokens=False)
         if pick.random() < 0.7:  # as a sampler does, and no tokenizer
             cuts = sorted(pick.sample(range(len(body) + 1), min(4, len(body))))
