@@ -5,13 +5,7 @@ from itertools import repeat
 
 import check_baselines
 import pytest
-from check_baselines import (
-    HISTORY,
-    RESEMBLES,
-    WORKLOAD,
-    Verdict,
-    at_the_speed_of,
-)
+from check_baselines import HISTORY, RESEMBLES, WORKLOAD, Verdict, at_the_speed_of
 from checkpoints import write_checkpoint
 from harness.machine import describe
 from harness.yardstick import KINDS, measure_yardsticks
@@ -128,8 +122,7 @@ def test_baselines_of_another_workload_are_none(path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [("--update",), ("--update", "--reason", "  "), ("--reason", "because"), ("--repeats", "0")],
+    "arguments", [("--update",), ("--update", "--reason", "  "), ("--reason", "because"), ("--repeats", "0")]
 )
 def test_an_update_needs_a_reason(path, capsys, arguments):
     with pytest.raises(SystemExit) as exit:

@@ -17,13 +17,7 @@ from gpu import captured, fetch_wheels, limits
 from gpu.plan import SMOKE, OnDevice, step_bytes
 from gpu.run import DeviceLostError, Run
 from gpu.tables import tables
-from harness.limits import (
-    Ceilings,
-    kv_bytes_per_token,
-    least_seconds,
-    prefill_flops,
-    streamed_weight_bytes,
-)
+from harness.limits import Ceilings, kv_bytes_per_token, least_seconds, prefill_flops, streamed_weight_bytes
 from harness.workload import WORKLOADS
 from support.waiting import eventually
 

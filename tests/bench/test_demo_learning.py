@@ -67,10 +67,7 @@ def test_the_reward_of_a_token_ignores_earlier_tokens():
 
 
 def test_collate_aligns_tokens_with_their_predictions():
-    spans = [
-        Span(version=3, start=0, end=1, stale_kv=False),
-        Span(version=4, start=1, end=3, stale_kv=True),
-    ]
+    spans = [Span(version=3, start=0, end=1, stale_kv=False), Span(version=4, start=1, end=3, stale_kv=True)]
     long = make_sample([0.0, 0.0, 1.0], logprob=-2.0, spans=spans)
     batch = collate([Group(prompt_ids=[7, 8, 2], samples=[long, make_sample([0.0])])])
     assert batch.tokens.tolist() == [[7, 8, 2, 5, 5, 5], [7, 8, 2, 5, task.PAD, task.PAD]]

@@ -73,22 +73,13 @@ MODULES = {
         _tests("updates sessions restarts"),
         _tests("scripted_loop guard empty_cache lifecycle_table"),
     ),
-    "scheduler/memory/device_memory.py": (
-        _tests("device_memory", _MEMORY),
-        _tests("empty_cache"),
-    ),
-    "scheduler/memory/residency.py": (
-        _tests("residency", _MEMORY),
-        _tests("occupation"),
-    ),
+    "scheduler/memory/device_memory.py": (_tests("device_memory", _MEMORY), _tests("empty_cache")),
+    "scheduler/memory/residency.py": (_tests("residency", _MEMORY), _tests("occupation")),
     "scheduler/scheduling/outputs.py": (
         _tests("result_figures scripted_loop"),
         _tests("failures input_logprobs routing guard"),
     ),
-    "scheduler/cache/manager.py": (
-        _tests("cache_manager", "unit/scheduler/cache"),
-        _tests("scripted_loop"),
-    ),
+    "scheduler/cache/manager.py": (_tests("cache_manager", "unit/scheduler/cache"), _tests("scripted_loop")),
 }
 """Mutated modules, each with the tests that are near to it, and wider ones."""
 

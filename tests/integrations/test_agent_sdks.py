@@ -94,11 +94,7 @@ def test_messages_of_the_anthropic_sdk(engine, stream):
     thought, call = answer.content
     assert (thought.thinking, call.name, call.input) == (THOUGHT, "get_weather", {"city": "Paris"})
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "18 degrees"}
-    turns = [
-        *USER,
-        {"role": "assistant", "content": answer.content},
-        {"role": "user", "content": [result]},
-    ]
+    turns = [*USER, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
     answer = client.messages.create(messages=turns, **fields)
     assert [(block.type, block.text) for block in answer.content] == [("text", ANSWER)]
     count = client.messages.count_tokens(model="default", messages=turns, tools=fields["tools"])

@@ -39,10 +39,7 @@ def url(served: Served) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "vllm", package)
         with listening(
-            endpoint=served.engine.endpoint,
-            tokenizer=served.tokenizer,
-            context_length=CONTEXT,
-            max_batch=16,
+            endpoint=served.engine.endpoint, tokenizer=served.tokenizer, context_length=CONTEXT, max_batch=16
         ) as door:
             yield door.url
 
@@ -93,10 +90,7 @@ def test_chat(served, client):
 
     found = client.chat(CHAT, n=2, max_tokens=4, tools=[city], generation_kwargs={"ignore_eos": True})
     texts = [served.tokenizer.decode(ids, skip_special_tokens=False) for ids in found["prompt_ids"]]
-    assert texts == [
-        "<s>[tools 1]<user>once</><assistant>",
-        "<s>[tools 1]<user>upon\na time</><assistant>",
-    ]
+    assert texts == ["<s>[tools 1]<user>once</><assistant>", "<s>[tools 1]<user>upon\na time</><assistant>"]
     assert [len(ids) for ids in found["completion_ids"]] == [4] * 4
     assert [len(logprobs) for logprobs in found["logprobs"]] == [4] * 4
 

@@ -81,10 +81,7 @@ def run(engines: list[SchedulerClient], body: Callable[[Fleet], Awaitable[None]]
         options.setdefault("verify", "checksums")
         options.setdefault("look_interval_s", 0)
         options.setdefault("patience_s", 20.0)
-        async with (
-            asyncio.timeout(PATIENCE_S),
-            Fleet(endpoints(engines), **options) as fleet,
-        ):
+        async with asyncio.timeout(PATIENCE_S), Fleet(endpoints(engines), **options) as fleet:
             await body(fleet)
 
     asyncio.run(main())

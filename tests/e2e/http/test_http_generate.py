@@ -526,10 +526,7 @@ def test_a_loader_of_the_trainers_is_refused_by_name(experts):
 
 @pytest.mark.parametrize(
     ("path", "said"),
-    [
-        ("/start_draft_weight_update/", "no draft model"),
-        ("/init_broadcaster", "/update_weights"),
-    ],
+    [("/start_draft_weight_update/", "no draft model"), ("/init_broadcaster", "/update_weights")],
 )
 def test_unserved_routes_name_the_remedy(server, path, said):
     refused = server.post(path, {})

@@ -149,11 +149,7 @@ def test_vllms_routes_and_model_names(engine, model, adapters):
     }
     assert engine.ok("/inference/v1/generate", tokens)["choices"][0]["token_ids"] == choice["token_ids"]
     info = engine.get("/server_info", params={"config_format": "json"}).json()
-    assert info["vllm_config"]["lora_config"] == {
-        "max_loras": 2,
-        "max_cpu_loras": 2,
-        "max_lora_rank": 8,
-    }
+    assert info["vllm_config"]["lora_config"] == {"max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
     removed = engine.post("/v1/unload_lora_adapter", {"lora_name": "policy-v1"})
     assert removed.text == "Success: LoRA adapter 'policy-v1' removed successfully."
     unknown = engine.post("/v1/completions", {**asked, "model": "policy-v1"})

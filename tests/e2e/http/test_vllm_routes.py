@@ -126,11 +126,7 @@ FULL = {"max_tokens": 1, "truncate_prompt_tokens": -1}
         ("/generate", {"input_ids": PROMPT}, {"max_new_tokens": 0}),
         ("/v1/completions", {"prompt": PROMPT, "echo": True}, {"max_tokens": 0}),
         ("/v1/completions", {"prompt": PROMPT * CONTEXT}, FULL),
-        (
-            "/v1/chat/completions",
-            {"messages": messages("once " * CONTEXT), "max_completion_tokens": 1},
-            FULL,
-        ),
+        ("/v1/chat/completions", {"messages": messages("once " * CONTEXT), "max_completion_tokens": 1}, FULL),
         ("/inference/v1/generate", {"token_ids": PROMPT * CONTEXT}, FULL),
     ],
 )

@@ -354,11 +354,7 @@ ID, ID_FIELD = b64encode(bytes(128)).decode(), "nccl_unique_id_b64"
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
-        (
-            "/init_weight_transfer_engine",
-            {"init_info": {**GLOO, "master_port": 2**64}},
-            "master_port",
-        ),
+        ("/init_weight_transfer_engine", {"init_info": {**GLOO, "master_port": 2**64}}, "master_port"),
         ("/init_weight_transfer_engine", {"init_info": {**GLOO, "world_size": 2**70}}, "world_size"),
         (
             "/inference/v1/generate",
