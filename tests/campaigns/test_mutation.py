@@ -1,27 +1,10 @@
 """Mutation testing of a tiny tree: what may be drawn, which tests a mutant meets, and what becomes of it."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from campaigns import mutation
-from campaigns.mutation import (
-    EQUIVALENT,
-    EQUIVALENTS,
-    KILLED,
-    MODULES,
-    SURVIVED,
-    TIMEOUT,
-    TREE,
-    Mutant,
-    Place,
-    draw,
-    outcome,
-    places_of_interest,
-    statement_lines,
-)
+from campaigns.mutation import KILLED, MODULES, SURVIVED, TIMEOUT, Mutant, Place, draw, places_of_interest
 
 SOURCE = '''"""Arithmetic."""
 from functools import cache
@@ -114,14 +97,6 @@ def test_equivalent_invalid_and_equal_mutants_are_never_drawn():
     assert draw("thing.py", "x = 1 == 1\n", [Place((1, 6), "==", 0)], 1, 1, lambda *_: "x = 1 is 1\n") == []
 
 
-@pytest.mark.parametrize(
-    "line,lines",
-    [(9, range(9, 10)), (13, range(13, 14)), (16, range(14, 18)), (22, range(22, 23)), (23, range(23, 24))],
-)
-def test_the_statement_around_a_line(line, lines):
-    assert statement_lines(SOURCE, line) == lines
-
-
 def test_an_equivalent_is_known_by_function_and_lines():
     mutant = Mutant.of(
         "thing.py", SOURCE, SOURCE.replace("number > LIMIT", "number >= LIMIT"), Place((22, 14), ">", 0)
@@ -134,94 +109,55 @@ def test_an_equivalent_is_known_by_function_and_lines():
 
 
 def test_the_list_of_equivalents_speaks_of_lines_that_are_there():
-    for entry in json.loads(EQUIVALENTS.read_text()):
+    for entry in json.loads(mutation.EQUIVALENTS.read_text()):
         assert set(entry) == {"module", "function", "line", "becomes", "reason"}, entry
         assert entry["reason"]
-        lines = [line.strip() for line in (TREE / entry["module"]).read_text().splitlines()]
+        lines = [line.strip() for line in (mutation.TREE / entry["module"]).read_text().splitlines()]
         assert entry["line"] in lines, entry
         assert entry["module"] in MODULES
 
 
 def test_every_path_of_the_table_is_there():
-    for module, stages in MODULES.items():
-        for path in (module, *sum(stages, ())):
-            assert (TREE / path).is_file(), path
+    for module, tests in MODULES.items():
+        for path in (module, *tests):
+            assert (mutation.TREE / path).is_file(), path
 
 
 def test_the_score_leaves_equivalents_out():
     mutant = Mutant.of("thing.py", SOURCE, SOURCE.replace("3 + 4", "3 - 4"), Place((9, 10), "+", 0))
-    verdicts = [KILLED, KILLED, TIMEOUT, SURVIVED, EQUIVALENT]
-    outcomes = [outcome(mutant, verdict) for verdict in verdicts]
+    verdicts = [KILLED, KILLED, TIMEOUT, SURVIVED, mutation.EQUIVALENT]
+    outcomes = [mutation.outcome(mutant, verdict) for verdict in verdicts]
     assert mutation.table(outcomes).splitlines()[-2:] == [
         "| `thing.py` | 5 | 3 | 1 | 1 | 1 | 75.0% |",
         "| all | 5 | 3 | 1 | 1 | 1 | 75.0% |",
     ]
 
 
-SCRIPT = """
-import json, sys
-from pathlib import Path
-from campaigns.mutation import Mutant, Place, Sandbox, attempt, statement_lines
-
-tree, folder = Path(sys.argv[1]), Path(sys.argv[2])
-sandbox = Sandbox(tree, folder, preloaded=())
-reached = sandbox.reach(["tests/test_thing.py"], ["thing.py"], 60)
-source = (tree / "thing.py").read_text()
-
-def outcome(old, new):
-    line = source[: source.index(old)].count("\\n") + 1
-    mutant = Mutant.of("thing.py", source, source.replace(old, new), Place((line, 0), "-", 0))
-    found = attempt(sandbox, reached, mutant, source, (("tests/test_thing.py",), ()))
-    return [found["verdict"], found["tests"], found["by"]]
-
-endless = "    while True:\\n        pass\\n    if True:"
-sandbox.write("thing.py", source.replace("    if number > LIMIT:", endless))
-loops = sandbox.test(["tests/test_thing.py::test_bounded"], 1.0)[0]
-sandbox.write("thing.py", source)
-print(json.dumps({
-    "reached": {
-        line: reached.tests("thing.py", statement_lines(source, line), ["tests/test_thing.py"])
-        for line in (9, 16, 22)
-    },
-    "killed": outcome("        + number", "        - number"),
-    "survived": outcome("number > LIMIT", "number >= LIMIT"),
-    "broken": outcome("3 + 4", "3 + None"),
-    "loops": loops,
-    "after": sandbox.test(["tests/test_thing.py"], 60)[0],
-}))
-"""
-
-
 def test_one_mutant_is_killed_and_one_survives(tmp_path):
-    """The tool runs in a process of its own: it forks, and must not have imported the package."""
     tree, folder = tmp_path / "tree", tmp_path / "sandbox"
     (tree / "tests").mkdir(parents=True)
     folder.mkdir()
     for name, text in (("__init__.py", ""), ("thing.py", SOURCE), ("tests/test_thing.py", TESTS)):
         (tree / name).write_text(text)
-    (tree / "pyproject.toml").write_text(
-        '[tool.pytest.ini_options]\naddopts = "--import-mode=importlib -ra"\n'
-    )
+    ini = '[tool.pytest.ini_options]\naddopts = "--import-mode=importlib -ra"\n'
+    (tree / "pyproject.toml").write_text(ini)
     before = {path: path.read_bytes() for path in tree.rglob("*") if path.is_file()}
-    python_path = os.pathsep.join(str(TREE / name) for name in ("tests", "benchmarks"))
-    environment = {"PYTHONPATH": python_path, "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, "-c", SCRIPT, tree, folder]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    twice, bounded = (f"tests/test_thing.py::test_{name}" for name in ("twice", "bounded"))
-    assert {line: sorted(tests) for line, tests in found["reached"].items()} == {
-        "9": [bounded, twice],  # runs at import
-        "16": [twice],
-        "22": [bounded],
-    }
-    assert found["killed"][:2] == [KILLED, 1]
-    assert found["killed"][2].startswith(f"FAILED {twice}")
-    assert found["survived"] == [SURVIVED, 1, ""]
-    assert found["broken"][:2] == [KILLED, 2]
-    assert found["loops"] == "timeout"
-    assert found["after"] == "passed"
+    sandbox = mutation.Sandbox(tree, folder)
+
+    def attempt(old, new, limit_s=None):
+        mutant = Mutant.of("thing.py", SOURCE, SOURCE.replace(old, new), Place((9, 0), "-", 0))
+        found = sandbox.attempt(mutant, ("tests/test_thing.py",), limit_s)
+        return found["verdict"], found["by"].partition(" - ")[0]
+
+    failed = "FAILED tests/test_thing.py::test_"
+    assert attempt("        + number", "        - number") == (KILLED, f"{failed}twice")
+    assert attempt("number > LIMIT", "number >= LIMIT") == (SURVIVED, "")
+    assert attempt("3 + 4", "3 + None") == (KILLED, "ERROR tests/test_thing.py")
+    assert attempt("    if number >", "    while True:\n        pass\n    if number >", 3.0) == (TIMEOUT, "")
+    assert attempt("return LIMIT", "return number") == (KILLED, f"{failed}bounded")
     assert {path: path.read_bytes() for path in tree.rglob("*") if path.is_file()} == before
+    with pytest.raises(RuntimeError, match="killed without a mutant"):
+        sandbox.attempt(Mutant.of("thing.py", SOURCE, SOURCE, Place((9, 0), "-", 0)), ("tests/test_no.py",))
 
 
 def test_cosmic_rays_changes_are_listed_and_made():

@@ -143,7 +143,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return paths
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine(models: list[Path]) -> Iterator[ServedEngine]:
     with served("--model", str(models[0]), "--weight-transfer-backend", "gloo") as engine:
         yield engine
@@ -176,6 +176,7 @@ def test_a_grpo_trainer_in_server_mode(engine, models, recorded, tmp_path):
     assert engine.get("/weight_version").json()["weights_epoch"] >= 3
 
 
+@pytest.mark.long
 def test_the_loop_of_the_async_trainer(engine, models, recorded, tmp_path):
     """Samples of the trainer's own weights are on its policy: their importance ratios are 1."""
     pytest.importorskip("aiohttp", reason="TRL's worker needs aiohttp")

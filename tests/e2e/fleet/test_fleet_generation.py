@@ -174,9 +174,7 @@ def test_a_moved_generation_equals_one_that_stayed(engines, case):
     run(engines, body)
 
 
-@pytest.mark.parametrize(
-    ("number", "samples"), [(signal.SIGKILL, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)]
-)
+@pytest.mark.parametrize(("number", "samples"), [(signal.SIGKILL, 1), (signal.SIGTERM, 2)])
 def test_an_engine_that_ends_costs_none_of_many_requests(engines, launch, number, samples):
     leaving = launch()
     params = msgspec.structs.replace(LONG, n=samples)

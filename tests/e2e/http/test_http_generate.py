@@ -538,6 +538,13 @@ def test_unserved_routes_name_the_remedy(server, path, said):
     assert server.post("/nowhere", {}).status_code == 404
 
 
+def test_an_image_route_of_a_language_model_says_so(server):
+    for path in ("/v1/images/generations", "/rollout/generate"):
+        refused = server.post(path, {"prompt": "a"})
+        assert (refused.status_code, "diffusion pipeline" in refused.text) == (400, True)
+    assert server.get("/v1/models").json()["data"][0]["max_model_len"] > 0
+
+
 def test_the_server_tells_the_weights_root_that_it_enforces(server):
     found = server.get("/server_info").json()
     assert found["weights_root"] == str(Path(found["model_path"]).parent)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load
 from selenium.webdriver.common.by import By
 from support.browser import browsing, chromium
-from support.http_serve import make_text_model, served
+from support.http_serve import served
 
 pytest.importorskip("diffusers")
 from PIL import Image
@@ -242,15 +242,6 @@ def test_models_has_the_pipeline(client):
     assert (card.id, card.max_model_len) == ("painter", None)
     assert card.created > 0
     assert client.models.retrieve("painter").id == "painter"
-
-
-def test_an_image_route_of_a_language_model_says_so(tmp_path):
-    with served("--model", str(make_text_model(tmp_path / "text"))) as language:
-        for path in (IMAGES, ROLLOUT):
-            response = language.post(path, {"prompt": "a"})
-            assert response.status_code == 400, response.text
-            assert "diffusion pipeline" in response.text
-        assert language.get("/v1/models").json()["data"][0]["max_model_len"] > 0
 
 
 def test_the_dashboards_data_has_the_last_image_once(server):

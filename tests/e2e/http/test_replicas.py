@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save
 from support.checkpoints import make_checkpoint
 from support.http_serve import ServedEngine, WeightSyncClient, served
+from support.lanes import quick
 from support.plain_trainer import PlainTrainer, weights_of
 from support.tokenizers import make_byte_level
 from support.waiting import PATIENCE_S, eventually
@@ -447,7 +448,7 @@ def test_no_token_of_foreign_weights_is_served(pair, models):
     assert pair.get("/weight_version").json() == label
 
 
-@pytest.mark.parametrize("transport", ["disk", "tensor"])
+@pytest.mark.parametrize("transport", quick(["tensor", "disk"]))
 def test_a_foreign_commit_is_noticed_and_told(pair, models, transport):
     whole = pair.generate([5, 6, 7])["output_ids"]
     pair.ok("/pause_generation", {"mode": "in_place"})

@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
 from support.http_serve import ServedEngine, served
+from support.lanes import every
 from support.waiting import eventually
 
 from caesura.integrations.vllm import TrainerEngine, TrainerInitInfo
@@ -163,15 +164,15 @@ def expected(engine: ServedEngine, weights: tuple[Path, dict[str, Tensors]]) -> 
     return found
 
 
-@pytest.mark.parametrize("how", ["sending", "waiting"])
+CALLS = [
+    (KEEP, 0), ("/init_weight_transfer_engine", 0), (START, 0), (UPDATE, 0), (UPDATE, 1), (FINISH, 0),
+    ("/resume", 0), (DISCARD, 0), (WEIGHTS, 0), (START, 1), (UPDATE, 4), (FINISH, 1), ("/wake_up", 0),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "at",
-    [
-        (KEEP, 0), ("/init_weight_transfer_engine", 0), (START, 0), (UPDATE, 0), (UPDATE, 1), (FINISH, 0),
-        ("/resume", 0), (DISCARD, 0), (WEIGHTS, 0), (START, 1), (UPDATE, 4), (FINISH, 1), ("/wake_up", 0),
-    ],
-    ids=lambda at: f"{at[0].strip('/')} {at[1]}",
-)  # fmt: skip
+    ("at", "how"), [*((at, "waiting") for at in CALLS), *every(((at, "sending") for at in CALLS), 4)]
+)
 def test_a_trainer_that_dies_in_a_call(engine, weights, expected, at, how):
     number = next(NUMBERS)
     with sampling(engine) as choices:

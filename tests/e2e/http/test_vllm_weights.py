@@ -61,8 +61,12 @@ def tokens(engine: ServedEngine) -> list[int]:
     return engine.generate([5, 6, 7], sampling_params={"max_new_tokens": 12})["output_ids"]
 
 
-@pytest.mark.parametrize("bucket_bytes", [20_000, 1 << 30], ids=["many messages", "one message"])
-@pytest.mark.parametrize("transport", ["gloo", "shared_memory", "disk"])
+ROADS = [("gloo", 20_000), ("gloo", 1 << 30), ("shared_memory", 20_000), ("disk", 1 << 30)]
+"""Transports and bytes of a bucket: many messages, or one."""
+every_transport = pytest.mark.parametrize(("transport", "bucket_bytes"), ROADS)
+
+
+@every_transport
 def test_an_update_by_every_transport(engine, models, transport, bucket_bytes):
     expected = []
     for model in models:
@@ -80,8 +84,7 @@ def test_an_update_by_every_transport(engine, models, transport, bucket_bytes):
     assert engine.get("/weight_info").json() == {"weight_version": "step-7"}
 
 
-@pytest.mark.parametrize("bucket_bytes", [20_000, 1 << 30], ids=["many messages", "one message"])
-@pytest.mark.parametrize("transport", ["gloo", "shared_memory", "disk"])
+@every_transport
 def test_a_delta_by_every_transport(engine, models, transport, bucket_bytes):
     old = dict(tensors_of(models[0]))
     new = {name: tensor.clone() for name, tensor in old.items()}
@@ -121,9 +124,9 @@ def refusal(engine: ServedEngine, path: str, body: Any = None) -> tuple[int, str
 
 
 def test_a_failure_at_any_tensor_serves_nothing_half_new(engine, models):
-    """Each round, another tensor has a wrong shape: whatever came before it is never sampled from."""
+    """Whatever came before the tensor of a wrong shape is never sampled from."""
     tensors = tensors_of(models[1])
-    for bad in range(len(tensors)):
+    for bad in (0, 1, len(tensors) // 2, len(tensors) - 1):
         whole = trainer(engine, models, "shared_memory", tensors_of(models[0]))
         whole.send_weights("whole")
         before = tokens(engine)
@@ -151,7 +154,7 @@ def test_a_failure_at_any_tensor_serves_nothing_half_new(engine, models):
     assert engine.get("/weight_info").json() == {"weight_version": "whole"}
 
 
-@pytest.mark.parametrize("position", [0, 1, 7, -1], ids=["first", "second", "eighth", "last"])
+@pytest.mark.parametrize("position", [0, 1, -1], ids=["first", "second", "last"])
 def test_a_trainer_that_dies_in_a_broadcast(engine, models, position):
     """The next trainer sends everything again; meanwhile nothing that is half new is sampled from."""
     tensors = tensors_of(models[1])
@@ -405,29 +408,29 @@ def test_a_wrong_body_is_refused_by_name(engine, path, body, field):
 NOBODYS = {"type": "SharedMemoryHandle", "pid": 2**62, "fd": 0, "inode": 0, "nbytes": 1}
 
 
-@pytest.mark.parametrize(
-    "info",
-    [
-        {"names": ["a"], "dtype_names": [], "shapes": []},
-        {"names": ["a"], "dtype_names": ["complex64"], "shapes": [[1]], "packed": True},
-        {"names": "a", "dtype_names": ["float32"], "shapes": [[1]]},
-        {"names": ["a"], "dtype_names": ["float32"], "shapes": [[-1]]},
-        {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2**63, 2**63]], "packed": True},
-        {"names": [], "dtype_names": [], "shapes": []},
-        {"handle": NOBODYS, "specs": [{"name": "a", "dtype": "F32", "shape": [2**64]}]},
-        {"handle": NOBODYS, "specs": []},
-        {"path": "/etc"},
-        {"path": "\\0"},
-        [],
-        [{}, {"path": "a"}],
-    ],
-)
+WRONG: list[Any] = [
+    {"names": ["a"], "dtype_names": [], "shapes": []},
+    {"names": ["a"], "dtype_names": ["complex64"], "shapes": [[1]], "packed": True},
+    {"names": "a", "dtype_names": ["float32"], "shapes": [[1]]},
+    {"names": ["a"], "dtype_names": ["float32"], "shapes": [[-1]]},
+    {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2**63, 2**63]], "packed": True},
+    {"names": [], "dtype_names": [], "shapes": []},
+    {"handle": NOBODYS, "specs": [{"name": "a", "dtype": "F32", "shape": [2**64]}]},
+    {"handle": NOBODYS, "specs": []},
+    {"path": "/etc"},
+    {"path": "\\0"},
+    [],
+    [{}, {"path": "a"}],
+]
+
+
 @pytest.mark.parametrize("backend", ["gloo", "shared_memory", "disk"])
-def test_a_wrong_update_is_a_refusal(engine, models, backend, info):
+def test_a_wrong_update_is_a_refusal(engine, models, backend):
     sender = trainer(engine, models, backend, tensors_of(models[0]))
-    engine.ok("/start_weight_update")
-    response = engine.post("/update_weights", {"update_info": info})
-    assert response.status_code == 400, response.text
+    for info in WRONG:
+        engine.ok("/start_weight_update")
+        response = engine.post("/update_weights", {"update_info": info})
+        assert response.status_code == 400, (info, response.text)
     engine.ok("/shutdown_weight_transfer_engine")
     sender.shutdown()
     assert engine.get("/server_info").json()["internal_states"][0]["weights"] == "valid"

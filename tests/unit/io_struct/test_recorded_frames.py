@@ -128,7 +128,9 @@ def document() -> str:
 
 
 def test_the_tables_are_those_of_the_structs(document):
-    assert generate(document, PARTS) == document, "run: python docs/generate_wire.py"
+    changed = document.replace("| `input_ids` | array of int", "| `input_ids` | array of str")
+    assert changed != document
+    assert generate(changed, PARTS) == document, "run: python docs/generate_wire.py"
 
 
 def test_every_row_of_the_generated_tables_says_something(document):
@@ -143,15 +145,9 @@ def test_every_row_of_the_generated_tables_says_something(document):
     assert [row for row in rows if any(not cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1])] == []
 
 
-def test_a_changed_table_is_noticed_and_restored(document):
-    changed = document.replace("| `input_ids` | array of int", "| `input_ids` | array of str")
-    assert changed != document
-    assert generate(changed, PARTS) == document
-
-
 def test_a_document_without_marks_is_refused(document):
     with pytest.raises(ValueError, match="'limits'"):
-        generate(document.replace("<!-- end of limits -->", ""), PARTS)
+        generate(document.replace("<!-- end of limits -->", ""), {"limits": PARTS["limits"]})
 
 
 def test_the_client_in_plain_msgpack_gets_what_ours_gets(document, tiny_model, tmp_path):

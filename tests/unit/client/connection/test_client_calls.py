@@ -254,7 +254,7 @@ def test_many_threads_share_one_client(endpoint):
 
 def test_more_requests_than_a_default_socket_queue_holds(endpoint, connect):
     with connect(endpoint, connect_timeout=PATIENCE) as client:
-        handles = [client.submit([number]) for number in range(3000)]  # nobody is listening yet
+        handles = [client.submit([number]) for number in range(2200)]  # nobody is listening yet
         with FakeScheduler(endpoint):
             assert all(handle.result(PATIENCE).prompt_tokens == 1 for handle in handles)
 
@@ -512,15 +512,20 @@ def engine_in(**state):
 def errors_of(endpoint):
     with SchedulerClient(endpoint, owner="mine") as client:
         streaming, whole = client.submit([1], stream=True), client.submit([1])
-        for wait in (
+
+        def error_of(wait):
+            with pytest.raises(TimedOut) as caught:
+                wait()
+            return caught.value
+
+        waits = (
             lambda: client.generate([1], timeout=TIMEOUT),
             lambda: client.generate([[1], [2]], timeout=TIMEOUT),
             lambda: whole.result(TIMEOUT),
             lambda: list(streaming.deltas(TIMEOUT)),
-        ):
-            with pytest.raises(TimedOut) as caught:
-                wait()
-            yield caught.value
+        )
+        with ThreadPoolExecutor(len(waits)) as threads:
+            return list(threads.map(error_of, waits))
 
 
 PAUSED = "the engine was paused (in_place) by 'trainer', 1.5 s ago, and waits for continue_generation"

@@ -55,7 +55,13 @@ def run(engine: Engine, latent_bytes_per_pixel: float = 1.0, **fields: Any) -> A
     body = rollout.RolloutBody(
         prompt="a", seed=0, width=SIDE, height=SIDE, num_inference_steps=STEPS, **fields
     )
-    return asyncio.run(rollout.outputs_of(front, body, "r"))
+    found: list[Any] = []
+
+    async def main() -> None:  # without a result: asyncio shows that of a run for a moment, as text
+        found.append(await rollout.outputs_of(front, body, "r"))
+
+    asyncio.run(main())
+    return found[0]
 
 
 @pytest.mark.parametrize("per_pixel", [0.25, 1.0, 4.0])
@@ -121,7 +127,7 @@ def test_a_png_holds_the_pixels(shape):
         ((161, 10), (160, 10)),
         ((80, 320), (40, 160)),
         ((1, 500), (1, 160)),
-        ((1000, 500), (160, 80)),
+        ((400, 200), (160, 80)),
     ],
 )
 def test_downscaled_pixels_keep_their_places(shape, small):
