@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from support.checkpoints import make_checkpoint
 from support.http_serve import ServedEngine, make_text_model, served
+from support.http_server import listening
 from support.waiting import eventually
 
 from caesura.client.serve.sglang.generate import hidden_states
+from caesura.client.text.tokenizer import TextTokenizer
 from caesura.io_struct import HiddenStates
 
 
@@ -188,12 +190,6 @@ def test_a_cumulative_stream_ends_with_the_whole_answer(server):
     assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
 
 
-def test_a_stream_does_not_wait_for_its_end(server):
-    frames = stream(server, input_ids=[5], sampling_params={"max_new_tokens": 400, "ignore_eos": True})
-    assert len(frames) > 1
-    assert len(frames[0]["output_ids"]) < len(frames[-1]["output_ids"]) == 400
-
-
 def test_events_of_a_batched_stream_name_their_prompt(server):
     frames = stream(server, input_ids=[[5, 6], [7]], sampling_params={"n": 2})
     last = {frame["index"]: frame for frame in frames}
@@ -340,11 +336,20 @@ def test_routed_experts_are_int32_of_all_but_the_last(experts, start):
     assert experts.post("/generate", {"text": "a"}).status_code == 400
 
 
-def test_incremental_streams_add_up(tmp_path):
-    model = make_text_model(tmp_path / "text")
-    with served("--model", str(model), "--incremental-streaming") as engine:
-        whole = engine.generate(text="Hello", return_logprob=True, top_logprobs_num=2)
-        frames = stream(engine, text="Hello", return_logprob=True, top_logprobs_num=2)
+def test_incremental_streams_add_up(server):
+    folder = server.get("/server_info").json()["model_path"]
+    options = {"tokenizer": TextTokenizer.from_folder(folder), "incremental_streaming": True}
+    endpoint = server.announced.split("(engine ")[1].split(")")[0]
+    with (
+        listening(endpoint=endpoint, connect_timeout=None, **options) as door,
+        httpx.Client(base_url=door.url, timeout=None) as http,
+    ):
+        asked = {"text": "Hello", "return_logprob": True, "top_logprobs_num": 2}
+        whole = server.generate(**asked)
+        sampling = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+        frames = frames_of(
+            http.post("/generate", json={**asked, "stream": True, "sampling_params": sampling})
+        )
         assert "".join(frame["text"] for frame in frames) == whole["text"]
         assert [token for frame in frames for token in frame["output_ids"]] == whole["output_ids"]
         for name in ("output_token_logprobs", "output_top_logprobs"):

@@ -205,26 +205,33 @@ def test_neutral_values_pass(server):
     assert post(server, **nothing, output_format="png", response_format=None).status_code == 200
 
 
-def test_released_components_become_valid_one_by_one(sd3):
-    options = ("--model", str(sd3), "--enable-memory-saver", "--weights-root", str(sd3))
-    update = {"model_path": str(sd3), "weight_version": "1"}
-    with served(*options) as found:
-        found.ok("/release_memory_occupation")
-        found.ok("/resume_memory_occupation")
-        written = found.ok("/update_weights_from_disk", update)
-        assert (written["success"], written["committed"]) == (True, False)
-        assert written["message"].startswith("Written, not committed: the weights are invalid until ")
-        refused = found.post("/update_weights", {"weight_dir": str(sd3)})
-        assert (refused.status_code, "not committed" in refused.text) == (400, True)
-        unknown = found.post("/update_weights_from_disk", {**update, "component": "nose"})
-        assert (unknown.status_code, "vae" in unknown.json()["message"]) == (400, True)
-        replies = [
-            found.ok("/update_weights_from_disk", {**update, "component": component})
-            for component in ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")
-        ]
-        assert [reply["committed"] for reply in replies] == [False, False, False, True]
-        assert replies[-1]["message"] == "Succeeded to update model weights."
-        assert post(found).status_code == 200
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """A server of a model of 16 channels, whose memory can be released, and its folder."""
+    path = make_sd3(tmp_path_factory.mktemp("pipelines") / "dense", channels=16)
+    with served("--model", str(path), "--enable-memory-saver", "--weights-root", str(path)) as found:
+        yield found, str(path)
+
+
+def test_released_components_become_valid_one_by_one(dense):
+    found, folder = dense
+    update = {"model_path": folder, "weight_version": "1"}
+    found.ok("/release_memory_occupation")
+    found.ok("/resume_memory_occupation")
+    written = found.ok("/update_weights_from_disk", update)
+    assert (written["success"], written["committed"]) == (True, False)
+    assert written["message"].startswith("Written, not committed: the weights are invalid until ")
+    refused = found.post("/update_weights", {"weight_dir": folder})
+    assert (refused.status_code, "not committed" in refused.text) == (400, True)
+    unknown = found.post("/update_weights_from_disk", {**update, "component": "nose"})
+    assert (unknown.status_code, "vae" in unknown.json()["message"]) == (400, True)
+    replies = [
+        found.ok("/update_weights_from_disk", {**update, "component": component})
+        for component in ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")
+    ]
+    assert [reply["committed"] for reply in replies] == [False, False, False, True]
+    assert replies[-1]["message"] == "Succeeded to update model weights."
+    assert post(found).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -398,13 +405,12 @@ def test_unsupported_values_of_a_trajectory_are_400(server, changes, said):
     assert said in response.text
 
 
-def test_latents_count_with_the_channels_of_the_model(tmp_path):
+def test_latents_count_with_the_channels_of_the_model(dense):
     """A model of 16 channels and 4 x 4 pixels to a latent takes four bytes for each pixel."""
-    dense = make_sd3(tmp_path / "sd3", channels=16)
+    found, _ = dense
     body = {**BODY, "width": 64, "height": 64, "num_inference_steps": 256, "num_outputs_per_prompt": 256}
-    with served("--model", str(dense)) as found:
-        (small,) = rollouts(found, num_outputs_per_prompt=1)
-        assert small["dit_trajectory"]["latents"].nbytes == 5 * 4 * 16 * 16
-        response = httpx.post(found.url + ROLLOUT, json=body, timeout=None)
+    (small,) = rollouts(found, num_outputs_per_prompt=1)
+    assert small["dit_trajectory"]["latents"].nbytes == 5 * 4 * 16 * 16
+    response = httpx.post(found.url + ROLLOUT, json=body, timeout=None)
     assert response.status_code == 400, response.text
     assert f"with their latents {256 * 64 * 64 * (3 + 4 * 257)} bytes" in response.text

@@ -254,7 +254,7 @@ def test_many_threads_share_one_client(endpoint):
 
 def test_more_requests_than_a_default_socket_queue_holds(endpoint, connect):
     with connect(endpoint, connect_timeout=PATIENCE) as client:
-        handles = [client.submit([number]) for number in range(2200)]  # nobody is listening yet
+        handles = [client.submit([number]) for number in range(1100)]  # nobody is listening yet
         with FakeScheduler(endpoint):
             assert all(handle.result(PATIENCE).prompt_tokens == 1 for handle in handles)
 

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import support.fake_scheduler
 import zmq
+from support import engine_template
 from support.fake_scheduler import FakeScheduler
 from support.waiting import PATIENCE_S as PATIENCE
 from support.waiting import eventually
@@ -167,8 +168,7 @@ ASYNCIO = """
 
 
 def run(program, *arguments):
-    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    done = engine_template.run(textwrap.dedent(program), *arguments)
     assert done.stderr == ""
     return done.stdout.splitlines()
 
@@ -247,7 +247,8 @@ FORKS = {
 def test_an_engine_ends_though_a_forked_child_lives(tmp_path, fork):
     program = textwrap.dedent(OUTLIVED.replace("\n    {fork}", FORKS[fork]))
     command = [sys.executable, "-c", program, FAKE, f"{tmp_path}/s"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with engine_template.Process(command, text=True, **pipes) as launcher:
         assert launcher.stdout is not None
         engine, child = map(int, launcher.stdout.readline().split())
         launcher.wait(PATIENCE)

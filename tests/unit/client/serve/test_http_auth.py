@@ -1,13 +1,11 @@
 """Keys that open each route, and limits of bodies, over every route of the application."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from litestar import Response, post
-from support.fake_scheduler import FakeScheduler
 from support.http_server import client_of, front_end, routes_served
 
 from caesura.client import AsyncSchedulerClient
@@ -18,27 +16,6 @@ CHANGES_THE_ENGINE = re.compile(
     "|weight_checker|rollback|pull|fetch_weights|lora|sleep|wake|reset|start|finish|shutdown|collective_rpc"
     "|/api/v1/(create_model|save_weights|x$)"
 )
-
-
-@pytest.fixture
-def refused(agreeing_engine: FakeScheduler) -> Callable[[dict[str, str], str | None], set[str]]:
-    """Return the access classes that a key does not open; every route of a class must behave alike."""
-
-    def found(options: dict[str, str], key: str | None) -> set[str]:
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        front = front_end(AsyncSchedulerClient(agreeing_engine.endpoint), **options)
-        with client_of(front, raise_server_exceptions=False) as client:
-            verdicts = {
-                (
-                    handler.opt["access"],
-                    client.request(method, path, headers=headers, content=b"{}").status_code == 401,
-                )
-                for method, path, handler in routes_served()
-            }
-        assert len(verdicts) == len(ACCESS_CLASSES), verdicts
-        return {kind for kind, is_refused in verdicts if is_refused}
-
-    return found
 
 
 HARMLESS = "/is_", "/api/v1/sessions/", "/finish_session"
@@ -63,93 +40,98 @@ def test_the_curl_example_shows_every_route():
     assert paths - aliases == shown
 
 
-@pytest.mark.parametrize(
-    ("options", "key", "expected"),
-    [
-        ({}, None, set()),
-        ({"api_key": "u"}, None, {"user", "admin"}),
-        ({"api_key": "u"}, "u", set()),
-        ({"api_key": "u"}, "x", {"user", "admin"}),
-        ({"admin_key": "a"}, None, {"admin"}),
-        ({"admin_key": "a"}, "a", set()),
-        ({"api_key": "u", "admin_key": "a"}, None, {"user", "admin"}),
-        ({"api_key": "u", "admin_key": "a"}, "u", {"admin"}),
-        ({"api_key": "u", "admin_key": "a"}, "a", set()),
-        ({"api_key": "u", "admin_key": "a"}, "ua", {"user", "admin"}),
-    ],
-)
-def test_keys_open_the_routes_of_their_class(refused, options, key, expected):
-    assert refused(options, key) == expected
-
-
-@pytest.mark.parametrize(("key", "status"), [("u", 200), ("x", 401), ("", 401)])
-def test_tinkers_header_has_the_key(key, status):
-    with client_of(front_end(api_key="u")) as client:
-        headers = {"x-api-key": key}
-        assert client.get("/api/v1/get_server_capabilities", headers=headers).status_code == status
-        both = {**headers, "authorization": "Bearer x"}
-        assert client.get("/api/v1/get_server_capabilities", headers=both).status_code == 401
-
-
-@pytest.mark.parametrize("header", ["u", "Basic u", "Bearer", "Bearer  ", "Bearer uu", "bearer u x"])
-def test_only_bearer_keys_count(header):
-    with client_of(front_end(api_key="u")) as client:
-        response = client.get("/server_info", headers={"authorization": header})
-        assert response.status_code == 401
-        assert response.json() == {"error": "Unauthorized"}
-        assert response.headers["www-authenticate"] == "Bearer"
+EVERY = {"user", "admin"}
 
 
 @pytest.mark.parametrize(
-    ("headers", "allowed"),
+    ("options", "closed"),
     [
-        ({}, True),
-        ({"origin": "http://localhost:3000"}, True),
-        ({"origin": "http://127.0.0.1"}, True),
-        ({"origin": "http://[::1]:8"}, True),
-        ({"origin": "https://evil.example"}, False),
-        ({"origin": "http://localhost.evil.example"}, False),
-        ({"origin": "null"}, False),
-        ({"sec-fetch-site": "cross-site"}, False),
-        ({"sec-fetch-site": "same-origin"}, True),
+        ({}, {None: set()}),
+        ({"api_key": "u"}, {None: EVERY, "u": set(), "x": EVERY}),
+        ({"admin_key": "a"}, {None: {"admin"}, "a": set()}),
+        ({"api_key": "u", "admin_key": "a"}, {None: EVERY, "u": {"admin"}, "a": set(), "ua": EVERY}),
     ],
 )
-def test_pages_of_other_sites_are_refused(headers, allowed):
-    with client_of(front_end()) as client:
-        assert (client.post("/post_process_weights", headers=headers).status_code == 200) == allowed
-    with client_of(front_end(api_key="k")) as client:
-        headers = {**headers, "authorization": "Bearer k"}
-        assert client.post("/post_process_weights", headers=headers).status_code == 200
+def test_keys_open_the_routes_of_their_class(agreeing_engine, options, closed):
+    """``closed`` has the classes that a key does not open; every route of a class must behave alike."""
+    front = front_end(AsyncSchedulerClient(agreeing_engine.endpoint), **options)
+    with client_of(front, raise_server_exceptions=False) as client:
+        for key, expected in closed.items():
+            headers = {} if key is None else {"authorization": f"Bearer {key}"}
+            verdicts = {
+                (
+                    handler.opt["access"],
+                    client.request(method, path, headers=headers, content=b"{}").status_code == 401,
+                )
+                for method, path, handler in routes_served()
+            }
+            assert len(verdicts) == len(ACCESS_CLASSES), verdicts
+            assert {kind for kind, is_refused in verdicts if is_refused} == expected, key
+
+
+def test_only_bearer_keys_and_tinkers_header_count():
+    with client_of(front_end(api_key="u")) as client:
+        for header in ("u", "Basic u", "Bearer", "Bearer  ", "Bearer uu", "bearer u x"):
+            response = client.get("/server_info", headers={"authorization": header})
+            assert response.status_code == 401, header
+            assert response.json() == {"error": "Unauthorized"}
+            assert response.headers["www-authenticate"] == "Bearer"
+        for key, status in (("u", 200), ("x", 401), ("", 401)):
+            headers = {"x-api-key": key}
+            assert client.get("/api/v1/get_server_capabilities", headers=headers).status_code == status
+            both = {**headers, "authorization": "Bearer x"}
+            assert client.get("/api/v1/get_server_capabilities", headers=both).status_code == 401
+
+
+SITES = [
+    ({}, True),
+    ({"origin": "http://localhost:3000"}, True),
+    ({"origin": "http://127.0.0.1"}, True),
+    ({"origin": "http://[::1]:8"}, True),
+    ({"origin": "https://evil.example"}, False),
+    ({"origin": "http://localhost.evil.example"}, False),
+    ({"origin": "null"}, False),
+    ({"sec-fetch-site": "cross-site"}, False),
+    ({"sec-fetch-site": "same-origin"}, True),
+]
+
+
+def test_pages_of_other_sites_are_refused():
+    with client_of(front_end()) as client, client_of(front_end(api_key="k")) as keyed:
+        for headers, allowed in SITES:
+            assert (client.post("/post_process_weights", headers=headers).status_code == 200) == allowed, (
+                headers
+            )
+            headers = {**headers, "authorization": "Bearer k"}
+            assert keyed.post("/post_process_weights", headers=headers).status_code == 200, headers
 
 
 OWN_HOSTS = [
-    "localhost:30000",
-    "LOCALHOST",
-    "127.0.0.1:30000",
-    "127.8.0.1",
-    "[::1]:30000",
-    "engine.internal:30000",
-]
+    "localhost:30000", "LOCALHOST", "127.0.0.1:30000", "127.8.0.1", "[::1]:30000", "engine.internal:30000",
+]  # fmt: skip
 """Names of loopback, and what the server was told to listen on."""
 OTHERS = ["evil.example:30000", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "[::1", ""]
 
 
-@pytest.mark.parametrize("host", OWN_HOSTS + OTHERS)
-def test_rebound_host_names_are_refused_without_keys(host):
-    allowed = host in OWN_HOSTS
-    with client_of(front_end(host="Engine.internal")) as client:
-        for path in ("/post_process_weights", "/v1/completions"):
-            response = client.post(path, headers={"host": host}, content=b"[]")
-            assert (response.status_code != 403) == allowed, path
-        assert client.get("/dashboard", headers={"host": host}).status_code == 200
-        root = client.get("/", headers={"host": host}, follow_redirects=False)
-        assert (root.status_code, root.headers["location"], root.content) == (307, "dashboard", b"")
-    for keys in ({"api_key": "k"}, {"api_key": "k", "admin_key": "k"}):
-        with client_of(front_end(**keys)) as client:
-            headers = {"host": host, "authorization": "Bearer k"}
-            assert client.post("/post_process_weights", headers=headers).status_code == 200
-    with client_of(front_end(host="engine.internal", admin_key="a")) as client:  # users need no key
-        assert (client.post("/tokenize", headers={"host": host}).status_code != 403) == allowed
+def test_rebound_host_names_are_refused_without_keys():
+    with (
+        client_of(front_end(host="Engine.internal")) as client,
+        client_of(front_end(api_key="k")) as keyed,
+        client_of(front_end(api_key="k", admin_key="k")) as twice_keyed,
+        client_of(front_end(host="engine.internal", admin_key="a")) as for_admins,  # users need no key
+    ):
+        for host in OWN_HOSTS + OTHERS:
+            allowed = host in OWN_HOSTS
+            for path in ("/post_process_weights", "/v1/completions"):
+                response = client.post(path, headers={"host": host}, content=b"[]")
+                assert (response.status_code != 403) == allowed, (host, path)
+            assert client.get("/dashboard", headers={"host": host}).status_code == 200
+            root = client.get("/", headers={"host": host}, follow_redirects=False)
+            assert (root.status_code, root.headers["location"], root.content) == (307, "dashboard", b"")
+            bearer = {"host": host, "authorization": "Bearer k"}
+            for each in (keyed, twice_keyed):
+                assert each.post("/post_process_weights", headers=bearer).status_code == 200
+            assert (for_admins.post("/tokenize", headers={"host": host}).status_code != 403) == allowed, host
 
 
 def test_refusals_have_the_form_of_their_route():

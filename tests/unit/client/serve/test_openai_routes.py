@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -232,8 +233,7 @@ PROMPT = {"prompt": [5, 6, 7], "max_tokens": 4, "return_token_ids": True}
 
 
 class CountingMetrics(Metrics):
-    def __init__(self):
-        super().__init__()
+    def forget(self):
         self.begun, self.ended, self.codes = 0, [], []
 
     def request_started(self):
@@ -246,18 +246,32 @@ class CountingMetrics(Metrics):
         self.codes.append(code)
 
 
-def post(tmp_path, handler, body: dict[str, object], path: str = "/v1/completions"):
-    """Return the answer where ``handler`` answers generations."""
+@contextmanager
+def posting(folder: Path):
+    """Yield a function that returns the answer where a handler answers generations, and the metrics of it."""
+    handlers: list[Callable[[GenerateReqInput], Iterable[Message]]] = []
 
     def engine(request: Request) -> Iterable[Message]:
-        return handler(request) if isinstance(request, GenerateReqInput) else answer(request)
+        return handlers[-1](request) if isinstance(request, GenerateReqInput) else answer(request)
 
-    endpoint, metrics = f"ipc://{tmp_path}/engine", CountingMetrics()
+    endpoint, metrics = f"ipc://{folder}/engine", CountingMetrics()
     front = front_end(
         AsyncSchedulerClient(endpoint, connect_timeout=None), metrics=metrics, model_path="/models/tiny"
     )
     with FakeScheduler(endpoint, engine), client_of(front) as http:
-        return http.post(path, content=msgspec.json.encode(body)), metrics
+
+        def post(handler, body: dict[str, object], path: str = "/v1/completions"):
+            handlers.append(handler)
+            metrics.forget()
+            return http.post(path, content=msgspec.json.encode(body)), metrics
+
+        yield post
+
+
+@pytest.fixture(scope="module")
+def post(tmp_path_factory):
+    with posting(tmp_path_factory.mktemp("engine")) as post:
+        yield post
 
 
 def refusing(code: ErrorCode, **detail: object):
@@ -276,9 +290,9 @@ def refusing(code: ErrorCode, **detail: object):
         (ErrorCode.INTERNAL, 500, "server_error"),
     ],
 )
-def test_a_refusal_has_its_status(tmp_path, code, status, kind, stream):
+def test_a_refusal_has_its_status(post, code, status, kind, stream):
     response, metrics = post(
-        tmp_path, refusing(code, field="sampling_params.max_new_tokens"), {**PROMPT, "stream": stream}
+        refusing(code, field="sampling_params.max_new_tokens"), {**PROMPT, "stream": stream}
     )
     assert response.status_code == status
     retryable = {"retryable": True} if status == 503 else {}
@@ -298,18 +312,18 @@ def test_a_refusal_has_its_status(tmp_path, code, status, kind, stream):
         (ErrorCode.VERSION_MISMATCH, False),
     ],
 )
-def test_a_native_refusal_says_whether_it_passes(tmp_path, code, retryable):
-    response, _ = post(tmp_path, refusing(code), {"input_ids": [5]}, "/generate")
+def test_a_native_refusal_says_whether_it_passes(post, code, retryable):
+    response, _ = post(refusing(code), {"input_ids": [5]}, "/generate")
     body = response.json()
     assert response.status_code == 503
     assert (body.get("retryable", False), body["error"].get("retryable", False)) == (retryable, retryable)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_refused_prompt_refuses_all(tmp_path, stream):
+def test_one_refused_prompt_refuses_all(post, stream):
     refuse = refusing(ErrorCode.PROMPT_TOO_LONG)
     body = {**PROMPT, "prompt": [[1], [2], [3]], "stream": stream}
-    response, metrics = post(tmp_path, lambda each: refuse(each) if each.input_ids == [2] else [], body)
+    response, metrics = post(lambda each: refuse(each) if each.input_ids == [2] else [], body)
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
     assert (metrics.begun, len(metrics.ended)) == (3, 3)
@@ -320,7 +334,8 @@ def test_a_dead_engine_is_unavailable(tmp_path, stream):
     def vanish(request: Request) -> Iterable[Message]:
         raise VanishError
 
-    response, metrics = post(tmp_path, vanish, {**PROMPT, "stream": stream})
+    with posting(tmp_path) as post:
+        response, metrics = post(vanish, {**PROMPT, "stream": stream})
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "engine_died"
     assert metrics.ended == [(0, "error")]
@@ -343,8 +358,8 @@ def failing(code: str):
     return handler
 
 
-def test_a_stream_that_cannot_go_on_ends_with_the_error(tmp_path):
-    response, metrics = post(tmp_path, failing("out_of_memory"), {**PROMPT, "stream": True})
+def test_a_stream_that_cannot_go_on_ends_with_the_error(post):
+    response, metrics = post(failing("out_of_memory"), {**PROMPT, "stream": True})
     assert response.status_code == 200
     *chunks, error, done = events(response)
     tokens = [token for chunk in chunks for token in msgspec.json.decode(chunk)["choices"][0]["token_ids"]]
@@ -359,19 +374,19 @@ def test_a_stream_that_cannot_go_on_ends_with_the_error(tmp_path):
 @pytest.mark.parametrize(
     ("code", "retryable"), [("out_of_memory", False), ("deadline_exceeded", False), ("shutting_down", True)]
 )
-def test_a_failed_native_stream_says_if_it_passes(tmp_path, code, retryable):
-    response, _ = post(tmp_path, failing(code), {"input_ids": [5], "stream": True}, "/generate")
+def test_a_failed_native_stream_says_if_it_passes(post, code, retryable):
+    response, _ = post(failing(code), {"input_ids": [5], "stream": True}, "/generate")
     *_, error, _ = events(response)
     assert msgspec.json.decode(error)["error"]["retryable"] is retryable
 
 
-def test_without_a_tokenizer_ids_are_taken_and_given(tmp_path):
+def test_without_a_tokenizer_ids_are_taken_and_given(post):
     def handler(request: GenerateReqInput) -> Iterable[Message]:
         assert request.return_logprob
         logprobs = floats([-0.5, float("-inf")])
         return [results(finished(rid_of(request), [8, 9], output_logprobs=logprobs))]
 
-    response, metrics = post(tmp_path, handler, {**PROMPT, "logprobs": 0})
+    response, metrics = post(handler, {**PROMPT, "logprobs": 0})
     [choice] = response.json()["choices"]
     assert (choice["text"], choice["token_ids"], choice["prompt_token_ids"]) == ("", [8, 9], [5, 6, 7])
     assert choice["logprobs"]["tokens"] == ["token_id:8", "token_id:9"]
@@ -379,19 +394,16 @@ def test_without_a_tokenizer_ids_are_taken_and_given(tmp_path):
     assert choice["finish_reason"] == "length"
     assert response.json()["model"] == "/models/tiny"
     assert metrics.ended == [(2, "length")]
-    refused, _ = post(tmp_path, handler, {"prompt": "text"})
+    refused, _ = post(handler, {"prompt": "text"})
     assert refused.status_code == 400
-    chat, _ = post(
-        tmp_path, handler, {"messages": [{"role": "user", "content": "x"}]}, "/v1/chat/completions"
-    )
+    chat, _ = post(handler, {"messages": [{"role": "user", "content": "x"}]}, "/v1/chat/completions")
     assert chat.json()["error"]["param"] == "messages"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_sample_that_never_ran_has_the_engines_version(tmp_path, stream):
+def test_a_sample_that_never_ran_has_the_engines_version(post, stream):
     aborted = FinishReason(type="abort", message="Aborted")
     response, metrics = post(
-        tmp_path,
         lambda request: [results(finished(rid_of(request), [], finish_reason=aborted))],
         {**PROMPT, "stream": stream},
     )
@@ -402,16 +414,16 @@ def test_a_sample_that_never_ran_has_the_engines_version(tmp_path, stream):
     assert metrics.ended == [(0, "abort")]
 
 
-def test_versions_of_several_choices(tmp_path):
+def test_versions_of_several_choices(post):
     def handler(request: GenerateReqInput) -> Iterable[Message]:
         spans = [WeightVersionSpan(version=f"v{epoch}", epoch=epoch, start=0, end=4) for epoch in (3, 2)]
         rid = rid_of(request)
         return [results(*(finished(rid, [8] * 4, i, weight_versions=[span]) for i, span in enumerate(spans)))]
 
-    body = post(tmp_path, handler, {**PROMPT, "n": 2})[0].json()
+    body = post(handler, {**PROMPT, "n": 2})[0].json()
     assert body["metadata"] == {"weight_version": "v3"}
     assert [each["weight_versions"][0]["version"] for each in body["choices"]] == ["v3", "v2"]
-    body = post(tmp_path, handler, {**PROMPT, "n": 2, "return_meta_info": True})[0].json()
+    body = post(handler, {**PROMPT, "n": 2, "return_meta_info": True})[0].json()
     versions = [[span["version"] for span in spans] for spans in body["metadata"]["weight_versions"]]
     assert (body["metadata"]["weight_version"], versions) == ("v3", [["v3"], ["v2"]])
     assert body["usage"] == {

@@ -188,23 +188,25 @@ def test_keep_queues_new_requests(http, fake, engine, threads):
     assert answer.result().status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("mode", "clear", "expected"),
-    [
-        ("keep", None, ("retract", True)),
-        ("keep", True, ("retract", True)),
-        ("keep", False, ("in_place", False)),
-        ("abort", None, ("abort", True)),
-        ("abort", False, ("abort", False)),
-        ("wait", None, ("retract", True)),
-        ("wait", False, ("retract", False)),
-    ],
-)
+EFFECTS = [
+    ("keep", None, ("retract", True)),
+    ("keep", True, ("retract", True)),
+    ("keep", False, ("in_place", False)),
+    ("abort", None, ("abort", True)),
+    ("abort", False, ("abort", False)),
+    ("wait", None, ("retract", True)),
+    ("wait", False, ("retract", False)),
+]
+
+
 @pytest.mark.parametrize("place", ["query", "body"])
-def test_effects_on_requests_and_cache(http, fake, mode, clear, expected, place):
-    options = {"mode": mode} | ({} if clear is None else {"clear_cache": clear})
-    sent = {"params": {k: str(v) for k, v in options.items()}} if place == "query" else {"json": options}
-    assert http.post("/pause", **sent).json() == {"status": "paused"}
-    kinds = [type(each).__name__ for each in list(fake.requests.queue)]
-    pause = next(each for each in fake.requests.queue if isinstance(each, PauseGenerationReqInput))
-    assert (pause.mode, "FlushCacheReqInput" in kinds) == expected
+def test_effects_on_requests_and_cache(http, fake, place):
+    for mode, clear, expected in EFFECTS:
+        options = {"mode": mode} | ({} if clear is None else {"clear_cache": clear})
+        sent = {"params": {k: str(v) for k, v in options.items()}} if place == "query" else {"json": options}
+        assert http.post("/pause", **sent).json() == {"status": "paused"}
+        requests = [fake.requests.get() for _ in range(fake.requests.qsize())]
+        kinds = [type(each).__name__ for each in requests]
+        pause = next(each for each in requests if isinstance(each, PauseGenerationReqInput))
+        assert (pause.mode, "FlushCacheReqInput" in kinds) == expected, (mode, clear)
+        http.post("/resume").raise_for_status()
