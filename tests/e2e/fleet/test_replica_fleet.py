@@ -68,7 +68,7 @@ def run(
             asyncio.timeout(PATIENCE_S),
             ReplicaFleet(processes, owner="test", look_interval_s=0.05) as fleet,
         ):
-            fleet.copy = partial(Fleet.copy, fleet)  # type: ignore[method-assign]  (no process for each copy)
+            fleet.copy = partial(Fleet.copy, fleet)  # type: ignore[method-assign]  # no process for each
             await body(fleet)
             while {each.state for each in fleet.members} != {"serving"} or await states(fleet) != {"running"}:
                 await asyncio.sleep(0.01)
