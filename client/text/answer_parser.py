@@ -8,8 +8,8 @@ Invariants:
   what may become a mark.
 - Marks count neither in the strings of a call's JSON nor in reasoning, which precedes the content: marks of
   reasoning after it are text.
-- Special tokens that are no marks are not shown, as with ``skip_special_tokens``: the text that is fed has
-  them. Space around reasoning and calls is layout, and is not shown either.
+- Special tokens that are no part of marks are not shown, as with ``skip_special_tokens``: the text that is
+  fed has them. Space around reasoning and calls is layout, and is not shown either.
 """
 
 import re
@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from ...io_struct import new_id
+from ..grammar import Lead
 from .parsers.calls import MalformedError, Tools, declared, read_calls
 from .parsers.calls import ToolCall as ToolCall
 from .parsers.formats import Format, Kind, Region, find_format
@@ -79,9 +80,12 @@ class AnswerFormat:
         self.reasoning = next((region for region in regions if region.kind == "reasoning"), None)
         self.calls = next((region for region in regions if region.kind == "call"), None)
         self.content = next((region for region in regions if region.kind == "content"), None)
+        self.lead = _lead(reasoning, self.reasoning, self.content)
         self.opens = {mark: region for region in regions for mark in region.open}
         marks = {mark for region in regions for mark in (*region.open, *region.close)}
-        self.dropped = special.union(*(each.dropped for each in (calls, reasoning) if each)) - marks
+        layout = {mark for each in (calls, reasoning) if each for mark in each.dropped}
+        read = marks.union(layout, *(form.literals for region in regions for form in region.forms))
+        self.dropped = ({each for each in special if not any(each in text for text in read)} | layout) - marks
         ends = {mark for region in regions for mark in region.close} - set(self.starts)
         self.outside = _finder({self.message, *ends} if self.message else self.dropped | self.opens.keys())
         self.inside = {region: self._inside(region) for region in (*regions, self.bare) if region is not None}
@@ -95,6 +99,15 @@ class AnswerFormat:
         if region.kind == "call" and all(form.plain for form in region.forms):
             marks |= {'"'} if region.close else {'"', "{", "}", "[", "]"}
         return _finder(marks)
+
+
+def _lead(form: Format | None, reasoning: Region | None, content: Region | None) -> Lead:
+    if form is not None and form.lead is not None:
+        return form.lead
+    mark = content.open[0] if content is not None and content.open else ""
+    if reasoning is None or not (reasoning.open and reasoning.close):
+        return Lead(content=mark)
+    return Lead(reasoning.open[0], reasoning.close[0], content=mark)
 
 
 def _finder(marks: AbstractSet[str]) -> StopStrings | None:
@@ -377,16 +390,23 @@ def opens_reasoning(
     tokenizer: TextTokenizer, prompt_ids: Sequence[int], reasoning_parser: str | None
 ) -> bool:
     """Return True if a prompt ends within reasoning, which its template has opened."""
+    return lead_of(tokenizer, prompt_ids, reasoning_parser).opened
+
+
+def lead_of(tokenizer: TextTokenizer, prompt_ids: Sequence[int], reasoning_parser: str | None) -> Lead:
+    """Return what may come before the content of the answer to a prompt."""
     name = "auto" if reasoning_parser in (None, "none") else reasoning_parser
     form = _answer_format(tokenizer, None, name, True)
     if form is None or form.reasoning is None:
-        return False
-    end = tokenizer.decode(prompt_ids[-_TAIL:], skip_special_tokens=False)
-    for mark in form.reasoning.open or (f"{_CHANNEL}analysis{form.message}",):
+        return Lead()
+    end, lead = tokenizer.decode(prompt_ids[-_TAIL:], skip_special_tokens=False), form.lead
+    for mark in form.reasoning.open or (lead.opens,):
         _, found, after = end.rpartition(mark)
         if found and not any(other in after for other in (*form.reasoning.close, *tokenizer.special_texts)):
-            return True
-    return False
+            return replace(lead, opened=True)
+    if lead.content and end.endswith(lead.content):
+        return Lead()
+    return replace(lead, closes="") if lead.closes and end.rstrip().endswith(lead.closes) else lead
 
 
 @lru_cache(maxsize=16)

@@ -2,6 +2,7 @@
 
 Invariants: the kernel limits memory and CPU time; it ends with its connection. Templates run in Jinja's
 immutable sandbox, with transformers' globals, filters and extensions.
+Calls have their arguments as objects, which are text where a template joins them with text, as DeepSeek's do.
 """
 
 import json
@@ -45,6 +46,40 @@ def _tojson(
     )
 
 
+class _Arguments(dict[str, Any]):
+    """Arguments of a call: an object, and to templates that join them with text what the model wrote."""
+
+    def __init__(self, arguments: dict[str, Any], written: str | None) -> None:
+        super().__init__(arguments)
+        self._written = _tojson(arguments) if written is None else written
+
+    def __str__(self) -> str:
+        return self._written
+
+    def __add__(self, behind: str) -> str:
+        return self._written + behind
+
+    def __radd__(self, before: str) -> str:
+        return before + self._written
+
+
+class _NoContent(str):
+    """The content of a message that only calls: empty to templates that join it, none to those that ask."""
+
+
+def _prepare(messages: list[dict[str, Any]]) -> None:
+    """Give calls and messages without content the forms that all templates take."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            written = function.pop("written", None) if isinstance(function, dict) else None
+            if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+                function["arguments"] = _Arguments(function["arguments"], written)
+        if calls and message.get("content", "") == "":
+            message["content"] = _NoContent()
+
+
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
@@ -64,6 +99,7 @@ class Worker:
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
         )
         self._environment.filters["tojson"] = _tojson
+        self._environment.tests["none"] = lambda value: value is None or isinstance(value, _NoContent)
         self._environment.globals["raise_exception"] = _raise_exception
         # the local date, as transformers gives it
         self._environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
@@ -75,6 +111,7 @@ class Worker:
             template = self.compiled(self._sources[name] if source is None else source)
         except jinja2.TemplateSyntaxError as error:
             return {"invalid": _message(error)}
+        _prepare(variables["messages"])
         text = template.render(variables)
         text.encode()  # a template can write surrogates, which no text has
         if len(text) > self._max_characters:

@@ -74,6 +74,10 @@ class _TokenizerFile(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
 
 
+class _Grammars(msgspec.Struct, forbid_unknown_fields=True):
+    grammars: list[dict[str, Any]]
+
+
 class GrammarError(ValueError):
     """A grammar that llguidance does not take."""
 
@@ -321,17 +325,13 @@ class Grammars:
     def _compile(self, text: str) -> Compiled:
         """Compile a grammar, in a thread; raises GrammarError."""
         from llguidance import LLMatcher, LLTokenizer  # an extra, and slow to import
-        from llguidance.gbnf_to_lark import any_to_lark
 
         if self._tokenizer is None:
             self._tokenizer = self._read(LLTokenizer)
-        if "::=" in text and not text.lstrip().startswith("{"):
-            if len(text) > MAX_GBNF:
-                raise GrammarError(f"{len(text)} characters of GBNF; at most {MAX_GBNF}")
-            try:
-                text = any_to_lark(text)
-            except Exception as error:
-                raise GrammarError(f"{type(error).__name__}: {error}") from error
+        if text.lstrip().startswith("{"):
+            text = _without_gbnf(text) if '"gbnf"' in text else text
+        elif "::=" in text:
+            text = _lark_of(text)
         matcher = LLMatcher(self._tokenizer, text, log_level=0)
         if matcher.is_error():
             raise GrammarError(matcher.get_error())
@@ -361,6 +361,30 @@ class Grammars:
         unused = np.arange(self._vocab_size, 32 * self._words)
         self._never = np.concatenate([ends, unused])
         return tokenizer
+
+
+def _lark_of(text: str) -> str:
+    """Return a grammar in GBNF as Lark writes it; raises GrammarError."""
+    from llguidance.gbnf_to_lark import any_to_lark  # as above
+
+    if len(text) > MAX_GBNF:
+        raise GrammarError(f"{len(text)} characters of GBNF; at most {MAX_GBNF}")
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:
+        raise GrammarError(f"{type(error).__name__}: {error}") from error
+
+
+def _without_gbnf(text: str) -> str:
+    """Return grammars, llguidance's form of several, whose texts in GBNF (member ``gbnf``) are in Lark."""
+    try:
+        grammars = msgspec.json.decode(text, type=_Grammars)
+    except msgspec.DecodeError:
+        return text  # llguidance says what is wrong
+    for each in grammars.grammars:
+        if isinstance(gbnf := each.pop("gbnf", None), str):
+            each["lark_grammar"] = _lark_of(gbnf)
+    return msgspec.json.encode(grammars).decode()
 
 
 def _in_deep_thread(work: Callable[[], None]) -> None:

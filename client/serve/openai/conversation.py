@@ -14,8 +14,8 @@ import msgspec
 from ....io_struct import new_id
 from ...connection.results import GenerateOutput, TokenDelta
 from ...exceptions import InvalidRequest
-from ...grammar import grammar_for_tools
-from ...text.answer_parser import AnswerParser, ParsedAnswer, Piece, opens_reasoning, parser_for
+from ...grammar import after_thoughts, grammar_for_tools
+from ...text.answer_parser import AnswerParser, ParsedAnswer, Piece, lead_of, opens_reasoning, parser_for
 from ...text.parsers.formats import find_format, name_of
 from ...text.sessions import ChatPrompts, Kept, Node, Turn, assistant_message
 from ...text.tokenizer import TextTokenizer
@@ -234,6 +234,11 @@ def planned_exchange(
         if params.grammar is not None:
             raise InvalidRequest("tool_choice and a grammar both say what the output is", field="tool_choice")
         params = msgspec.structs.replace(params, grammar=_calls_alone(front, request, prompt))
+    elif params.grammar is not None and exchange.parses and exchange.reasoning_parser != "none":
+        tokenizer = front.manager.need_tokenizer("reasoning_parser")
+        lead = lead_of(tokenizer, prompt, exchange.reasoning_parser)
+        behind = after_thoughts(params.grammar, lead, tokenizer.backend.token_to_id)
+        params = msgspec.structs.replace(params, grammar=behind)
     generation = GenerationRequest(
         prompt=prompt,
         rid=rids_for(request, 1, prefix)[0],
@@ -247,18 +252,15 @@ def planned_exchange(
 def _calls_alone(front: FrontEnd, request: Conversation, prompt_ids: list[int]) -> str:
     """Return the grammar of an answer that is the calls that ``tool_choice`` demands, and thoughts before."""
     tokenizer = front.manager.need_tokenizer("tool_choice")
-    templates = tokenizer.chat_templates, tokenizer.response_template
     parser = front.options.tool_call_parser
-    calls = None if parser == "none" else find_format("call", parser, *templates)
-    reasoning = find_format("reasoning", "auto", *templates)
-    marks = None if reasoning is None or reasoning.message else reasoning.regions[0]
-    opened = opens_reasoning(tokenizer, prompt_ids, None)
+    # a response template says how to read calls, not how to write them: the chat template does
+    given = None if parser == "none" else find_format("call", parser, tokenizer.chat_templates, None)
     return grammar_for_tools(
-        "none" if calls is None else name_of(calls),
+        "none" if given is None else name_of(given),
         request.tools or [],
         request.tool_choice,
         parallel=request.parallel_tool_calls is not False,
-        thought=None if marks is None else ("" if opened else marks.open[0], marks.close[0]),
+        lead=lead_of(tokenizer, prompt_ids, None),
         token_of=tokenizer.backend.token_to_id,
     )
 
@@ -391,6 +393,7 @@ def _with_object(name: str, function: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, str):
         return function
     try:
-        return {**function, "arguments": msgspec.json.decode(arguments or "{}")}
+        found = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"{name}.function.arguments is not JSON: {error}", field="messages") from error
+    return {**function, "arguments": found, "written": arguments or "{}"}

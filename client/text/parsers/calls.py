@@ -7,20 +7,23 @@ declared, is :class:`MalformedError`, with the reason.
 
 import re
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
 from ....io_struct.field_errors import shown
+from ...schemas import kinds_of
 from .patterns import Pattern
 
 T = TypeVar("T")
 Tools = Mapping[str, Mapping[str, Any]]
-"""Schemas of the parameters of each declared function."""
+"""Schema of the parameters of each declared function."""
 NOTHING = Pattern("")
 _LITERALS = {"True": True, "False": False, "None": None}
 _KEY = re.compile(r"(?<=[{,])(\s*)(\w+)(?=\s*:)")
+_STRINGS = ("true", "string")
 _KINDS: dict[str, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),
@@ -52,6 +55,9 @@ class CallForm:
             Of several places the first that exists counts.
         tail: text that may follow the arguments; None allows any beside tags.
         unquoted_keys, string_delimiters: of JSON that is not quite JSON.
+        escaped: names and keys are attributes in which ``&quot;`` and ``&amp;`` stand for ``"`` and ``&``.
+
+    A tag may say by its group ``kind`` that its value is a string (``true``, ``string``), or else JSON.
     """
 
     header: Pattern = NOTHING
@@ -60,12 +66,18 @@ class CallForm:
     name: str = "content.name"
     arguments: tuple[str, ...] = ("content.arguments",)
     unquoted_keys: bool = False
+    escaped: bool = False
     string_delimiters: tuple[tuple[str, str], ...] = ()
 
     @property
     def plain(self) -> bool:
         """True if the inside is JSON, whose strings may contain anything."""
         return self.tags is None and not self.string_delimiters
+
+    @property
+    def literals(self) -> frozenset[str]:
+        """Texts that are read in the inside of a call."""
+        return self.header.literals.union(self.tags.literals if self.tags else (), *self.string_delimiters)
 
 
 def declared(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -75,8 +87,7 @@ def declared(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
             parameters = function.get("parameters")
-            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-            found[function["name"]] = properties if isinstance(properties, Mapping) else {}
+            found[function["name"]] = parameters if isinstance(parameters, Mapping) else {}
     return found
 
 
@@ -98,13 +109,15 @@ def read_calls(
         if not colon or not number.isdecimal():
             raise MalformedError(f"its id {shown(groups['id'])} has no function and number")
         groups |= {"id": groups["id"].strip(), "name": identity.removeprefix("functions.")}
+    if form.escaped:
+        groups = {key: _unescaped(value) for key, value in groups.items()}
     if form.tags is not None:
-        properties = tools.get(groups.get("name", "").strip(), {})
-        text = msgspec.json.encode(_tagged(form, text, properties)).decode()
+        parameters = tools.get(groups.get("name", "").strip(), {})
+        text = msgspec.json.encode(_tagged(form, text, parameters)).decode()
     elif form.string_delimiters or form.unquoted_keys:
         text = _as_json(form, text)
     elif form.tail:
-        text = text.removesuffix(form.tail)
+        text = text.removesuffix(form.tail).rstrip()
     several = text.startswith("[") and form.name.startswith("content.")
     values = [_raw(each) for each in _json(text, list[msgspec.Raw])] if several else [text]
     if not values:
@@ -150,8 +163,14 @@ def _json(text: str, kind: type[T]) -> T:
         raise MalformedError(f"it is not JSON: {error}") from error
 
 
-def _tagged(form: CallForm, text: str, properties: Mapping[str, Any]) -> dict[str, Any]:
+def _unescaped(attribute: str) -> str:
+    return attribute.replace("&quot;", '"').replace("&amp;", "&")
+
+
+def _tagged(form: CallForm, text: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     assert form.tags is not None
+    properties = parameters.get("properties")
+    properties = properties if isinstance(properties, Mapping) else {}
     values: dict[str, Any] = {}
     at, between = 0, []
     while (begin := text.find(form.tags.begin, at)) >= 0:
@@ -160,17 +179,21 @@ def _tagged(form: CallForm, text: str, properties: Mapping[str, Any]) -> dict[st
             raise MalformedError(f"an argument after {len(values)} others does not end")
         between.append(text[at:begin])
         groups, at = found
-        key = groups["key"].strip()
-        values[key] = _typed(groups["value"], properties.get(key))
+        key = _unescaped(groups["key"]) if form.escaped else groups["key"].strip()
+        if (kind := groups.get("kind")) is None:
+            values[key] = _typed(groups["value"], kinds_of(properties.get(key), parameters))
+        elif kind in _STRINGS:
+            values[key] = groups["value"]
+        else:
+            values[key] = _typed(groups["value"], _KINDS.keys())
     between.append(text[at:])
     if form.tail is not None and "".join(between).strip() not in ("", form.tail):
         raise MalformedError(f"it has text outside of its arguments: {shown(''.join(between).strip())}")
     return values
 
 
-def _typed(text: str, schema: Any) -> Any:
-    """Return an argument written without a type as the one that its schema asks for, else as a string."""
-    kinds = _kinds_of(schema)
+def _typed(text: str, kinds: AbstractSet[str]) -> Any:
+    """Return an argument written without a type as one of the ``kinds`` of its schema, else as a string."""
     wanted = [kind for name in kinds for kind in _KINDS.get(name, ())]
     if "string" in kinds:
         wanted = [type(None)] if "null" in kinds else []
@@ -186,17 +209,6 @@ def _typed(text: str, schema: Any) -> Any:
     if isinstance(value, float) and value.is_integer() and float not in wanted:
         value = int(value)
     return value if type(value) in wanted else text
-
-
-def _kinds_of(schema: Any) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return set()
-    kind = schema.get("type")
-    kinds = {kind} if isinstance(kind, str) else {each for each in kind or () if isinstance(each, str)}
-    for union in ("anyOf", "oneOf"):
-        for choice in schema.get(union) or ():
-            kinds |= _kinds_of(choice)
-    return kinds | {"null"} if schema.get("nullable") else kinds
 
 
 def _as_json(form: CallForm, text: str) -> str:

@@ -2,17 +2,18 @@
 
 Invariants: a format is data. :data:`TOOL_FORMATS` and :data:`REASONING_FORMATS` have those by name, with
 the names that SGLang and vLLM give them; the ``response_template`` of a tokenizer's configuration becomes
-one, too. ``auto`` takes that template, else the first format whose mark the chat template has.
+one, too. ``auto`` takes that template, else the first format whose marks the chat template has.
 """
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 from ....io_struct.field_errors import shown
 from ...exceptions import InvalidRequest
+from ...grammar import Lead
 from .calls import CallForm
 from .patterns import Pattern, UnsupportedError, heads
 
@@ -43,6 +44,7 @@ class Format:
             whose recipient which function it calls (gpt-oss).
         starts: marks that begin such a header.
         short_ids: identifiers of calls have nine characters, on which the chat template insists.
+        lead: what a grammar finds before the content, if the regions do not say it.
     """
 
     regions: tuple[Region, ...]
@@ -52,14 +54,15 @@ class Format:
     message: str = ""
     starts: tuple[str, ...] = ()
     short_ids: bool = False
+    lead: Lead | None = None
 
 
 def _call(opening: str, closing: str, *forms: CallForm) -> Region:
     return Region(kind="call", open=(opening,), close=(closing,) if closing else (), forms=forms)
 
 
-def _reasoning(opening: str, closing: str) -> Format:
-    return Format(regions=(Region(kind="reasoning", open=(opening,), close=(closing,)),))
+def _reasoning(opening: str, closing: str, *dropped: str) -> Format:
+    return Format(regions=(Region(kind="reasoning", open=(opening,), close=(closing,)),), dropped=dropped)
 
 
 _named = partial(CallForm, name="name", arguments=("content",))
@@ -75,7 +78,44 @@ _HARMONY = Format(
     ),
     message="<|message|>",
     starts=_STARTS,
+    lead=Lead(
+        opens="<|channel|>analysis<|message|>",
+        closes="<|end|><|start|>assistant",
+        again=True,
+        content="<|channel|>final<|message|>",
+    ),
 )
+_FENCED = _named(header=Pattern(r"function<｜tool▁sep｜>(?P<name>[^<\n]+)\n```json\n"), tail="```")
+_UNFENCED = _named(header=Pattern(r"(?P<name>[^<\n]+)<｜tool▁sep｜>"))
+_K3_DROPPED = (
+    "<|end_of_msg|>",
+    *(f"<|{edge}|>{name}<|sep|>" for edge in ("open", "close") for name in ("response", "tools", "message")),
+)
+
+
+def _deepseek(*forms: CallForm) -> Format:
+    return Format(
+        regions=(_call("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", *forms),),
+        dropped=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    )
+
+
+def _dsml(around: str) -> Format:
+    """Return the format of DeepSeek's markup whose calls are in an element ``around``."""
+    form = _named(
+        header=Pattern(r'(?P<name>[^"]+)">'),
+        tags=Pattern(
+            r'<｜DSML｜parameter name="(?P<key>[^"]+)" string="(?P<kind>[^"]+)">'
+            r"(?P<value>.*?)</｜DSML｜parameter>"
+        ),
+        tail="",
+    )
+    return Format(
+        regions=(_call('<｜DSML｜invoke name="', "</｜DSML｜invoke>", form),),
+        dropped=(f"<｜DSML｜{around}>", f"</｜DSML｜{around}>"),
+    )
+
+
 _TOOL_FORMATS = {
     "kimi_k2": Format(
         regions=(
@@ -87,16 +127,27 @@ _TOOL_FORMATS = {
         ),
         dropped=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
-    "deepseek_v3 deepseekv3 deepseek_v31 deepseekv31": Format(
+    "deepseek_v3 deepseekv3": _deepseek(_FENCED, _UNFENCED),
+    "deepseek_v31 deepseekv31": _deepseek(_UNFENCED, _FENCED),
+    "deepseek_v32 deepseekv32": _dsml("function_calls"),
+    "deepseek_v4 deepseekv4": _dsml("tool_calls"),
+    "kimi_k3": Format(
         regions=(
             _call(
-                "<｜tool▁call▁begin｜>",
-                "<｜tool▁call▁end｜>",
-                _named(header=Pattern(r"function<｜tool▁sep｜>(?P<name>[^<\n]+)\n```json\n"), tail="```"),
-                _named(header=Pattern(r"(?P<name>[^<\n]+)<｜tool▁sep｜>")),
+                "<|open|>call",
+                "<|close|>call<|sep|>",
+                _named(
+                    header=Pattern(r' tool="(?P<name>[^"]+)"[^<]*<\|sep\|>'),
+                    tags=Pattern(
+                        r'<\|open\|>argument key="(?P<key>[^"]+)" type="(?P<kind>[^"]+)"<\|sep\|>'
+                        r"(?P<value>.*?)<\|close\|>argument<\|sep\|>"
+                    ),
+                    tail="",
+                    escaped=True,
+                ),
             ),
         ),
-        dropped=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        dropped=_K3_DROPPED,
     ),
     "mistral": Format(
         regions=(
@@ -146,6 +197,10 @@ _TOOL_FORMATS = {
 _REASONING_FORMATS = {
     "gpt-oss openai_gptoss": _HARMONY,
     "mistral": _reasoning("[THINK]", "[/THINK]"),
+    "kimi_k3": replace(
+        _reasoning("<|open|>think<|sep|>", "<|close|>think<|sep|>", *_K3_DROPPED),
+        lead=Lead("<|open|>think<|sep|>", "<|close|>think<|sep|>", content="<|open|>response<|sep|>"),
+    ),
     "think qwen3 deepseek-r1 deepseek_r1 deepseek-v3 deepseek_v3 glm45 kimi_k2": _reasoning(
         "<think>", "</think>"
     ),
@@ -159,17 +214,27 @@ def _by_each_name(formats: Mapping[str, Format]) -> dict[str, Format]:
 TOOL_FORMATS = _by_each_name(_TOOL_FORMATS)
 REASONING_FORMATS = _by_each_name(_REASONING_FORMATS)
 _TOOL_MARKS = {
-    "<|tool_call_argument_begin|>": "kimi_k2",
-    "<｜tool▁sep｜>": "deepseek_v3",
-    "[TOOL_CALLS]": "mistral",
-    "<|channel|>": "gpt-oss",
-    "<arg_key>": "glm45",
-    "<function=": "qwen3_coder",
-    "<tool_call>": "hermes",
-    "<|python_tag|>": "llama3",
-    '"parameters": ': "llama3",
+    ("<|tool_call_argument_begin|>",): "kimi_k2",
+    ("<|open|>",): "kimi_k3",
+    ("｜DSML｜", "function_calls"): "deepseek_v32",
+    ("｜DSML｜",): "deepseek_v4",
+    ("<｜tool▁sep｜>", "```json"): "deepseek_v3",
+    ("<｜tool▁sep｜>",): "deepseek_v31",
+    ("[TOOL_CALLS]",): "mistral",
+    ("<|channel|>",): "gpt-oss",
+    ("<arg_key>",): "glm45",
+    ("<function=",): "qwen3_coder",
+    ("<tool_call>",): "hermes",
+    ("<|python_tag|>",): "llama3",
+    ('"parameters": ',): "llama3",
 }
-_REASONING_MARKS = {"<|channel|>": "gpt-oss", "[THINK]": "mistral", "<think>": "think", "</think>": "think"}
+_REASONING_MARKS = {
+    ("<|channel|>",): "gpt-oss",
+    ("<|open|>",): "kimi_k3",
+    ("[THINK]",): "mistral",
+    ("<think>",): "think",
+    ("</think>",): "think",
+}
 
 
 _FIELDS: dict[str, Kind] = {
@@ -200,7 +265,9 @@ def find_format(
         else:
             if any(region.kind == kind for region in given.regions):
                 return given
-    found = next((each for mark, each in marks.items() if mark in chat_template), None)
+    found = next(
+        (name for shown, name in marks.items() if all(mark in chat_template for mark in shown)), None
+    )
     return None if found is None else known[found]
 
 

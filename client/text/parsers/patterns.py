@@ -51,6 +51,7 @@ class Pattern:
                 greedy = re.compile(run.removesuffix("?") if lazy else run, re.DOTALL)
                 self._atoms.append(_Atom(found["name"] or "", "", greedy, lazy, run))
         self.names = frozenset(atom.name for atom in self._atoms if atom.name)
+        self.literals = frozenset(atom.literal for atom in self._atoms if atom.literal)
         self.begin = self._atoms[0].literal if self._atoms else ""
         """Literal that begins every match, or empty."""
 

@@ -383,6 +383,28 @@ def test_thoughts_may_come_before_a_demanded_call(engine):
     assert demanded["message"]["content"].startswith('<tool_call>\n{"name": "clock", "arguments": {')
 
 
+FORMATS = [
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 7}}}},
+    {"structured_outputs": {"grammar": 'root ::= "7"'}},
+    {"regex": "7"},
+]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: next(iter(form)))
+def test_a_format_begins_behind_the_thoughts(engine, form):
+    fields = {"tools": BOTH[:1], "temperature": 0, "max_tokens": 40, **form}
+    [choice] = chat(engine, separate_reasoning=True, **fields)["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == (THOUGHT, "7")
+    body = {"messages": USER, "stream": True, "separate_reasoning": True, **fields}
+    lines = [line[6:] for line in engine.post("/v1/chat/completions", body).text.splitlines() if line][:-1]
+    deltas = [msgspec.json.decode(line)["choices"][0]["delta"] for line in lines]
+    assert "".join(each.get("content") or "" for each in deltas) == "7"
+    assert "".join(each.get("reasoning_content") or "" for each in deltas) == THOUGHT
+    [choice] = chat(engine, separate_reasoning=False, **fields)["choices"]
+    assert choice["message"]["content"] == "7"
+
+
 def test_demands_that_cannot_be_met_are_refused(engine):
     nobody = {"type": "function", "function": {"name": "nobody"}}
     for fields in (

@@ -1,7 +1,7 @@
 """Answers taken apart: every format, however its text is divided; what is no call stays text."""
 
 import json
-from dataclasses import dataclass, field
+import re
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.properties import examples
 from support.tokenizers import make_byte_level
+from tokenizers import Tokenizer
 
 from caesura.client.exceptions import InvalidRequest
 from caesura.client.text import StopStrings, TextTokenizer
@@ -41,6 +42,7 @@ TOOLS = [
         },
     },
     {"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "properties": {}}}},
+    {"type": "function", "function": {"name": 'a & "b"'}},
 ]
 SMOLLM = {
     "defaults": {"role": "assistant"},
@@ -110,252 +112,137 @@ HIDDEN = {
 TEMPLATES = {"smollm": SMOLLM, "tags": TAGS, "dialect": DIALECT, "hidden": HIDDEN}
 
 
-@dataclass(frozen=True)
-class Case:
-    parser: str
-    text: str
-    content: str = ""
-    reasoning: str = ""
-    calls: list[tuple[str, object]] = field(default_factory=list)
-    malformed: tuple[str, ...] = ()
-
-
+AS_IT_IS = "as it is"
+NOTHING = ("", "", [], "")
+"""What a case has that says no more."""
 ROME = ("weather", {"city": "Rome"})
 RAIN = ("weather", {"city": "Rome", "days": 2})
 STOP = ("stop", {})
-CASES = [
-    # Hermes and Qwen
-    Case("hermes", "Just text.\n", "Just text.\n"),
-    Case(
-        "hermes",
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
-        "",
-        "",
-        [ROME],
-    ),
-    Case(
-        "hermes",
-        '<think>\nWhich city?\n</think>\n\nI look.\n<tool_call>\n{"name": "stop"}\n</tool_call>\n'
-        '<tool_call>\n{"arguments": {"city": "Rome"}, "name": "weather"}\n</tool_call><|im_end|>\n',
-        "I look.",
-        "Which city?",
-        [STOP, ROME],
-    ),
-    Case("hermes", '<tool_call>{"name": "stop"}</tool_call>\nDone.', "Done.", "", [STOP]),
-    Case("hermes", 'One.\n<tool_call>{"name": "stop"}</tool_call>\nTwo.', "One.\nTwo.", "", [STOP]),
-    Case(
-        "hermes",
-        '<tool_call>{"name": "weather", "arguments": {"city": "</tool_call> \\"}{ \\\\"}}</tool_call>',
-        "",
-        "",
-        [("weather", {"city": '</tool_call> "}{ \\'})],
-    ),
-    Case("hermes", '<tool_call>{"name": "stop", "arguments": {}}', "", "", [STOP]),
-    Case(
-        "hermes",
-        'x <tool_call>{"name": "stop", "argu',
-        'x <tool_call>{"name": "stop", "argu',
-        malformed=("JSON",),
-    ),
-    Case("hermes", "<tool_call></tool_call>", "<tool_call></tool_call>", malformed=("JSON",)),
-    Case("hermes", "<tool_call>[]</tool_call> x", "<tool_call>[]</tool_call> x", malformed=("no call",)),
-    Case(
-        "hermes",
-        '<tool_call>{"name": "fly"}</tool_call><tool_call>{"name": "stop"}</tool_call>',
-        '<tool_call>{"name": "fly"}</tool_call>',
-        "",
-        [STOP],
-        ("no declared function",),
-    ),
-    Case(
-        "hermes",
-        '<tool_call>{"name": "stop", "arguments": "{}"}</tool_call>',
-        '<tool_call>{"name": "stop", "arguments": "{}"}</tool_call>',
-        malformed=("Expected `object`",),
-    ),
-    Case(
-        "hermes",
-        '<tool_call>{"name": "a\n</tool_call>b <tool_call>{"name": "stop"}</tool_call>',
-        '<tool_call>{"name": "a\n</tool_call>b',
-        "",
-        [STOP],
-        ("JSON",),
-    ),
-    Case("hermes", "a <tool_cal", "a <tool_cal"),
-    Case("hermes", "<think>never ends <tool_call>{}</tool_call>", "", "never ends <tool_call>{}</tool_call>"),
-    Case("hermes", "A <think> is a tag.", "A <think> is a tag."),
-    Case("hermes", " \n", " \n"),
-    # XML
-    Case(
-        "qwen3_coder",
-        "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
-        "</function>\n</tool_call>",
-        "",
-        "",
-        [RAIN],
-    ),
-    Case(
-        "qwen3_coder",
-        "<tool_call><function=weather><parameter=city>12</parameter><parameter=hot>True</parameter>"
-        '<parameter=share>null</parameter><parameter=near>["a"]</parameter>'
-        "<parameter=more>3</parameter>"
-        "<parameter=days>two</parameter></function></tool_call>",
-        "",
-        "",
-        [("weather", {"city": "12", "hot": True, "share": None, "near": ["a"], "more": "3", "days": "two"})],
-    ),
-    Case("qwen3_coder", "<tool_call>\n<function=stop>\n</function>\n</tool_call>", "", "", [STOP]),
-    Case(
-        "qwen3_coder",
-        "<tool_call><function=weather><parameter=city>Rome</function></tool_call>",
-        "<tool_call><function=weather><parameter=city>Rome</function></tool_call>",
-        malformed=("does not end",),
-    ),
-    Case(
-        "qwen3_coder",
-        "<tool_call><function=weather><parameter=city>Rome</parameter></function>",
-        "<tool_call><function=weather><parameter=city>Rome</parameter></function>",
-        malformed=("does not end",),
-    ),
-    Case(
-        "glm45",
-        "\n<think>Rome.</think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
-        "<arg_key>days</arg_key>\n<arg_value>2.0</arg_value>\n</tool_call>",
-        "",
-        "Rome.",
-        [RAIN],
-    ),
-    Case("glm45", "<tool_call>stop</tool_call>", "", "", [STOP]),
-    Case(
-        "glm45", "<tool_call>stop now</tool_call>", "<tool_call>stop now</tool_call>", malformed=("stop now",)
-    ),
-    # Llama 3
-    Case("llama3", '{"name": "weather", "parameters": {"city": "Rome"}}', "", "", [ROME]),
-    Case(
-        "llama3", '<|python_tag|>{"name": "stop", "parameters": {}}; {"name": "stop"}', "", "", [STOP, STOP]
-    ),
-    Case("llama3", ' {"name": "stop", "arguments": {}};\n', "", "", [STOP]),
-    Case("llama3", '{"answer": {"a": "}"}} is it', '{"answer": {"a": "}"}} is it'),
-    Case("llama3", '{"name": "fly"} is it', '{"name": "fly"} is it', malformed=("no declared",)),
-    Case("llama3", 'It is {"name": "stop"}', 'It is {"name": "stop"}'),
-    Case("llama3", "<|python_tag|>print(1)", "<|python_tag|>print(1)", malformed=("JSON",)),
-    Case("llama3", '{"name": "stop"};nothing', ";nothing", "", [STOP]),
-    # DeepSeek
-    Case(
-        "deepseek_v3",
-        "Looking.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
-        '{"city": "Rome"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>stop\n```json\n'
-        "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        "Looking.",
-        "",
-        [ROME, STOP],
-    ),
-    Case(
-        "deepseek_v31",
-        '<think>a</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}'
-        "<｜tool▁call▁end｜><｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        "",
-        "a",
-        [ROME, STOP],
-    ),
-    Case(
-        "deepseek_v3",
-        "<｜tool▁call▁begin｜>weather<｜tool▁call▁end｜>",
-        "<｜tool▁call▁begin｜>weather<｜tool▁call▁end｜>",
-        malformed=("no function",),
-    ),
-    # Mistral
-    Case(
-        "mistral",
-        '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "stop"}]',
-        "",
-        "",
-        [ROME, STOP],
-    ),
-    Case(
-        "mistral",
-        'Yes.[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]stop[ARGS]{}',
-        "Yes.",
-        "",
-        [ROME, STOP],
-    ),
-    Case("mistral", "[THINK]a\n[/THINK]b", "b", "a"),
-    Case("mistral", "[TOOL_CALLS]stop it", "[TOOL_CALLS]stop it", malformed=("JSON",)),
-    # Kimi
-    Case(
-        "kimi_k2",
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
-        '{"city": "Rome"}<|tool_call_end|><|tool_calls_section_end|>',
-        "",
-        "",
-        [ROME],
-    ),
-    Case(
-        "kimi_k2",
-        "<|tool_call_begin|>weather<|tool_call_argument_begin|>{}<|tool_call_end|>",
-        "<|tool_call_begin|>weather<|tool_call_argument_begin|>{}<|tool_call_end|>",
-        malformed=("id",),
-    ),
-    # gpt-oss
-    Case(
-        "gpt-oss",
-        "<|channel|>analysis<|message|>Rain?<|end|><|start|>assistant<|channel|>commentary<|message|>"
-        "I look.<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json"
-        '<|message|>{"city": "Rome"}<|call|>',
-        "I look.",
-        "Rain?",
-        [ROME],
-    ),
-    Case(
-        "gpt-oss",
-        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>"
-        "<|start|>assistant to=functions.stop<|channel|>commentary json<|message|>{}",
-        "",
-        "a\nb",
-        [STOP],
-    ),
-    Case("gpt-oss", "<|channel|>final<|message|>Hello.\n<|return|>", "Hello.\n"),
-    Case("gpt-oss", "Hello.", "Hello."),
-    Case(
-        "gpt-oss",
-        "<|channel|>analysis to=python code<|message|>1+1<|call|>",
-        "<|channel|>analysis to=python code<|message|>1+1<|call|>",
-        malformed=("'python'",),
-    ),
-    # response templates
-    Case(
-        "smollm",
-        '<think>a</think>b<tool_call>{"name": "stop", "arguments": {}}</tool_call>\n<|im_end|>',
-        "b",
-        "a",
-        [STOP],
-    ),
-    Case(
-        "tags",
-        "<think>\na\n</think>\n\n<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n"
-        "</tool_call><|im_end|>\n",
-        "",
-        "a",
-        [ROME],
-    ),
-    Case(
-        "dialect",
-        '<|channel>thought\na<channel|>b<|tool_call>call:weather{city:<|"|>R "o" me<|"|>,days:2}<tool_call|>'
-        "<turn|>",
-        "b",
-        "a",
-        [("weather", {"city": 'R "o" me', "days": 2})],
-    ),
-    Case(
-        "hidden",
-        "<|START_THINKING|>a<|END_THINKING|>lost<|START_ACTION|>[\n"
-        '{"tool_call_id": "0", "tool_name": "stop", "parameters": {}}\n]<|END_ACTION|>',
-        "",
-        "a",
-        [STOP],
-    ),
-    Case("hidden", "<|START_RESPONSE|>b<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", "b"),
-]
+# parser, text, content, reasoning, calls, a word of why a call is malformed
+CASES: list[tuple[Any, ...]] = [
+    ("hermes", "Just text.\n", "Just text.\n"),
+    ("hermes",
+     '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>', "", "", [ROME]),
+    ("hermes",
+     ('<think>\nWhich city?\n</think>\n\nI look.\n<tool_call>\n{"name": "stop"}\n</tool_call>\n'
+     '<tool_call>\n{"arguments": {"city": "Rome"}, "name": "weather"}\n</tool_call><|im_end|>\n'), "I look.",
+     "Which city?", [STOP, ROME]),
+    ("hermes", '<tool_call>{"name": "stop"}</tool_call>\nDone.', "Done.", "", [STOP]),
+    ("hermes", 'One.\n<tool_call>{"name": "stop"}</tool_call>\nTwo.', "One.\nTwo.", "", [STOP]),
+    ("hermes",
+     '<tool_call>{"name": "weather", "arguments": {"city": "</tool_call> \\"}{ \\\\"}}</tool_call>', "", "",
+     [("weather", {"city": '</tool_call> "}{ \\'})]),
+    ("hermes", '<tool_call>{"name": "stop", "arguments": {}}', "", "", [STOP]),
+    ("hermes", 'x <tool_call>{"name": "stop", "argu', AS_IT_IS, "", [], "JSON"),
+    ("hermes", "<tool_call></tool_call>", AS_IT_IS, "", [], "JSON"),
+    ("hermes", "<tool_call>[]</tool_call> x", AS_IT_IS, "", [], "no call"),
+    ("hermes",
+     '<tool_call>{"name": "fly"}</tool_call><tool_call>{"name": "stop"}</tool_call>',
+     '<tool_call>{"name": "fly"}</tool_call>', "", [STOP], "no declared function"),
+    ("hermes",
+     '<tool_call>{"name": "stop", "arguments": "{}"}</tool_call>', AS_IT_IS, "", [], "Expected `object`"),
+    ("hermes",
+     '<tool_call>{"name": "a\n</tool_call>b <tool_call>{"name": "stop"}</tool_call>',
+     '<tool_call>{"name": "a\n</tool_call>b', "", [STOP], "JSON"),
+    ("hermes", "a <tool_cal", "a <tool_cal"),
+    ("hermes", "<think>never ends <tool_call>{}</tool_call>", "", "never ends <tool_call>{}</tool_call>"),
+    ("hermes", "A <think> is a tag.", "A <think> is a tag."),
+    ("hermes", " \n", " \n"),
+    ("qwen3_coder",
+     ("<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n"
+     "</parameter>\n</function>\n</tool_call>"), "", "", [RAIN]),
+    ("qwen3_coder",
+     ("<tool_call><function=weather><parameter=city>12</parameter><parameter=hot>True</parameter>"
+     '<parameter=share>null</parameter><parameter=near>["a"]</parameter><parameter=more>3</parameter>'
+     "<parameter=days>two</parameter></function></tool_call>"), "", "", [("weather", {"city": "12",
+     "hot": True, "share": None, "near": ["a"], "more": "3", "days": "two"})]),
+    ("qwen3_coder", "<tool_call>\n<function=stop>\n</function>\n</tool_call>", "", "", [STOP]),
+    ("qwen3_coder",
+     "<tool_call><function=weather><parameter=city>Rome</function></tool_call>", AS_IT_IS, "",
+     [], "does not end"),
+    ("qwen3_coder",
+     "<tool_call><function=weather><parameter=city>Rome</parameter></function>", AS_IT_IS, "",
+     [], "does not end"),
+    ("glm45",
+     ("\n<think>Rome.</think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>"
+     "Rome</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2.0</arg_value>\n</tool_call>"), "", "Rome.",
+     [RAIN]),
+    ("glm45", "<tool_call>stop</tool_call>", "", "", [STOP]),
+    ("glm45", "<tool_call>stop now</tool_call>", AS_IT_IS, "", [], "stop now"),
+    ("llama3", '{"name": "weather", "parameters": {"city": "Rome"}}', "", "", [ROME]),
+    ("llama3", '<|python_tag|>{"name": "stop", "parameters": {}}; {"name": "stop"}', "", "", [STOP, STOP]),
+    ("llama3", ' {"name": "stop", "arguments": {}};\n', "", "", [STOP]),
+    ("llama3", '{"answer": {"a": "}"}} is it', '{"answer": {"a": "}"}} is it'),
+    ("llama3", '{"name": "fly"} is it', AS_IT_IS, "", [], "no declared"),
+    ("llama3", 'It is {"name": "stop"}', 'It is {"name": "stop"}'),
+    ("llama3", "<|python_tag|>print(1)", AS_IT_IS, "", [], "JSON"),
+    ("llama3", '{"name": "stop"};nothing', ";nothing", "", [STOP]),
+    ("deepseek_v3",
+     ("Looking.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+     '{"city": "Rome"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>stop\n```json\n'
+     "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"), "Looking.", "", [ROME, STOP]),
+    ("deepseek_v31",
+     ("<think>a</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+     '{"city": "Rome"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
+     "<｜tool▁calls▁end｜>"), "", "a", [ROME, STOP]),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>weather<｜tool▁call▁end｜>", AS_IT_IS, "", [], "no function"),
+    ("deepseek_v32",
+     ('Look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+     '<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n'
+     '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+     '<｜DSML｜invoke name="stop">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'),
+     "Look.", "", [RAIN, STOP]),
+    ("deepseek_v4",
+     ('<think>a</think><｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n'
+     '<｜DSML｜parameter name="more" string="true">3</｜DSML｜parameter>\n'
+     '<｜DSML｜parameter name="near" string="false">[a</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+     "</｜DSML｜tool_calls>"), "", "a", [("weather", {"more": "3", "near": "[a"})]),
+    ("deepseek_v32", '<｜DSML｜invoke name="stop">\n{}</｜DSML｜invoke>', AS_IT_IS, "", [], "outside"),
+    ("kimi_k3",
+     ("<|open|>think<|sep|>Rain?<|close|>think<|sep|><|open|>response<|sep|>I look.<|close|>response<|sep|>"
+     '<|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|>'
+     '<|open|>argument key="city" type="string"<|sep|>Rome<|close|>argument<|sep|>'
+     '<|open|>argument key="days" type="number"<|sep|>2<|close|>argument<|sep|><|close|>call<|sep|>'
+     '<|open|>call tool="a &amp; &quot;b&quot;" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+     "<|close|>message<|sep|><|end_of_msg|>"), "I look.", "Rain?", [RAIN, ('a & "b"', {})]),
+    ("kimi_k3", "Rain.<|close|>response<|sep|><|close|>message<|sep|>", "Rain."),
+    ("kimi_k3", '<|open|>call index="1"<|sep|><|close|>call<|sep|>', AS_IT_IS, "", [], "no function"),
+    ("mistral",
+     '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "stop"}]', "", "",
+     [ROME, STOP]),
+    ("mistral",
+     'Yes.[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]stop[ARGS]{}', "Yes.", "", [ROME, STOP]),
+    ("mistral", "[THINK]a\n[/THINK]b", "b", "a"),
+    ("mistral", "[TOOL_CALLS]stop it", AS_IT_IS, "", [], "JSON"),
+    ("kimi_k2",
+     ("<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+     '{"city": "Rome"}<|tool_call_end|><|tool_calls_section_end|>'), "", "", [ROME]),
+    ("kimi_k2",
+     "<|tool_call_begin|>weather<|tool_call_argument_begin|>{}<|tool_call_end|>", AS_IT_IS, "", [], "id"),
+    ("gpt-oss",
+     ("<|channel|>analysis<|message|>Rain?<|end|><|start|>assistant<|channel|>commentary<|message|>"
+     "I look.<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>"
+     'json<|message|>{"city": "Rome"}<|call|>'), "I look.", "Rain?", [ROME]),
+    ("gpt-oss",
+     ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>"
+     "<|start|>assistant to=functions.stop<|channel|>commentary json<|message|>{}"), "", "a\nb", [STOP]),
+    ("gpt-oss", "<|channel|>final<|message|>Hello.\n<|return|>", "Hello.\n"),
+    ("gpt-oss", "Hello.", "Hello."),
+    ("gpt-oss", "<|channel|>analysis to=python code<|message|>1+1<|call|>", AS_IT_IS, "", [], "'python'"),
+    ("smollm",
+     '<think>a</think>b<tool_call>{"name": "stop", "arguments": {}}</tool_call>\n<|im_end|>', "b", "a",
+     [STOP]),
+    ("tags",
+     ("<think>\na\n</think>\n\n<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
+     "</function>\n</tool_call><|im_end|>\n"), "", "a", [ROME]),
+    ("dialect",
+     ('<|channel>thought\na<channel|>b<|tool_call>call:weather{city:<|"|>R "o" me<|"|>'
+     ",days:2}<tool_call|><turn|>"), "b", "a", [("weather", {"city": 'R "o" me', "days": 2})]),
+    ("hidden",
+     ("<|START_THINKING|>a<|END_THINKING|>lost<|START_ACTION|>[\n"
+     '{"tool_call_id": "0", "tool_name": "stop", "parameters": {}}\n]<|END_ACTION|>'), "", "a", [STOP]),
+    ("hidden", "<|START_RESPONSE|>b<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", "b"),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -402,85 +289,53 @@ def parse(parser: AnswerParser, chunks) -> list[Piece]:
     return joined
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.parser}-{case.text[:30]!r}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1][:30]!r}")
 def test_answers_of_each_format_at_every_split(tokenizers, case):
-    parser = parser_of(tokenizers, case.parser)
-    whole = parse(parser, [case.text])
-    answer = parser.answer
-    calls = [(call.name, json.loads(call.arguments)) for call in answer.calls]
-    assert (answer.content, answer.reasoning, calls) == (case.content, case.reasoning, case.calls)
-    assert len(answer.malformed) == len(case.malformed)
-    for reason, part in zip(answer.malformed, case.malformed, strict=True):
-        assert part in reason
-    for parts in [case.text, *((case.text[:at], case.text[at:]) for at in range(len(case.text)))]:
-        again = parser_of(tokenizers, case.parser)
+    name, text, content, reasoning, calls, why = (*case, *NOTHING[len(case) - 2 :])
+    expected = text if content is AS_IT_IS else content, reasoning, calls
+    parser = parser_of(tokenizers, name)
+    whole, answer = parse(parser, [text]), parser.answer
+    made = [(call.name, json.loads(call.arguments)) for call in answer.calls]
+    assert (answer.content, answer.reasoning, made) == expected
+    assert len(answer.malformed) == bool(why)
+    assert why in "".join(answer.malformed)
+    for parts in [text, *((text[:at], text[at:]) for at in range(len(text)))]:
+        again = parser_of(tokenizers, name)
         assert parse(again, parts) == whole
         assert again.answer == answer
 
 
+def test_marks_may_be_special_tokens(tokenizer):
+    """Kimi, gpt-oss and DeepSeek have such tokenizers; other special tokens are not shown."""
+    backend = Tokenizer.from_str(tokenizer.backend.to_str())
+    marks = {mark for _, text, *_ in CASES for mark in re.findall(r"<[|｜][^<>]+[|｜]>|｜DSML｜", text)}
+    backend.add_special_tokens(sorted(marks))
+    special = TextTokenizer(backend, {}, {})
+    for name, text, content, reasoning, calls, why in ((*case, *NOTHING[len(case) - 2 :]) for case in CASES):
+        if name in TOOL_FORMATS and not why:
+            parser = parser_of({name: special}, name)
+            parse(parser, [text])
+            answer = parser.answer
+            made = [(call.name, json.loads(call.arguments)) for call in answer.calls]
+            assert (answer.content, answer.reasoning, made) == (content, reasoning, calls)
+
+
 WORDS = [
-    "</think>",
-    "<think>",
-    "[THINK]",
-    "[/THINK]",
-    "<tool_call>",
-    "</tool_call>",
-    "<function=weather>",
-    "</function>",
-    "<parameter=city>",
-    "</parameter>",
-    "<arg_key>city</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-    "<|python_tag|>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁sep｜>",
-    "```json\n",
-    "```",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>",
-    "function",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "[CALL_ID]",
-    "<|tool_call_begin|>",
-    "functions.stop:1",
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-    "<|channel|>",
-    "<|message|>",
-    "<|start|>",
-    "<|end|>",
-    "<|call|>",
-    " to=functions.stop",
-    "final",
-    "analysis",
-    "<|im_end|>",
-    "</s>",
-    '{"name": "stop", "arguments": {}}',
-    '{"name": "weather", "parameters": {"city":',
-    '{"name": "stop", "name": "stop"}',
-    '"',
-    "\\",
-    "{",
-    "}",
-    "[",
-    "]",
-    ";",
-    " ",
-    "\n",
-    "<",
-    "|",
-    "weather",
-    "é世🎉",
-    "a",
-    "<|START_ACTION|>",
-    "<|END_ACTION|>",
-    "<|START_RESPONSE|>",
-    "<|tool_call>call:stop",
-    '<|"|>',
-    "<tool_call|>",
-]
+    "</think>", "<think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "<function=weather>",
+    "</function>", "<parameter=city>", "</parameter>", "<arg_key>city</arg_key>", "<arg_value>",
+    "</arg_value>", "<|python_tag|>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json\n", "```",
+    "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "function", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
+    "<|tool_call_begin|>", "functions.stop:1", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", " to=functions.stop", "final",
+    "analysis", "<|im_end|>", "</s>", '{"name": "stop", "arguments": {}}',
+    '{"name": "weather", "parameters": {"city":', '{"name": "stop", "name": "stop"}', '"', "\\", "{", "}",
+    "[", "]", ";", " ", "\n", "<", "|", "weather", "é世🎉", "a", "<|START_ACTION|>", "<|END_ACTION|>",
+    "<|START_RESPONSE|>", "<|tool_call>call:stop", '<|"|>', "<tool_call|>", '<｜DSML｜invoke name="stop">',
+    '<｜DSML｜parameter name="city" string="true">', "</｜DSML｜parameter>", "</｜DSML｜invoke>",
+    '<|open|>call tool="stop" index="1"<|sep|>', '<|open|>argument key="city" type="string"<|sep|>',
+    "<|close|>argument<|sep|>", "<|close|>call<|sep|>", "<|open|>think<|sep|>", "<|close|>think<|sep|>",
+    "<|open|>response<|sep|>", "<|close|>response<|sep|>",
+]  # fmt: skip
 TEXTS = st.lists(
     st.one_of(
         st.sampled_from(WORDS),
@@ -642,18 +497,17 @@ def test_work_grows_with_the_text_alone(tokenizers, monkeypatch, name, part):
 # -- response templates and chat templates -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.parser in TEMPLATES and not case.malformed], ids=str
-)
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] in TEMPLATES and len(case) < 6], ids=str)
 def test_response_templates_mean_what_transformers_reads(case):
     from transformers.utils.chat_parsing import parse_response
 
-    message = parse_response(case.text, TEMPLATES[case.parser], prefix="", tools=TOOLS)
+    name, text, content, expected, found, _ = (*case, *NOTHING[len(case) - 2 :])
+    message = parse_response(text, TEMPLATES[name], prefix="", tools=TOOLS)
     calls = [
         (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])
     ]
     reasoning = message.get("thinking", message.get("reasoning_content", ""))
-    assert (message.get("content", ""), reasoning, calls) == (case.content, case.reasoning, case.calls)
+    assert (message.get("content", ""), reasoning, calls) == (content, expected, found)
 
 
 @pytest.mark.parametrize(
@@ -696,6 +550,7 @@ TEMPLATE_FILES = {
     "llama3_1": "llama3",
     "gptoss": "gpt-oss",
     "deepseekv3": "deepseek_v3",
+    "deepseek_r1_distill": "deepseek_v3",
 }
 
 
@@ -706,13 +561,9 @@ def test_auto_reads_what_chat_templates_write(tokenizer, name):
     assert TRL.origin is not None
     source = (Path(TRL.origin).parent / "chat_templates" / f"{name}.jinja").read_text("utf-8")
     template = ChatTemplate({"default": source}, {"bos_token": "", "eos_token": "</s>"})
-    call: dict[str, Any] = {
-        "type": "function",
-        "id": "x",
-        "function": {"name": "weather", "arguments": RAIN[1]},
-    }
-    if name == "deepseekv3":  # its template wants text
-        call["function"]["arguments"] = json.dumps(RAIN[1])
+    written = '{"city":"Rome", "days":2}'
+    function = {"name": "weather", "arguments": RAIN[1], "written": written}
+    call: dict[str, Any] = {"type": "function", "id": "x", "function": function}
     before = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rome?"}]
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
     tools = TOOLS[:1]
@@ -720,6 +571,7 @@ def test_auto_reads_what_chat_templates_write(tokenizer, name):
     text = template.render([*before, said], tools=tools, add_generation_prompt=False)
     same = [a == b for a, b in zip(prompt, text, strict=False)]
     answer = text[[*same, False].index(False) :]
+    assert (written in answer) == name.startswith("deepseek")  # which join text
     made = TextTokenizer(tokenizer.backend, {}, {"default": source})
     parser = parser_for(
         made,
