@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar
 
+import pydantic
 import pytest
 from support.http_serve import ServedEngine, served
 from support.steered_model import ANSWER, ARGUMENTS, QUESTION, THOUGHT, make_steered_model
@@ -19,12 +20,40 @@ FUNCTION = {"name": "get_weather", "description": WEATHER, "parameters": SCHEMA}
 USER: list[Any] = [{"role": "user", "content": QUESTION}]
 
 
+KindT = TypeVar("KindT")
+
+
+class Zone(pydantic.BaseModel):
+    name: Literal["UTC", "CET"]
+    summer: bool | None
+
+
+class Said(pydantic.BaseModel, Generic[KindT]):
+    """``Said[Zone]``: a name with brackets, fields with odd names, and a definition of its own."""
+
+    model_config = pydantic.ConfigDict(populate_by_name=True)
+    zones: list[KindT] = pydantic.Field(alias='die Zonen \u2013 "alle"', min_length=1, max_length=2)
+    kind: Literal["$ref", "a b"] = pydantic.Field(alias="$kind")
+
+
+def check_said(found: Any) -> None:
+    assert isinstance(found, Said)
+    assert isinstance(found.zones[0], Zone)
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
     path = make_steered_model(tmp_path_factory.mktemp("steered"))
     options = ("--dtype", "float32", "--kv-pool-tokens", "4096", "--reasoning-parser", "auto")
     with served("--model", str(path), *options) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def compact(engine: ServedEngine) -> dict[str, Any]:
+    """Return fields against the spaces between JSON's parts, with which this model never ends."""
+    ids = [token for text in " \n\t\r" for token in engine.ok("/tokenize", {"prompt": text})["tokens"]]
+    return {"extra_body": {"seed": 1, "temperature": 2.0, "logit_bias": dict.fromkeys(map(str, ids), -100)}}
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +172,42 @@ def test_an_agent_of_the_agents_sdk(openai_options, front, stream):
 
     assert asyncio.run(run()).final_output == ANSWER
     assert cities == ["Paris"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_openai_sdk_parses_models(compact, openai_options, stream):
+    openai = pytest.importorskip("openai")
+    fields: Any = {"model": "default", **compact}
+    chat: Any = {"messages": USER, "response_format": Said[Zone], **fields}
+    fields |= {"input": QUESTION, "text_format": Said[Zone]}
+    with openai.OpenAI(**openai_options) as client:
+        if stream:
+            with client.responses.stream(**fields) as events:
+                check_said(events.get_final_response().output_parsed)
+            with client.chat.completions.stream(**chat) as events:
+                check_said(events.get_final_completion().choices[0].message.parsed)
+        else:
+            check_said(client.responses.parse(**fields).output_parsed)
+            check_said(client.chat.completions.parse(**chat).choices[0].message.parsed)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_anthropic_sdk_parses_models(compact, engine, stream):
+    anthropic = pytest.importorskip("anthropic")
+    fields: Any = {"model": "default", "max_tokens": 400, "messages": USER, "output_format": Said[Zone]}
+    with anthropic.Anthropic(base_url=engine.url, api_key="none", max_retries=0) as client:
+        if stream:
+            with client.messages.stream(**fields, **compact) as events:
+                check_said(events.get_final_message().parsed_output)
+        else:
+            check_said(client.messages.parse(**fields, **compact).parsed_output)
+
+
+@pytest.mark.parametrize("name", ["x" * 64, "Überschrift", "a.b/c", ""])
+def test_formats_may_have_any_name(compact, openai_options, name):
+    openai = pytest.importorskip("openai")
+    schema = Zone.model_json_schema()
+    form: Any = {"format": {"type": "json_schema", "name": name, "schema": schema, "strict": True}}
+    with openai.OpenAI(**openai_options) as client:
+        answer = client.responses.create(model="default", input=QUESTION, text=form, **compact)
+    Zone.model_validate_json(answer.output_text)
