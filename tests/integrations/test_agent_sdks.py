@@ -32,7 +32,7 @@ class Said(pydantic.BaseModel, Generic[KindT]):
     """``Said[Zone]``: a name with brackets, fields with odd names, and a definition of its own."""
 
     model_config = pydantic.ConfigDict(populate_by_name=True)
-    zones: list[KindT] = pydantic.Field(alias='die Zonen \u2013 "alle"', min_length=1, max_length=2)
+    zones: list[KindT] = pydantic.Field(alias='Zonen \u2013 "UTC"', min_length=1, max_length=2)
     kind: Literal["$ref", "a b"] = pydantic.Field(alias="$kind")
 
 
