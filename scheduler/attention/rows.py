@@ -9,6 +9,14 @@ import torch
 from torch import Tensor
 
 _SPLIT_PAGES = 64
+WORKSPACE_BYTES = 4 << 20
+"""Most bytes of gathered K, V, latents or float32 scores at a time on a CPU: what its caches keep."""
+_ON_DEVICES = 64 << 20
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """Return the most bytes of gathered pages at a time; a longer row takes what it needs."""
+    return WORKSPACE_BYTES if device.type == "cpu" else _ON_DEVICES
 
 
 def group_rows(pages: np.ndarray, max_pages: int) -> list[np.ndarray]:

@@ -22,12 +22,9 @@ from ..cache.pool import MHAPool
 from ..execution.forward import AttentionBackend, ForwardBatch
 from ..kernels.attention_form import PLAIN, AttentionForm
 from ..memory.workspace import Workspace
-from .rows import as_index, group_rows
+from .rows import as_index, group_rows, workspace_bytes
 from .shape import Shape
 
-WORKSPACE_BYTES = {"cpu": 4 << 20}
-"""Most bytes of gathered K (and V) at a time: on a CPU what its caches keep. A longer row takes its need."""
-_DEFAULT_WORKSPACE_BYTES = 64 << 20
 SCORE_ELEMENTS = 1 << 24
 """Scores of a prefill at a time, where torch has no call for the form: 64 MB in float32."""
 
@@ -73,8 +70,7 @@ class SdpaBackend(AttentionBackend):
         self._group = shape.num_heads // num_kv_heads
         self._head_sizes = shape.head_dim, pool.layer(0)[1].shape[-1]
         self._device, self._dtype = shape.device, shape.dtype
-        limit = WORKSPACE_BYTES.get(self._device.type, _DEFAULT_WORKSPACE_BYTES)
-        self._max_pages = limit // (
+        self._max_pages = workspace_bytes(self._device) // (
             num_kv_heads * pool.page_size * max(self._head_sizes) * self._dtype.itemsize
         )
         self._head_index = torch.arange(num_kv_heads, device=self._device).view(1, -1, 1)

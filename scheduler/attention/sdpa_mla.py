@@ -24,12 +24,8 @@ from ..cache.pool import MLAPool
 from ..execution.forward import AttentionBackend, ForwardBatch
 from ..kernels.attention_form import PLAIN, AttentionForm
 from ..memory.workspace import Workspace
-from .rows import as_index, group_rows
+from .rows import as_index, group_rows, workspace_bytes
 from .shape import Shape
-
-WORKSPACE_BYTES = {"cpu": 4 << 20}
-"""Most bytes of gathered latents, and of fp32 scores, at a time; a longer row takes what it needs."""
-_DEFAULT_WORKSPACE_BYTES = 64 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +57,7 @@ class LatentBackend(AttentionBackend):
         self.pool, self._heads, self._scale = pool, shape.num_heads, shape.scale
         self._device, self._dtype = shape.device, shape.dtype
         self._page_cells = pool.page_size * pool.width
-        self._limit = WORKSPACE_BYTES.get(self._device.type, _DEFAULT_WORKSPACE_BYTES)
+        self._limit = workspace_bytes(self._device)
         self.workspace = Workspace()
         self._columns = torch.empty(0, dtype=torch.int64, device=self._device)
         self._kv_slots = torch.empty(0, dtype=torch.int64, device=self._device)

@@ -106,7 +106,7 @@ class PagedAttention:
         self._check(q, keys, values, page_table, out, form.sinks)
         if tasks.dtype != np.int64 or tasks.shape[1] != _TASK_FIELDS or not tasks.flags.c_contiguous:
             raise ValueError("tasks are as plan_tasks() makes them")
-        threads = native.num_threads()
+        threads = torch.get_num_threads()
         scratch, thread_floats = self.scratch(threads)
         self._attend(
             q.data_ptr(), q.stride(0), q.stride(1),

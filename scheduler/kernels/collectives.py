@@ -102,7 +102,7 @@ class Collective:
     def all_reduce(self, x: Tensor) -> None:
         """Replace contiguous ``x``, of :data:`~.native.FLOATS`, by the sum over all ranks."""
         _require(x.is_contiguous() and x.dtype in native.FLOATS, x)
-        _ALL_REDUCE[x.dtype](self.address, x.data_ptr(), x.numel(), native.num_threads())
+        _ALL_REDUCE[x.dtype](self.address, x.data_ptr(), x.numel(), torch.get_num_threads())
         self.check()
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
@@ -110,14 +110,14 @@ class Collective:
         fits = x.dim() == out.dim() == 2 and x.dtype == out.dtype and len(x) == len(out)
         _require(fits and x.is_contiguous() and out.is_contiguous(), x)
         row, width = out.shape[1] * out.itemsize, x.shape[1] * x.itemsize
-        threads = native.num_threads()
+        threads = torch.get_num_threads()
         _all_gather(self.address, x.data_ptr(), len(x), width, out.data_ptr(), row, row, threads)
         self.check()
 
     def broadcast(self, x: Tensor, source: int) -> None:
         """Replace contiguous ``x`` by that of rank ``source``."""
         _require(x.is_contiguous() and 0 <= source < self.size, x)
-        _broadcast(self.address, x.data_ptr(), x.nbytes, source, native.num_threads())
+        _broadcast(self.address, x.data_ptr(), x.nbytes, source, torch.get_num_threads())
         self.check()
 
     def barrier(self) -> None:

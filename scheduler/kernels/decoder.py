@@ -188,7 +188,7 @@ class DecoderKernel:
         and ``sampled`` [S], both not checked. ``record`` returns integers [T, k] for a layer's expert ids.
         After RankLostError neither results nor what was stored of these tokens are of use.
         """
-        threads, ranks, count = native.num_threads(), self._ranks, sampled.shape[0]
+        threads, ranks, count = torch.get_num_threads(), self._ranks, sampled.shape[0]
         for cos, sin in {id(each): each for each in angles}.values():
             self._check(residual, cos, sin, positions, sampled, step)
         rows = max(residual.shape[0], count)

@@ -119,7 +119,7 @@ class DeltaStep:
             *(shape.key_size, shape.value_size, shape.kernel),
             *(filters.data_ptr(), weights.log_rate.data_ptr(), weights.rate_bias.data_ptr()),
             *(weights.norm.data_ptr(), weights.eps),
-            *(past.data_ptr(), recurrent.data_ptr(), out.data_ptr(), native.num_threads()),
+            *(past.data_ptr(), recurrent.data_ptr(), out.data_ptr(), torch.get_num_threads()),
         )
 
     def _fits(self, x: Tensor, weights: DeltaWeights, past: Tensor, recurrent: Tensor, out: Tensor) -> bool:

@@ -64,7 +64,7 @@ def rms_norm(
         raise native.misfit("no norm", x, weight, addend, out)
     _NORM[dtype](
         x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr(), addend.stride(0),
-        weight.data_ptr(), out.data_ptr(), out.stride(0), rows, size, eps, from_one, native.num_threads(),
+        weight.data_ptr(), out.data_ptr(), out.stride(0), rows, size, eps, from_one, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -77,7 +77,7 @@ def gate_mul(gate_up: Tensor, out: Tensor | None = None, *, bend: Bend = "silu")
         raise native.misfit("no gate", gate_up, out)
     _GATE_MUL[gate_up.dtype](
         gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), out.stride(0), rows, width // 2, BENDS[bend],
-        native.num_threads(),
+        torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -128,7 +128,7 @@ def rope_store(
         None if q_weight is None else q_weight.data_ptr(), None if k_weight is None else k_weight.data_ptr(),
         eps, from_one, cos.data_ptr(), sin.data_ptr(), cos.stride(0),
         kv_slots.data_ptr(), keys.data_ptr(), values.data_ptr(),
-        out.data_ptr(), out.stride(0), tokens, native.num_threads(),
+        out.data_ptr(), out.stride(0), tokens, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -149,7 +149,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
         and gate.is_contiguous()
     ):
         raise native.misfit("no product", x, gate)
-    _SIGMOID_MUL[x.dtype](x.data_ptr(), gate.data_ptr(), *x.shape, native.num_threads())
+    _SIGMOID_MUL[x.dtype](x.data_ptr(), gate.data_ptr(), *x.shape, torch.get_num_threads())
     return x
 
 
@@ -188,5 +188,5 @@ def rotate_latents(
         *(q_rope.data_ptr(), q_rope.stride(0), kv.data_ptr(), kv.stride(0)),
         *(heads, q_rope.stride(1) - rope, rope, width - rope),
         *(weight.data_ptr(), eps, interleaved, cos.data_ptr(), sin.data_ptr(), cos.stride(0)),
-        *(queries.data_ptr(), keys.data_ptr(), tokens, native.num_threads()),
+        *(queries.data_ptr(), keys.data_ptr(), tokens, torch.get_num_threads()),
     )

@@ -36,7 +36,7 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
         raise native.misfit(f"no choice of {top_k}", logits)
     ids = torch.empty((tokens, top_k), dtype=torch.int64)
     weights = torch.empty((tokens, top_k), dtype=torch.float32)
-    threads = native.num_threads()
+    threads = torch.get_num_threads()
     _ROUTE[logits.dtype](
         logits.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, experts, top_k, normalize, threads
     )
@@ -61,7 +61,7 @@ def route_in_groups(
     _ROUTE_IN_GROUPS(
         logits.data_ptr(), None if bias is None else bias.data_ptr(), ids.data_ptr(), weights.data_ptr(),
         tokens, experts, top_k, by.groups, by.top_groups,
-        by.sigmoid, by.best_two, normalize, by.scale, native.num_threads(),
+        by.sigmoid, by.best_two, normalize, by.scale, torch.get_num_threads(),
     )  # fmt: skip
     return ids, weights
 
@@ -121,7 +121,7 @@ class GroupedProduct(Packed):
         self._compute(
             x.data_ptr(), self._weight.data_ptr(), *address(self._scales),
             None if bias is None else bias.data_ptr(), out.data_ptr(), groups.experts.data_ptr(),
-            groups.starts.data_ptr(), groups.count, self._outputs, self._inputs, native.num_threads(),
+            groups.starts.data_ptr(), groups.count, self._outputs, self._inputs, torch.get_num_threads(),
         )  # fmt: skip
         return out
 
@@ -142,6 +142,6 @@ def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
     out = torch.empty((tokens, y.shape[1]), dtype=y.dtype)
     _COMBINE[y.dtype](
         y.data_ptr(), groups.places.data_ptr(), weights.data_ptr(), out.data_ptr(), tokens, k, y.shape[1],
-        native.num_threads(),
+        torch.get_num_threads(),
     )  # fmt: skip
     return out

@@ -154,7 +154,7 @@ class Product(Packed):
         self._compute(
             x.data_ptr(), x.stride(0), self._weight.data_ptr(), *address(self._scales),
             None if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), rows, outputs,
-            self._inputs, wide, native.num_threads(),
+            self._inputs, wide, torch.get_num_threads(),
         )  # fmt: skip
         return out
 
@@ -178,7 +178,7 @@ class BatchedProduct(Packed):
         self._compute(
             *(x.data_ptr(), x.stride(0), x.stride(1), self._weight.data_ptr()),
             *(out.data_ptr(), out.stride(0), out.stride(1)),
-            *(count, rows, outputs, inputs, native.num_threads()),
+            *(count, rows, outputs, inputs, torch.get_num_threads()),
         )
         return out
 
@@ -255,4 +255,4 @@ def _walk(
         raise native.misfit(f"rows from {start} do not fit", rows, weight)
     words = inputs * rows.itemsize // 4
     stride = rows.stride(0) * rows.itemsize
-    return weight.data_ptr(), rows.data_ptr(), stride, start, count, words, native.num_threads()
+    return weight.data_ptr(), rows.data_ptr(), stride, start, count, words, torch.get_num_threads()

@@ -172,10 +172,6 @@ def by_dtype(name: str, *arguments: Any, result: Any = None) -> dict[torch.dtype
     return {dtype: function(f"{name}_{NAMES[dtype].lower()}", *arguments, result=result) for dtype in FLOATS}
 
 
-def num_threads() -> int:
-    return torch.get_num_threads()
-
-
 def misfit(what: str, *tensors: torch.Tensor | None) -> ValueError:
     """Return the error of tensors that a kernel would misread."""
     told = (None if x is None else f"{x.dtype} {tuple(x.shape)} strides {x.stride()}" for x in tensors)

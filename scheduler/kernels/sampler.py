@@ -72,7 +72,7 @@ class RowSampler:
         self._check(logits, per_row)
         if (top_k is None or top_p is None) and not top_k is top_p is min_p is None:
             raise ValueError("top_k, top_p and min_p do not fit together: a filter needs the first two")
-        threads = native.num_threads()
+        threads = torch.get_num_threads()
         # What no row needs of it is address space, not memory.
         memory = self._workspace.take("rows", (threads, _workspace_size(self._vocab_size)), torch.float64)
         (_SAMPLE if given is None else _SAMPLE_GIVEN)[logits.dtype](

@@ -27,24 +27,15 @@ GPU.
 # ruff: noqa: ANN001, ANN202
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
-
-class Rows(Protocol):
-    """Sampling inputs of the rows, as ``SamplingBatch`` of ``forward.py``; all are on the device and [S]."""
-
-    temperature: Tensor
-    greedy: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    uniforms: Tensor
-    min_p: Tensor | None
-
+if TYPE_CHECKING:
+    from ..execution.forward import SamplingBatch
 
 _BLOCK = 256
 _GROUP = 16
@@ -459,7 +450,7 @@ class TritonSampler:
     def sample(
         self,
         logits: Tensor,
-        batch: Rows,
+        batch: "SamplingBatch",
         token_ids: Tensor,
         logprobs: Tensor,
         raw_logprobs: Tensor,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..execution.forward import AttentionBackend, ForwardBatch
 from ..kernels.attention_form import AttentionForm
+from ..layers.logits_processor import LogitsProcessor
 from ..layers.moe import RoutedExperts
 from ..layers.parameters import DerivingLayer, Layer, WeightSlot
 from . import multimodal
@@ -73,6 +74,7 @@ class CausalLM(Weights):
     """Record of the experts that the last forward chose, or None without experts."""
     forms: Sequence[AttentionForm]
     """Attention form of each layer that has KV: a backend has to serve them all."""
+    logits_processor: LogitsProcessor
     in_one_call: bool
     """The fused decoder computes all layers in one call, if the step's attention is compiled, too."""
     has_inner_states = False
@@ -94,11 +96,10 @@ class CausalLM(Weights):
     ) -> Generator[int, None, Tensor]:
         """Run :meth:`forward` in pieces under ``inference_mode``, yielding each layer's number before it."""
 
-    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Map [S, hidden] to [S, vocab], valid until the next call; None if it is a dummy run's."""
+        return self.logits_processor.forward(hidden)
 
-    @abstractmethod
     def check(self) -> None:
         """Compare with the library whose modules compute it, if any; UNSUPPORTED_MODEL if they differ."""
 

@@ -256,12 +256,6 @@ class DecoderForCausalLM(CausalLM):
             return residual[:0]
         return self._norm.add(update.index_select(0, sampled), residual.index_select(0, sampled))
 
-    def logits(self, hidden: Tensor) -> Tensor | None:
-        return self.logits_processor.forward(hidden)
-
-    def check(self) -> None:
-        pass  # its modules are the engine's own
-
     def is_skipped(self, name: str) -> bool:
         """Return True for rotary buffers, multi-token prediction, copies of tied heads, and vision towers."""
         if is_vision_tensor(self.config.architecture, name):

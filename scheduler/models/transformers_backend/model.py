@@ -99,9 +99,6 @@ class TransformersForCausalLM(CausalLM):
                 return hidden.index_select(0, batch.sample_tokens)
             yield number
 
-    def logits(self, hidden: Tensor) -> Tensor | None:
-        return self.logits_processor.forward(hidden)
-
     def _project(self, hidden: Tensor, out: Tensor) -> Tensor:
         if self.traced_head is not None:
             made = self.traced_head(hidden, out, hidden.shape[0])

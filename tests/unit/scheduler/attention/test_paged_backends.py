@@ -18,7 +18,8 @@ from support.properties import examples
 from support.workspaces import memory_of
 from torch import Tensor
 
-from caesura.scheduler.attention import sdpa, sdpa_mla
+from caesura.scheduler.attention import rows as row_groups
+from caesura.scheduler.attention import sdpa
 from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.attention.sdpa_mla import LatentBackend
@@ -119,8 +120,7 @@ def check(scene: Scene):
 @contextmanager
 def workspace_of(limit: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (sdpa, sdpa_mla):
-            patch.setitem(module.WORKSPACE_BYTES, "cpu", limit)
+        patch.setattr(row_groups, "WORKSPACE_BYTES", limit)
         yield
 
 
