@@ -19,7 +19,7 @@ import numpy as np
 
 from ..execution.forward import ForwardBatch, ForwardOutput, HostOutput, Runner
 from ..execution.graphs import DecodeGraphs
-from ..kernels.collectives import RankLostError
+from ..parallel.group import RankLostError
 from .rpc import Answer, encode_batch
 
 if TYPE_CHECKING:

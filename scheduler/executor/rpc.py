@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..execution.forward import ForwardBatch
-from ..kernels.collectives import RankLostError
 from ..memory.device_memory import is_out_of_memory
+from ..parallel.group import RankLostError
 from ..runtime.engine_config import EngineConfig
 
 

@@ -10,7 +10,7 @@ Invariants:
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,11 @@ from ..memory.workspace import ALIGNMENT, Workspace
 from ..runtime.engine_config import PAGE_SIZE
 from . import native
 from .attention import PagedStep
-from .collectives import Collective
 from .decoder_layers import AdapterForm, LayerAdapters, LayerKind, LayerShape, LayerTensors
 from .native import INT, LAYER_POINTERS, POINTER, SIZE, DecoderStep, LayerForm
+
+if TYPE_CHECKING:
+    from ..parallel.host_group import HostGroup
 
 _DECODER = native.by_dtype("caesura_decoder", POINTER, POINTER, SIZE, POINTER, POINTER, INT)
 _counters = native.function("caesura_decoder_counters", POINTER, SIZE, INT, INT, SIZE, INT, result=SIZE)
@@ -119,7 +121,7 @@ class DecoderKernel:
         *,
         eps: float,
         head_eps: float | None,
-        ranks: Collective | None = None,
+        ranks: "HostGroup | None" = None,
         adapters: tuple[AdapterForm, Sequence[LayerAdapters]] | None = None,
     ) -> None:
         """Sum results over ``ranks`` (None: whole). ``head_eps``: for norms of heads or latents."""

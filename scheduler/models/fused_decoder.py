@@ -29,6 +29,7 @@ from ..layers.mlp import GatedMLP
 from ..layers.moe import GatedShared, MoeBlock, RoutedExperts
 from ..layers.norm import RMSNorm
 from ..layers.parameters import Placement
+from ..parallel.host_group import HostGroup
 from .config import ModelConfig
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ class FusedDecoder:
         cls, config: ModelConfig, layers: Sequence["DecoderLayer"], last_norm: RMSNorm, place: Placement
     ) -> "FusedDecoder | None":
         """Return the fused decoder; None without kernels, or if a layer or the ranks do not fit."""
-        ranks = place.parallel
-        if best("decoder", place.device, place.dtype) == TORCH or (ranks.size > 1 and ranks.compiled is None):
+        ranks = place.parallel if isinstance(place.parallel, HostGroup) else None
+        if best("decoder", place.device, place.dtype) == TORCH or (ranks is None and place.parallel.size > 1):
             return None
         try:
             packed = [_of_layer(layer) for layer in layers]
@@ -83,7 +84,7 @@ class FusedDecoder:
             _shape_of(config, layers[0], place),
             eps=config.rms_norm_eps,
             head_eps=_eps_of(layers[0]),
-            ranks=ranks.compiled,
+            ranks=ranks,
             adapters=adapted,
         )
         return cls(kernel, [kind.experts is not None for _, kind in packed], adapters)

@@ -15,15 +15,23 @@ one split by inputs, whose partial results are summed.
 
 from torch import Tensor
 
-from ..kernels.collectives import Collective
-from ..kernels.collectives import RankLostError as RankLostError
+from ...io_struct import CaesuraError, ErrorCode
+
+
+class RankLostError(CaesuraError):
+    """A collective cannot end: another rank is gone, has given up, or was late."""
+
+    def __init__(self, rank: int, lost: int | None, reason: str) -> None:
+        """``lost`` is the missing rank, or None if unknown; ``rank`` is this one."""
+        who = "another rank" if lost is None else f"rank {lost}"
+        super().__init__(
+            ErrorCode.INTERNAL, f"rank {rank} waits for {who}: {reason}", rank=rank, lost=lost, reason=reason
+        )
+        self.rank, self.lost, self.reason = rank, lost, reason
 
 
 class TensorParallel:
     """One rank's view of its group, whose collectives raise :class:`RankLostError`; alone they do nothing."""
-
-    compiled: Collective | None = None
-    """Sum that compiled kernels call, or None where layers must be computed part by part."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         """``rank`` is in ``[0, size)``; rank 0 owns the scheduler."""

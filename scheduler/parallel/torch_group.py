@@ -26,8 +26,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..kernels import serving
-from ..kernels.collectives import RankLostError
-from .group import TensorParallel
+from .group import RankLostError, TensorParallel
 from .host_group import TIMEOUT_S, summed
 
 _NCCL_IN_TORCH = {
