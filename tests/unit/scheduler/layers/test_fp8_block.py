@@ -133,23 +133,15 @@ def test_quantising_does_not_depend_on_the_cut(
         start += size
 
 
-def test_a_piece_of_many_blocks_is_quantised_in_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_of_many_blocks_is_quantised_in_bounded_steps() -> None:
     width = CHUNK // 256
     matrix = Fp8Matrix("m", [600], width, SMALL, Placement(torch.float32, CPU, SMALL))
     value = random(600, width, dtype=torch.bfloat16)
     weight, scales = matrix.slots("m", 0, 600)
-    seen = []
-    whole_blocks = weight._whole_blocks
-    monkeypatch.setattr(
-        type(weight),
-        "_whole_blocks",
-        lambda _, rows, start: (
-            (seen.append(len(v)), (first, v))[1] for first, v in whole_blocks(rows, start)
-        ),
-    )
-    weight.update(value[:300], 0)
-    weight.update(value[300:], 300)
-    assert seen == [256, 40, 8, 256, 40]  # 296 to 303 waited for the second piece
+    halves = [(value[:300], 0), (value[300:], 300)]
+    steps = [len(rows) for half, start in halves for _, rows in weight._whole_blocks(half, start)]
+    assert steps == [256, 40, 8, 256, 40]  # rows 296 to 303 wait for the second piece
+    in_pieces(weight, value, [300])
     expected = quantize_fp8(value, (8, 16))
     assert same_bytes(weight.read(), expected[0])
     assert same_bytes(scales.read(), expected[1])

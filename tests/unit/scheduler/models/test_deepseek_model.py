@@ -149,18 +149,6 @@ def test_routing_is_that_of_transformers(case: str, dtype: torch.dtype, tmp_path
     assert ids.unique().numel() > 1, "or any choice would do"
 
 
-def test_the_bias_chooses_and_does_not_weigh(folder: Path) -> None:
-    model = load_model(str(folder), torch.float32)
-    router = model._layers[1].mlp.router
-    x = torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        model.weight_slots()[BIAS].write(torch.tensor([0.0, 0, 0, 0, 50, 50]), 0)
-        ids, weights = router.forward(x, torch.empty(50, 3, dtype=torch.uint8))
-    assert all({4, 5} <= set(row) for row in ids.tolist())
-    assert weights.max() < 2.5, "a normalised weight times the scale, whatever the bias"
-    torch.testing.assert_close(weights.sum(-1), torch.full((50,), 2.5))
-
-
 # Numbers and memory
 
 
