@@ -71,10 +71,6 @@ class Embedding:
         self._parallel.all_reduce(rows)
         return rows
 
-    def read(self) -> Tensor:
-        """Return this rank's rows of the table as [rows, hidden]."""
-        return self._weight.read()
-
     def slots(self) -> Iterator[WeightSlot]:
         yield sharded(self._weight.slot(f"{self._checkpoint}.weight"), self._window)
 

@@ -237,11 +237,6 @@ class Fp8Matrix:
             dequantize(self._weight.data[here], scales, columns, part, self._place.workspace)
         return out
 
-    def read(self) -> Tensor:
-        """Return the dequantised weight as [out, in] of the model's dtype: a copy."""
-        shape, place = self._weight.data.shape, self._place
-        return self.dequantize(torch.empty(shape, dtype=place.dtype, device=place.device))
-
     def slots(self, module: str, start: int, length: int, number: int = 0) -> Iterator[WeightSlot]:
         """Yield weight and scales of the part that begins at row ``start`` of one weight."""
         start += number * self._height

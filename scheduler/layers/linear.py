@@ -1,8 +1,7 @@
 """Matrix products with weights, fused where several share an input.
 
 Invariants:
-- The engine sees ``forward``, ``slots`` (writing) and ``read`` (the canonical [out, in] weight); only
-  ``matrix.py`` knows how the weight is stored.
+- The engine sees ``forward`` and ``slots``; only ``matrix.py`` knows how the weight is stored.
 - Fused weights are stacked along the output dimension in the order of their parts.
 - Each rank has some outputs (windows of a part's rows), or some inputs (of the columns); in the latter case
   results are partial, the caller sums them, and only rank 0 adds a bias.
@@ -93,10 +92,6 @@ class Linear:
     def bias(self) -> Tensor | None:
         """[out], or None if this rank adds none."""
         return self._bias.data if self._bias is not None and self._adds_bias else None
-
-    def read(self) -> Tensor:
-        """Return this rank's [out, in]: a view if storage has that layout, else a copy."""
-        return self._weight.read()
 
     def slots(self) -> Iterator[WeightSlot]:
         """Yield per part its weight, its scales if it is FP8, and its bias if there is one."""

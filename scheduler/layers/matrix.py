@@ -17,7 +17,7 @@ from torch.nn import functional
 from ..kernels import TORCH, best
 from ..kernels import linear as kernel
 from ..kernels.linear import FP8, Scales
-from .fp8_block import Fp8Slot, chunks, dequantize
+from .fp8_block import Fp8Slot
 from .parameters import Fp8Blocks, Parameter, Place, Placement, PlainSlot, WeightSlot
 
 
@@ -206,16 +206,3 @@ class Matrix(Stored):
         if self._product is None:
             return functional.embedding(ids, data)
         return kernel.gather_rows(data, ids, torch.empty((len(ids), self._shape[1]), dtype=data.dtype))
-
-    def read(self) -> Tensor:
-        """Return the weight as [out, in]: a view if storage has that layout, else a copy, dequantised."""
-        if self._fp8 is None:
-            return self.slot("").read()
-        place = self._place
-        out = torch.empty(self._shape, dtype=place.dtype, device=place.device)
-        for start, end in chunks(*self._shape):
-            weight = torch.empty((end - start, self._shape[1]), dtype=FP8)
-            kernel.unpack_rows(self.parameter.data, start, weight)
-            scales = self._lines.data[:, start:end].t().contiguous()
-            dequantize(weight, scales, self._fp8.columns, out[start:end], place.workspace)
-        return out

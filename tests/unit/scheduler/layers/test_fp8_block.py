@@ -87,19 +87,17 @@ def test_non_finite_blocks_stay_so_and_tiny_ones_become_zero() -> None:
     assert torch.equal(dequantize_fp8(*quantize(tiny, blocks), (8, 8), torch.float32), torch.zeros(8, 8))
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_byte_means_what_torch_says(dtype: torch.dtype, packed: bool) -> None:
+def test_every_byte_means_what_torch_says(dtype: torch.dtype) -> None:
     place = Placement(dtype, CPU, Fp8Blocks(1, 32))
-    matrix = matrix_of([16], 16, place, packed=packed)
+    matrix = Fp8Matrix("m", [16], 16, Fp8Blocks(1, 32), place)
     weight, scales = matrix.slots("m", 0, 16)
     stored = torch.arange(256, dtype=torch.uint8).view(FP8).view(16, 16)
     factors = torch.logspace(-6, 6, 16)[:, None]  # beyond what e4m3 and float16 hold
     weight.write(stored, 0)
     scales.write(factors, 0)
-    torch.testing.assert_close(
-        matrix.read(), (stored.float() * factors).to(dtype), rtol=0, atol=0, equal_nan=True
-    )
+    found = matrix.dequantize(torch.empty(16, 16, dtype=dtype))
+    torch.testing.assert_close(found, (stored.float() * factors).to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def in_pieces(slot, value: Tensor, cuts: list[int], compare: bool = True) -> list[bool]:
@@ -187,7 +185,6 @@ def test_product_is_that_of_the_dequantised_weight(
         if bias:
             slots[f"{name}.bias"].write(random(size, seed=9), 0)
     dense = torch.cat(reference)
-    assert same_bytes(linear.read(), dense)
     added = torch.cat([random(size, seed=9) for size in parts]).to(dtype) if bias else None
     for tokens in (1, 7):
         x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -207,6 +204,5 @@ def test_all_layers_dequantise_into_the_same_memory() -> None:
     before = addresses_of(place.workspace)
     with torch.inference_mode():
         second.forward(x)
-    first.read()
     assert addresses_of(place.workspace) == before
     assert set(before) >= {"fp8 weight"}
