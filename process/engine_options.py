@@ -86,6 +86,10 @@ class EngineOptions:
     """Number of steps in flight while the next step is scheduled: 0 or 1. The default is 0 on the CPU and 1
     on accelerators.
     """
+    speculation: Literal["none", "suffix"] = "none"
+    """Draft tokens out of earlier outputs of the same prompt and the request's own text, and compute several in
+    a step, where that is faster. Results are the same. suffix implies a pipeline_depth of 0.
+    """
     attention_backend: Literal["auto", "flashinfer", "triton", "sdpa"] = "auto"
     """Attention backend. auto: compiled kernels on the CPU; on CUDA flashinfer, else triton, else sdpa: the
     first that is installed and computes a trial step.

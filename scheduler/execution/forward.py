@@ -1,7 +1,7 @@
 """One step: the batch that goes to the device, what comes back, and the interfaces of what computes it.
 
 Invariants:
-- Rows are requests; decode rows (one query token each) come first, so ``[0, num_decode)`` of every per-row
+- Rows are requests, or drafted tokens of one; decode rows (one query token each) come first, so ``[0, num_decode)`` of every per-row
   array and of every per-token array belong to them.
 - Page 0 of the KV pool is scratch: page tables are padded with it, it is never allocated.
 - A masked KV position never contributes to an output, whatever it holds (stale KV may be NaN).
@@ -254,6 +254,8 @@ class ForwardBatch:
     """``page_table`` on the host, valid while the step is planned."""
     slots: Tensor = field(metadata=column("row", torch.int64))
     """int64 [R]: request slot of each row."""
+    known: Tensor | None = None
+    """int64 [num_decode], on the host: inputs of decode rows that are no slot's last token, or None."""
     sample_tokens: Tensor = field(metadata=column("sample", torch.int64))
     """int64 [S]: index into [0, T) of each token whose successor is sampled; decode rows first."""
     sample_slots: Tensor = field(metadata=column("sample", torch.int64))

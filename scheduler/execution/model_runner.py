@@ -74,8 +74,9 @@ class ModelRunner:
         self.sampler = sampler
         self._special = SpecialSampler(sampler, model.config.vocab_size, device)
         self._streams = streams_of(device_module)
-        # One more than there are requests, for the rows that graphs are padded with.
-        self.last_tokens = torch.zeros(limits.spare_slot + 1, dtype=torch.int64, device=device)
+        # One more than there are requests, for the rows that graphs are padded with; then inputs that are known.
+        self.last_tokens = torch.zeros(limits.spare_slot + 1 + limits.rows, dtype=torch.int64, device=device)
+        self._known_at = limits.spare_slot + 1
         self._stream: torch.Stream | None = None
         self.graphs: DecodeGraphs | None = None
         if self._streams is not None:
@@ -104,12 +105,22 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: ForwardBatch) -> ForwardOutput:
         """Enqueue one step; on the CPU it has run when this returns."""
+        if batch.known is not None:
+            batch = self._with_known(batch, batch.known)
         if self._stream is None:
             self.backend.plan(batch)
             return ReadyOutput(_host_output(self._sample(batch, self._forward(batch, self.backend))))
         with self._waiting_both_ways():
             output = self._outputs.send(self._step(batch))
         return output
+
+    def _with_known(self, batch: ForwardBatch, known: Tensor) -> ForwardBatch:
+        """Let the rows take ``known`` as tokens of slots that nobody has."""
+        end = self._known_at + len(known)
+        with self._waiting_both_ways():
+            self.last_tokens[self._known_at : end] = known.to(self.last_tokens.device, non_blocking=True)
+        slots = torch.cat([torch.arange(self._known_at, end), batch.slots[len(known) :]])
+        return replace(batch, slots=slots)
 
     @torch.inference_mode()
     def set_last_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:

@@ -77,6 +77,8 @@ class EngineConfig(EngineOptions):
         if self.max_loaded_loras is not None and self.max_loaded_loras < self.max_loras:
             reason = f"must be at least max_loras = {self.max_loras}"
             raise _invalid("max_loaded_loras", self.max_loaded_loras, reason)
+        if self.speculation != "none" and self.pipeline_depth:
+            raise _invalid("pipeline_depth", self.pipeline_depth, "must be 0 with speculation")
         if self.deterministic and self.attention_backend != "auto":
             raise _invalid("attention_backend", self.attention_backend, "must be auto with deterministic")
         if self.deterministic and self.model_backend == "transformers":
@@ -106,7 +108,9 @@ class EngineConfig(EngineOptions):
             self,
             device=device,
             endpoint=self.endpoint or f"ipc://{private_directory.make()}/{private_directory.SOCKET}",
-            pipeline_depth=int(device != "cpu") if self.pipeline_depth is None else self.pipeline_depth,
+            pipeline_depth=self.pipeline_depth
+            if self.pipeline_depth is not None
+            else int(device != "cpu" and self.speculation == "none"),
             max_running_requests=sizes.rows,
             chunked_prefill_size=sizes.chunk_tokens,
             kv_memory_fraction=sizes.kv_fraction,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...io_struct import GenerateReqInput, Message
+from ...io_struct import CaesuraError, ErrorCode, GenerateReqInput, Message
 from ..cache.manager import CacheManager
 from ..execution.build import (
     MakeRunner,
@@ -68,6 +68,9 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
     loaded, pool, routing, limits = build_components(
         config, residency, folder, executor.parallel, executor, executor.sharing
     )
+    if config.speculation != "none" and pool.states is not None:
+        reason = "speculation does not serve models whose layers keep a state per sequence: leave it out"
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="speculation", value=config.speculation)
     own = make_runner(config, loaded, pool, routing)
     if isinstance(own, ModelRunner):
         own.stages = engine.stages  # from here on: the steps of the warm-up do not count
@@ -90,7 +93,15 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
         wake=engine.wakeup.set,
         finish=lambda request, reason: outputs.end_of_grammar(request, reason),
     )
-    batcher = Batcher(table, cache, engine.waiting, chunks=chunks, routing=routing, grammars=grammars)
+    batcher = Batcher(
+        table,
+        cache,
+        engine.waiting,
+        chunks=chunks,
+        routing=routing,
+        grammars=grammars,
+        speculates=config.speculation != "none",
+    )
     outputs = OutputProcessor(engine, batcher)
     return Steps(
         loaded=loaded,

@@ -30,6 +30,7 @@ from .grammars import Grammars
 from .hidden_states import HiddenSpan, hidden_spans, hidden_tokens
 from .request import Adapter, Phase, Request, RequestTable
 from .sampling import InputSpan, input_spans, input_tokens, sampling_batch
+from .speculation import DraftRows, Speculation, draft_rows
 from .step_storage import LinearStateSteps, WindowedSteps
 from .waiting_queue import WaitingQueue, pages_for
 
@@ -53,6 +54,7 @@ class ScheduledBatch:
     num_tokens: int
     inputs: list[InputSpan]
     hidden: list[HiddenSpan]
+    drafts: DraftRows | None = None
 
     @property
     def kind(self) -> str:
@@ -72,8 +74,13 @@ class Batcher:
         chunks: ChunkSizer,
         routing: RoutingPool | None = None,
         grammars: Grammars | None = None,
+        speculates: bool = False,
     ) -> None:
-        """``routing`` stores the expert ids of computed tokens; None if the model has no experts."""
+        """``routing`` stores the expert ids of computed tokens; None if the model has no experts.
+
+        ``speculates``: draft tokens; every step must be completed before the next is scheduled.
+        """
+        self.speculation = Speculation(table) if speculates else None
         self.table = table
         self.cache = cache
         self.waiting = waiting
@@ -133,12 +140,34 @@ class Batcher:
         chunks = self._prefill_chunks(self._chunk_sizer.budget(len(decode)), self.table.slots - len(decode))
         if not len(decode) and not chunks:
             return None
-        return self._build(decode, chunks)
+        if self.speculation is None or chunks or self._chunk_sizer.limit is not None:
+            return self._build(decode, chunks)
+        return self._build(*self._with_drafts(self.speculation, decode))
+
+    def _with_drafts(
+        self, speculation: Speculation, decode: np.ndarray
+    ) -> tuple[np.ndarray, list[tuple[Request, int]], DraftRows | None]:
+        """Add rows for drafts as far as there are pages without preemption."""
+        drafts = []
+        for draft in speculation.propose(decode, self.table.slots - len(decode)):
+            request = self.table.by_slot[decode[draft.row]]
+            assert request is not None and request.kv is not None
+            known = int(self.table.length[request.slot])
+            if self.cache.extend(request.kv, known + len(draft.tokens)):
+                drafts.append(draft)
+        if not drafts:
+            return decode, [], None
+        rows, drafted = draft_rows(self.table, decode, drafts)
+        return rows, [], drafted
 
     def complete_step(self, batch: ScheduledBatch, seconds: float) -> None:
         self._chunk_sizer.observe(batch.num_tokens - batch.forward.num_decode, seconds)
         self._chunk_sizer.succeeded(batch.num_tokens)
         self.table.inflight[batch.slots] -= 1
+        if batch.drafts is not None:  # of what was not sampled nothing is computed
+            self.table.scheduled[batch.slots] = self.table.length[batch.slots] - 1
+        if self.speculation is not None and batch.kind == "decode":
+            self.speculation.observe(batch.slots, batch.drafts, seconds)
         self._states.completed(batch.slots, batch.forward)
         prompts = batch.completed + self._replays_past_prompt(batch)
         for request in prompts:
@@ -166,7 +195,7 @@ class Batcher:
         table = self.table
         self._states.rolled_back(batch.slots)
         table.inflight[batch.slots] -= 1
-        table.scheduled[batch.slots] -= np.asarray(batch.forward.q_lens_host, np.int64)
+        np.subtract.at(table.scheduled, batch.slots, np.asarray(batch.forward.q_lens_host, np.int64))
         for request in batch.completed:
             if request.phase is Phase.DECODE:
                 request.phase = Phase.PREFILL
@@ -225,6 +254,8 @@ class Batcher:
     def retire(self, request: Request, *, keep_prefix: bool = True) -> None:
         """Release the slot and KV of a finished request, after the step in flight if that uses them."""
         self._remove(request)
+        if self.speculation is not None and request.check is None:
+            self.speculation.ended(request)
         self._release(request, keep_prefix=keep_prefix)
 
     def retract_all(self) -> None:
@@ -493,7 +524,9 @@ class Batcher:
             self._prefixes_in_progress[request.prompt_key].append(request)
         return True
 
-    def _build(self, decode: np.ndarray, chunks: list[tuple[Request, int]]) -> ScheduledBatch:
+    def _build(
+        self, decode: np.ndarray, chunks: list[tuple[Request, int]], drafts: DraftRows | None = None
+    ) -> ScheduledBatch:
         table = self.table
         num_decode = len(decode)
         chunk_slots = [request.slot for request, _ in chunks]
@@ -501,6 +534,8 @@ class Batcher:
         q_lens = np.ones(len(slots), np.int64)
         q_lens[num_decode:] = [taken for _, taken in chunks]
         starts = table.scheduled[slots]
+        if drafts is not None:
+            starts += drafts.depth
         ends = starts + q_lens
         token_starts = np.cumsum(q_lens) - q_lens
         row_of_token = np.repeat(np.arange(len(slots)), q_lens)
@@ -541,6 +576,7 @@ class Batcher:
             q_lens_host=q_lens.tolist(),
             kv_lens_host=ends.tolist(),
             slots=torch.from_numpy(slots),
+            known=None if self.speculation is None else torch.from_numpy(input_ids[:num_decode].copy()),
             sample_tokens=torch.from_numpy((token_starts - starts)[samples] + sample_positions - 1),
             sample_slots=torch.from_numpy(sample_slots),
             sampling=sampling_batch(table, sample_slots, sample_positions),
@@ -557,6 +593,7 @@ class Batcher:
             num_tokens=len(positions),
             inputs=spans,
             hidden=hidden,
+            drafts=drafts,
         )
         self._advance(batch, starts, ends)
         return batch

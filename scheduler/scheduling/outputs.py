@@ -142,14 +142,29 @@ class OutputProcessor(Outputs[Request]):
             _record_inputs(batch.inputs, output.inputs)
         if output.hidden is not None:
             record_hidden(batch.hidden, output.hidden)
-        keep = table.live[batch.sample_slots]
+        if batch.drafts is None:
+            self._record_tokens(batch, output, table.live[batch.sample_slots])
+            return
+        depth, kept = batch.drafts.depth, batch.drafts.verify(output.token_ids)
+        speculation = self._batcher.speculation
+        assert speculation is not None, "nobody else drafts"
+        speculation.count(batch.slots[depth > 0])
+        for each in range(int(depth[kept].max()) + 1):
+            keep = kept & (depth == each) & table.live[batch.slots]
+            if each:
+                speculation.count(batch.slots[keep], accepted=True)
+            self._record_tokens(batch, output, keep)
+
+    def _record_tokens(self, batch: ScheduledBatch, output: HostOutput, keep: np.ndarray) -> None:
+        """Record the rows of ``keep``, bool [S], of which no request has several but replays."""
+        table = self._table
         all_live = bool(keep.all())
         slots = batch.sample_slots if all_live else batch.sample_slots[keep]
         tokens = output.token_ids if all_live else output.token_ids[keep]
         valid = tokens != NO_TOKEN
         if not valid.all():
             self._fail_non_finite(np.unique(slots[~valid]))
-            keep = table.live[batch.sample_slots]
+            keep = keep & table.live[batch.sample_slots]
             all_live = False
             slots, tokens = batch.sample_slots[keep], output.token_ids[keep]
         if not len(slots):
@@ -162,7 +177,7 @@ class OutputProcessor(Outputs[Request]):
         if output.sampled_logprobs is not None:
             table.sampled[slots, at] = output.sampled_logprobs if all_live else output.sampled_logprobs[keep]
         if output.further is not None:
-            self._record_further(batch, output.further)
+            self._record_further(batch, output.further, keep)
         self._open_spans(slots, at)
         table.length[slots] = at + 1  # this line makes all of the step's tokens known at once
         checked = 0
@@ -176,7 +191,7 @@ class OutputProcessor(Outputs[Request]):
         if streaming.any():
             self._stream(slots[streaming], at[streaming])
 
-    def _record_further(self, batch: ScheduledBatch, further: FurtherLogprobs) -> None:
+    def _record_further(self, batch: ScheduledBatch, further: FurtherLogprobs, keep: np.ndarray) -> None:
         special, table = batch.forward.sampling.special, self._table
         assert special is not None
         rows = special.rows.numpy()[special.wants_host]
@@ -185,7 +200,7 @@ class OutputProcessor(Outputs[Request]):
         for row, mask, *of_row in zip(rows.tolist(), kept, *values, strict=False):
             slot = batch.sample_slots[row]
             request = table.by_slot[slot]
-            if request is None or not table.live[slot]:
+            if request is None or not keep[row]:
                 continue
             at = int(batch.sample_positions[row] - table.prompt_len[slot])
             if request.record is not None:
@@ -325,6 +340,8 @@ class OutputProcessor(Outputs[Request]):
             cached_tokens=request.cached_tokens,
             seed=request.seed,
             num_retractions=request.num_retractions,
+            drafted_tokens=request.drafted_tokens,
+            accepted_tokens=request.accepted_tokens,
             queue_time=(request.first_scheduled or now) - request.arrival,
             e2e_latency=now - request.arrival,
         )

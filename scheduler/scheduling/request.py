@@ -173,6 +173,10 @@ class Request:
     failed_alone_at: int | None = None
     """Tokens computed when a step of only its next token ran out of memory."""
 
+    # Written by outputs.py.
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
     # Written by outputs.py, evict and bind.
     record: LogprobRecord | None = None
     masks: SamplingMaskRecord | None = None

@@ -8,6 +8,7 @@ name.
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,7 +87,7 @@ class EngineMachine(RuleBasedStateMachine):
     led.
     """
 
-    def __init__(self, model: str, other: str, depth: int) -> None:
+    def __init__(self, model: str, other: str, depth: int, **options: Any) -> None:
         super().__init__()
         self.driver = EngineDriver(
             model,
@@ -94,6 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
             kv_pool_tokens=POOL_TOKENS,
             chunked_prefill_size=24,
             max_running_requests=5,
+            **options,
         )
         self.paths = [model, other]
         self.model = Lifecycle()

@@ -205,7 +205,8 @@ class ScriptedRunner:
         self.before(batch)
         ids = batch.input_ids.numpy().copy()
         slots = batch.slots.numpy()
-        ids[: batch.num_decode] = self.last[slots[: batch.num_decode]]
+        decode = batch.num_decode
+        ids[:decode] = self.last[slots[:decode]] if batch.known is None else batch.known.numpy()
         kv_slots = batch.kv_slots.numpy()
         assert len(set(kv_slots.tolist())) == len(kv_slots), "two tokens of a step share a KV slot"
         assert (kv_slots >= PAGE_SIZE).all(), "the scratch page was written"

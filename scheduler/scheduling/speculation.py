@@ -1,0 +1,312 @@
+"""Drafts of the next tokens, out of what was generated for the same prompt and of the request's own text.
+
+Invariants:
+- Drafts change no result: a drafted token is computed as one more decode row of its request, sampled with the
+  noise of its own position, and recorded only if every draft before it was what was sampled.
+- Texts belong to prompts, not to weights: they outlive updates, pauses and retractions.
+- Drafts are added while the expected tokens per second rise, by the measured times of steps. A step that
+  tries whether they would is one of many, and small.
+"""
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from math import log2
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .request import Request, RequestTable
+
+LONGEST_DRAFT = 15
+"""Drafted tokens of a row: less than a page, so that a window keeps what the next token sees."""
+_SHORTEST_MATCH, _LONGEST_MATCH = 2, 8
+_CANDIDATES, _SIBLINGS, _SEARCHES = 8, 8, 16
+"""Places, running samples of a prompt and rows of a step that are looked at."""
+_TEXT_TOKENS, _CORPUS_TOKENS = 1 << 16, 1 << 22
+"""Tokens that are kept of a prompt's outputs, and of all prompts."""
+_END = np.full(1, -1, np.int32)
+_GAIN = 1.05
+"""Least ratio of the expected rates with and without drafts."""
+_FASTER, _SLOWER = 0.25, 0.05
+"""Weights of a step that took less or more time than others of its size: what disturbs a step adds time."""
+_PRIOR = 1 - 0.7 ** np.arange(_LONGEST_MATCH + 1)
+"""Probability, by length of a match, that the token behind it is sampled, before any is tried."""
+_PRIOR_TRIES, _FADING = 4.0, 0.99
+_FIRST_PROBE, _MOST_PROBE = 32, 1024
+"""Steps between two that try drafts which seem not to pay; it doubles until they do."""
+_MOST_REST = 32
+"""Tokens that a request without luck goes on for before it is looked at again."""
+
+
+class Texts:
+    """Outputs by prompt; those of the prompt that was used least recently are forgotten first."""
+
+    def __init__(self, most: int = _CORPUS_TOKENS) -> None:
+        self.num_tokens = 0
+        self._most = most
+        self._texts: OrderedDict[int, np.ndarray] = OrderedDict()
+
+    def add(self, key: int, output: np.ndarray) -> None:
+        before = self._texts.pop(key, _END)
+        text = np.concatenate([before, output, _END])[-_TEXT_TOKENS:]
+        self._texts[key] = text
+        self.num_tokens += len(text) - (0 if before is _END else len(before))
+        while self.num_tokens > self._most:
+            _, forgotten = self._texts.popitem(last=False)
+            self.num_tokens -= len(forgotten)
+
+    def of(self, key: int) -> np.ndarray:
+        """Return all outputs, oldest first, with -1 between them."""
+        if key not in self._texts:
+            return _END
+        self._texts.move_to_end(key)
+        return self._texts[key]
+
+
+class StepTimes:
+    """Seconds of decode steps by their number of rows: running averages of two sizes for each doubling."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[float, float]] = {}
+
+    def observe(self, rows: int, seconds: float) -> None:
+        size = int(2 * log2(rows))
+        before = self._known.get(size)
+        if before is not None:
+            weight = _FASTER if seconds < before[1] else _SLOWER
+            rows_before, seconds_before = before
+            found = rows_before + weight * (rows - rows_before), seconds_before + weight * (seconds - before[1])
+        else:
+            found = float(rows), seconds
+        self._known[size] = found
+
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the expected seconds: between two sizes in proportion, beyond them as the last two rise."""
+        known = sorted(self._known.values())
+        if not known:
+            return np.ones(len(rows)) * rows
+        counts, seconds = np.asarray(known).T
+        seconds = np.maximum.accumulate(seconds)
+        last, slope = seconds[-1], seconds[-1] / counts[-1]
+        if len(known) > 1:
+            slope = (last - seconds[-2]) / (counts[-1] - counts[-2])
+        beyond = np.maximum(rows - counts[-1], 0) * slope
+        found: np.ndarray = np.interp(rows, counts, seconds) + beyond
+        return found
+
+
+@dataclass(slots=True)
+class Draft:
+    row: int
+    """Index of the request among the decoding ones."""
+    tokens: list[int]
+    chances: np.ndarray
+    """Estimated probability of each token to be sampled, with all before it."""
+    match: int
+    """Number of known tokens that also stand before the draft where it was found."""
+
+
+@dataclass(slots=True)
+class DraftRows:
+    """A step's decode rows, some of them for drafted tokens: those of a request lie side by side, in order."""
+
+    depth: np.ndarray
+    """int64 [rows]: drafted tokens of the request up to the row's own, which is its input; 0 without."""
+    match: np.ndarray
+    """int64 [rows]: length of the match before the row's own; 0 without."""
+    inputs: np.ndarray
+    """int64 [rows]"""
+    kept: np.ndarray = field(default_factory=lambda: np.empty(0, np.bool_))
+    """bool [rows], once all are sampled: the request's inputs up to the row's are what was sampled."""
+
+    def verify(self, sampled: np.ndarray) -> np.ndarray:
+        """Return :attr:`kept`, given the token that each row sampled."""
+        wrong = self.depth > 0
+        wrong[1:] &= sampled[:-1] != self.inputs[1:]
+        count = np.cumsum(wrong)
+        self.kept = count == count[np.arange(len(count)) - self.depth]
+        return self.kept
+
+
+class Speculation:
+    def __init__(self, table: "RequestTable") -> None:
+        self.times, self.texts = StepTimes(), Texts()
+        self.drafts = self.drafted = self.accepted = 0
+        """Drafts that were verified, their tokens, and those that became output, since the engine's start."""
+        self._table = table
+        self._tried, self._hit = np.zeros(len(_PRIOR)), np.zeros(len(_PRIOR))
+        self._of: list[Request | None] = [None] * table.slots
+        """Request that the next three are of, by slot."""
+        self._keys = np.zeros(table.slots, np.int64)
+        self._misses = np.zeros(table.slots, np.int64)
+        self._rests_until = np.zeros(table.slots, np.int64)
+        self._until_probe, self._probe_after = 0, _FIRST_PROBE
+
+    def ended(self, request: "Request") -> None:
+        """Keep the output of a request, which still has its slot."""
+        self.texts.add(_key(request), self._table.outputs(request).tokens)
+
+    def propose(self, slots: np.ndarray, room: int) -> list[Draft]:
+        """Return drafts for decoding ``slots``, of at most ``room`` tokens in all."""
+        most = np.full(min(room, LONGEST_DRAFT * len(slots)), self._chances.max())
+        pays = self._best_count(len(slots), np.cumprod(most)) > 0
+        if not pays:
+            self._until_probe -= 1
+            if self._until_probe >= 0:
+                return []
+            room = min(room, max(3, len(slots) // 4))
+        drafts = [draft for row, slot in self._candidates(slots) if (draft := self._draft(row, slot))]
+        if not drafts:
+            return []
+        chances = np.concatenate([draft.chances for draft in drafts])
+        order = np.argsort(-chances, kind="stable")[:room]
+        count = self._best_count(len(slots), chances[order]) if pays else len(order)
+        if not pays:
+            self._until_probe = self._probe_after
+            self._probe_after = min(2 * self._probe_after, _MOST_PROBE)
+        elif count:
+            self._probe_after = _FIRST_PROBE
+        # Chances fall within a draft, so its chosen tokens are its first ones.
+        chosen = np.zeros(len(chances), np.int64)
+        chosen[order[:count]] = 1
+        ends = np.cumsum([len(draft.tokens) for draft in drafts])
+        for draft, taken in zip(drafts, np.split(chosen, ends[:-1]), strict=True):
+            del draft.tokens[int(taken.sum()) :]
+            if not draft.tokens:
+                self._missed(slots[draft.row])
+        return [draft for draft in drafts if draft.tokens]
+
+    def count(self, slots: np.ndarray, *, accepted: bool = False) -> None:
+        """Count a drafted token of each of ``slots``, in which some may come again, or one that is recorded."""
+        if accepted:
+            self.accepted += len(slots)
+        else:
+            self.drafts += len(np.unique(slots))
+            self.drafted += len(slots)
+        for slot in slots.tolist():
+            request = self._table.by_slot[slot]
+            assert request is not None, "a row of a step is a request's"
+            if accepted:
+                request.accepted_tokens += 1
+            else:
+                request.drafted_tokens += 1
+
+    def observe(self, slots: np.ndarray, rows: DraftRows | None, seconds: float) -> None:
+        """Learn from a completed step of decode rows alone, when its tokens have been recorded."""
+        self.times.observe(len(slots), seconds)
+        if rows is None or not len(rows.kept):
+            return
+        drafted = np.flatnonzero(rows.depth)
+        tried, hit = rows.kept[drafted - 1], rows.kept[drafted]
+        lengths, count = rows.match[drafted], len(_PRIOR)
+        self._tried = _FADING * self._tried + np.bincount(lengths, tried, count)
+        self._hit = _FADING * self._hit + np.bincount(lengths, hit, count)
+        for slot in slots[drafted[(rows.depth[drafted] == 1) & ~hit]].tolist():
+            self._missed(slot)
+        lucky = slots[drafted[hit]]
+        self._misses[lucky] = 0
+
+    @property
+    def _chances(self) -> np.ndarray:
+        """Probability that the token behind a match is sampled, by the length of the match."""
+        found: np.ndarray = (self._hit + _PRIOR_TRIES * _PRIOR) / (self._tried + _PRIOR_TRIES)
+        return found
+
+    def _best_count(self, rows: int, chances: np.ndarray) -> int:
+        """Return how many tokens of falling ``chances`` a step of ``rows`` should draft for most tokens a second."""
+        counts = np.arange(len(chances) + 1)
+        rates = (rows + np.concatenate([np.zeros(1), np.cumsum(chances)])) / self.times.of(rows + counts)
+        best = int(rates.argmax())
+        return best if rates[best] > _GAIN * rates[0] else 0
+
+    def _candidates(self, slots: np.ndarray) -> list[tuple[int, int]]:
+        """Return rows and slots of requests that can have drafts, the longest outputs first."""
+        table, columns = self._table, self._table.sampling
+        for slot in slots.tolist():
+            request = table.by_slot[slot]
+            if request is not None and self._of[slot] is not request:
+                self._of[slot], self._keys[slot] = request, _key(request)
+                self._misses[slot] = self._rests_until[slot] = 0
+        known = table.length[slots]
+        may = (self._rests_until[slots] <= known) & (known + 1 < table.limit[slots])
+        may &= ~(columns.penalised[slots] | columns.constrained[slots] | table.wants_hidden[slots])
+        rows = np.flatnonzero(may)
+        rows = rows[np.argsort(table.prompt_len[slots[rows]] - known[rows], kind="stable")]
+        return [(row, int(slots[row])) for row in rows[:_SEARCHES].tolist()]
+
+    def _draft(self, row: int, slot: int) -> Draft | None:
+        table = self._table
+        known = int(table.length[slot])
+        most = min(LONGEST_DRAFT, int(table.limit[slot]) - known - 1)
+        own = table.tokens[slot, :known]
+        texts = [self.texts.of(int(self._keys[slot])), own]
+        siblings = np.flatnonzero((self._keys == self._keys[slot]) & table.live)
+        for other in siblings[siblings != slot][:_SIBLINGS].tolist():
+            if self._of[other] is table.by_slot[other]:
+                texts.append(table.tokens[other, table.prompt_len[other] : table.length[other]])
+        match, places = _SHORTEST_MATCH, []
+        for text in texts:
+            ends, length = _matches(text, own)
+            if length > match:
+                match, places = length, []
+            if length == match:
+                places += [text[end : end + most].tolist() for end in ends[-_CANDIDATES:].tolist()]
+        tokens, shares = _vote(places)
+        if not tokens:
+            self._missed(slot)
+            return None
+        lengths = np.minimum(match + np.arange(len(tokens)), _LONGEST_MATCH)
+        return Draft(row, tokens, np.cumprod(self._chances[lengths] * shares), match)
+
+    def _missed(self, slot: int) -> None:
+        self._rests_until[slot] = self._table.length[slot] + min(1 << int(self._misses[slot]), _MOST_REST)
+        self._misses[slot] = min(self._misses[slot] + 1, _MOST_REST)
+
+
+def draft_rows(table: "RequestTable", slots: np.ndarray, drafts: list[Draft]) -> tuple[np.ndarray, DraftRows]:
+    """Write ``drafts`` behind the known tokens of decoding ``slots``; return the slot of each row, and the rows."""
+    counts, matches = np.ones(len(slots), np.int64), np.zeros(len(slots), np.int64)
+    for draft in drafts:
+        slot, count = slots[draft.row], len(draft.tokens)
+        known = table.length[slot]
+        table.tokens[slot, known : known + count] = draft.tokens
+        counts[draft.row], matches[draft.row] = 1 + count, draft.match
+    rows = np.repeat(slots, counts)
+    depth = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    match = np.where(depth > 0, np.minimum(np.repeat(matches, counts) + depth - 1, _LONGEST_MATCH), 0)
+    inputs = table.tokens[rows, table.length[rows] - 1 + depth].astype(np.int64)
+    return rows, DraftRows(depth, match, inputs)
+
+
+def _key(request: "Request") -> int:
+    salt = request.salt if isinstance(request.salt, str) else request.salt[1]
+    return hash((salt, request.prompt.tobytes()))
+
+
+def _matches(text: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, int]:
+    """Return where ``text`` goes on behind the longest end of ``known`` that stands in it, and its length."""
+    ends, length = np.flatnonzero(text[:-1] == known[-1]) + 1, 1
+    while length < min(_LONGEST_MATCH, len(known)):
+        longer = ends[ends > length]
+        longer = longer[text[longer - length - 1] == known[-length - 1]]
+        if not len(longer):
+            break
+        ends, length = longer, length + 1
+    return ends, length if len(ends) else 0
+
+
+def _vote(places: list[list[int]]) -> tuple[list[int], list[float]]:
+    """Return the tokens with which most ``places`` go on, and the share of those left that each has."""
+    tokens: list[int] = []
+    shares: list[float] = []
+    while places:
+        at = len(tokens)
+        heads = Counter(place[at] for place in places if at < len(place) and place[at] >= 0)
+        if not heads:
+            break
+        token, votes = heads.most_common(1)[0]
+        tokens.append(token)
+        shares.append(votes / len(places))
+        places = [place for place in places if at < len(place) and place[at] == token]
+    return tokens, shares
