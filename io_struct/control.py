@@ -373,6 +373,12 @@ class EngineTotals(ReplyRecord, kw_only=True, frozen=True):
     """Prompt tokens of requests that have been scheduled."""
     cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache."""
+    drafts: int = 0
+    """Times that a request had drafted tokens in a step."""
+    drafted_tokens: int = 0
+    """Tokens that speculation drafted."""
+    accepted_tokens: int = 0
+    """Drafted tokens that were sampled and became output."""
     finished_requests: dict[str, int] = {}
     """Finished samples, by the type of their finish reason."""
     pauses: list[PauseTotal] = []

@@ -385,9 +385,9 @@ class GenerateReqOutput(ReplyRecord, kw_only=True, frozen=True):
     num_retractions: int = 0
     """Times that its KV cache was freed and recomputed: by a pause, or because the KV cache was full."""
     drafted_tokens: int = 0
-    """Tokens that speculation proposed."""
+    """Tokens that speculation drafted."""
     accepted_tokens: int = 0
-    """Drafted tokens that were sampled, in steps that sampled several tokens."""
+    """Drafted tokens that were sampled and became output; it took as many steps less."""
     queue_time: float = 0.0
     """Seconds from arrival to the first scheduled step; to the end, if it was never scheduled."""
     e2e_latency: float = 0.0

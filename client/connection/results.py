@@ -104,6 +104,10 @@ class GenerateOutput:
     """The seed that was used: the given one, or a random one of the engine."""
     num_retractions: int
     """Times that its KV cache was freed (by a pause, or because the KV cache was full) and recomputed."""
+    drafted_tokens: int = 0
+    """Tokens that speculation drafted."""
+    accepted_tokens: int = 0
+    """Drafted tokens that were sampled and became output; it took as many steps less."""
     queue_time: float
     """Seconds from arrival to the first scheduled step; to the end, if it was never scheduled."""
     e2e_latency: float
@@ -206,7 +210,8 @@ def _values(values: "array.array[ElementT]", data: bytes | memoryview) -> list[E
 
 _SAME = (
     "rid", "index", "sampling_mask", "routed_experts", "hidden_states", "finish_reason", "weight_versions",
-    "prompt_tokens", "cached_tokens", "seed", "num_retractions", "queue_time", "e2e_latency",
+    "prompt_tokens", "cached_tokens", "seed", "num_retractions", "drafted_tokens", "accepted_tokens",
+    "queue_time", "e2e_latency",
 )  # fmt: skip
 """Fields that need no decoding."""
 

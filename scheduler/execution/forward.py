@@ -1,8 +1,8 @@
 """One step: the batch that goes to the device, what comes back, and the interfaces of what computes it.
 
 Invariants:
-- Rows are requests, or drafted tokens of one; decode rows (one query token each) come first, so ``[0, num_decode)`` of every per-row
-  array and of every per-token array belong to them.
+- Rows are requests, and a drafted token of one is a decode row of its own; decode rows (one query token each)
+  come first, so ``[0, num_decode)`` of every per-row array and of every per-token array belong to them.
 - Page 0 of the KV pool is scratch: page tables are padded with it, it is never allocated.
 - A masked KV position never contributes to an output, whatever it holds (stale KV may be NaN).
 """

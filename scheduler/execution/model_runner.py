@@ -74,7 +74,7 @@ class ModelRunner:
         self.sampler = sampler
         self._special = SpecialSampler(sampler, model.config.vocab_size, device)
         self._streams = streams_of(device_module)
-        # One more than there are requests, for the rows that graphs are padded with; then inputs that are known.
+        # One more than there are requests, for the rows that graphs are padded with; then known inputs.
         self.last_tokens = torch.zeros(limits.spare_slot + 1 + limits.rows, dtype=torch.int64, device=device)
         self._known_at = limits.spare_slot + 1
         self._stream: torch.Stream | None = None

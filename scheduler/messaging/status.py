@@ -55,6 +55,7 @@ def status(engine: "Engine", message_id: str) -> GetStatusReqOutput:
         totals=EngineTotals(
             prompt_tokens=engine.batcher.prompt_tokens,
             cached_tokens=engine.batcher.cached_tokens,
+            **engine.batcher.draft_totals(),
             finished_requests=dict(engine.outputs.finished),
             pauses=state.pause_totals(),
             updates=state.update_totals(),

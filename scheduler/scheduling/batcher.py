@@ -102,6 +102,9 @@ class Batcher:
         self._deferred_releases: list[tuple[Request, bool]] = []
         """Finished requests of a step in flight; True if their KV may go to the prefix cache."""
 
+    def draft_totals(self) -> dict[str, int]:
+        return {} if self.speculation is None else self.speculation.totals()
+
     @property
     def num_running(self) -> int:
         return len(self._active) - len(self._prefilling)

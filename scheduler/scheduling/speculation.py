@@ -30,11 +30,13 @@ _GAIN = 1.05
 """Least ratio of the expected rates with and without drafts."""
 _FASTER, _SLOWER = 0.25, 0.05
 """Weights of a step that took less or more time than others of its size: what disturbs a step adds time."""
+_BELIEVED = 3
+"""Steps of a size after which its time counts; the fastest of them."""
 _PRIOR = 1 - 0.7 ** np.arange(_LONGEST_MATCH + 1)
 """Probability, by length of a match, that the token behind it is sampled, before any is tried."""
 _PRIOR_TRIES, _FADING = 4.0, 0.99
-_FIRST_PROBE, _MOST_PROBE = 32, 1024
-"""Steps between two that try drafts which seem not to pay; it doubles until they do."""
+_MOST_PROBE = 512
+"""Most steps of a size between two that try drafts which seem not to pay; at first there is one."""
 _MOST_REST = 32
 """Tokens that a request without luck goes on for before it is looked at again."""
 
@@ -65,35 +67,38 @@ class Texts:
 
 
 class StepTimes:
-    """Seconds of decode steps by their number of rows: running averages of two sizes for each doubling."""
+    """Seconds of decode steps by their number of rows, as running averages."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[float, float]] = {}
+        self._known: dict[int, tuple[float, float, int]] = {}
 
     def observe(self, rows: int, seconds: float) -> None:
-        size = int(2 * log2(rows))
-        before = self._known.get(size)
-        if before is not None:
-            weight = _FASTER if seconds < before[1] else _SLOWER
-            rows_before, seconds_before = before
-            found = rows_before + weight * (rows - rows_before), seconds_before + weight * (seconds - before[1])
+        size = _size(rows)
+        rows_before, before, count = self._known.get(size, (0.0, float("inf"), 0))
+        if count < _BELIEVED:
+            found = (float(rows), seconds) if seconds < before else (rows_before, before)
         else:
-            found = float(rows), seconds
-        self._known[size] = found
+            weight = _FASTER if seconds < before else _SLOWER
+            found = rows_before + weight * (rows - rows_before), before + weight * (seconds - before)
+        self._known[size] = (*found, count + 1)
 
     def of(self, rows: np.ndarray) -> np.ndarray:
         """Return the expected seconds: between two sizes in proportion, beyond them as the last two rise."""
-        known = sorted(self._known.values())
+        known = sorted(known for known in self._known.values() if known[2] >= _BELIEVED)
         if not known:
-            return np.ones(len(rows)) * rows
-        counts, seconds = np.asarray(known).T
-        seconds = np.maximum.accumulate(seconds)
-        last, slope = seconds[-1], seconds[-1] / counts[-1]
+            return rows.astype(np.float64)
+        counts, seconds, _ = np.asarray(known).T
+        seconds = np.minimum.accumulate(seconds[::-1])[::-1]  # no step takes longer than a larger one
+        slope = seconds[-1] / counts[-1]
         if len(known) > 1:
-            slope = (last - seconds[-2]) / (counts[-1] - counts[-2])
-        beyond = np.maximum(rows - counts[-1], 0) * slope
-        found: np.ndarray = np.interp(rows, counts, seconds) + beyond
+            slope = (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
+        found: np.ndarray = np.interp(rows, counts, seconds) + np.maximum(rows - counts[-1], 0) * slope
         return found
+
+
+def _size(rows: int) -> int:
+    """Return the number of a step's size, of which there are two for each doubling of its rows."""
+    return int(2 * log2(rows))
 
 
 @dataclass(slots=True)
@@ -109,7 +114,7 @@ class Draft:
 
 @dataclass(slots=True)
 class DraftRows:
-    """A step's decode rows, some of them for drafted tokens: those of a request lie side by side, in order."""
+    """A step's decode rows, some for drafted tokens: those of a request lie side by side, in order."""
 
     depth: np.ndarray
     """int64 [rows]: drafted tokens of the request up to the row's own, which is its input; 0 without."""
@@ -141,7 +146,12 @@ class Speculation:
         self._keys = np.zeros(table.slots, np.int64)
         self._misses = np.zeros(table.slots, np.int64)
         self._rests_until = np.zeros(table.slots, np.int64)
-        self._until_probe, self._probe_after = 0, _FIRST_PROBE
+        self._probes: dict[int, tuple[int, int]] = {}
+        """Steps until the next probe and between it and the one after, by size of a step."""
+
+    def totals(self) -> dict[str, int]:
+        """Return the counters by their names in a status."""
+        return {"drafts": self.drafts, "drafted_tokens": self.drafted, "accepted_tokens": self.accepted}
 
     def ended(self, request: "Request") -> None:
         """Keep the output of a request, which still has its slot."""
@@ -152,8 +162,7 @@ class Speculation:
         most = np.full(min(room, LONGEST_DRAFT * len(slots)), self._chances.max())
         pays = self._best_count(len(slots), np.cumprod(most)) > 0
         if not pays:
-            self._until_probe -= 1
-            if self._until_probe >= 0:
+            if not self._may_probe(len(slots)):
                 return []
             room = min(room, max(3, len(slots) // 4))
         drafts = [draft for row, slot in self._candidates(slots) if (draft := self._draft(row, slot))]
@@ -162,11 +171,6 @@ class Speculation:
         chances = np.concatenate([draft.chances for draft in drafts])
         order = np.argsort(-chances, kind="stable")[:room]
         count = self._best_count(len(slots), chances[order]) if pays else len(order)
-        if not pays:
-            self._until_probe = self._probe_after
-            self._probe_after = min(2 * self._probe_after, _MOST_PROBE)
-        elif count:
-            self._probe_after = _FIRST_PROBE
         # Chances fall within a draft, so its chosen tokens are its first ones.
         chosen = np.zeros(len(chances), np.int64)
         chosen[order[:count]] = 1
@@ -178,7 +182,7 @@ class Speculation:
         return [draft for draft in drafts if draft.tokens]
 
     def count(self, slots: np.ndarray, *, accepted: bool = False) -> None:
-        """Count a drafted token of each of ``slots``, in which some may come again, or one that is recorded."""
+        """Count a drafted token of each of ``slots``, some of which come again, or one that is recorded."""
         if accepted:
             self.accepted += len(slots)
         else:
@@ -214,11 +218,19 @@ class Speculation:
         return found
 
     def _best_count(self, rows: int, chances: np.ndarray) -> int:
-        """Return how many tokens of falling ``chances`` a step of ``rows`` should draft for most tokens a second."""
+        """Return how many tokens of falling ``chances`` are worth drafting beside ``rows``."""
         counts = np.arange(len(chances) + 1)
         rates = (rows + np.concatenate([np.zeros(1), np.cumsum(chances)])) / self.times.of(rows + counts)
         best = int(rates.argmax())
         return best if rates[best] > _GAIN * rates[0] else 0
+
+    def _may_probe(self, rows: int) -> bool:
+        left, between = self._probes.get(_size(rows), (0, 1))
+        if left:
+            self._probes[_size(rows)] = left - 1, between
+            return False
+        self._probes[_size(rows)] = between, min(2 * between, _MOST_PROBE)
+        return True
 
     def _candidates(self, slots: np.ndarray) -> list[tuple[int, int]]:
         """Return rows and slots of requests that can have drafts, the longest outputs first."""
@@ -240,12 +252,14 @@ class Speculation:
         known = int(table.length[slot])
         most = min(LONGEST_DRAFT, int(table.limit[slot]) - known - 1)
         own = table.tokens[slot, :known]
-        texts = [self.texts.of(int(self._keys[slot])), own]
         siblings = np.flatnonzero((self._keys == self._keys[slot]) & table.live)
-        for other in siblings[siblings != slot][:_SIBLINGS].tolist():
-            if self._of[other] is table.by_slot[other]:
-                texts.append(table.tokens[other, table.prompt_len[other] : table.length[other]])
-        match, places = _SHORTEST_MATCH, []
+        texts = [self.texts.of(int(self._keys[slot])), own]
+        texts += [
+            table.tokens[other, table.prompt_len[other] : table.length[other]]
+            for other in siblings[siblings != slot][:_SIBLINGS].tolist()
+            if self._of[other] is table.by_slot[other]
+        ]
+        match, places = _SHORTEST_MATCH, list[list[int]]()
         for text in texts:
             ends, length = _matches(text, own)
             if length > match:
@@ -265,7 +279,7 @@ class Speculation:
 
 
 def draft_rows(table: "RequestTable", slots: np.ndarray, drafts: list[Draft]) -> tuple[np.ndarray, DraftRows]:
-    """Write ``drafts`` behind the known tokens of decoding ``slots``; return the slot of each row, and the rows."""
+    """Write ``drafts`` behind the known tokens of ``slots``; return each row's slot, and the rows."""
     counts, matches = np.ones(len(slots), np.int64), np.zeros(len(slots), np.int64)
     for draft in drafts:
         slot, count = slots[draft.row], len(draft.tokens)

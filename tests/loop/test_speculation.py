@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -16,11 +17,16 @@ from support.scripted import EngineDriver, ok, prompt_of, tokens_of
 
 from caesura.io_struct import CaesuraError, GenerateReqInput, GenerateReqOutput, SamplingParams
 from caesura.scheduler.kernels import TORCH, best
+from caesura.scheduler.runtime.engine_config import EngineConfig
+from caesura.scheduler.scheduling.request import RequestTable
 from caesura.scheduler.scheduling.speculation import Speculation, StepTimes, Texts
 
 needs_kernels = pytest.mark.skipif(
     best("linear", "cpu", torch.float32) == TORCH, reason="no compiled kernels on this machine"
 )
+
+
+best_count = Speculation._best_count
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,6 +83,7 @@ ASKS = st.builds(
 PAUSES = st.lists(st.tuples(st.integers(1, 9), st.sampled_from(["in_place", "retract"])), max_size=3)
 
 
+@needs_kernels
 @settings(
     max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -117,10 +124,72 @@ def test_a_repeating_text_takes_few_steps(drivers: list[EngineDriver]) -> None:
     assert steps[1] < steps[0] / 2
 
 
-@pytest.mark.parametrize("depth", [0])
-def test_no_sequence_of_commands_breaks_drafts(tiny_model, other_model, depth):
+@needs_kernels
+def test_samples_of_a_group_draft_from_each_other(drivers: list[EngineDriver]) -> None:
+    plain, drafting = drivers
+    prompt = prompt_of(20, 5)  # a prompt that no other test has
+    params = SamplingParams(max_new_tokens=24, seed=3, temperature=0.8, ignore_eos=True)
+    first = plain.complete(prompt, sampling_params=params, return_logprob=True)
+    before = [drafting.complete(prompt, sampling_params=params, return_logprob=True) for _ in range(2)]
+    assert [of(each) for each in before] == [of(first)] * 2
+    assert before[1].accepted_tokens > max(before[0].accepted_tokens, 12)
+
+
+def test_what_a_draft_cannot_carry_is_decoded_alone(drivers: list[EngineDriver]) -> None:
+    params = SamplingParams(max_new_tokens=24, temperature=0.0, frequency_penalty=0.001, ignore_eos=True)
+    assert drivers[1].complete(prompt_of(12), sampling_params=params).drafted_tokens == 0
+
+
+def test_impossible_options_are_refused(tiny_model: Path, hybrid: Path) -> None:
+    with pytest.raises(CaesuraError, match="pipeline_depth = 1 must be 0 with speculation"):
+        EngineConfig(model_path=str(tiny_model), speculation="suffix", pipeline_depth=1)
+    with pytest.raises(CaesuraError, match="layers keep a state"):
+        EngineDriver(str(hybrid), scripted=False, speculation="suffix")
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from support.checkpoints import make_checkpoint
+
+    path = tmp_path_factory.mktemp("models") / "hybrid"
+    make_checkpoint(path, "qwen3.5")
+    return path
+
+
+def test_texts_of_prompts_not_used_lately_are_forgotten() -> None:
+    texts = Texts(most=24)
+    for key in (1, 2):
+        texts.add(key, np.arange(8, dtype=np.int32))
+    texts.of(1)
+    texts.add(3, np.arange(8, dtype=np.int32))
+    assert texts.of(1).tolist() == [-1, *range(8), -1]
+    assert texts.of(2).tolist() == [-1]
+    assert texts.num_tokens == 20
+
+
+def test_drafts_pay_where_larger_steps_take_little_longer() -> None:
+    speculation, sure = Speculation(RequestTable(64, 16, 16, 97)), np.full(15, 0.9)
+    for rows in (1, 4, 16):
+        for _ in range(3):
+            speculation.times.observe(rows, 1.0 + 0.01 * rows)
+    assert best_count(speculation, 1, np.cumprod(sure)) == 15
+    assert best_count(speculation, 1, np.cumprod(sure - 0.88)) == 0
+    for rows in (17, 33):
+        for _ in range(3):
+            speculation.times.observe(rows, 0.1 * rows)
+    assert best_count(speculation, 32, np.cumprod(sure)) == 0
+
+
+def test_a_step_that_was_disturbed_is_not_believed() -> None:
+    times = StepTimes()
+    for seconds in (9.0, 1.0, 9.0, 9.0):
+        times.observe(4, seconds)
+    assert times.of(np.asarray([4]))[0] < 1.5
+
+
+def test_no_sequence_of_commands_breaks_drafts(tiny_model: Path, other_model: Path) -> None:
     run_state_machine_as_test(
-        partial(EngineMachine, str(tiny_model), str(other_model), depth, speculation="suffix"),
+        partial(EngineMachine, str(tiny_model), str(other_model), 0, speculation="suffix"),
         settings=settings(
             max_examples=examples(30),
             stateful_step_count=40,

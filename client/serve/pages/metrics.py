@@ -240,6 +240,13 @@ def _tokens(families: Families, status: GetStatusReqOutput, throughput: float) -
     counter("generation_tokens", "Generated tokens.", status.generated_tokens)
     counter("prompt_tokens", "Prompt tokens of requests that have been scheduled.", totals.prompt_tokens)
     counter("cached_tokens", "Prompt tokens found in the prefix cache.", totals.cached_tokens)
+    if totals.drafts:
+        text = "Tokens of a request's step with drafts, mean since start."
+        gauge("spec_accept_length", text, 1 + totals.accepted_tokens / totals.drafts)
+        text = "Fraction of drafted tokens that were sampled, since start."
+        gauge("spec_accept_rate", text, totals.accepted_tokens / totals.drafted_tokens)
+        counter("spec_draft_tokens", "Drafted tokens.", totals.drafted_tokens)
+        counter("spec_accepted_tokens", "Drafted tokens that were sampled.", totals.accepted_tokens)
 
 
 def _memory(families: Families, status: GetStatusReqOutput) -> None:
@@ -337,6 +344,11 @@ def vllm_families(families: Families, status: GetStatusReqOutput) -> None:
     counter("generation_tokens", "Generated tokens.", status.generated_tokens)
     counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", totals.prompt_tokens)
     counter("prefix_cache_hits", "Prompt tokens found in it.", totals.cached_tokens)
+    if totals.drafts:
+        counter("spec_decode_num_drafts", "Times that a request had drafts in a step.", totals.drafts)
+        counter("spec_decode_num_draft_tokens", "Drafted tokens.", totals.drafted_tokens)
+        text = "Drafted tokens that were sampled."
+        counter("spec_decode_num_accepted_tokens", text, totals.accepted_tokens)
     sizes = {(str(kv.page_size), str(kv.total // kv.page_size)): 1.0}
     gauge("cache_config_info", "Pages of the KV cache.", sizes, ("block_size", "num_gpu_blocks"))
 

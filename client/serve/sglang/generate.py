@@ -628,6 +628,8 @@ def meta_info(
             delta = msgspec.structs.replace(delta, output_logprobs=output.sampled_logprobs)
         _add_output_logprobs(meta, delta, texts)
         _add_input_logprobs(meta, sample, request, texts)
+    if output.drafted_tokens:
+        meta |= _speculation(output)
     if output.sampling_mask is not None:
         _add_sampling_mask(meta, output, output.sampling_mask, request)
     if output.hidden_states is not None:
@@ -636,6 +638,17 @@ def meta_info(
         meta["routed_experts"] = experts_of(output, experts_dtype)
         meta["routed_experts_start_len"] = request.routed_experts_start_len
     return meta
+
+
+def _speculation(output: GenerateOutput) -> dict[str, Any]:
+    steps = len(output.output_ids) - output.accepted_tokens
+    return {
+        "spec_verify_ct": steps,
+        "spec_accept_token_num": output.accepted_tokens,
+        "spec_draft_token_num": output.drafted_tokens,
+        "spec_accept_rate": output.accepted_tokens / output.drafted_tokens,
+        "spec_accept_length": len(output.output_ids) / max(steps, 1),
+    }
 
 
 def _as_slime(request: GenerationRequest) -> bool:

@@ -1,0 +1,142 @@
+"""Speculation from suffixes: tokens per second with and without it, where it pays and where it cannot.
+
+Two engines of one checkpoint, one with ``speculation="suffix"``, take turns. *lone*: a greedy request that
+was generated before, so that every draft is accepted. *last eight*: eight samples of a prompt, whose group
+has eight others that have ended. *epoch*: eight groups of eight. With ``--trained`` the policy first learns
+to write sentences that come again, each followed by one of four. Without, at temperature 1, nothing comes
+again, which shows what speculation costs where it never helps.
+
+    python benchmarks/speculation.py --trained --repeats 5 --json speculation.json
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from checkpoints import SHAPES, write_checkpoint
+from harness.script import begin, in_turns, parser, table, write_json
+from msgspec import structs
+from rich.console import Console
+
+from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
+
+GROUP, GROUPS, PROMPT_TOKENS = 8, 8, 16
+SENTENCES, LEARNING_RATE, ROWS, LENGTH = 128, 2e-3, 16, 128
+
+
+def sentences() -> list[list[int]]:
+    drawn = torch.Generator().manual_seed(7)
+    lengths = torch.randint(6, 20, (SENTENCES,), generator=drawn).tolist()
+    return [torch.randint(2, 1000, (length,), generator=drawn).tolist() for length in lengths]
+
+
+def text(length: int, seed: int) -> list[int]:
+    """Return sentences, each followed by one of four that may follow it."""
+    known, drawn = sentences(), torch.Generator().manual_seed(seed)
+    at = int(torch.randint(0, SENTENCES, (1,), generator=drawn))
+    found: list[int] = []
+    while len(found) < length:
+        found += known[at]
+        at = (at * 4 + int(torch.randint(0, 4, (1,), generator=drawn))) % SENTENCES
+    return found[:length]
+
+
+def train(path: Path, steps: int) -> None:
+    """Teach the checkpoint in ``path`` to write :func:`text`."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
+    for step in range(steps):
+        ids = torch.tensor([text(LENGTH, 1 + step * ROWS + row) for row in range(ROWS)])
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 50 == 49:
+            print(f"step {step + 1}: loss {loss.item():.2f}")
+    model.to(torch.bfloat16).save_pretrained(path)
+
+
+def run(client: SchedulerClient, prompts: Sequence[list[int]], params: SamplingParams, seed: int) -> float:
+    """Return tokens per second of a sample of each prompt, each with a seed of its own."""
+    started = perf_counter()
+    handles = [
+        client.submit(prompt, structs.replace(params, seed=seed + number))
+        for number, prompt in enumerate(prompts)
+    ]
+    tokens = sum(len(handle.result().output_ids) for handle in handles)
+    return tokens / (perf_counter() - started)
+
+
+def lone(client: SchedulerClient, new_tokens: int, number: int) -> float:
+    greedy = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    return run(client, [text(PROMPT_TOKENS, -1)], greedy, 0)
+
+
+def last_eight(client: SchedulerClient, new_tokens: int, number: int) -> float:
+    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    group = [text(PROMPT_TOKENS, -3 - number)] * GROUP
+    run(client, group, params, 1000 * (1 + number) + 100)
+    return run(client, group, params, 1000 * (1 + number) + 200)
+
+
+def epoch(client: SchedulerClient, new_tokens: int, number: int) -> float:
+    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    groups = [text(PROMPT_TOKENS, -1000 - GROUPS * number - group) for group in range(GROUPS)]
+    return run(client, groups * GROUP, params, 1000 * (1 + number) + 300)
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--shape", choices=("tiny", "0.6b"), default="tiny")
+    made.add_argument(
+        "--trained", action="store_true", help="train the tiny policy first, for a minute or two"
+    )
+    made.add_argument("--steps", type=int, default=300, help="of training")
+    made.add_argument("--new-tokens", type=int, default=128)
+    made.add_argument("--scenes", nargs="+", default=["lone", "last_eight", "epoch"])
+    made.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--checkpoint", type=Path, help="folder of an earlier run; made if it is not there")
+    options = made.parse_args()
+    console = Console()
+    facts = begin(console, shape=options.shape)
+    with ExitStack() as stack:
+        base = options.checkpoint or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "base"
+        if not base.exists():
+            write_checkpoint(base, SHAPES[options.shape])
+            if options.trained:
+                train(base, options.steps)
+        results = measure(stack, base, options, console)
+    write_json(options.json, {**facts, **vars(options), "results": results})
+
+
+def measure(
+    stack: ExitStack, base: Path, options: argparse.Namespace, console: Console
+) -> dict[str, dict[str, list[float]]]:
+    shared = {"num_threads": options.threads, "kv_pool_tokens": 1 << 15, "log_level": "WARNING"}
+    clients = {
+        way: stack.enter_context(launch_scheduler(base, speculation=way, **shared))
+        for way in ("none", "suffix")
+    }
+    scenes = {"lone": lone, "last_eight": last_eight, "epoch": epoch}
+    results, rows = {}, []
+    for name in options.scenes:
+        ways = {way: partial(scenes[name], client, options.new_tokens) for way, client in clients.items()}
+        results[name] = in_turns(ways, options.repeats)
+        none, suffix = (statistics.median(results[name][way]) for way in ("none", "suffix"))
+        rows.append((name.replace("_", " "), f"{none:,.0f}", f"{suffix:,.0f}", f"{suffix / none:.2f} x"))
+    console.print(table(None, ["", "none tok/s", "suffix tok/s", ""], rows))
+    return results
+
+
+if __name__ == "__main__":
+    main()
