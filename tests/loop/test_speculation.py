@@ -84,9 +84,7 @@ PAUSES = st.lists(st.tuples(st.integers(1, 9), st.sampled_from(["in_place", "ret
 
 
 @needs_kernels
-@settings(
-    max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=examples(40))
 @given(asks=st.lists(ASKS, min_size=1, max_size=4), pauses=PAUSES)
 def test_results_are_those_without_drafts(
     drivers: list[EngineDriver], asks: list[GenerateReqInput], pauses: list[tuple[int, Any]]
