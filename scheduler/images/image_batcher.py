@@ -39,7 +39,7 @@ RAISE_AFTER = 32
 class ImageBatcher:
     """Owns the running samples and builds steps from them and from the queue; a ``StepBatcher``."""
 
-    prompt_tokens = cached_tokens = prefilled_tokens = 0
+    prompt_tokens = cached_tokens = prefilled_tokens = drafts = drafted_tokens = accepted_tokens = 0
 
     def __init__(
         self,

@@ -55,7 +55,9 @@ def status(engine: "Engine", message_id: str) -> GetStatusReqOutput:
         totals=EngineTotals(
             prompt_tokens=engine.batcher.prompt_tokens,
             cached_tokens=engine.batcher.cached_tokens,
-            **engine.batcher.draft_totals(),
+            drafts=engine.batcher.drafts,
+            drafted_tokens=engine.batcher.drafted_tokens,
+            accepted_tokens=engine.batcher.accepted_tokens,
             finished_requests=dict(engine.outputs.finished),
             pauses=state.pause_totals(),
             updates=state.update_totals(),

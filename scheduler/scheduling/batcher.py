@@ -87,6 +87,7 @@ class Batcher:
         self.num_retractions = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.drafts = self.drafted_tokens = self.accepted_tokens = 0
         self._chunk_sizer = chunks
         self._routing = routing
         self._grammars = grammars
@@ -101,9 +102,6 @@ class Batcher:
         self._decode_offset = 0  # rotates the decoding rows while not all of them fit into one step
         self._deferred_releases: list[tuple[Request, bool]] = []
         """Finished requests of a step in flight; True if their KV may go to the prefix cache."""
-
-    def draft_totals(self) -> dict[str, int]:
-        return {} if self.speculation is None else self.speculation.totals()
 
     @property
     def num_running(self) -> int:
@@ -192,6 +190,19 @@ class Batcher:
         past &= np.asarray(batch.forward.kv_lens_host) >= known
         requests = (table.by_slot[slot] for slot in slots[past])
         return [r for r in requests if r and r.computes_shared_prefix and r.phase is Phase.PREFILL]
+
+    def count_drafts(self, slots: np.ndarray, *, accepted: bool = False) -> None:
+        """Count a drafted token of each of ``slots``, some of which come again, or one that is recorded."""
+        if accepted:
+            self.accepted_tokens += len(slots)
+        else:
+            self.drafts += len(np.unique(slots))
+            self.drafted_tokens += len(slots)
+        for slot in slots.tolist():
+            request = self.table.by_slot[slot]
+            assert request is not None, "a row of a step is a request's"
+            request.accepted_tokens += accepted
+            request.drafted_tokens += not accepted
 
     def roll_back_step(self, batch: ScheduledBatch) -> None:
         """Roll back a lost step, the one launched last first; what lost its state needs :meth:`restore`."""

@@ -146,13 +146,11 @@ class OutputProcessor(Outputs[Request]):
             self._record_tokens(batch, output, table.live[batch.sample_slots])
             return
         depth, kept = batch.drafts.depth, batch.drafts.verify(output.token_ids)
-        speculation = self._batcher.speculation
-        assert speculation is not None, "nobody else drafts"
-        speculation.count(batch.slots[depth > 0])
+        self._batcher.count_drafts(batch.slots[depth > 0])
         for each in range(int(depth[kept].max()) + 1):
             keep = kept & (depth == each) & table.live[batch.slots]
             if each:
-                speculation.count(batch.slots[keep], accepted=True)
+                self._batcher.count_drafts(batch.slots[keep], accepted=True)
             self._record_tokens(batch, output, keep)
 
     def _record_tokens(self, batch: ScheduledBatch, output: HostOutput, keep: np.ndarray) -> None:

@@ -137,8 +137,6 @@ class DraftRows:
 class Speculation:
     def __init__(self, table: "RequestTable") -> None:
         self.times, self.texts = StepTimes(), Texts()
-        self.drafts = self.drafted = self.accepted = 0
-        """Drafts that were verified, their tokens, and those that became output, since the engine's start."""
         self._table = table
         self._tried, self._hit = np.zeros(len(_PRIOR)), np.zeros(len(_PRIOR))
         self._of: list[Request | None] = [None] * table.slots
@@ -148,10 +146,6 @@ class Speculation:
         self._rests_until = np.zeros(table.slots, np.int64)
         self._probes: dict[int, tuple[int, int]] = {}
         """Steps until the next probe and between it and the one after, by size of a step."""
-
-    def totals(self) -> dict[str, int]:
-        """Return the counters by their names in a status."""
-        return {"drafts": self.drafts, "drafted_tokens": self.drafted, "accepted_tokens": self.accepted}
 
     def ended(self, request: "Request") -> None:
         """Keep the output of a request, which still has its slot."""
@@ -180,21 +174,6 @@ class Speculation:
             if not draft.tokens:
                 self._missed(slots[draft.row])
         return [draft for draft in drafts if draft.tokens]
-
-    def count(self, slots: np.ndarray, *, accepted: bool = False) -> None:
-        """Count a drafted token of each of ``slots``, some of which come again, or one that is recorded."""
-        if accepted:
-            self.accepted += len(slots)
-        else:
-            self.drafts += len(np.unique(slots))
-            self.drafted += len(slots)
-        for slot in slots.tolist():
-            request = self._table.by_slot[slot]
-            assert request is not None, "a row of a step is a request's"
-            if accepted:
-                request.accepted_tokens += 1
-            else:
-                request.drafted_tokens += 1
 
     def observe(self, slots: np.ndarray, rows: DraftRows | None, seconds: float) -> None:
         """Learn from a completed step of decode rows alone, when its tokens have been recorded."""
