@@ -41,7 +41,7 @@ def test_sizes_of_a_file_are_counted_by_kind(tmp_path, monkeypatch):
     assert (sizes.protocols, sizes.private) == (1, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_report_has_a_row_for_each_tree():
     rows = "\n".join(report())
     for tree in ("product", *report_sizes.TREES):

@@ -90,19 +90,13 @@ def test_values_arrive_with_their_types(served):
     assert [config.weights_cpu_backup for config, *_ in served] == [True, True]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["--model", "/m", "--dtype", "float8"],
-        ["--model", "/m", "--kv-pool-tokens", "many"],
-        ["--model", "/m", "--requests-while-paused", "sometimes"],
-        ["--model", "/m", "--no-such-option"],
-        ["--model", "/m", "surplus"],
-    ],
-)
-def test_a_wrong_command_line_is_status_two(served, arguments):
-    assert invoke(*arguments).exit_code == 2
+def test_a_wrong_command_line_is_status_two(served):
+    for wrong in (
+        ["--dtype", "float8"], ["--kv-pool-tokens", "many"], ["--requests-while-paused", "sometimes"],
+        ["--no-such-option"], ["surplus"],
+    ):  # fmt: skip
+        assert invoke("--model", "/m", *wrong).exit_code == 2
+    assert invoke().exit_code == 2
     assert not served
 
 
@@ -124,19 +118,13 @@ def start_error(**fields: object) -> CaesuraError:
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
+def test_failed_start_says_why(tiny_model):
+    for field, value in (
         ("device", "nonsense"), ("device", "cuda:1000"), ("log_level", "loud"),
         ("endpoint", "tcp://0.0.0.0:0"),
-    ],
-)  # fmt: skip
-def test_failed_start_says_why(tiny_model, field, value):
-    error = start_error(model_path=str(tiny_model), **{field: value})
-    assert (error.code, error.detail["field"]) == (ErrorCode.INVALID_REQUEST, field)
-
-
-def test_an_oversized_pool_is_refused_with_the_numbers(tiny_model):
+    ):  # fmt: skip
+        error = start_error(model_path=str(tiny_model), **{field: value})
+        assert (error.code, error.detail["field"]) == (ErrorCode.INVALID_REQUEST, field)
     error = start_error(model_path=str(tiny_model), kv_pool_tokens=10**12)
     assert error.code == ErrorCode.OUT_OF_MEMORY
     assert error.detail["needed_bytes"] > error.detail["free_bytes"] > 0
@@ -170,17 +158,14 @@ def test_a_private_directory_goes_with_the_engine(tiny_model, tmp_path, monkeypa
     assert (tmp_path / "mine").exists()
 
 
-@pytest.mark.parametrize(
-    "option,meant",
-    [
+def test_an_option_of_another_engine_is_refused_with_ours(served):
+    for option, meant in (
         ("--tensor-parallel-size", ": did you mean --tp?"),
         ("--mem-fraction-static", ": did you mean --kv-memory-fraction?"),
         ("--model-path", ": did you mean --model?"),
         ("--disable-radix-cache", ": turn prefix_cache off"),
-    ],
-)
-def test_an_option_of_another_engine_is_refused_with_ours(served, option, meant):
-    done = invoke("--model", "m", option, "1")
-    assert done.exit_code == 2
-    assert f"No such option '{option}'" in done.output
-    assert meant in done.output
+    ):
+        done = invoke("--model", "m", option, "1")
+        assert done.exit_code == 2
+        assert f"No such option '{option}'" in done.output
+        assert meant in done.output

@@ -95,7 +95,7 @@ def test_storing_answers_takes_no_memory():
     store = Answers(60.0, LIMIT)
 
     def fill(name: str) -> None:
-        for number in range(4 * STORED_ANSWERS):
+        for number in range(2 * STORED_ANSWERS):
             answer(store, f"{name} {number}", number % 3 * SMALL)
             generate(store, f"{name} g{number}", client=b"%d" % number)
             store.add(store.get(f"{name} g{number}"), result(f"{name} g{number}", nbytes=number))

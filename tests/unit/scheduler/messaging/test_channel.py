@@ -205,10 +205,10 @@ IMPOSSIBLE = """
 """
 
 
-@pytest.mark.parametrize("address", ["", *IMPOSSIBLE.split()])
-def test_an_impossible_address_is_refused_by_name(address):
-    error = refusal(address)
-    assert (error.code, error.detail["field"]) == (ErrorCode.INVALID_REQUEST, "endpoint")
+def test_an_impossible_address_is_refused_by_name():
+    for address in ("", *IMPOSSIBLE.split()):
+        error = refusal(address)
+        assert (error.code, error.detail["field"]) == (ErrorCode.INVALID_REQUEST, "endpoint"), address
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
