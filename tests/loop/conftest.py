@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.lanes import quick
 from support.scripted import EngineDriver
 
 from caesura.scheduler.memory import residency
 
 
-@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
+@pytest.fixture(params=quick([1, 0]), ids=["depth1", "depth0"])
 def depth(request: pytest.FixtureRequest) -> int:
+    """Return the depth of the pipeline: 0 is that of all engines that are given none."""
     return request.param
 
 

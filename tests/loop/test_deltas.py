@@ -210,13 +210,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_delta_that_does_not_fit_changes_nothing(case, driver, tmp_path):
-    before, (sent, code) = checksums(driver), REFUSED[case]
-    assert_error(by_tensor(driver, sent, EPOCH, tmp_path), code)
-    driver.assert_status(weights="valid", weights_epoch=0, session=None)
+def test_a_delta_that_does_not_fit_changes_nothing(driver, tmp_path):
+    before = checksums(driver)
+    for case, (sent, code) in REFUSED.items():
+        assert_error(by_tensor(driver, sent, EPOCH, tmp_path), code)
+        driver.assert_status(weights="valid", weights_epoch=0, session=None)
+        assert driver.engine.delta.staged_bytes == 0, case
     assert checksums(driver) == before
-    assert driver.engine.delta.staged_bytes == 0
 
 
 def test_a_delta_of_other_weights_is_refused(driver, versions, tmp_path):

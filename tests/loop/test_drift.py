@@ -431,14 +431,14 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "named"), MISTAKES)
-def test_a_sample_that_cannot_be_scored_is_named(tiny_model, fields, named):
+def test_a_sample_that_cannot_be_scored_is_named(tiny_model):
     with checked(tiny_model) as driver:
-        given = {"token_ids": [5, 6, 7, 8], "prompt_len": 2, "logprobs": bytes(8), **fields}
-        message = CheckDriftReqInput(samples=[DriftSample(**given)])
-        driver.send(message)
-        driver.run_until_idle()
-        error = driver.replies.pop(message.id)
-        assert error.message.startswith("samples[0]: ")
-        assert named in error.message
-        assert not driver.engine.live
+        for fields, named in MISTAKES:
+            given = {"token_ids": [5, 6, 7, 8], "prompt_len": 2, "logprobs": bytes(8), **fields}
+            message = CheckDriftReqInput(samples=[DriftSample(**given)])
+            driver.send(message)
+            driver.run_until_idle()
+            error = driver.replies.pop(message.id)
+            assert error.message.startswith("samples[0]: ")
+            assert named in error.message
+            assert not driver.engine.live

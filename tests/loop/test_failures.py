@@ -108,8 +108,8 @@ def test_a_stage_that_fails_for_some_time(driver, stage):
     check_everybody(driver, {})
 
 
-@pytest.mark.parametrize("error", NO_MEMORY, ids=["accelerator", "allocator", "python"])
-@pytest.mark.parametrize("stage", quick(COMPUTING))
+@pytest.mark.parametrize("error", quick(NO_MEMORY), ids=["accelerator", "allocator", "python"])
+@pytest.mark.parametrize("stage", COMPUTING)
 def test_memory_that_is_short_once_ends_no_request(driver, stage, error):
     for number in range(12):
         rids = submit(driver, new_tokens=10)

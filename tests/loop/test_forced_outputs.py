@@ -305,25 +305,22 @@ def test_experts_of_a_replay_are_those_of_its_sample(tmp_path, depth):
             assert driver.result(rid).routed_experts == each.routed_experts
 
 
-@pytest.mark.parametrize(
-    ("fields", "field", "text"),
-    [
-        ({"forced_output_ids": []}, "forced_output_ids", "at least one id"),
-        ({"forced_output_ids": [1], "n": 2}, "n", "must be 1 with forced_output_ids"),
-        ({"forced_output_ids": [97]}, "forced_output_ids", "outside the vocabulary"),
-    ],
-)
-def test_impossible_replays_are_refused(driver, fields, field, text):
-    params = SamplingParams(**fields)
-    refusal = driver.call(GenerateReqInput(input_ids=PROMPTS[0], sampling_params=params))
-    assert refusal.detail["field"] == f"sampling_params.{field}"
-    assert text in refusal.message
+MISTAKES = [
+    ({"forced_output_ids": []}, "forced_output_ids", "at least one id"),
+    ({"forced_output_ids": [1], "n": 2}, "n", "must be 1 with forced_output_ids"),
+    ({"forced_output_ids": [97]}, "forced_output_ids", "outside the vocabulary"),
+]
 
 
-def test_a_replay_beyond_the_context_is_refused(driver):
-    params = SamplingParams(forced_output_ids=[5] * 100_000)
-    refusal = driver.call(GenerateReqInput(input_ids=PROMPTS[0], sampling_params=params))
-    assert refusal.code == "prompt_too_long"
+def test_impossible_replays_are_refused(driver):
+    def refused(**fields: Any) -> Any:
+        return driver.call(GenerateReqInput(input_ids=PROMPTS[0], sampling_params=SamplingParams(**fields)))
+
+    for fields, field, text in MISTAKES:
+        refusal = refused(**fields)
+        assert refusal.detail["field"] == f"sampling_params.{field}"
+        assert text in refusal.message
+    assert refused(forced_output_ids=[5] * 100_000).code == "prompt_too_long"
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])

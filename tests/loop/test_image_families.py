@@ -44,12 +44,19 @@ DYNAMIC = partial(make_sd3, t5=False, use_dynamic_shifting=True, base_image_seq_
 @pytest.mark.parametrize(
     ("make", "pipeline", "guidance", "options"),
     [
-        pytest.param(make_sd3, StableDiffusion3Pipeline, 1.0, SD3, id="sd3"),
+        pytest.param(make_sd3, StableDiffusion3Pipeline, 1.0, SD3, id="sd3", marks=pytest.mark.long),
         pytest.param(make_sd3, StableDiffusion3Pipeline, 4.5, SD3, id="sd3 guided"),
         pytest.param(DYNAMIC, StableDiffusion3Pipeline, 1.0, SD3, id="sd3 with dynamic shifting, without T5"),
         pytest.param(make_flux, FluxPipeline, 3.5, FLUX, id="flux dev"),
-        pytest.param(partial(make_flux, guidance=False), FluxPipeline, 3.5, FLUX, id="flux schnell"),
-        pytest.param(make_qwen_image, QwenImagePipeline, 1.0, QWEN, id="qwen"),
+        pytest.param(
+            partial(make_flux, guidance=False),
+            FluxPipeline,
+            3.5,
+            FLUX,
+            id="flux schnell",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(make_qwen_image, QwenImagePipeline, 1.0, QWEN, id="qwen", marks=pytest.mark.long),
         pytest.param(make_qwen_image, QwenImagePipeline, 4.0, QWEN, id="qwen guided"),
     ],
 )

@@ -5,6 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.faults import Fault
+from support.lanes import quick
 from support.scripted import EngineDriver, one_piece_per_slice
 
 from caesura.io_struct import GenerateImagesReqInput, SdeParams
@@ -24,9 +25,9 @@ MAKE = {
     "qwen": make_qwen_image,
 }
 STRATEGIES = [
+    ("layerwise", "offload"),
     ("offload", "resident"),
     ("resident", "layerwise"),
-    ("layerwise", "offload"),
     ("layerwise", "layerwise"),
 ]
 
@@ -146,7 +147,7 @@ def test_traced_calls_find_weights_that_move(pipelines, expected, traced_at_once
             assert any(shape.agrees for shape in traced["transformer"].shapes.values())
 
 
-@pytest.mark.parametrize(("frozen", "transformer"), STRATEGIES)
+@pytest.mark.parametrize(("frozen", "transformer"), quick(STRATEGIES, 2))
 def test_strategies_keep_images_within_their_memory(pipelines, expected, frozen, transformer):
     with engine(pipelines("sd3"), frozen, transformer) as driver:
         sizes = {each.name: each.nbytes for each in driver.status().components}
@@ -176,8 +177,10 @@ def test_strategies_keep_images_within_their_memory(pipelines, expected, frozen,
         assert driver.status().device_memory.components_peak == peak
 
 
-@pytest.mark.parametrize("family", ["flux", "qwen"])
-@pytest.mark.parametrize("how", ["offload", "layerwise"])
+@pytest.mark.parametrize(
+    ("family", "how"),
+    quick([("flux", "layerwise"), ("qwen", "offload"), ("flux", "offload"), ("qwen", "layerwise")], 2),
+)
 def test_every_family_computes_with_moving_components(pipelines, expected, family, how):
     with engine(pipelines(family), how, how) as driver:
         same(run(driver, *messages()), expected(family)[1])
@@ -193,13 +196,16 @@ def tensors_in(path, component):
 
 @pytest.mark.parametrize(
     ("frozen", "transformer", "ticks", "transport"),
-    [
-        ("offload", "layerwise", 0, "disk"),
-        ("offload", "layerwise", 3, "tensor"),  # in the midst of denoising
-        ("layerwise", "offload", 1, "disk"),  # in the midst of encoding
-        ("layerwise", "offload", 5, "tensor"),  # one of the images is decoded
-        ("layerwise", "layerwise", 3, "disk"),
-    ],
+    quick(
+        [
+            ("offload", "layerwise", 3, "tensor"),  # in the midst of denoising
+            ("layerwise", "offload", 1, "disk"),  # in the midst of encoding
+            ("offload", "layerwise", 0, "disk"),
+            ("layerwise", "offload", 5, "tensor"),  # one of the images is decoded
+            ("layerwise", "layerwise", 3, "disk"),
+        ],
+        2,
+    ),
 )
 def test_an_update_of_offloaded_components_is_a_cold_load(
     pipelines, expected, frozen, transformer, ticks, transport

@@ -6,7 +6,7 @@ import pytest
 from support.clock import clock_of
 from support.scripted import EngineDriver, assert_error, tokens_of
 
-from caesura.io_struct import FlushCacheReqInput, SamplingParams
+from caesura.io_struct import FlushCacheReqInput, GenerateReqInput
 from caesura.io_struct.distribution import Distribution
 
 PAGE = 16
@@ -144,18 +144,13 @@ def test_weights_that_are_invalid_already_keep_their_reason(driver):
     driver.assert_status(weights="invalid", weights_detail="before", released_tags=["kv_cache", "weights"])
 
 
-@pytest.mark.parametrize("minimum,behind", [(None, False), (0, False), (1, False), (2, True)])
-def test_a_request_names_the_oldest_epoch_that_it_takes(driver, other_model, minimum, behind):
+def test_a_request_names_the_oldest_epoch_that_it_takes(driver, other_model):
     driver.update(other_model)
-    params = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
-    rid = driver.generate([5, 6, 7], sampling_params=params, min_weights_epoch=minimum)
-    driver.run_until_idle()
-    if behind:
-        error = assert_error(driver.replies.pop(rid), "epoch_behind")
-        assert error.message == "weights epoch is 1, the request needs 2"
-        assert error.detail == {"weights_epoch": 1, "min_weights_epoch": 2}
-    else:
-        assert len(tokens_of(driver.result(rid))) == 2
+    for minimum in (None, 0, 1):
+        assert len(tokens_of(driver.complete([5, 6, 7], 2, min_weights_epoch=minimum))) == 2
+    error = assert_error(driver.call(GenerateReqInput(input_ids=[5], min_weights_epoch=2)), "epoch_behind")
+    assert error.message == "weights epoch is 1, the request needs 2"
+    assert error.detail == {"weights_epoch": 1, "min_weights_epoch": 2}
 
 
 def test_the_totals_count_staleness_and_durations(driver, other_model):

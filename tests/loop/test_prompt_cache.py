@@ -4,14 +4,11 @@ import numpy as np
 import pytest
 from support.scripted import EngineDriver
 
-from caesura.io_struct import CaesuraError
-
 pytest.importorskip("diffusers")
 from support import image_requests
 from support.pipelines import tensors_of
 
 from caesura.scheduler.images.prompt_cache import ENTRY_BYTES
-from caesura.scheduler.runtime.engine_config import EngineConfig
 
 LENGTH = 6
 ONE = ENTRY_BYTES + 4 * ((8 + LENGTH) * 40 + 24)
@@ -129,8 +126,3 @@ def test_bytes_are_bounded_and_the_oldest_goes_first(sd3, limit, kept):
         assert counts(driver)[0] == 0
         run(driver, request("a red"), request("a red"))
         assert counts(driver)[:2] == ((2, 4) if kept else (0, 6))
-
-
-def test_a_limit_below_nothing_is_refused(sd3):
-    with pytest.raises(CaesuraError, match="prompt_cache_bytes"):
-        EngineConfig(model_path=str(sd3), prompt_cache_bytes=-1)

@@ -196,5 +196,5 @@ def test_any_order_of_commands_by_anybody(tiny_model, other_model, depth):
     folders = [str(tiny_model), str(other_model)]
     run_state_machine_as_test(
         lambda: ProtocolMachine(folders, depth),
-        settings=settings(max_examples=examples(100), stateful_step_count=40),
+        settings=settings(max_examples=examples(60), stateful_step_count=40),
     )

@@ -14,7 +14,7 @@ from support.parameter_server import ParameterServer
 from support.plain_trainer import weights_of
 from support.rank_updates import UPDATES, by_disk, by_ipc, checksums
 from support.scripted import EngineDriver, assert_error, one_piece_per_slice, tokens_of
-from support.state_table import STATES, TABLE, Recipes
+from support.state_table import STATES, TABLE, Recipes, clear
 
 from caesura.client.trainer import SharedTensors
 from caesura.io_struct import (
@@ -31,7 +31,7 @@ SHARES = 5
 """Into how many tests the table of states is split."""
 
 
-@pytest.fixture(scope="module", params=[0, 1], ids=["depth 0", "depth 1"])
+@pytest.fixture(scope="module", params=quick([1, 0]), ids=["depth 1", "depth 0"])
 def shared(request, tiny_model):
     options = {"pipeline_depth": request.param, "check_finite": True, "allow_legacy_pickle": True}
     with EngineDriver(str(tiny_model), scripted=False, tp=2, **options) as driver:
@@ -269,19 +269,3 @@ def test_every_command_in_every_state(shared, tiny_model, other_model, broken_mo
                 wrong.append(f"{command} in {state}: {observed}")
             clear(shared, tiny_model)
     assert not wrong
-
-
-def clear(driver: EngineDriver, model) -> None:
-    status = driver.status()
-    if status.running_requests or status.waiting_requests or status.prefilling_requests:
-        driver.abort(abort_all=True)
-    if status.session is not None:
-        driver.end(commit=False, force=True)
-    if status.released_tags:
-        driver.pause("abort")
-        driver.resume()
-    if driver.status().weights != "valid":
-        assert by_disk(driver, model).committed
-    driver.go_on(force=True, torch_empty_cache=False)
-    driver.assert_status(generation="running", weights="valid", session=None)
-    driver.engine.cache.check()

@@ -7,6 +7,7 @@ import pytest
 from support.edited_logits import log_softmax, logits_of, with_logits
 from support.faults import Fault
 from support.kept_tokens import kept_tokens
+from support.lanes import quick
 from support.scripted import EngineDriver, tokens_of
 
 from caesura.io_struct import GenerateReqOutput, SamplingMask, SamplingParams
@@ -73,7 +74,7 @@ def check_all(
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
-@pytest.mark.parametrize("ticks", [2, 5, 9])
+@pytest.mark.parametrize("ticks", quick([5, 2, 9]))
 def test_a_pause_and_an_update_leave_each_token_its_mask(tiny_model, depth, mode, ticks):
     with EngineDriver(str(tiny_model), pipeline_depth=depth, chunked_prefill_size=32) as driver:
         requests = start(driver)

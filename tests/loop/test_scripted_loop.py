@@ -16,6 +16,11 @@ from caesura.io_struct import (
 )
 
 
+@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
+def depth(request):
+    return request.param
+
+
 @pytest.fixture
 def driver(tiny_model, depth):
     with EngineDriver(str(tiny_model), pipeline_depth=depth, chunked_prefill_size=32) as driver:
@@ -60,58 +65,59 @@ def test_stop_token_ends_and_is_kept(driver):
     assert driver.status().kv.held == 0
 
 
-@pytest.mark.parametrize("ticks", range(1, 16))
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_pause_at_any_step(driver, mode, ticks):
+def test_pause_at_any_step(driver, mode):
     prompts = [prompt_of(70), prompt_of(3, 1), prompt_of(20, 2)]
-    rids = [driver.generate(p, 10) for p in prompts]
-    driver.tick(ticks)
-    reply = driver.pause(mode)
-    launched = len(driver.runner.launches)
-    status = driver.status()
-    assert (status.generation, status.pause_mode, reply.step) == ("paused", mode, launched)
-    assert driver.ongoing is None
-    if mode == "abort":
-        ended = sum(len(found) for found in driver.results.values())
-        assert ended == 3, "the pause has ended whatever had not ended before it"
-        assert reply.aborted_requests <= 3
-        assert status.running_requests + status.prefilling_requests + status.waiting_requests == 0
-    if mode in ("abort", "retract"):
-        assert (reply.held_tokens, status.kv.held) == (0, 0)
-    driver.tick(5)
-    assert len(driver.runner.launches) == launched, "a paused engine launches nothing"
-    driver.go_on(torch_empty_cache=False)
-    driver.run_until_idle()
-    for result in map(driver.check, rids):
-        assert len(result.weight_versions) == (1 if result.output_ids else 0)
-        if mode != "abort" or result.finish_reason.type == "length":
-            assert len(tokens_of(result)) == 10
-        else:
-            assert result.finish_reason.message == "Aborted by pause_generation"
-    aborted = [rid for rid in rids if driver.result(rid).finish_reason.type == "abort"]
-    assert len(aborted) == reply.aborted_requests
-    assert driver.status().kv.held == 0
-
-
-@pytest.mark.parametrize("ticks", range(1, 50, 4))
-@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_pause_while_the_pool_is_exhausted(tiny_model, depth, mode, ticks):
-    with EngineDriver(str(tiny_model), pipeline_depth=depth, kv_pool_tokens=96) as driver:
-        rids = [driver.generate(prompt_of(20, seed), 50) for seed in range(4)]
+    for ticks in range(1, 16):
+        rids = [driver.generate(p, 10) for p in prompts]
         driver.tick(ticks)
-        driver.pause(mode)
-        if mode != "in_place":
-            assert driver.status().kv.held == 0
+        reply = driver.pause(mode)
+        launched = len(driver.runner.launches)
+        status = driver.status()
+        assert (status.generation, status.pause_mode, reply.step) == ("paused", mode, launched)
+        assert driver.ongoing is None
+        if mode == "abort":
+            assert all((rid, 0) in driver.results for rid in rids), "whatever had not ended has ended"
+            assert reply.aborted_requests <= 3
+            assert status.running_requests + status.prefilling_requests + status.waiting_requests == 0
+        if mode in ("abort", "retract"):
+            assert (reply.held_tokens, status.kv.held) == (0, 0)
+        driver.tick(5)
+        assert len(driver.runner.launches) == launched, "a paused engine launches nothing"
         driver.go_on(torch_empty_cache=False)
         driver.run_until_idle()
-        results = [driver.check(rid) for seed, rid in enumerate(rids)]
-        if mode == "abort":
-            assert [result.finish_reason.type for result in results] == ["abort"] * 4
-        else:
-            assert [len(tokens_of(result)) for result in results] == [50] * 4
-            assert sum(result.num_retractions for result in results) > 0, "the pool was meant to run out"
-            if mode == "in_place":
-                assert results[0].num_retractions == 0, "the oldest request is never preempted"
+        for result in map(driver.check, rids):
+            assert len(result.weight_versions) == (1 if result.output_ids else 0)
+            if mode != "abort" or result.finish_reason.type == "length":
+                assert len(tokens_of(result)) == 10
+            else:
+                assert result.finish_reason.message == "Aborted by pause_generation"
+        aborted = [rid for rid in rids if driver.result(rid).finish_reason.type == "abort"]
+        assert len(aborted) == reply.aborted_requests
+        assert driver.status().kv.held == 0
+        driver.flush(torch_empty_cache=False)
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_pause_while_the_pool_is_exhausted(tiny_model, depth, mode):
+    with EngineDriver(str(tiny_model), pipeline_depth=depth, kv_pool_tokens=96) as driver:
+        for ticks in range(1, 50, 4):
+            rids = [driver.generate(prompt_of(20, seed), 50) for seed in range(4)]
+            driver.tick(ticks)
+            driver.pause(mode)
+            if mode != "in_place":
+                assert driver.status().kv.held == 0
+            driver.go_on(torch_empty_cache=False)
+            driver.run_until_idle()
+            results = [driver.check(rid) for rid in rids]
+            if mode == "abort":
+                assert [result.finish_reason.type for result in results] == ["abort"] * 4
+            else:
+                assert [len(tokens_of(result)) for result in results] == [50] * 4
+                assert sum(result.num_retractions for result in results) > 0, "the pool was meant to run out"
+                if mode == "in_place":
+                    assert results[0].num_retractions == 0, "the oldest request is never preempted"
+            driver.flush(torch_empty_cache=False)
 
 
 @pytest.mark.parametrize("flush", [True, False])
@@ -274,18 +280,19 @@ LONG = [3 + i * 7 % 90 for i in range(100)]
 SHORT = [5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("ticks", [1, 2, 3])
 @pytest.mark.parametrize("accident", ["fail_next", "fail_on_fetch", "non_finite_next"])
-def test_kv_of_a_step_that_failed_is_never_shared(driver, accident, ticks):
-    driver.generate(LONG, 4)
-    driver.tick(ticks)
-    setattr(driver.runner, accident, True)
-    driver.run_until_idle()
-    driver.tick(2)
-    again = driver.generate(LONG, 4)
-    driver.run_until_idle()
-    assert driver.check(again).cached_tokens == 0
-    assert driver.status().kv.held == 0
+def test_kv_of_a_step_that_failed_is_never_shared(driver, accident):
+    for ticks in (1, 2, 3):
+        driver.generate(LONG, 4)
+        driver.tick(ticks)
+        setattr(driver.runner, accident, True)
+        driver.run_until_idle()
+        driver.tick(2)
+        again = driver.generate(LONG, 4)
+        driver.run_until_idle()
+        assert driver.check(again).cached_tokens == 0
+        assert driver.status().kv.held == 0
+        driver.flush(torch_empty_cache=False)
 
 
 @pytest.mark.parametrize("abort", [False, True])

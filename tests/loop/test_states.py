@@ -37,6 +37,11 @@ def engine(folders, kind, depth, **options):
     return EngineDriver(folders[kind][0], pipeline_depth=depth, **options)
 
 
+@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
+def depth(request):
+    return request.param
+
+
 @pytest.fixture
 def driver(folders, depth):
     with engine(folders, "states", depth) as driver:
@@ -75,11 +80,11 @@ def test_a_prefix_without_a_state_is_computed_once_more(driver):
     check_rest(driver)
 
 
-@pytest.mark.parametrize("length", [32, 33, 48])
-def test_prompts_that_end_at_a_border(driver, length):
-    assert driver.complete(prompt_of(length), 20).cached_tokens == 0
-    assert driver.complete(prompt_of(length), 2).cached_tokens == (length - 1) // 16 * 16
-    check_rest(driver)
+def test_prompts_that_end_at_a_border(driver):
+    for length in (32, 33, 48):
+        assert driver.complete(prompt_of(length), 20).cached_tokens == 0
+        assert driver.complete(prompt_of(length), 2).cached_tokens == (length - 1) // 16 * 16
+        check_rest(driver)
 
 
 def test_the_state_used_last_is_kept(folders):

@@ -1,7 +1,6 @@
 """Updates, tick by tick: checks and warnings of a commit, and the figures that tell of it."""
 
 import logging
-import os
 import re
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from support.waiting import eventually
 
 from caesura.client.trainer import SharedTensors, as_frames, buckets, manifest
 from caesura.io_struct import (
-    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
     FlushCacheReqInput,
@@ -310,15 +308,6 @@ def test_a_manifest_may_name_skipped_tensors(driver, other_model):
     assert (reply.committed, reply.skipped_tensors) == (True, 1)
 
 
-def test_an_answer_may_quote_undecodable_names(driver, tmp_path, other_model):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_bytes((other_model / "config.json").read_bytes())
-    Path(os.fsdecode(bytes(folder) + b"/a\xff.safetensors")).write_bytes(b"bad")
-    error = assert_error(driver.update(folder), "checkpoint_error")
-    assert "a\\udcff.safetensors" in error.message
-
-
 def test_an_expired_session_serves_no_scrambled_weights(sliced):
     sliced.begin(deadline_s=1000.0)
     sliced.generate([5, 6, 7], 50)
@@ -344,14 +333,3 @@ def test_refused_updates_do_not_gather_mappings(driver, other_model):
         each.close()
     driver.engine.updates.collect()
     assert not driver.engine.updates.keeps_memory
-
-
-def test_a_manifest_must_be_whole(driver, other_model):
-    tensors = load_file(other_model / "model.safetensors")
-    forgotten = sorted(tensors)[3]
-    del tensors[forgotten]
-    error = assert_error(
-        driver.call(BeginWeightUpdateReqInput(manifest=manifest(tensors.items()))), "weight_mismatch"
-    )
-    assert error.detail["missing"] == [forgotten]
-    assert driver.status().session is None

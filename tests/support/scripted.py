@@ -389,6 +389,7 @@ class EngineDriver:
             "kv_pool_tokens": 1024,
             "check_ledger": True,
             "load_bucket_bytes": 4096,
+            "result_bytes": 1 << 20,  # all of it is written to at the start
             # Neither chunks nor what the engine does by itself must depend on how fast this machine is.
             "target_step_s": float("inf"),
             "idle_empty_s": 3600.0,

@@ -165,3 +165,20 @@ class Recipes:
         session = ", session" if status.session is not None else ""
         released = ", released" if status.memory == "released" else ""
         return f"{result} → {generation}, {status.weights}{session}{released}"
+
+
+def clear(driver: EngineDriver, model: Path) -> None:
+    """Bring the engine back to running on the weights of ``model``."""
+    status = driver.status()
+    if status.running_requests or status.waiting_requests or status.prefilling_requests:
+        driver.abort(abort_all=True)
+    if status.session is not None:
+        driver.end(commit=False, force=True)
+    if status.released_tags:
+        driver.pause("abort")
+        driver.resume()
+    if driver.status().weights != "valid":
+        assert driver.update(model).committed
+    driver.go_on(force=True, torch_empty_cache=False)
+    driver.assert_status(generation="running", weights="valid", session=None)
+    driver.engine.cache.check()
