@@ -46,31 +46,30 @@ WORK = [
 Bits = list[tuple[bytes, bytes]]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def dtype(request) -> str:
-    return request.param
+FAMILIES = {
+    "tied": "qwen3",
+    "untied": "qwen3",
+    "experts": "qwen3-moe",
+    "windows": "gemma3",
+    "sinks": "gpt-oss",
+    "states": "qwen3.5",
+    "states-and-experts": "qwen3-next",
+}
+QUICK = ["states float32", "sinks bfloat16", "experts bfloat16", "tied float32"]
+CASES = [f"{name} {dtype}" for name in FAMILIES for dtype in ("float32", "bfloat16")]
 
 
-MODELS = ["tied", "untied", "experts", "windows", "sinks", "states", "states and experts"]
-
-
-@pytest.fixture(scope="module", params=quick(MODELS, 6))
-def model(request, tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("models") / "qwen3"
-    families = {
-        "experts": "qwen3-moe",
-        "windows": "gemma3",
-        "sinks": "gpt-oss",
-        "states": "qwen3.5",
-        "states and experts": "qwen3-next",
-    }
-    family = families.get(request.param, "qwen3")
-    make_checkpoint(path, family, tied=request.param == "tied", seed=3, max_position_embeddings=512)
-    return str(path)
+@pytest.fixture(scope="module", params=quick(dict.fromkeys(QUICK + CASES), len(QUICK)))
+def case(request, tmp_path_factory) -> tuple[str, str]:
+    name, dtype = request.param.split()
+    path = tmp_path_factory.mktemp("models") / "model"
+    make_checkpoint(path, FAMILIES[name], tied=name == "tied", seed=3, max_position_embeddings=512)
+    return str(path), dtype
 
 
 @contextmanager
-def engine(model: str, dtype: str, **options: object) -> Iterator[EngineDriver]:
+def engine(case: tuple[str, str], **options: object) -> Iterator[EngineDriver]:
+    model, dtype = case
     with EngineDriver(model, scripted=False, dtype=dtype, deterministic=True, **options) as driver:
         yield driver
 
@@ -91,27 +90,28 @@ def together(driver: EngineDriver) -> Bits:
 
 
 @pytest.fixture(scope="module")
-def alone(model, dtype) -> Bits:
+def alone(case) -> Bits:
     found = []
-    for work in WORK:
-        with engine(model, dtype) as driver:
+    with engine(case) as driver:
+        for work in WORK:
             rid = start(driver, work)
             driver.run_until_idle()
             found.append(bits(driver.result(rid)))
+            driver.flush()
     return found
 
 
 @needs_kernels
 @pytest.mark.parametrize("chunk", quick([16, 48, 512]))
 @pytest.mark.parametrize("depth", [0, 1])
-def test_beside_others_however_prompts_are_cut(model, dtype, alone, chunk, depth):
-    with engine(model, dtype, chunked_prefill_size=chunk, pipeline_depth=depth) as driver:
+def test_beside_others_however_prompts_are_cut(case, alone, chunk, depth):
+    with engine(case, chunked_prefill_size=chunk, pipeline_depth=depth) as driver:
         assert together(driver) == alone
 
 
 @needs_kernels
-def test_on_a_cached_prefix(model, dtype, alone):
-    with engine(model, dtype) as driver:
+def test_on_a_cached_prefix(case, alone):
+    with engine(case) as driver:
         assert together(driver) == alone
         assert together(driver) == alone
         cached = [result[-1].cached_tokens for result in driver.results.values()]
@@ -120,8 +120,8 @@ def test_on_a_cached_prefix(model, dtype, alone):
 
 @needs_kernels
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_across_pauses(model, dtype, alone, mode):
-    with engine(model, dtype, chunked_prefill_size=32) as driver:
+def test_across_pauses(case, alone, mode):
+    with engine(case, chunked_prefill_size=32) as driver:
         rids = [start(driver, work) for work in WORK]
         for ticks in (1, 2, 3, 5, 8):
             driver.tick(ticks)
@@ -134,8 +134,8 @@ def test_across_pauses(model, dtype, alone, mode):
 
 
 @needs_kernels
-def test_when_preempted_for_want_of_memory(model, dtype, alone):
-    with engine(model, dtype, kv_pool_tokens=208) as driver:
+def test_when_preempted_for_want_of_memory(case, alone):
+    with engine(case, kv_pool_tokens=208) as driver:
         rids = [start(driver, work) for work in WORK]
         driver.run_until_idle()
         results = [driver.result(rid) for rid in rids]
@@ -144,8 +144,8 @@ def test_when_preempted_for_want_of_memory(model, dtype, alone):
 
 
 @needs_kernels
-def test_after_steps_that_ran_out_of_memory(model, dtype, alone):
-    with engine(model, dtype, chunked_prefill_size=32) as driver:
+def test_after_steps_that_ran_out_of_memory(case, alone):
+    with engine(case, chunked_prefill_size=32) as driver:
         runner = driver.engine.runner
         with Fault(runner, "execute", NO_MEMORY[0], {3, 14, 15, 22}, after=True) as fault:
             assert together(driver) == alone
@@ -153,21 +153,21 @@ def test_after_steps_that_ran_out_of_memory(model, dtype, alone):
 
 
 @needs_kernels
-def test_on_any_number_of_threads(model, dtype, alone):
+def test_on_any_number_of_threads(case, alone):
     before = torch.get_num_threads()
     try:
-        for threads in (1, 2, 3):
+        for threads in (2, 3):
             torch.set_num_threads(threads)
-            with engine(model, dtype) as driver:
+            with engine(case) as driver:
                 assert together(driver) == alone
     finally:
         torch.set_num_threads(before)
 
 
-def test_refused_where_torch_computes(model, monkeypatch):
+def test_refused_where_torch_computes(tiny_model, monkeypatch):
     monkeypatch.setenv("CAESURA_KERNELS", "torch")
     with pytest.raises(Unsupported, match="deterministic needs the compiled"):
-        launch_scheduler(model, deterministic=True, device="cpu", log_level="ERROR")
+        launch_scheduler(tiny_model, deterministic=True, device="cpu", log_level="ERROR")
 
 
 @needs_kernels

@@ -139,9 +139,9 @@ def test_tokens_before_an_update_keep_their_experts(driver, models, mode):
 
 # -- all of it at once ---------------------------------------------------------------------------------------
 
-REQUESTS, NEW_TOKENS, PROMPT = 96, 40, 24
+REQUESTS, NEW_TOKENS, PROMPT = 48, 40, 24
 WARM_UP = 12
-FIRST_BATCH = 256
+FIRST_BATCH = 128
 """Requests at once before anything is measured: workspaces follow the largest batch."""
 MAX_GROWTH = 1 << 20
 """Bytes, as in test_memory_flat.py."""

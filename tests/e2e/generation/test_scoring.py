@@ -42,8 +42,7 @@ def alone(policy):
         return client.status().device_memory.reserved
 
 
-def by_transformers(path, ids: list[int], start: int, temperature: float) -> np.ndarray:
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+def by_transformers(model, ids: list[int], start: int, temperature: float) -> np.ndarray:
     with torch.no_grad():
         logprobs = torch.log_softmax(model(torch.tensor([ids])).logits[0] / temperature, -1)
     return np.asarray([logprobs[i - 1, ids[i]].item() for i in range(start, len(ids))])
@@ -58,8 +57,9 @@ def test_finished_rollouts_are_scored(policy, reference, residency):
         rollouts = [prompt + out.output_ids for prompt, out in zip(PROMPTS, outputs, strict=True)]
         starts = [len(prompt) for prompt in PROMPTS]
         scores = client.score(rollouts, start=starts, temperature=0.8)
+        model = transformers.AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32).eval()
         for ids, start, found in zip(rollouts, starts, scores, strict=True):
-            expected = by_transformers(reference, ids, start, 0.8)
+            expected = by_transformers(model, ids, start, 0.8)
             np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
         client.pause()
         assert client.score(rollouts[0], start=starts[0], temperature=0.8) == pytest.approx(

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 from support.checkpoints import make_checkpoint
+from support.lanes import quick
 from support.tokenizers import make_byte_level, make_sentencepiece
 
 from caesura.client import (
@@ -31,7 +32,7 @@ def serve(path, **options):
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[make_byte_level, make_sentencepiece])
+@pytest.fixture(scope="module", params=quick([make_sentencepiece, make_byte_level]))
 def tokenizer(request, tmp_path_factory):
     return TextTokenizer.from_folder(request.param(tmp_path_factory.mktemp("tokenizer")))
 

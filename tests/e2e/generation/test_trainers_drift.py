@@ -44,7 +44,7 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
     return folder / "old", folder / "new"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine(models) -> Iterator[SchedulerClient]:
     with launch_scheduler(models[0], **OPTIONS) as client:
         yield client
@@ -92,29 +92,33 @@ def checked(engine: SchedulerClient, logprobs_of: Any) -> DriftReport:
     return engine.check_drift(samples(engine, logprobs_of))
 
 
-def test_a_trainer_that_has_the_weights_sees_rounding_alone(engine, trainer):
-    engine.update_weights_from_tensor(trainer.weights)
+def test_weights_that_are_not_the_trainers_are_found(engine, trainer, models):
+    old, new = load_file(models[0] / "model.safetensors"), trainer.weights
+    faults = {
+        "a layer that was not updated": {**new, **{name: old[name] for name in old if ".layers.1." in name}},
+        "a transposed shard": {**new, QUERY: new[QUERY].T.contiguous()},
+        "an update that did not arrive": old,
+    }
+    for fault, sent in faults.items():
+        engine.update_weights_from_tensor(sent)
+        report = checked(engine, trainer)
+        assert (report.state, report.k3 > 1e-3) == ("limit", True), fault
+    engine.update_weights_from_tensor(new)
     report = checked(engine, trainer)
-    assert (report.state, report.tokens, report.weights_epoch) == ("ok", 4 * 30, 1)
+    assert (report.state, report.tokens, report.weights_epoch) == ("ok", 4 * 30, 4)
     assert 0.0 < report.max_abs < 1e-4
     assert report.ess == pytest.approx(1.0)
 
 
-def test_a_layer_that_was_not_updated_is_found(engine, trainer):
-    sent = {name: each for name, each in trainer.weights.items() if ".layers.1." not in name}
-    engine.update_weights_from_tensor(sent)
-    report = checked(engine, trainer)
-    assert (report.state, report.k3 > 1e-3) == ("limit", True)
-
-
-def test_a_transposed_shard_is_found(engine, trainer):
-    engine.update_weights_from_tensor({**trainer.weights, QUERY: trainer.weights[QUERY].T.contiguous()})
-    assert checked(engine, trainer).state == "limit"
-
-
-def test_an_update_that_did_not_arrive_is_found(engine, trainer, models):
-    engine.update_weights_from_tensor(load_file(models[0] / "model.safetensors"))
-    assert checked(engine, trainer).state == "limit"
+def test_numbers_that_a_trainer_computes_otherwise_are_found(engine, trainer):
+    engine.update_weights_from_tensor(trainer.weights)
+    rounding = checked(engine, trainer)
+    assert checked(engine, lambda prompt, output: trainer([1, *prompt], output)).state == "limit", (
+        "a template"
+    )
+    assert engine.check_drift(samples(engine, trainer, temperature=1.0)).state == "limit"
+    report = checked(engine, partial(trainer, bfloat16_head=True))
+    assert (report.state, report.mean_abs > 20 * rounding.mean_abs) == ("warn", True)
 
 
 def test_another_rotary_base_is_found(models, trainer, tmp_path):
@@ -124,24 +128,6 @@ def test_another_rotary_base_is_found(models, trainer, tmp_path):
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     with launch_scheduler(tmp_path / "model", **OPTIONS) as engine:
         assert checked(engine, trainer).state == "limit"
-
-
-def test_another_template_is_found(engine, trainer):
-    engine.update_weights_from_tensor(trainer.weights)
-    report = checked(engine, lambda prompt, output: trainer([1, *prompt], output))
-    assert report.state == "limit"
-
-
-def test_another_precision_of_the_head_is_found(engine, trainer):
-    engine.update_weights_from_tensor(trainer.weights)
-    rounding = checked(engine, trainer)
-    report = checked(engine, partial(trainer, bfloat16_head=True))
-    assert (report.state, report.mean_abs > 20 * rounding.mean_abs) == ("warn", True)
-
-
-def test_another_temperature_is_found(engine, trainer):
-    engine.update_weights_from_tensor(trainer.weights)
-    assert engine.check_drift(samples(engine, trainer, temperature=1.0)).state == "limit"
 
 
 def test_the_asyncio_client_has_the_same_report(engine, trainer):
@@ -180,13 +166,14 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), MISTAKES)
-def test_a_sample_that_is_none_is_refused_by_name(engine, fields, message):
-    with pytest.raises(InvalidRequest, match=message):
-        engine.check_drift([{"token_ids": [5, 6, 7, 8], "prompt_len": 2, "logprobs": [-1.0, -2.0], **fields}])
+def test_a_sample_that_is_none_is_refused_by_name(engine):
+    for fields, message in MISTAKES:
+        sample = {"token_ids": [5, 6, 7, 8], "prompt_len": 2, "logprobs": [-1.0, -2.0], **fields}
+        with pytest.raises(InvalidRequest, match=message):
+            engine.check_drift([sample])
 
 
-def test_a_report_of_checks_needs_the_option(engine, models):
+def test_a_report_of_checks_needs_the_option(engine):
     with pytest.raises(Unsupported, match="enable_drift_check"):
         engine.check_drift()
     with pytest.raises(InvalidRequest, match=r"samples\[0\] has no logprobs"):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from support.checkpoints import make_checkpoint
+from support.lanes import quick
 from support.scripted import EngineDriver, tokens_of
 
 from caesura.io_struct import ContinueGenerationReqInput, GenerateReqInput, SamplingParams
@@ -125,7 +126,7 @@ def test_the_workload_depends_on_its_seed_alone(stage, arrivals):
     )
 
 
-@pytest.mark.parametrize("seed", [7, 40, 73])
+@pytest.mark.parametrize("seed", quick([7, 40, 73]))
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_a_pause_changes_nothing(stage, arrivals, mode, seed):
     expected, _ = stage.play(arrivals(seed))

@@ -7,13 +7,14 @@ import pytest
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
 from support.deltas import SentDelta, some_changed
+from support.lanes import quick
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 from caesura.transfer.weight_delta import DeltaMetadata, write_delta
 from caesura.transfer.weight_digest import digest_of
 
 pytestmark = pytest.mark.executed
-CYCLES, WARM_UP = 200, 10
+WARM_UP = 10
 DELTAS = 1000
 NEW_TOKENS = 24
 MAX_GROWTH = 1 << 20
@@ -49,7 +50,8 @@ def pause_amid_requests(client: SchedulerClient, prompt: list[int], params: Samp
 
 
 @pytest.mark.slow
-def test_two_hundred_updates_in_place(models):
+@pytest.mark.parametrize("cycles", quick([60, 200]))
+def test_many_updates_in_place(models, cycles):
     engine = launch_scheduler(
         models[0],
         dtype="float32",
@@ -62,7 +64,7 @@ def test_two_hundred_updates_in_place(models):
     )
     with engine as client:
         handles, reserved, tokens = [], [], 0
-        for cycle in range(CYCLES):
+        for cycle in range(cycles):
             params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, seed=cycle)
             prompt = [3 + (cycle * 31 + i * 7) % 500 for i in range(40)]
             handles.append(client.submit(prompt, params, return_logprob=True))
@@ -80,10 +82,10 @@ def test_two_hundred_updates_in_place(models):
             tokens += len(output.output_ids)
             crossed += any(span.stale_kv for span in output.weight_versions)
         status = client.status()
-        assert (status.weights_epoch, status.weight_version) == (CYCLES, str(CYCLES - 1))
+        assert (status.weights_epoch, status.weight_version) == (cycles, str(cycles - 1))
         assert (status.kv.held, status.running_requests, status.waiting_requests) == (0, 0, 0)
-        assert tokens == NEW_TOKENS * CYCLES
-        assert crossed > CYCLES // 2, "the updates were meant to happen in the middle of requests"
+        assert tokens == NEW_TOKENS * cycles
+        assert crossed > cycles // 2, "the updates were meant to happen in the middle of requests"
         growth = reserved[-1] - max(reserved[:WARM_UP])
         assert growth <= MAX_GROWTH, f"reserved grew by {growth} bytes: {reserved[::10]}"
         assert max(reserved[WARM_UP:]) - max(reserved[:WARM_UP]) <= MAX_GROWTH

@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+from itertools import product
 from pathlib import Path
 from time import monotonic
 
@@ -84,136 +85,73 @@ def unharmed(engine):
     assert engine.generate([5, 6, 7], GREEDY, timeout=PATIENCE).output_ids == tokens
 
 
-pytestmark = pytest.mark.usefixtures("tiny_model")
+def refused(engine: SchedulerClient, error: type[EngineError], prompt: object, **params: object) -> dict:
+    """Return the details with which ``prompt`` is refused."""
+    with pytest.raises(error) as caught:
+        engine.generate(prompt, SamplingParams(**params), timeout=PATIENCE)
+    assert type(caught.value) is error, (prompt, params)
+    return caught.value.detail
 
 
-@pytest.mark.usefixtures("unharmed")
-class TestGenerate:
-    @pytest.mark.parametrize(
-        "prompt,new,error",
-        [
-            ([5] * CONTEXT, 1, PromptTooLong),
-            ([5] * 3, CONTEXT - 2, PromptTooLong),
-            ([5] * (CONTEXT + 1), None, PromptTooLong),
-            ([5] * 3, 2**63, PromptTooLong),
-            ([5] * POOL, 2, ExceedsKVPool),
-            ([5] * (POOL + 1), 1, ExceedsKVPool),
-            ([5] * (POOL + 1), None, ExceedsKVPool),
-            ([], 1, InvalidRequest),
-            ([VOCAB], 1, InvalidRequest),
-            ([5, 2**31 - 1], 1, InvalidRequest),
-            ([-1], 1, MalformedMessage),
-            ([2**31], 1, MalformedMessage),
-            ([2**63], 1, MalformedMessage),
-            ([True], 1, InvalidRequest),
-            ([5, False], 1, InvalidRequest),
-            ([5], 0, InvalidRequest),
-            ([5], -1, InvalidRequest),
-        ],
-    )
-    def test_prompts_and_lengths(self, engine, prompt, new, error):
-        with pytest.raises(error) as caught:
-            engine.generate(prompt, SamplingParams(max_new_tokens=new), timeout=PATIENCE)
-        assert type(caught.value) is error
-        if error is PromptTooLong:
-            assert caught.value.detail["prompt_tokens"] == len(prompt)
-            assert caught.value.detail["limit"] == CONTEXT
-        if error is ExceedsKVPool:
-            assert caught.value.detail["needed_tokens"] > caught.value.detail["total_tokens"] == POOL
+def test_prompts_and_lengths_beyond_a_limit(engine, unharmed):
+    for length, new in ((CONTEXT, 1), (3, CONTEXT - 2), (CONTEXT + 1, None), (3, 2**63)):
+        detail = refused(engine, PromptTooLong, [5] * length, max_new_tokens=new)
+        assert (detail["prompt_tokens"], detail["limit"]) == (length, CONTEXT)
+    for length, new in ((POOL, 2), (POOL + 1, 1), (POOL + 1, None)):
+        detail = refused(engine, ExceedsKVPool, [5] * length, max_new_tokens=new)
+        assert detail["needed_tokens"] > detail["total_tokens"] == POOL
+    params = SamplingParams(max_new_tokens=1, temperature=0.0)
+    assert len(engine.generate([5] * POOL, params, timeout=PATIENCE).output_ids) == 1
 
-    def test_the_largest_request_is_served(self, engine):
-        params = SamplingParams(max_new_tokens=1, temperature=0.0)
-        assert len(engine.generate([5] * POOL, params, timeout=PATIENCE).output_ids) == 1
 
-    @pytest.mark.parametrize(
-        "values",
-        [
-            {"temperature": -0.1},
-            {"temperature": math.nan},
-            {"temperature": math.inf},
-            {"temperature": 1e5},
-            {"top_p": 0.0},
-            {"top_p": 1.1},
-            {"top_p": math.nan},
-            {"top_k": -2},
-            {"top_k": 2**31},
-            {"stop_token_ids": [VOCAB]},
-            {"stop_token_ids": [5] * 65},
-            {"min_p": -0.1},
-            {"min_p": math.nan},
-            {"repetition_penalty": 0.0},
-            {"repetition_penalty": 2.1},
-            {"frequency_penalty": -2.5},
-            {"presence_penalty": math.inf},
-            {"min_new_tokens": -1},
-            {"min_new_tokens": 9, "max_new_tokens": 8},
-            {"logit_bias": {VOCAB: 1.0}},
-            {"logit_bias": dict.fromkeys(range(1025), 1.0)},
-        ],
-        ids=str,
-    )
-    def test_sampling_values_out_of_range(self, engine, values):
-        with pytest.raises(InvalidRequest) as caught:
-            engine.generate([5], SamplingParams(**values), timeout=PATIENCE)
-        assert caught.value.detail["field"] == f"sampling_params.{next(iter(values))}"
-
-    @pytest.mark.parametrize("bias", [math.nan, 101.0])
-    def test_a_bias_out_of_range_names_its_token(self, engine, bias):
-        with pytest.raises(InvalidRequest) as caught:
-            engine.generate([5], SamplingParams(logit_bias={5: bias}), timeout=PATIENCE)
-        assert caught.value.detail["field"] == "sampling_params.logit_bias[5]"
-
-    @pytest.mark.parametrize("prompt", [[1.5], ["5"], "text", [None]])
-    def test_token_ids_of_another_type(self, engine, prompt):
+def test_prompts_that_are_no_token_ids(engine, unharmed):
+    for prompt in ([], [VOCAB], [5, 2**31 - 1], [True], [5, False]):
+        refused(engine, InvalidRequest, prompt, max_new_tokens=1)
+    for prompt in ([-1], [2**31], [2**63]):
+        refused(engine, MalformedMessage, prompt, max_new_tokens=1)
+    for prompt in ([1.5], ["5"], "text", [None]):
         with pytest.raises((InvalidRequest, MalformedMessage)):
             engine.generate(prompt, timeout=PATIENCE)
+    with pytest.raises(InvalidRequest) as caught:
+        engine.generate([[5], [6, VOCAB], [6]], GREEDY, timeout=PATIENCE)
+    assert (caught.value.detail["field"], caught.value.detail["position"]) == ("input_ids", 1)
 
-    @pytest.mark.parametrize(
-        "values",
-        [
-            {"temperature": "hot"},
-            {"temperature": True},
-            {"top_k": 1.5},
-            {"n": 0},
-            {"n": 1025},
-            {"n": "2"},
-            {"seed": -1},
-            {"seed": 2**63},
-            {"ignore_eos": 1},
-            {"stop_token_ids": [-1]},
-            {"stop_token_ids": None},
-            {"max_new_tokens": "many"},
-        ],
-        ids=str,
-    )
-    def test_sampling_values_of_another_type(self, engine, values):
-        with pytest.raises(MalformedMessage):
-            engine.generate([5], SamplingParams(**values), timeout=PATIENCE)
 
-    def test_more_samples_than_may_wait(self, engine):
-        with pytest.raises(QueueFull) as caught:
-            engine.generate([5], SamplingParams(n=65), timeout=PATIENCE)
-        assert caught.value.detail["limit"] == 64
+OUT_OF_RANGE = [
+    {"max_new_tokens": 0}, {"max_new_tokens": -1},
+    {"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}, {"temperature": 1e5},
+    {"top_p": 0.0}, {"top_p": 1.1}, {"top_p": math.nan}, {"top_k": -2}, {"top_k": 2**31},
+    {"stop_token_ids": [VOCAB]}, {"stop_token_ids": [5] * 65}, {"min_p": -0.1}, {"min_p": math.nan},
+    {"repetition_penalty": 0.0}, {"repetition_penalty": 2.1}, {"frequency_penalty": -2.5},
+    {"presence_penalty": math.inf}, {"min_new_tokens": -1}, {"min_new_tokens": 9, "max_new_tokens": 8},
+    {"logit_bias": {VOCAB: 1.0}}, {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+]  # fmt: skip
+OF_ANOTHER_TYPE = [
+    {"temperature": "hot"}, {"temperature": True}, {"top_k": 1.5}, {"n": 0}, {"n": 1025}, {"n": "2"},
+    {"seed": -1}, {"seed": 2**63}, {"ignore_eos": 1}, {"stop_token_ids": [-1]}, {"stop_token_ids": None},
+    {"max_new_tokens": "many"},
+]  # fmt: skip
 
-    @pytest.mark.parametrize(
-        ("name", "error"), [("", MalformedMessage), ("r" * 129, MalformedMessage), (7, InvalidRequest)]
-    )
-    def test_names_that_are_none(self, engine, name, error):
+
+def test_sampling_values_that_cannot_be(engine, unharmed):
+    for values in OUT_OF_RANGE:
+        detail = refused(engine, InvalidRequest, [5], **values)
+        assert detail["field"] == f"sampling_params.{next(iter(values))}"
+    for bias in (math.nan, 101.0):
+        detail = refused(engine, InvalidRequest, [5], logit_bias={5: bias})
+        assert detail["field"] == "sampling_params.logit_bias[5]"
+    for values in OF_ANOTHER_TYPE:
+        refused(engine, MalformedMessage, [5], **values)
+    assert refused(engine, QueueFull, [5], n=65)["limit"] == 64, "as many as may wait"
+
+
+def test_names_that_are_none(engine, unharmed):
+    for name, error in (("", MalformedMessage), ("r" * 129, MalformedMessage), (7, InvalidRequest)):
         with pytest.raises(error):
             engine.submit([5], rid=name).result(timeout=PATIENCE)
-
-    @pytest.mark.parametrize("name", [7, b"x", ["a"]])
-    def test_a_message_id_that_is_no_string_is_not_sent(self, engine, name):
+    for name in (7, b"x", ["a"]):
         with pytest.raises(InvalidRequest):
             engine.flush_cache(message_id=name, timeout=PATIENCE)
-
-    def test_one_bad_prompt_of_a_batch(self, engine):
-        with pytest.raises(InvalidRequest) as caught:
-            engine.generate([[5], [6, VOCAB], [6]], GREEDY, timeout=PATIENCE)
-        assert (caught.value.detail["field"], caught.value.detail["position"]) == ("input_ids", 1)
-
-
-def test_an_abort_of_nothing_in_particular(engine, unharmed):
     with pytest.raises(InvalidRequest):
         engine.abort(timeout=PATIENCE)
 
@@ -269,10 +207,10 @@ def test_a_broken_checkpoint_as_an_update(engine, unharmed, tmp_path, other_mode
     assert engine.check_weights("checksum", timeout=PATIENCE).total == checksum
 
 
-@pytest.mark.parametrize("path", ["", "\0", "x" * 5000, "/dev/null", "a\nb"])
-def test_a_path_that_leads_nowhere(engine, unharmed, path):
-    with pytest.raises(CheckpointError):
-        engine.update_weights_from_disk(path, timeout=PATIENCE)
+def test_a_path_that_leads_nowhere(engine, unharmed):
+    for path in ("", "\0", "x" * 5000, "/dev/null", "a\nb"):
+        with pytest.raises(CheckpointError):
+            engine.update_weights_from_disk(path, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("breakage", sorted(BREAKAGES.keys() - {"another config"}))
@@ -341,31 +279,21 @@ def test_a_refused_request_is_refused_again(driver):
     assert assert_error(driver.call(bad), "invalid_request") == driver.call(bad)
 
 
-def test_a_defect_in_a_handler_is_told_with_its_traceback(driver, caplog):
-    driver.engine.cache.flush = lambda: 1 // 0
-    error = assert_error(driver.flush(), "internal")
-    assert "ZeroDivisionError" in error.detail["traceback"]
-    assert "FlushCacheReqInput failed" in caplog.text
+TIMES = [
+    lambda seconds: BeginWeightUpdateReqInput(deadline_s=seconds),
+    lambda seconds: FlushCacheReqInput(timeout_s=seconds),
+    lambda seconds: PauseGenerationReqInput(owner="o", lease_s=seconds),
+    lambda seconds: UpdateWeightsFromCheckpointEngineReqInput(zmq_handles={}, timeout_s=seconds),
+    lambda seconds: InitWeightsUpdateGroupReqInput(
+        master_address="h", master_port=1, rank_offset=1, world_size=2, timeout_s=seconds
+    ),
+]
 
 
-@pytest.mark.parametrize("seconds", [86400.1, 1e15, 1e300, math.inf, math.nan])
-@pytest.mark.parametrize(
-    "message",
-    [
-        lambda seconds: BeginWeightUpdateReqInput(deadline_s=seconds),
-        lambda seconds: FlushCacheReqInput(timeout_s=seconds),
-        lambda seconds: PauseGenerationReqInput(owner="o", lease_s=seconds),
-        lambda seconds: UpdateWeightsFromCheckpointEngineReqInput(zmq_handles={}, timeout_s=seconds),
-        lambda seconds: InitWeightsUpdateGroupReqInput(
-            master_address="h", master_port=1, rank_offset=1, world_size=2, timeout_s=seconds
-        ),
-    ],
-    ids=["begin", "flush", "pause", "checkpoint-engine", "group"],
-)
-def test_a_time_beyond_all_time_is_refused(driver, message, seconds):
-    assert_error(driver.call(message(seconds)), "malformed_message")
-    status = driver.status()
-    assert (status.generation, status.session) == ("running", None)
+def test_a_time_beyond_all_time_is_refused(driver):
+    for make, seconds in product(TIMES, (86400.1, 1e15, 1e300, math.inf, math.nan)):
+        assert_error(driver.call(make(seconds)), "malformed_message")
+    driver.assert_status(generation="running", session=None)
 
 
 def test_the_furthest_deadline_can_be_waited_for(driver):

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support import engine_template
+from support.lanes import quick
 from support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(
@@ -142,7 +143,7 @@ def test_library_settings_are_the_processs_own(start, monkeypatch):
     assert not forked(start)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", quick([signal.SIGKILL, signal.SIGTERM]))
 def test_a_template_ends_with_the_process_that_uses_it(number):
     code = """
 import sys, time

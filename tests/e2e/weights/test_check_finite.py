@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 from support.client_updates import update_by
+from support.lanes import quick
 from support.parameter_server import ParameterServer
 from support.plain_trainer import weights_of
 from support.waiting import PATIENCE_S as PATIENCE
@@ -41,7 +42,7 @@ def checkpoint(root: Path, kind: str) -> Path:
     return root / kind
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "fp8"])
+@pytest.fixture(scope="module", params=quick(["fp8", "float32", "bfloat16"], 2))
 def folder(request, tmp_path_factory) -> Path:
     return checkpoint(tmp_path_factory.mktemp("models"), request.param)
 

@@ -3,12 +3,14 @@
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from support.checkpoints import make_checkpoint
+from support.lanes import every
 from support.parameter_server import ParameterServer
 from support.plain_trainer import weights_of
 from support.waiting import eventually
@@ -259,8 +261,7 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize("written", [False, True])
-@pytest.mark.parametrize("fault", MISFITS)
+@pytest.mark.parametrize(("fault", "written"), every(product(MISFITS, [False, True]), 3))
 def test_a_bucket_that_does_not_fit_ends_the_update(engine, pool, models, fault, written):
     change, code = MISFITS[fault]
     with ParameterServer(1 << 20) as server:
@@ -322,17 +323,20 @@ ADDRESSES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("address", ADDRESSES)
-def test_only_this_host_is_connected_to(engine, address):
-    with pytest.raises(EngineError) as caught:
-        engine.update_weights_from_checkpoint_engine({"cpu": address}, timeout_s=5)
-    assert caught.value.code == "invalid_request"
+def test_only_this_host_is_connected_to(engine):
+    for address in ADDRESSES:
+        with pytest.raises(EngineError) as caught:
+            engine.update_weights_from_checkpoint_engine({"cpu": address}, timeout_s=5)
+        assert caught.value.code == "invalid_request", address
 
 
 def test_an_engine_without_an_address_says_which_it_needs(engine):
     with pytest.raises(EngineError, match="'cpu'") as caught:
         engine.update_weights_from_checkpoint_engine({"GPU-1": "ipc://@x"})
     assert caught.value.code == "invalid_request"
+
+
+TURNS = ["buffer", "bucket", "first None", "second None"]
 
 
 class Malice:
@@ -343,14 +347,15 @@ class Malice:
         return os.system, (f"touch {self.marker}",)
 
 
-@pytest.mark.parametrize("turn", ["buffer", "bucket", "first None", "second None"])
-@pytest.mark.parametrize("kind", ["payload", "garbage", "two frames", "number"])
+@pytest.mark.parametrize(
+    ("turn", "kind"), every(product(TURNS, ["payload", "garbage", "two frames", "number"]), 3)
+)
 def test_hostile_messages_are_refused_and_never_run(engine, pool, models, tmp_path, turn, kind):
     marker = tmp_path / "owned"
     with ParameterServer(1 << 20) as server:
         update = start(pool, engine, server)
         messages = [server.handle, *server.buckets(weights_of(models[1])), None]
-        for message in messages[: ["buffer", "bucket", "first None", "second None"].index(turn)]:
+        for message in messages[: TURNS.index(turn)]:
             assert server.ask(message) == ""
         hostile = {"payload": [Malice(marker)], "garbage": b"\x80\x04\xff\x00", "number": 7}.get(kind)
         server.tell(hostile, *([b"more"] if kind == "two frames" else []))

@@ -5,13 +5,14 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from support import client_updates
-from support.lanes import quick
+from support.lanes import every, quick
 from support.plain_trainer import PlainTrainer, update_message, weights_of
 from support.waiting import PATIENCE_S as PATIENCE
 from support.waiting import eventually
@@ -302,34 +303,28 @@ def test_a_state_dict_updates_and_wrong_names_are_told(engine, tiny_model, folde
     assert engine.status().weights == "valid"
 
 
-@pytest.mark.parametrize(
-    "call,sentence",
-    [
-        (lambda c: c.update_weights_from_disk(None), "model_path = None must be a path"),
-        (
-            lambda c: c.update_weights_from_tensor({}, bucket_bytes="1GB"),
-            "bucket_bytes = '1GB' must be an integer",
-        ),
-        (
-            lambda c: c.update_weights_from_ipc({}, bucket_bytes=0),
-            "bucket_bytes = 0 must be an integer of at",
-        ),
-        (
-            lambda c: c.update_weights_from_distributed({}, group="g"),
-            "group = 'g' must be a WeightUpdateGroup",
-        ),
-        (lambda c: c.begin_weight_update(deadline=5), r"did you mean deadline_s\?"),
-        (lambda c: c.weight_update(deadline=5).__enter__(), r"did you mean deadline_s\?"),
-        (lambda c: c.pause("in_place", lease_s=5), "lease_s needs an owner: any name"),
-        (WeightUpdateGroup.create, "clients must be a list of clients, not a SchedulerClient"),
-        (lambda c: WeightUpdateGroup.create([c], backend="mpi"), "backend = 'mpi' must be gloo or nccl"),
-        (lambda c: c.pause("inplace"), r"mode = 'inplace' must be .* \(did you mean 'in_place'\?\)"),
-        (lambda c: c.release_memory("kv"), r"tags\[0\] = 'kv' must be .* \(did you mean 'kv_cache'\?\)"),
-    ],
-)
-def test_a_mistake_of_a_trainer_is_told_in_a_sentence(engine, call, sentence):
-    with pytest.raises((EngineError, TypeError), match=sentence):
-        call(engine)
+MISTAKES = [
+    (lambda c: c.update_weights_from_disk(None), "model_path = None must be a path"),
+    (
+        lambda c: c.update_weights_from_tensor({}, bucket_bytes="1GB"),
+        "bucket_bytes = '1GB' must be an integer",
+    ),
+    (lambda c: c.update_weights_from_ipc({}, bucket_bytes=0), "bucket_bytes = 0 must be an integer of at"),
+    (lambda c: c.update_weights_from_distributed({}, group="g"), "group = 'g' must be a WeightUpdateGroup"),
+    (lambda c: c.begin_weight_update(deadline=5), r"did you mean deadline_s\?"),
+    (lambda c: c.weight_update(deadline=5).__enter__(), r"did you mean deadline_s\?"),
+    (lambda c: c.pause("in_place", lease_s=5), "lease_s needs an owner: any name"),
+    (WeightUpdateGroup.create, "clients must be a list of clients, not a SchedulerClient"),
+    (lambda c: WeightUpdateGroup.create([c], backend="mpi"), "backend = 'mpi' must be gloo or nccl"),
+    (lambda c: c.pause("inplace"), r"mode = 'inplace' must be .* \(did you mean 'in_place'\?\)"),
+    (lambda c: c.release_memory("kv"), r"tags\[0\] = 'kv' must be .* \(did you mean 'kv_cache'\?\)"),
+]
+
+
+def test_a_mistake_of_a_trainer_is_told_in_a_sentence(engine):
+    for call, sentence in MISTAKES:
+        with pytest.raises((EngineError, TypeError), match=sentence):
+            call(engine)
 
 
 def test_one_tag_is_as_good_as_a_list_of_it(engine):
@@ -339,8 +334,7 @@ def test_one_tag_is_as_good_as_a_list_of_it(engine):
     engine.continue_generation()
 
 
-@pytest.mark.parametrize("label", [7.0, True, ["7"]])
-@pytest.mark.parametrize("transport", EVERY_WAY)
+@pytest.mark.parametrize(("transport", "label"), every(product(EVERY_WAY, [7.0, True, ["7"]]), 4))
 def test_a_label_that_is_none_is_refused_in_a_sentence(engine, tiny_model, folder, transport, label):
     weights = weights_of(tiny_model)
     with pytest.raises(InvalidRequest, match=r"weight_version = .* must be a string or an integer"):
