@@ -124,7 +124,8 @@ def test_watching_checks_again_after_each_update(engine, models):
         engine.update_weights_from_disk(models["right"], weight_version="transposed")
         states.append(json.loads(watching.stdout.readline())["report"]["state"])
         watching.send_signal(signal.SIGINT)
-    assert (states, watching.wait()) == (["ok", "limit"], 130)
+        said = watching.stderr.read()
+    assert (states, watching.wait()) == (["ok", "limit"], 130), said
 
 
 def test_a_reference_is_bounded(samples, models):
