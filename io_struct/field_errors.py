@@ -76,7 +76,6 @@ _ADVICE: dict[str, tuple[str, str]] = {
     "random_seed": ("prefix_cache", "each request has a seed of its own"),
     "seed": ("prefix_cache", "each request has a seed of its own"),
     "trust_remote_code": ("model_backend", "no code of a checkpoint is ever executed"),
-    "quantization": ("model_backend", "the checkpoint itself says how it is quantised"),
     "host": ("endpoint", "it is part of endpoint, tcp://HOST:PORT"),
     "port": ("endpoint", "it is part of endpoint, tcp://HOST:PORT"),
 }

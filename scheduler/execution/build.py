@@ -24,7 +24,7 @@ from ..memory.device_memory import MinReduce, get_available_memory
 from ..memory.device_module import device_module_for
 from ..memory.offload import ResidentStrategy
 from ..memory.residency import ComponentResidencyManager, nobody
-from ..models.config import load_model_config
+from ..models.config import load_model_config, quantized
 from ..models.registry import build_model
 from ..parallel.group import SINGLE, TensorParallel
 from ..runtime.dtypes import by_torch_name
@@ -67,6 +67,8 @@ def load_model(
     here.
     """
     model_config = load_model_config(config.model_path, config.model_backend)
+    if config.quantization == "fp8":
+        model_config = quantized(model_config, config.quantization_skipped)
     possible = model_config.max_position_embeddings
     if config.context_len is not None and config.context_len > possible:
         reason = (

@@ -11,7 +11,7 @@ Invariants:
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -302,6 +302,23 @@ def parse_quantization(config: dict[str, Any], source: str, *, mxfp4: bool = Fal
     rows, columns = stated["weight_block_size"]
     skipped = frozenset(module for name in _SKIPPED for module in stated.get(name) or ())
     return Fp8Blocks(rows, columns, skipped)
+
+
+def quantized(config: ModelConfig, skipped: str) -> ModelConfig:
+    """Return the config of the same model in FP8, but for modules ``skipped`` (comma-separated).
+
+    A checkpoint in FP8 keeps its own blocks. UNSUPPORTED_MODEL if the layers have no FP8 products.
+    """
+    names = frozenset(name.strip() for name in skipped.split(",") if name.strip())
+    if config.fp8 is not None:
+        if names:
+            reason = "quantization_skipped: the checkpoint itself is in FP8, and says which modules are not"
+            raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="quantization_skipped", value=skipped)
+        return config
+    if config.transformers_config is not None or families()[config.architecture].mxfp4:
+        reason = f"{config.architecture} has no products with FP8 weights: start it without quantization"
+        raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["quantization"])
+    return replace(config, fp8=Fp8Blocks(skipped=names))
 
 
 def _is_supported(name: str, value: object, widened: bool) -> bool:

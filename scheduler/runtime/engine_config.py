@@ -77,25 +77,19 @@ class EngineConfig(EngineOptions):
         if self.max_loaded_loras is not None and self.max_loaded_loras < self.max_loras:
             reason = f"must be at least max_loras = {self.max_loras}"
             raise _invalid("max_loaded_loras", self.max_loaded_loras, reason)
-        for refused, name, requirement in (
-            (
-                self.speculation != "none" and self.pipeline_depth,
-                "pipeline_depth",
-                "must be 0 with speculation",
-            ),
-            (
-                self.deterministic and self.attention_backend != "auto",
-                "attention_backend",
-                "must be auto with deterministic",
-            ),
-            (
-                self.deterministic and self.model_backend == "transformers",
-                "model_backend",
-                "must be auto or native with deterministic",
-            ),
-        ):
-            if refused:
-                raise _invalid(name, getattr(self, name), requirement)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.quantization_skipped and self.quantization == "auto":
+            raise _invalid("quantization_skipped", self.quantization_skipped, "needs quantization")
+        if self.quantization != "auto" and is_pipeline(self.model_path):
+            raise _invalid("quantization", self.quantization, "is for language models")
+        if self.speculation != "none" and self.pipeline_depth:
+            raise _invalid("pipeline_depth", self.pipeline_depth, "must be 0 with speculation")
+        if self.deterministic and self.attention_backend != "auto":
+            raise _invalid("attention_backend", self.attention_backend, "must be auto with deterministic")
+        if self.deterministic and self.model_backend == "transformers":
+            raise _invalid("model_backend", self.model_backend, "must be auto or native with deterministic")
 
     @property
     def sizes(self) -> Sizes:
