@@ -1,5 +1,5 @@
-"""Rollout benchmark: Caesura beside vLLM and transformers, on one checkpoint and the same requests, in one
-run.
+"""Rollout benchmark: Caesura beside vLLM, OpenVINO and transformers, on one checkpoint and the same requests,
+in one run.
 
 Repeats are interleaved: each starts every engine once, one at a time, in an order that rotates, and measures
 everything on it (``harness/engines.py``), so that a machine that slows down slows all of them. Printed
@@ -30,7 +30,7 @@ from harness.workload import WORKLOADS, Workload
 from rich.console import Console
 from rich.text import Text
 
-ENGINES = ("caesura", "vllm", "transformers")
+ENGINES = ("caesura", "vllm", "openvino", "transformers")
 
 CEILING_BYTES, CEILING_PRODUCT = 256 << 20, 2048
 """Sizes for measuring the machine: a tensor that no cache holds, and a square product."""
@@ -46,8 +46,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--repeats", type=int, default=3, help="starts of every engine (default: 3)")
     cores = len(os.sched_getaffinity(0))
     made.add_argument("--threads", type=int, default=cores, help="default: all cores")
-    python, help_ = os.environ.get("CAESURA_BENCH_VLLM_PYTHON"), "interpreter of an environment with vLLM"
-    made.add_argument("--vllm-python", default=python, help=f"{help_} (default: $CAESURA_BENCH_VLLM_PYTHON)")
+    for peer in ("vllm", "openvino"):
+        variable, help_ = f"CAESURA_BENCH_{peer.upper()}_PYTHON", f"interpreter of an environment with {peer}"
+        made.add_argument(
+            f"--{peer}-python", default=os.environ.get(variable), help=f"{help_} (default: ${variable})"
+        )
     made.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of all engines")
     made.add_argument("--vllm-bind", default="auto", help="VLLM_CPU_OMP_THREADS_BIND (default: auto)")
     made.add_argument("--transformers-python", default=sys.executable)
@@ -69,6 +72,8 @@ def choose_engines(options: argparse.Namespace, cache: Path, console: Console) -
     }
     if options.vllm_python:
         available["vllm"] = participants.vllm(options.vllm_python, threads, options.vllm_bind, cache)
+    if options.openvino_python:
+        available["openvino"] = participants.openvino(options.openvino_python, threads)
     chosen = []
     for name in options.engines.split(","):
         missing = available[name].why_missing() if name in available else "no interpreter given"

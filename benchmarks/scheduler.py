@@ -2,16 +2,21 @@
 
     python benchmarks/scheduler.py                 # a decode step by batch size, and how it grows
     python benchmarks/scheduler.py --profile 256   # where the time goes at 256 requests
+    python benchmarks/scheduler.py --vllm-python /opt/peer-vllm/bin/python   # beside vLLM's scheduler
 
-Everything runs in this process, on one thread; a message goes through a real socket.
+Everything of the engine runs in this process, on one thread; a message goes through a real socket. vLLM's
+figures are of ``peers/vllm_scheduler.py``: its scheduler alone, without socket and batch.
 """
 
 import argparse
 import cProfile
+import json
 import pstats
 import statistics
+import subprocess
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -43,6 +48,9 @@ SHAPE = Shape(
     bos_token_id=0,
     eos_token_id=1,
 )
+
+
+COUNTS, TURNS = (64, 256, 1024, 4096), 3
 
 
 class NullRunner:
@@ -180,6 +188,27 @@ def with_tree(tokens: int) -> Measure:
     return measure
 
 
+def beside_vllm(model: Path, python: str) -> Table:
+    """Measure both by turns, each number of requests three times."""
+    script, found = Path(__file__).parent / "peers" / "vllm_scheduler.py", defaultdict(list)
+    rows = []
+    for _ in range(TURNS):
+        for count in COUNTS:
+            with tempfile.TemporaryDirectory() as folder:
+                bench = Bench(model, Path(folder), max_running_requests=count)
+                found["ours", count] += decode(count)(bench)
+                bench.close()
+        command = [python, str(script), str(model), *map(str, COUNTS)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=model)
+        for count, times in json.loads(done.stdout.rstrip().rpartition("\n")[2])["ms"].items():
+            found["vLLM", int(count)] += times
+    for count in COUNTS:
+        ours, theirs = (statistics.median(found[name, count]) for name in ("ours", "vLLM"))
+        rows.append([f"{count:,}", f"{ours:.2f}", f"{theirs:.2f}", f"{theirs / ours:.1f} x"])
+    title = "milliseconds of Python per decode step, null model, medians"
+    return table(title, ["requests", "Caesura, whole step", "vLLM, scheduler alone", "ratio"], rows)
+
+
 def measured_table(model: Path) -> Table:
     rows = []
     cases: list[tuple[str, Measure, dict[str, object]]] = [
@@ -210,12 +239,16 @@ def main() -> None:
     parser.add_argument(
         "--profile", type=int, metavar="REQUESTS", help="profile decode steps of this many requests"
     )
+    parser.add_argument(
+        "--vllm-python", help="interpreter of an environment with vLLM: compare with its scheduler"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         model = write_checkpoint(Path(scratch) / "model", SHAPE, seed=0)
         if options.profile is None:
-            Console(width=100).print(measured_table(model))
+            beside = options.vllm_python
+            Console(width=100).print(beside_vllm(model, beside) if beside else measured_table(model))
             return
         bench = Bench(model, Path(scratch))
         bench.submit(options.profile, 32, 600)

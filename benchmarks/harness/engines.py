@@ -26,7 +26,7 @@ IMPORT_TIMEOUT_S = 300.0
 _DECIDED_HERE = ("OMP_", "KMP_", "GOMP_", "MKL_", "VLLM_", "LD_PRELOAD", "PYTHONPATH", "TORCHINDUCTOR_")
 _TCMALLOC_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
 
-NO_SERVER = "transformers has no engine process: nothing to pause, resume or update under load"
+NO_PAUSE = "{} has nothing to pause, resume or update under load"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,18 @@ def transformers(python: str, threads: int) -> Engine:
         script="transformers_peer.py",
         module="torch, transformers",
         environment=_environment(OMP_NUM_THREADS=str(threads), HF_HUB_OFFLINE="1"),
-        no_pause_reason=NO_SERVER,
+        no_pause_reason=NO_PAUSE.format("transformers"),
+    )
+
+
+def openvino(python: str, threads: int) -> Engine:
+    return Engine(
+        name="OpenVINO",
+        python=python,
+        script="openvino_peer.py",
+        module="openvino_genai, optimum.intel",
+        environment=_environment(OMP_NUM_THREADS=str(threads), HF_HUB_OFFLINE="1"),
+        no_pause_reason=NO_PAUSE.format("OpenVINO"),
     )
 
 
