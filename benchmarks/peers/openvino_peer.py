@@ -1,7 +1,8 @@
 """OpenVINO GenAI's side of the rollout benchmark: its continuous batching, driven over stdin and stdout.
 
-``start`` first converts the checkpoint, so a cold start is one with an empty cache of conversions. Weights,
-products, attention and KV are bfloat16, as for all engines. There is no pause, and weights stay as they are.
+``start`` first converts the checkpoint, so a cold start is one with an empty cache of conversions. Products,
+attention and KV are bfloat16 where OpenVINO has that for the processor, else float32: ``settings`` of the facts.
+There is no pause, and weights stay as they are.
 """
 
 import tempfile
@@ -33,6 +34,7 @@ class OpenVinoPeer:
         **_not_applicable: Any,
     ) -> dict[str, Any]:
         """Convert the model, load it and generate the first token."""
+        import openvino
         import openvino_genai as genai
         from optimum.intel import OVModelForCausalLM
 
@@ -47,15 +49,17 @@ class OpenVinoPeer:
             scheduler.max_num_seqs = 256
             scheduler.max_num_batched_tokens = 4096
             scheduler.enable_prefix_caching = True
+            has_bf16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+            precision = "bf16" if has_bf16 else "f32"
             properties = {
-                "INFERENCE_PRECISION_HINT": "bf16",
-                "KV_CACHE_PRECISION": "bf16",
+                "INFERENCE_PRECISION_HINT": precision,
+                "KV_CACHE_PRECISION": precision,
                 "INFERENCE_NUM_THREADS": threads,
             }
             self._pipeline = genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", properties)
         self._generate([prompt], 1)
         names = ("openvino", "openvino-genai", "optimum-intel", "torch")
-        return {"versions": {name: version(name) for name in names}}
+        return {"versions": {name: version(name) for name in names}, "settings": {"precision": precision}}
 
     def rollout(self, prompts: Sequence[Prompt], max_new_tokens: int, samples: int) -> dict[str, Any]:
         start = time.perf_counter()
@@ -64,7 +68,7 @@ class OpenVinoPeer:
 
     def _generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> int:
         import numpy as np
-        import openvino as ov
+        import openvino
         import openvino_genai as genai
 
         config = genai.GenerationConfig()
@@ -76,7 +80,7 @@ class OpenVinoPeer:
         config.temperature = 1.0
         config.logprobs = 1
         config.apply_chat_template = False
-        inputs = [ov.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
+        inputs = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
         results = self._pipeline.generate(inputs, [config] * len(inputs))
         return sum(len(ids) for result in results for ids in result.m_generation_ids)
 
