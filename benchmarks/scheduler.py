@@ -190,7 +190,8 @@ def with_tree(tokens: int) -> Measure:
 
 def beside_vllm(model: Path, python: str) -> Table:
     """Measure both by turns, each number of requests three times."""
-    script, found = Path(__file__).parent / "peers" / "vllm_scheduler.py", defaultdict(list)
+    script = Path(__file__).parent / "peers" / "vllm_scheduler.py"
+    found: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     rows = []
     for _ in range(TURNS):
         for count in COUNTS:

@@ -1,7 +1,7 @@
 """OpenVINO GenAI's side of the rollout benchmark: its continuous batching, driven over stdin and stdout.
 
 ``start`` first converts the checkpoint, so a cold start is one with an empty cache of conversions. Products,
-attention and KV are bfloat16 where OpenVINO has that for the processor, else float32: ``settings`` of the facts.
+attention and KV are bfloat16 where OpenVINO has that for the processor, else float32, as ``settings`` say.
 There is no pause, and weights stay as they are.
 """
 
