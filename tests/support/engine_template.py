@@ -31,7 +31,9 @@ from caesura.scheduler.executor import workers
 
 VARIABLE = "CAESURA_TEST_FORK"
 """Variable that enables forks; unset or empty, every process is executed."""
-READ_LATER = frozenset({"PYTEST_CURRENT_TEST", "CAESURA_KERNELS", VARIABLE})
+READ_LATER = frozenset(
+    {"PYTEST_CURRENT_TEST", "CAESURA_KERNELS", "CAESURA_API_KEY", "CAESURA_ADMIN_KEY", VARIABLE}
+)
 """Variables that nothing reads while it is imported."""
 MODULE, CODE = "-m", "-c"
 LARGEST = 160_000

@@ -143,8 +143,9 @@ def test_every_client_hears_of_a_dead_scheduler(tiny_model):
 
 
 ENGINE_THAT_IS_NEVER_ASKED = """
-import asyncio, os
+import asyncio, os, sys, tempfile
 from caesura.client.connection.async_client import AsyncSchedulerClient
+tempfile.tempdir = sys.argv.pop(1)
 async def status(self, **options):
     os.write(2, b"asking\\n")
     await asyncio.Event().wait()
@@ -157,11 +158,9 @@ main()
 @pytest.mark.parametrize("number", quick([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 @pytest.mark.parametrize("restart", [(), ("--restart",)])
 def test_a_signal_before_listening_cancels_the_start(tiny_model, tmp_path, number, restart):
-    command = [sys.executable, "-c", ENGINE_THAT_IS_NEVER_ASKED, "serve", "--port", "0"]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    process = engine_template.Process(
-        [*command, "--model", str(tiny_model), *restart], stderr=subprocess.PIPE, text=True, env=environment
-    )
+    command = [sys.executable, "-c", ENGINE_THAT_IS_NEVER_ASKED, str(tmp_path), "serve", "--port", "0"]
+    command += ["--model", str(tiny_model), *restart]
+    process = engine_template.Process(command, stderr=subprocess.PIPE, text=True)
     try:
         assert any(line == "asking\n" for line in process.stderr)
         process.send_signal(number)

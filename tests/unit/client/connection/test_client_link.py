@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import support.fake_scheduler
 import zmq
+from support import engine_template
 from support.fake_scheduler import FakeScheduler, VanishError, answer, silent, status_reply, welcome
 from support.waiting import PATIENCE_S as PATIENCE
 
@@ -248,7 +249,7 @@ def test_hello_is_retried_after_a_refusal(endpoint):
         assert client.incarnation == "b" * 16
 
 
-FAKE = support.fake_scheduler.__file__
+FAKE = f"import runpy; runpy.run_path({support.fake_scheduler.__file__!r}, run_name='__main__')"
 RECONNECTS_S = 0.6
 """Longer than libzmq waits before it would reconnect by itself; nothing here depends on how much longer."""
 
@@ -356,8 +357,8 @@ def test_an_engine_that_says_nothing_counts_as_hung(endpoint, connect):
 
 
 def test_a_stopped_engine_is_waited_for_once(endpoint):
-    first = [sys.executable, FAKE, "--endpoint", endpoint, "--ready-fd", "1", "--lifeline-fd", "0"]
-    with subprocess.Popen(first, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    command = [sys.executable, "-c", FAKE, "--endpoint", endpoint, "--ready-fd", "1", "--lifeline-fd", "0"]
+    with engine_template.Process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         try:
             assert child.stdout is not None
             assert child.stdout.readline()

@@ -7,7 +7,6 @@ import queue
 import re
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import support.fake_scheduler
+from support import engine_template
 from support.waiting import PATIENCE_S as PATIENCE
 from support.waiting import eventually
 
@@ -40,7 +40,8 @@ from caesura.client.launch.restart_policy import RestartPolicy
 from caesura.client.launch.supervise import GAVE_UP_STATUS, status_of
 from caesura.client.launch.supervisor import Down, Ended, Serving, Supervisor
 
-FAKE = support.fake_scheduler.__file__
+RUN = f"import runpy; runpy.run_path({support.fake_scheduler.__file__!r}, run_name='__main__')"
+FAKE = [sys.executable, "-c", RUN]
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def directory(tmp_path):
 
 
 def launch(directory, behave="well", **options):
-    command = [sys.executable, FAKE, "--endpoint", f"ipc://{directory}/s", "--behave", behave]
+    command = [*FAKE, "--endpoint", f"ipc://{directory}/s", "--behave", behave]
     return LaunchedScheduler(command, directory=directory, **options)
 
 
@@ -76,7 +77,7 @@ def test_the_process_lives_as_long_as_the_block(directory):
 
 
 def test_the_thread_that_sees_the_end_may_end_the_rest(directory):
-    child = Child([sys.executable, FAKE, "--endpoint", f"ipc://{directory}/s"], directory)
+    child = Child([*FAKE, "--endpoint", f"ipc://{directory}/s"], directory)
     child.wait_ready(PATIENCE)
     finished = threading.Event()
 
@@ -230,11 +231,10 @@ def test_an_engine_that_ignores_everything_is_killed(directory, monkeypatch, cap
 def test_a_child_ends_with_a_parent_that_did_not_close(directory):
     parent = textwrap.dedent(f"""
         from caesura.client.launch.launcher import LaunchedScheduler
-        launched = LaunchedScheduler({[sys.executable, FAKE, "--endpoint", f"ipc://{directory}/s"]!r})
+        launched = LaunchedScheduler({[*FAKE, "--endpoint", f"ipc://{directory}/s"]!r})
         print(launched.pid, flush=True)
     """)
-    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=PATIENCE)
-    assert gone(int(done.stdout))
+    assert gone(int(engine_template.run(parent).stdout))
 
 
 def test_options_become_the_schedulers_arguments():
@@ -319,7 +319,7 @@ class Watched:
 @pytest.fixture
 def watch(monkeypatch):
     command = "caesura.client.launch.supervisor.engine_command"
-    monkeypatch.setattr(command, lambda *arguments: [sys.executable, FAKE, *arguments])
+    monkeypatch.setattr(command, lambda *arguments: [*FAKE, *arguments])
     with contextlib.ExitStack() as cleanup:
 
         def watched(*arguments, **policy) -> Watched:
