@@ -194,7 +194,7 @@ def test_an_engine_that_ends_costs_none_of_many_requests(engines, launch, number
         assert (doomed.state, doomed.load) == ("gone", 0)
         assert fleet.dispatcher.moved > 1
         assert {span.version for output in outputs for span in output.weight_versions} == {"default"}
-        later = await fleet.generate(prompts, params, return_logprob=True)
+        later = await fleet.generate(prompts, msgspec.structs.replace(SAMPLED, n=samples))
         assert len(later) == len(prompts) * samples
         assert not fleet.dispatcher.flows
         assert {member.load for member in fleet.members} == {0}

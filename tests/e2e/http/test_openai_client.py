@@ -4,26 +4,18 @@ import base64
 import codecs
 import json
 import struct
-from collections.abc import Iterator
 from itertools import pairwise
 
 import openai
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from support.openai_server import CONTEXT, GREEDY, NAME, Served, messages, serve_openai, with_ids
+from support.openai_server import CONTEXT, GREEDY, NAME, messages, with_ids
 
 from caesura.client import SamplingParams
 from caesura.client.serve.openai.logprobs import TokenText
 from caesura.client.text.tokenizer import TextTokenizer
 from caesura.client.text.tokenizer_manager import ENCODE_INLINE
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve_openai(tmp_path_factory.mktemp("models") / "tiny") as served:
-        yield served
-
 
 # -- models, keys and errors ---------------------------------------------------------------------------------
 

@@ -8,17 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
-from support.openai_server import CONTEXT, NAME, Served, serve_openai
+from support.openai_server import CONTEXT, NAME, Served
 
 from caesura.client import SamplingParams
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve_openai(tmp_path_factory.mktemp("models") / "tiny") as served:
-        yield served
 
 
 @pytest.fixture(scope="module")

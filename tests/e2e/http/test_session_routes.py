@@ -1,22 +1,15 @@
 """Sessions of a real engine: exact ids over pauses and updates, branches, training samples, ends."""
 
 import base64
-from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
 from support.http_server import listening
-from support.openai_server import CONTEXT, NAME, Served, messages, serve_openai
+from support.openai_server import CONTEXT, NAME, messages
 
 from caesura.client.exceptions import SessionGone
 from caesura.client.text import TextClient
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve_openai(tmp_path_factory.mktemp("models") / "tiny") as served:
-        yield served
 
 
 def chat(served, said, session, **more):

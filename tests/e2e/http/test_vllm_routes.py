@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from support.checkpoints import make_checkpoint
-from support.openai_server import CONTEXT, NAME, VOCABULARY, Served, messages, serve_openai
+from support.openai_server import CONTEXT, NAME, VOCABULARY, Served, messages
 
 from caesura.client import SamplingParams
 
@@ -16,14 +16,8 @@ LONG = {"max_tokens": 400, "ignore_eos": True, "logprobs": 1, "seed": 3}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve_openai(tmp_path_factory.mktemp("models") / "tiny") as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def step_7(served: Served) -> str:
-    """Write other weights where a trainer would have written them."""
+def step_7(served: Served) -> Iterator[str]:
+    """Write other weights where a trainer would have written them, and go back to the engine's own."""
     path = served.path.parent / "step_7"
     make_checkpoint(
         path,
@@ -34,7 +28,8 @@ def step_7(served: Served) -> str:
         max_position_embeddings=512,
         seed=6,
     )
-    return str(path)
+    yield str(path)
+    served.engine.update_weights_from_disk(str(served.path), weight_version="default")
 
 
 @pytest.fixture
@@ -54,6 +49,7 @@ def generate(http: httpx.Client, **fields: Any) -> Any:
 
 def test_an_update_while_a_request_is_frozen(served, http, step_7):
     params = SamplingParams(max_new_tokens=400, ignore_eos=True, seed=3)
+    before = served.engine.status().weight_version
     handle = served.engine.submit(PROMPT, sampling_params=params, stream=True)
     next(iter(handle))
     paused = http.post("/pause", params={"mode": "keep", "clear_cache": "false"})
@@ -63,7 +59,7 @@ def test_an_update_while_a_request_is_frozen(served, http, step_7):
     assert http.get("/liveness").json() == {"status": "ok"}
     assert http.post("/update_weights", json={"weight_dir": step_7}).json() == {"status": "ok"}
     assert http.post("/resume").json() == {"status": "resumed"}
-    assert [span.version for span in handle.result().weight_versions] == ["default", "step_7"]
+    assert [span.version for span in handle.result().weight_versions] == [before, "step_7"]
 
 
 def test_tokens_and_logprobs_are_the_engines(served, http):
