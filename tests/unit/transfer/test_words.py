@@ -8,15 +8,7 @@ from support.properties import examples
 
 from caesura.transfer import words
 
-DTYPES = (
-    torch.float8_e4m3fn,
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.int64,
-    torch.bool,
-)
+DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64, torch.bool)
 WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CODE = ("compiled", "torch")
 

@@ -427,8 +427,8 @@ async def test_a_flood_of_messages_is_never_stuck_in_the_socket(endpoint):
 
 
 NO_TIME = [float("nan"), "5", True, [1]]
-PAST = [-1.0, float("-inf"), 0, -(2**63), np.float32(-1)]
-FOR_EVER = [float("inf"), 2**63, 2.0**63, 1e300, 10**400, None, np.float64(1e300)]
+PAST = [float("-inf"), 0, np.float32(-1)]
+FOR_EVER = [float("inf"), 10**400, None, np.float64(1e300)]
 
 
 def uses(client):

@@ -283,9 +283,7 @@ def refusing(code: ErrorCode, **detail: object):
     ("code", "status", "kind"),
     [
         (ErrorCode.INVALID_REQUEST, 400, "invalid_request_error"),
-        (ErrorCode.DUPLICATE_RID, 400, "invalid_request_error"),
         (ErrorCode.QUEUE_FULL, 503, "server_error"),
-        (ErrorCode.SHUTTING_DOWN, 503, "server_error"),
         (ErrorCode.WEIGHTS_POISONED, 503, "server_error"),
         (ErrorCode.INTERNAL, 500, "server_error"),
     ],

@@ -98,20 +98,6 @@ def test_a_repeated_init_joins_an_engine_that_has_restarted(served):
         fake.next_request(InitWeightsUpdateGroupReqInput, timeout=PATIENCE_S)
 
 
-def test_a_shutdown_ends_a_broadcast_that_never_comes(served):
-    engine, fake, http = served
-    assert call(http, "/init_weight_transfer_engine", init_info=GROUP) == 200
-    assert call(http, "/start_weight_update") == 200
-    with ThreadPoolExecutor() as threads:
-        hanging = threads.submit(call, http, "/update_weights", update_info=PART)
-        fake.next_request(UpdateWeightsFromDistributedReqInput)
-        ended = threads.submit(call, http, "/shutdown_weight_transfer_engine")
-        fake.next_request(DestroyWeightsUpdateGroupReqInput, timeout=PATIENCE_S)
-        fake.push(ErrorReply(id=engine.updates[0].id, code=ErrorCode.GROUP_ERROR, message="destroyed"))
-        assert (hanging.result(), ended.result()) == (400, 200)
-    assert call(http, "/init_weight_transfer_engine", init_info=GROUP) == 200
-
-
 def test_an_init_that_waits_for_ranks_holds_up_nobody(served):
     _, fake, http = served
     with ThreadPoolExecutor() as threads:

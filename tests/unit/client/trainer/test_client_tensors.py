@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file
 from support.checkpoints import FAMILIES, HYBRIDS, make_checkpoint
 from support.fake_scheduler import finished, floats
-from support.lanes import quick
+from support.lanes import every, quick
 from support.multimodal_checkpoints import WHOLE, as_before_version_5, make_multimodal_checkpoint
 
 from caesura.client import InvalidRequest, TimedOut, WeightVersionSpan, importance_weights
@@ -270,8 +270,8 @@ def test_single_messages_are_copies():
 
 
 CASES = [
-    *((family, False) for family in (*FAMILIES, *HYBRIDS, *WHOLE)),
-    *quick(((family, True) for family in (*FAMILIES, *HYBRIDS)), 2),
+    *every(((family, False) for family in (*FAMILIES, *HYBRIDS, *WHOLE)), 3),
+    *quick((family, True) for family in (*FAMILIES, *HYBRIDS)),
 ]
 
 
