@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import socket
 from base64 import b64encode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
 from support.engine_template import run
 from support.http_serve import ServedEngine, WeightSyncClient, served
+from support.plain_trainer import free_port
 
 from caesura.client import GroupError
 from caesura.client.trainer import WeightDelta
@@ -52,9 +52,17 @@ def trainer(
     return TrainerEngine.trainer_init(info, client=WeightSyncClient(engine), source=source)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+def send(engine: ServedEngine, models: list[Path], transport: str, label: str, **options: Any) -> None:
+    """Send the first model whole, as the next trainer does."""
+    sender = trainer(engine, models, transport, tensors_of(models[0]), **options)
+    sender.send_weights(label)
+    sender.shutdown()
+    assert served_label(engine) == label
+
+
+def served_label(engine: ServedEngine) -> str:
+    (label,) = engine.get("/weight_info").json().values()
+    return label
 
 
 def tokens(engine: ServedEngine) -> list[int]:
@@ -81,7 +89,7 @@ def test_an_update_by_every_transport(engine, models, transport, bucket_bytes):
     finally:
         sender.shutdown()
     assert tokens(engine) == expected[0]
-    assert engine.get("/weight_info").json() == {"weight_version": "step-7"}
+    assert served_label(engine) == "step-7"
 
 
 @every_transport
@@ -99,7 +107,7 @@ def test_a_delta_by_every_transport(engine, models, transport, bucket_bytes):
         delta = WeightDelta.between(old, new)
         sender.send_delta(delta, "step-8")
         assert engine.ok("/weights_checker")["per_engine_checksum"] == expected
-        assert engine.get("/weight_info").json() == {"weight_version": "step-8"}
+        assert served_label(engine) == "step-8"
         with pytest.raises((httpx.HTTPStatusError, GroupError)):  # its base is gone
             sender.send_delta(delta)
     finally:
@@ -127,8 +135,7 @@ def test_a_failure_at_any_tensor_serves_nothing_half_new(engine, models):
     """Whatever came before the tensor of a wrong shape is never sampled from."""
     tensors = tensors_of(models[1])
     for bad in (0, 1, len(tensors) // 2, len(tensors) - 1):
-        whole = trainer(engine, models, "shared_memory", tensors_of(models[0]))
-        whole.send_weights("whole")
+        send(engine, models, "shared_memory", "whole")
         before = tokens(engine)
         broken = [
             (name, torch.zeros(3) if position == bad else tensor)
@@ -145,13 +152,9 @@ def test_a_failure_at_any_tensor_serves_nothing_half_new(engine, models):
             assert (weights, tokens(engine)) == ("valid", before)
         else:
             assert (weights, response.status_code) == ("poisoned", 503)
-        for each in (whole, sender):
-            each.shutdown()
-    whole = trainer(engine, models, "shared_memory", tensors_of(models[0]))
-    whole.send_weights("whole")
-    whole.shutdown()
+        sender.shutdown()
+    send(engine, models, "shared_memory", "whole")
     assert tokens(engine) == before
-    assert engine.get("/weight_info").json() == {"weight_version": "whole"}
 
 
 @pytest.mark.parametrize("position", [0, 1, -1], ids=["first", "second", "last"])
@@ -174,10 +177,7 @@ def test_a_trainer_that_dies_in_a_broadcast(engine, models, position):
     assert refusal(engine, "/finish_weight_update")[0] == 400
     weights = engine.get("/server_info").json()["internal_states"][0]["weights"]
     assert weights == ("valid" if last == 0 else "poisoned")
-    again = trainer(engine, models, "gloo", tensors_of(models[0]), master_port=port, timeout_s=20)
-    again.send_weights("whole")
-    again.shutdown()
-    assert engine.get("/weight_info").json() == {"weight_version": "whole"}
+    send(engine, models, "gloo", "whole", master_port=port, timeout_s=20)
     assert len(tokens(engine)) == 12
 
 
@@ -205,8 +205,7 @@ def test_a_repeated_call_does_nothing_again(engine, models):
 
 
 def test_another_trainer_waits_until_an_update_has_ended(engine, models):
-    first = trainer(engine, models, "shared_memory", tensors_of(models[0]))
-    first.send_weights()
+    send(engine, models, "shared_memory", "first")
 
     def interrupted(update_info: dict[str, Any]) -> dict[str, Any]:
         engine.ok("/update_weights", {"update_info": update_info})
@@ -219,9 +218,8 @@ def test_another_trainer_waits_until_an_update_has_ended(engine, models):
     second = trainer(engine, models, "shared_memory", tensors_of(models[1]))
     second._client.tamper = interrupted
     second.send_weights("second")
-    assert engine.get("/weight_info").json() == {"weight_version": "second"}
-    for each in (first, second):
-        each.shutdown()
+    assert served_label(engine) == "second"
+    second.shutdown()
 
 
 def killed_between_two_calls(engine: ServedEngine, models: list[Path], port: int) -> None:
@@ -252,21 +250,13 @@ def test_a_trainer_takes_over_from_one_that_was_killed(engine, models, same):
     port = free_port()
     killed_between_two_calls(engine, models, port)
     assert refusal(engine, "/start_weight_update") == (409, "session_open")
-    again = trainer(
-        engine, models, "gloo", tensors_of(models[0]), master_port=port if same else 0, timeout_s=20
-    )
-    again.send_weights("taken over")
-    again.shutdown()
-    assert engine.get("/weight_info").json() == {"weight_version": "taken over"}
+    send(engine, models, "gloo", "taken over", master_port=port if same else 0, timeout_s=20)
 
 
 def test_a_trainer_is_back_at_once_on_the_same_port(engine, models):
     port = free_port()
-    for seed in (0, 1):
-        sender = trainer(engine, models, "gloo", tensors_of(models[seed]), master_port=port, timeout_s=20)
-        sender.send_weights(f"seed {seed}")
-        sender.shutdown()
-        assert engine.get("/weight_info").json() == {"weight_version": f"seed {seed}"}
+    for number in range(2):
+        send(engine, models, "gloo", f"number {number}", master_port=port, timeout_s=20)
 
 
 def test_a_live_trainer_is_not_replaced(engine, models):
@@ -286,7 +276,7 @@ def test_a_live_trainer_is_not_replaced(engine, models):
     sender._client.tamper = interrupted
     sender.send_weights("kept")
     sender.shutdown()
-    assert engine.get("/weight_info").json() == {"weight_version": "kept"}
+    assert served_label(engine) == "kept"
 
 
 def test_a_finish_that_lacks_tensors_ends_the_update(engine, models):
@@ -296,9 +286,7 @@ def test_a_finish_that_lacks_tensors_ends_the_update(engine, models):
         sender.send_weights()
     sender.shutdown()
     assert refusal(engine, "/finish_weight_update") == (400, "weight_mismatch")
-    whole = trainer(engine, models, "shared_memory", tensors_of(models[0]))
-    whole.send_weights("whole")
-    whole.shutdown()
+    send(engine, models, "shared_memory", "whole")
     assert len(tokens(engine)) == 12
 
 
@@ -316,10 +304,7 @@ def test_a_shutdown_ends_a_broadcast_that_never_comes(engine, models):
         engine.ok("/shutdown_weight_transfer_engine")
         assert call.result().status_code == 400
     sender.shutdown()
-    again = trainer(engine, models, "gloo", tensors_of(models[0]))
-    again.send_weights("whole")
-    again.shutdown()
-    assert engine.get("/weight_info").json() == {"weight_version": "whole"}
+    send(engine, models, "gloo", "whole")
 
 
 def test_calls_that_name_their_session_are_of_no_other(engine, models):
@@ -335,7 +320,7 @@ def test_calls_that_name_their_session_are_of_no_other(engine, models):
         assert refusal(engine, "/finish_weight_update", named) == (400, "no_session")
     engine.ok("/update_weights", update, headers={"x-caesura-session": own})
     engine.ok("/finish_weight_update", {"session_id": own, "weight_version": "named"})
-    assert engine.get("/weight_info").json() == {"weight_version": "named"}
+    assert served_label(engine) == "named"
     sender.shutdown()
 
 
@@ -437,7 +422,7 @@ def test_a_wrong_update_is_a_refusal(engine, models, backend):
 
 
 def test_methods_that_are_called_by_name(engine, models):
-    trainer(engine, models, "shared_memory", tensors_of(models[0])).send_weights()
+    send(engine, models, "shared_memory", "first")
     expected = tokens(engine)
     assert engine.ok("/collective_rpc", {"method": "update_weights_from_path", "args": [str(models[1])]}) == {
         "results": [None]
@@ -502,7 +487,7 @@ def test_a_reset_poisons(engine, models):
     assert engine.ok("/weight_checker", {"action": "reset"}) == {"status": "reset"}
     response = engine.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 1})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "weights_poisoned")
-    trainer(engine, models, "shared_memory", tensors_of(models[0])).send_weights()
+    send(engine, models, "shared_memory", "whole")
     assert len(tokens(engine)) == 12
 
 
