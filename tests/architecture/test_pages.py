@@ -163,12 +163,7 @@ def where(name: str, *folders: str) -> set[str]:
     ("recipe", "name", "folders", "tests"),
     [
         ("sampling parameter", "min_p", PACKAGES, {"test_sampler.py"}),
-        (
-            "HTTP route",
-            "weights_checker",
-            ["client/serve"],
-            {"test_http_schema.py", "test_http_auth.py", "test_http_control.py"},
-        ),
+        ("HTTP route", "weights_checker", ["client/serve"], {"test_http_auth.py", "test_http_control.py"}),
     ],
 )
 def test_a_recipe_names_the_files_of_its_example(recipe, name, folders, tests):
