@@ -45,8 +45,8 @@ ended, goes on. ``truncated``: the prompt was cut."""
 MAX_REMEMBERED = 1 << 16
 """Ids of sessions that are gone and are still told so."""
 MAX_LEASE_S = 1e9
-NODE_TOKENS = 64
-"""Tokens that a node counts beside its own, for what it takes."""
+NODE_TOKENS = 192
+"""Tokens of eight bytes that a node, or a kept answer, counts beside its own, for what it takes."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 

@@ -205,13 +205,13 @@ def test_sessions_expire_and_say_so(tokenizer, clock):
 
 
 def test_memory_is_bounded_by_sessions_and_tokens(tokenizer):
-    store = SessionStore(max_sessions=3, max_tokens=1000)
+    store = SessionStore(max_sessions=3, max_tokens=1500)
     for number in range(20):
         say(store, tokenizer, asked("Go"), session=str(number))
     assert store.ids() == ["17", "18", "19"]
     with pytest.raises(SessionGone, match="room for others"):
         store.turn("16", asked("Go"), chat_prompts(tokenizer))
-    turn, _, _ = say(store, tokenizer, asked("Go"), "no " * 1000, session="19")
+    turn, _, _ = say(store, tokenizer, asked("Go"), "no " * 1500, session="19")
     assert store.usage() == (0, 0)
     with pytest.raises(SessionGone, match="it alone"):
         store.export("19")
@@ -242,7 +242,7 @@ def test_of_equal_answers_the_named_one_goes_on(tokenizer):
 
 
 def test_kept_answers_end_with_their_session(tokenizer):
-    store = SessionStore(max_sessions=2, max_tokens=2000)
+    store = SessionStore(max_sessions=2, max_tokens=3000)
     for name in "abc":
         _, node, _ = say(store, tokenizer, asked("Go"), session=name)
         store.keep((b"me", name), Kept(store, name, node, b"x"))
@@ -258,7 +258,7 @@ def test_kept_answers_end_with_their_session(tokenizer):
     assert store.forget((b"me", "c"))
     assert not store.forget((b"me", "c"))
     _, node, _ = say(store, tokenizer, asked("Go"), session="b")
-    store.keep((b"me", "huge"), Kept(store, "b", node, b"x" * 8 * 2000))
+    store.keep((b"me", "huge"), Kept(store, "b", node, b"x" * 8 * 3000))
     assert (store.usage(), store.kept((b"me", "huge"))) == ((0, 0), None)
 
 
