@@ -3,8 +3,9 @@
 Invariants:
 - The allowed tokens of a position depend on the grammar, the request and the tokens before it, on nothing
   else: what a retraction, a lost step or a restart of the prefill does to a sample is of no account here.
-- A grammar is compiled in a thread, at most :data:`THREADS` at once, and its requests wait meanwhile. One
-  that does not compile, or not within :data:`COMPILE_S`, ends its own requests.
+- A grammar is compiled in a thread, at most :data:`THREADS` at once, and its requests wait meanwhile. Before
+  that a process tries it (``grammar_worker.py``), as no thread can be stopped. A grammar that does not
+  compile, or not within :data:`COMPILE_CPU_S`, or that would end the process, ends its own requests.
 - End-of-sequence ids are allowed where the grammar may end, whatever it says of them; so are
   ``stop_token_ids``. With ``ignore_eos`` the former never are.
 - A sample ends where nothing may follow, if it has no stop token that could say so.
@@ -12,12 +13,18 @@ Invariants:
 """
 
 import importlib.util
+import json
+import multiprocessing
 import os
-import threading
+import signal
+import subprocess
+import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +33,7 @@ import numpy as np
 
 from ...io_struct import CaesuraError, ErrorCode, GrammarStatus
 from ..runtime.background import Task
+from .grammar_worker import GrammarError, in_deep_thread, new_matcher, read_tokenizer
 from .request import Phase
 
 if TYPE_CHECKING:
@@ -34,16 +42,13 @@ if TYPE_CHECKING:
 MAX_KEPT = 64
 """Compiled grammars that are kept for later requests, the last used ones."""
 THREADS = 2
-COMPILE_S = 30.0
-MAX_STUCK = 4
-"""Threads that may go on with a grammar that nobody waits for any more; with more, no other is begun."""
+COMPILE_CPU_S = 10
+"""Maximum seconds of CPU time of a compilation."""
+COMPILE_BYTES = 8 << 30
+"""Address space of the process that tries grammars."""
 MAX_DEPTH = 200
 """Most brackets within each other: parsers recurse, and those in Python stop there."""
-MAX_GBNF = 64 << 10
-"""Most characters of a grammar in GBNF, whose translation is Python's work, and quadratic."""
-STACK_BYTES = 1 << 30
-"""Stack of a compiling thread, in address space: llguidance recurses along chains of rules, and overflows
-the usual one with 5,000 of them, which would end the process."""
+_WORKER = Path(__file__).with_name("grammar_worker.py")
 _MAX_REASON = 500
 
 
@@ -61,7 +66,6 @@ class _Pending:
     text: str
     requests: "list[Request]" = field(default_factory=list)
     task: Task[Compiled] | None = None
-    since: float = field(default_factory=monotonic)
 
 
 class _AddedToken(msgspec.Struct):
@@ -74,12 +78,39 @@ class _TokenizerFile(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
 
 
-class _Grammars(msgspec.Struct, forbid_unknown_fields=True):
-    grammars: list[dict[str, Any]]
+class _Trial:
+    """A process that compiles grammars, one after the other, until one takes too much."""
 
+    def __init__(self, start: dict[str, Any]) -> None:
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            descriptor = theirs.fileno()
+            self._process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+                [sys.executable, "-P", str(_WORKER), str(descriptor)],
+                pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "MALLOC_ARENA_MAX": "2", "RAYON_NUM_THREADS": "1"},  # address space
+                start_new_session=True,  # an interrupt at the terminal is the engine's to handle
+            )
+        limits = {"cpu_s": COMPILE_CPU_S, "memory_bytes": COMPILE_BYTES}
+        self._connection.send_bytes(json.dumps({**start, **limits}).encode())
 
-class GrammarError(ValueError):
-    """A grammar that llguidance does not take."""
+    def compile(self, text: str) -> str:
+        """Return the grammar as llguidance reads it; raises GrammarError, EOFError or OSError."""
+        self._connection.send_bytes(text.encode("utf-8", "surrogatepass"))
+        answer: dict[str, str] = json.loads(self._connection.recv_bytes())
+        if "error" in answer:
+            raise GrammarError(answer["error"])
+        return answer["text"]
+
+    def end(self) -> int:
+        """End the process; return its status."""
+        self._connection.close()
+        if self._process.poll() is None:
+            self._process.kill()
+        return self._process.wait()
 
 
 class GrammarState:
@@ -183,7 +214,8 @@ class Grammars:
         self._kept: OrderedDict[str, Compiled] = OrderedDict()
         self._pending: dict[str, _Pending] = {}
         self._running: list[Task[Compiled]] = []
-        self._stuck: list[Task[Compiled]] = []
+        self._trials: list[_Trial] = []  # those that nobody uses
+        weakref.finalize(self, _end_all, self._trials)
         self._arrived: list[Request] = []
         self._used = False
         self._compiled = self._failed = self._masks = 0
@@ -239,18 +271,14 @@ class Grammars:
                 text = request.grammar.text
                 self._pending.setdefault(text, _Pending(text)).requests.append(request)
         self._running = [task for task in self._running if not task.done]
-        self._stuck = [task for task in self._stuck if not task.done]
         for pending in list(self._pending.values()):
-            if pending.task is None and len(self._running) < THREADS and len(self._stuck) < MAX_STUCK:
-                pending.task = Task(partial(self._compile, pending.text), self._wake, submit=_in_deep_thread)
+            if pending.task is None and len(self._running) < THREADS:
+                pending.task = Task(partial(self._compile, pending.text), self._wake, submit=in_deep_thread)
                 self._running.append(pending.task)
             if pending.task is not None and pending.task.done:
                 self._ready(pending)
             elif not any(request.phase is Phase.WAITING for request in pending.requests):
-                self._give_up(pending)
-            elif monotonic() - pending.since > COMPILE_S:
-                self._give_up(pending)
-                self._fail(pending, f"not compiled within {COMPILE_S:g} s")
+                del self._pending[pending.text]
 
     def _ready(self, pending: _Pending) -> None:
         assert pending.task is not None
@@ -276,12 +304,6 @@ class Grammars:
         for request in pending.requests:
             if request.phase is Phase.WAITING:
                 self._finish(request, _short(reason))
-
-    def _give_up(self, pending: _Pending) -> None:
-        del self._pending[pending.text]
-        if pending.task in self._running:
-            self._running.remove(pending.task)
-            self._stuck.append(pending.task)
 
     def _begin(self, request: "Request", compiled: Compiled) -> None:
         state = request.grammar
@@ -324,75 +346,49 @@ class Grammars:
 
     def _compile(self, text: str) -> Compiled:
         """Compile a grammar, in a thread; raises GrammarError."""
-        from llguidance import LLMatcher, LLTokenizer  # an extra, and slow to import
-
-        if self._tokenizer is None:
-            self._tokenizer = self._read(LLTokenizer)
-        if text.lstrip().startswith("{"):
-            text = _without_gbnf(text) if '"gbnf"' in text else text
-        elif "::=" in text:
-            text = _lark_of(text)
-        matcher = LLMatcher(self._tokenizer, text, log_level=0)
-        if matcher.is_error():
-            raise GrammarError(matcher.get_error())
-        first, accepts = self.look(matcher)
-        if matcher.is_error():
-            raise GrammarError(matcher.get_error())
-        return Compiled(matcher, first, accepts)
-
-    def _read(self, kind: Any) -> Any:
-        """Return the tokenizer; its last tokens may be beyond the model's vocabulary."""
-        path, ids = os.path.join(self._folder, "tokenizer.json"), list(self._eos_token_ids)
+        path, ends = os.path.join(self._folder, "tokenizer.json"), list(self._eos_token_ids)
+        start = {"path": path, "vocab_size": self._vocab_size, "eos_token_ids": ends}
+        trial = self._trials.pop() if self._trials else _Trial(start)
         try:
-            try:
-                tokenizer = kind(path, n_vocab=self._vocab_size, eos_token=ids or None)
-            except ValueError:
-                tokenizer = kind(path, eos_token=ids or None)
+            if self._tokenizer is None:
+                self._tokenizer = self._read(path, ends)
+            text = trial.compile(text)
+        except (OSError, EOFError) as error:
+            raise GrammarError(_why_ended(trial.end())) from error
+        except GrammarError:
+            self._trials.append(trial)
+            raise
+        self._trials.append(trial)
+        matcher = new_matcher(self._tokenizer, text)
+        return Compiled(matcher, *self.look(matcher))
+
+    def _read(self, path: str, ends: list[int]) -> Any:
+        try:
+            tokenizer = read_tokenizer(path, self._vocab_size, ends)
             with open(path, "rb") as file:
                 added = msgspec.json.decode(file.read(), type=_TokenizerFile).added_tokens
-        except (ValueError, msgspec.DecodeError) as error:
+        except (OSError, ValueError, msgspec.DecodeError) as error:
             raise GrammarError(f"llguidance cannot read {path}: {error}") from error
         self.spelled = {
             each.id: tokenizer.greedy_tokenize(each.content)
             for each in added
             if not each.special and each.id < self._vocab_size and tokenizer.is_special_token(each.id)
         }
-        ends = np.asarray(ids or [tokenizer.eos_token], np.int64)
+        never = np.asarray(ends or [tokenizer.eos_token], np.int64)
         unused = np.arange(self._vocab_size, 32 * self._words)
-        self._never = np.concatenate([ends, unused])
+        self._never = np.concatenate([never, unused])
         return tokenizer
 
 
-def _lark_of(text: str) -> str:
-    """Return a grammar in GBNF as Lark writes it; raises GrammarError."""
-    from llguidance.gbnf_to_lark import any_to_lark  # as above
-
-    if len(text) > MAX_GBNF:
-        raise GrammarError(f"{len(text)} characters of GBNF; at most {MAX_GBNF}")
-    try:
-        return str(any_to_lark(text))
-    except Exception as error:
-        raise GrammarError(f"{type(error).__name__}: {error}") from error
+def _end_all(trials: list[_Trial]) -> None:
+    for trial in trials:
+        trial.end()
 
 
-def _without_gbnf(text: str) -> str:
-    """Return grammars, llguidance's form of several, whose texts in GBNF (member ``gbnf``) are in Lark."""
-    try:
-        grammars = msgspec.json.decode(text, type=_Grammars)
-    except msgspec.DecodeError:
-        return text  # llguidance says what is wrong
-    for each in grammars.grammars:
-        if isinstance(gbnf := each.pop("gbnf", None), str):
-            each["lark_grammar"] = _lark_of(gbnf)
-    return msgspec.json.encode(grammars).decode()
-
-
-def _in_deep_thread(work: Callable[[], None]) -> None:
-    usual = threading.stack_size(STACK_BYTES)
-    try:
-        threading.Thread(target=work, name="caesura-grammar", daemon=True).start()
-    finally:
-        threading.stack_size(usual)
+def _why_ended(status: int) -> str:
+    if status == -signal.SIGXCPU:
+        return f"it takes more than {COMPILE_CPU_S} s of CPU time to compile"
+    return f"it ends the process that compiles it, with status {status}"
 
 
 def _bits(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

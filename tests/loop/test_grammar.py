@@ -340,7 +340,7 @@ def test_what_is_missing_is_named(tiny_model, model, monkeypatch):
 
 def test_others_go_on_while_a_grammar_is_compiled(model, monkeypatch):
     work = []
-    monkeypatch.setattr(engine_grammar, "_in_deep_thread", work.append)
+    monkeypatch.setattr(engine_grammar, "in_deep_thread", work.append)
     with engine(model) as driver:
         slow = [
             driver.generate(prompt_of(5), sampling_params=asked(kind, 0))
@@ -357,11 +357,32 @@ def test_others_go_on_while_a_grammar_is_compiled(model, monkeypatch):
         work.pop(0)()
         driver.tick(100)
         assert driver.result(slow[0]).finish_reason.type == "stop"
-        monkeypatch.setattr(engine_grammar, "COMPILE_S", 0.0)
-        driver.tick()
-        for rid in slow[1:]:
-            assert "not compiled within" in driver.result(rid).finish_reason.message
+        for waiting in work:
+            waiting()
+        driver.tick(100)
+        assert len(work) == 2, "the third had a thread when the first was done"
         assert not driver.engine.live
+
+
+def test_a_grammar_that_takes_too_long_ends_alone(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(engine_grammar, "COMPILE_CPU_S", 1)
+    many = {"type": "object", "properties": {f"k{at}": {"type": "string"} for at in range(10_000)}}
+    with engine(model) as driver:
+        slow = finished(driver, asked(None, 0, grammar=grammar.json_schema(many)))
+        assert slow.finish_reason.code == ErrorCode.INVALID_REQUEST
+        assert "takes more than 1 s of CPU time" in slow.finish_reason.message
+        assert tokenizer.decode(tokens_of(finished(driver, asked("choice", 0)))) in WORDS
+
+
+def test_a_grammar_that_would_end_the_process_does_not(model, tokenizer, monkeypatch):
+    """Whatever the library does to its process, the engine goes on."""
+    monkeypatch.setattr(engine_grammar, "COMPILE_BYTES", 1 << 20)
+    with engine(model) as driver:
+        killed = finished(driver, asked("json", 0))
+        assert "ends the process that compiles it" in killed.finish_reason.message
+        monkeypatch.undo()
+        compile_grammars_at_once(monkeypatch)
+        assert tokenizer.decode(tokens_of(finished(driver, asked("choice", 0)))) in WORDS
 
 
 def test_long_chains_of_rules_compile_in_a_deep_stack(model, monkeypatch):

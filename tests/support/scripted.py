@@ -364,7 +364,7 @@ def open_checkpoints_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compile_grammars_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile without a thread, whose speed would decide how many ticks pass meanwhile."""
-    monkeypatch.setattr("caesura.scheduler.scheduling.grammars._in_deep_thread", lambda run: run())
+    monkeypatch.setattr("caesura.scheduler.scheduling.grammars.in_deep_thread", lambda run: run())
 
 
 def one_piece_per_slice(monkeypatch: pytest.MonkeyPatch, *, writes: bool = False) -> None:
