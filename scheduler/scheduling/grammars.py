@@ -21,7 +21,7 @@ import subprocess
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -121,7 +121,7 @@ class GrammarState:
         self.compiled: Compiled | None = None
         """None until the grammar is there; then the sample may start."""
         self._grammars = grammars
-        self._stop_ids = np.asarray(stop_ids, np.int64)
+        self._stop_ids = stop_ids
         self._forced = forced
         self._matcher: Any = None
         self._known = -1
@@ -167,8 +167,8 @@ class GrammarState:
         else:
             self.mask, self.may_end = self._grammars.look(self._matcher)
         self.must_end = not self.mask.any()
-        if self.may_end and len(self._stop_ids):
-            np.bitwise_or.at(self.mask.view(np.uint32), *_bits(self._stop_ids))
+        if self.may_end and self._stop_ids:
+            self.mask |= self._grammars.mask_of(self._stop_ids)
 
     def end(self, *, may_stop: bool) -> str | None:
         """Return ``stop`` if the sample ends here without a token that says so, ``error`` if it cannot go on.
@@ -179,7 +179,7 @@ class GrammarState:
             return None
         if not self.may_end:
             return "error"
-        return None if may_stop and len(self._stop_ids) else "stop"
+        return None if may_stop and self._stop_ids else "stop"
 
     @property
     def reason(self) -> str:
@@ -206,8 +206,9 @@ class Grammars:
         self._wake = wake
         self._words = -(-vocab_size // 32)
         self._tokenizer: Any = None
-        self._never = np.empty(0, np.int64)
-        """Bits that are not the grammar's to set: those of end-of-sequence ids, and behind the vocabulary."""
+        self._own = np.empty(0, np.int32)
+        """Bits that are the grammar's to set: not those of end-of-sequence ids, nor behind the vocabulary."""
+        self._stops: dict[tuple[int, ...], np.ndarray] = {}
         self.spelled: dict[int, list[int]] = {}
         """Tokens of bytes for added ones that llguidance calls special, as they look like ``<mark>``: a mask
         allows them for their text, and then they are not taken for it."""
@@ -320,13 +321,21 @@ class Grammars:
 
     def look(self, matcher: Any) -> tuple[np.ndarray, bool]:
         """Return the mask of ``matcher``, int32 [W], without end-of-sequence ids, and whether it may end."""
-        mask = np.frombuffer(matcher.compute_bitmask(), np.int32)[: self._words].copy()
-        words, bits = _bits(self._never)
-        np.bitwise_and.at(mask.view(np.uint32), words, ~bits)
+        room = np.empty(-(-self._tokenizer.vocab_size // 32), np.int32)
+        matcher.unsafe_compute_mask_ptr(room.ctypes.data, room.nbytes)
+        mask = room[: self._words] & self._own
         if matcher.is_error():
             mask[:] = 0
             return mask, False
         return mask, matcher.is_accepting()
+
+    def mask_of(self, stop_ids: tuple[int, ...]) -> np.ndarray:
+        """Return the mask of stop tokens, int32 [W]."""
+        if (found := self._stops.get(stop_ids)) is None:
+            if len(self._stops) >= MAX_KEPT:
+                self._stops.clear()
+            found = self._stops[stop_ids] = _mask_of(stop_ids, self._words)
+        return found
 
     def note_mask(self, seconds: float) -> None:
         self._masks += 1
@@ -374,9 +383,8 @@ class Grammars:
             for each in added
             if not each.special and each.id < self._vocab_size and tokenizer.is_special_token(each.id)
         }
-        never = np.asarray(ends or [tokenizer.eos_token], np.int64)
-        unused = np.arange(self._vocab_size, 32 * self._words)
-        self._never = np.concatenate([never, unused])
+        unused = range(self._vocab_size, 32 * self._words)
+        self._own = ~_mask_of([*(ends or [tokenizer.eos_token]), *unused], self._words)
         return tokenizer
 
 
@@ -391,9 +399,12 @@ def _why_ended(status: int) -> str:
     return f"it ends the process that compiles it, with status {status}"
 
 
-def _bits(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return index and value of the words with the bits of ``tokens``, int64 [n]."""
-    return tokens >> 5, np.uint32(1) << (tokens & 31).astype(np.uint32)
+def _mask_of(tokens: Sequence[int], words: int) -> np.ndarray:
+    """Return int32 ``words`` with the bits of ``tokens``."""
+    ids = np.asarray(tokens, np.int64)
+    mask = np.zeros(words, np.uint32)
+    np.bitwise_or.at(mask, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
+    return mask.view(np.int32)
 
 
 def deepest(text: str) -> int:

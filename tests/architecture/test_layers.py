@@ -131,7 +131,7 @@ ENGINE = {"click", "msgspec", "numpy", "safetensors", "torch", "zmq", "flashinfe
 NEEDS = {
     "io_struct/": {"msgspec"},
     "scheduler/": ENGINE,
-    "scheduler/scheduling/grammars.py": ENGINE | {"llguidance"},
+    "scheduler/scheduling/grammar_worker.py": {"llguidance"},
     "scheduler/images/": ENGINE | {"diffusers", "transformers"},
     "scheduler/models/transformers_backend/": ENGINE | {"huggingface_hub", "transformers"},
 }

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher, LLTokenizer
 from support.faults import NO_MEMORY, Fault
 from support.http_serve import make_text_model
 from support.scripted import EngineDriver, compile_grammars_at_once, ok, prompt_of, tokens_of
@@ -238,6 +239,36 @@ def test_a_continued_part_goes_on_in_the_grammar(model, expected):
             )
             driver.run_until_idle()
             assert tokens_of(driver.result(rid)) == ids[half:]
+
+
+@pytest.mark.slow  # its workers take seconds to start
+def test_samples_of_two_ranks_fit_and_say_what_was_kept(model, tokenizer):
+    """Rank 0 follows the grammars, and its masks go to all ranks with the step."""
+    allowed = LLTokenizer(str(model / "tokenizer.json"), eos_token=[EOS])
+    with engine(model, tp=2) as driver:
+        sent = {
+            kind: driver.generate(
+                prompt_of(7), sampling_params=asked(kind, 5, n=3, top_p=0.95), return_sampling_mask=True
+            )
+            for kind in ("json", "regex", "choice")
+        }
+        for mode in ("retract", "in_place"):
+            driver.tick(3)
+            driver.pause(mode)
+            driver.go_on(torch_empty_cache=False)
+        driver.run_until_idle()
+        for kind, rid in sent.items():
+            for index in range(3):
+                result, tokens = driver.result(rid, index), tokens_of(driver.result(rid, index))
+                assert fits(kind, tokenizer.decode(tokens))
+                matcher = LLMatcher(allowed, TEXTS[kind], log_level=0)
+                for at, token in enumerate(tokens):
+                    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+                    fit = set(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist())
+                    kept = set(result.sampling_mask.at(at))
+                    assert token in kept
+                    assert kept <= fit | {EOS}, "a filter on top of the grammar"
+                    assert token == EOS or matcher.consume_token(token)
 
 
 # -- where samples end ---------------------------------------------------------------------------------------
