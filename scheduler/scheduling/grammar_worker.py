@@ -8,6 +8,7 @@ Nothing of the package is imported, as this is a script, too.
 import json
 import math
 import resource
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -87,6 +88,7 @@ def in_deep_thread(work: Callable[[], None]) -> threading.Thread:
 
 
 def main(descriptor: int) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the engine's threads block signals: SIGXCPU, too
     connection = Connection(descriptor)
     start = json.loads(connection.recv_bytes())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

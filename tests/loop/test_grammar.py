@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -399,6 +400,7 @@ def test_a_grammar_that_takes_too_long_ends_alone(model, tokenizer, monkeypatch)
     monkeypatch.setattr(engine_grammar, "COMPILE_CPU_S", 1)
     many = {"type": "object", "properties": {f"k{at}": {"type": "string"} for at in range(10_000)}}
     with engine(model) as driver:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGXCPU])  # as in an engine's process
         slow = finished(driver, asked(None, 0, grammar=grammar.json_schema(many)))
         assert slow.finish_reason.code == ErrorCode.INVALID_REQUEST
         assert "takes more than 1 s of CPU time" in slow.finish_reason.message
