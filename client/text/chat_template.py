@@ -5,7 +5,8 @@ Invariants:
   (``template_worker.py``) that the kernel ends when it takes too much. Any failure is an
   :class:`~..exceptions.InvalidRequest` of the conversation.
 - Threads that render at the same time have a process each. A process ends with its ``ChatTemplate``.
-- Keys of messages whose value is null are left out.
+- Keys of messages whose value is null are left out. Arguments of calls are objects, or JSON where a template
+  refuses these.
 """
 
 import json
@@ -130,6 +131,10 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequest(f"the messages are not JSON: {error}", field="messages") from error
         answer = self._ask(request)
+        if "error" in answer:
+            text = json.dumps(json.loads(request, object_hook=_with_text)).encode()
+            again = self._ask(text) if text != request else {}
+            answer = again if "text" in again else answer
         if "invalid" in answer and chat_template is not None:
             reason = f"chat_template cannot be compiled: {answer['invalid']}"
             raise InvalidRequest(reason, field="chat_template")
@@ -152,6 +157,14 @@ class ChatTemplate:
             raise
         idle.append(process)
         return answer
+
+
+def _with_text(item: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as JSON, as DeepSeek V3's template takes them."""
+    arguments = item.get("arguments")
+    if not isinstance(arguments, dict):
+        return item
+    return {**item, "arguments": json.dumps(arguments, ensure_ascii=False)}
 
 
 def _before(end: str, text: str) -> str:

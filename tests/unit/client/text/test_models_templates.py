@@ -14,7 +14,7 @@ from caesura.client.text.tokenizer import TextTokenizer
 
 TRL = find_spec("trl")
 ALL = ("deepseek_r1_distill", "gemma4", "gemma4_v5", "glm4moe", "lfm2_2_5", "llama3", "nemotron_3_super")
-ALL += ("qwen2_5", "qwen3", "qwen3_5_think", "qwen3_8")
+ALL += ("deepseekv3", "qwen2_5", "qwen3", "qwen3_5_think", "qwen3_8")
 ONE_CALL = ("gptoss", "llama3_1")
 NO_TOOLS = ("cohere", "gemma3", "phi3")
 
