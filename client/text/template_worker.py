@@ -76,7 +76,7 @@ def _prepare(messages: list[dict[str, Any]]) -> None:
             written = function.pop("written", None) if isinstance(function, dict) else None
             if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
                 function["arguments"] = _Arguments(function["arguments"], written)
-        if calls and message.get("content", "") == "":
+        if calls and message.get("content") == "":
             message["content"] = _NoContent()
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 MAX_KEPT = 64
 """Compiled grammars that are kept for later requests, the last used ones."""
 THREADS = 2
-COMPILE_CPU_S = 10
+COMPILE_CPU_S = 5
 """Maximum seconds of CPU time of a compilation."""
 COMPILE_BYTES = 8 << 30
 """Address space of the process that tries grammars."""
@@ -272,7 +272,7 @@ class Grammars:
                 text = request.grammar.text
                 self._pending.setdefault(text, _Pending(text)).requests.append(request)
         self._running = [task for task in self._running if not task.done]
-        for pending in list(self._pending.values()):
+        for pending in sorted(self._pending.values(), key=lambda each: len(each.text)):  # slow ones are long
             if pending.task is None and len(self._running) < THREADS:
                 pending.task = Task(partial(self._compile, pending.text), self._wake, submit=in_deep_thread)
                 self._running.append(pending.task)

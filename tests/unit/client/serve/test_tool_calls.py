@@ -13,7 +13,7 @@ from support.http_server import front_end, listening
 from support.tokenizers import CHAT_TEMPLATE, make_byte_level
 
 from caesura.client.serve.command import serve
-from caesura.client.serve.openai.conversation import Conversation, Exchange
+from caesura.client.serve.openai.conversation import Conversation, Exchange, template_messages
 from caesura.client.text.answer_parser import Piece
 from caesura.client.text.tokenizer import TextTokenizer
 from caesura.client.text.tokenizer_manager import Chunk
@@ -197,6 +197,27 @@ def test_a_template_that_opens_the_reasoning(tmp_path, tokenizer):
             extra_body={"return_token_ids": True, "chat_template": f"{CHAT_TEMPLATE}<think>"},
         )
     assert (choice["reasoning_content"], choice["content"]) == ("Rome?", "Rain.")
+
+
+JOINED = "{{ '<' + m.tool_calls[0].function.arguments + '>' ~ m.tool_calls[0].function.arguments }}"
+OBJECT = "{% set a = m.tool_calls[0].function.arguments %}{{ a is mapping }} {{ a | tojson }} {{ a.city }}"
+EMPTY = "{{ m.content is none }} {{ m.content is string }} {{ m.content ~ '.' }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (JOINED, '<{"city":"Rome"}>{"city":"Rome"}'),
+        (OBJECT, 'True {"city": "Rome"} Rome'),
+        (EMPTY, "True True ."),
+        ("{{ m.tool_calls | tojson }}", '[{"function": {"name": "f", "arguments": {"city": "Rome"}}}]'),
+    ],
+)
+def test_templates_get_earlier_calls_in_the_form_they_take(tokenizer, template, expected):
+    call = {"function": {"name": "f", "arguments": '{"city":"Rome"}'}}
+    messages = template_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    source = "{% set m = messages[0] %}" + template
+    assert tokenizer.render_chat(messages, chat_template=source) == expected
 
 
 def test_formats_without_a_name_are_refused():
