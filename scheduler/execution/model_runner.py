@@ -5,7 +5,7 @@ Invariants:
   :meth:`ModelRunner.on_stream` and synchronises before telling anybody (I4, I5).
 - The stream waits for the scheduling stream before a step, and the scheduling stream for it after; inputs and
   results travel on it (``staging.py``).
-- A decode row's input is the token that its slot sampled last, taken on the device.
+- A decode row's input is the token that its slot sampled last, taken on the device, unless the host knows it.
 - A warm-up goes the way of a step but for its rows, which are nobody's.
 - Decode-only steps are replayed if their graphs are captured (``graphs.py``), others run eagerly.
 """
@@ -105,20 +105,19 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: ForwardBatch) -> ForwardOutput:
         """Enqueue one step; on the CPU it has run when this returns."""
-        if batch.known is not None:
-            batch = self._with_known(batch, batch.known)
         if self._stream is None:
             self.backend.plan(batch)
             return ReadyOutput(_host_output(self._sample(batch, self._forward(batch, self.backend))))
         with self._waiting_both_ways():
+            if batch.known is not None:
+                batch = self._with_known(batch, batch.known)
             output = self._outputs.send(self._step(batch))
         return output
 
     def _with_known(self, batch: ForwardBatch, known: Tensor) -> ForwardBatch:
-        """Let the rows take ``known`` as tokens of slots that nobody has."""
+        """Let decode rows, of a graph too, take ``known`` as last tokens of slots that nobody has."""
         end = self._known_at + len(known)
-        with self._waiting_both_ways():
-            self.last_tokens[self._known_at : end] = known.to(self.last_tokens.device, non_blocking=True)
+        self.last_tokens[self._known_at : end] = known.to(self.last_tokens.device, non_blocking=True)
         slots = torch.cat([torch.arange(self._known_at, end), batch.slots[len(known) :]])
         return replace(batch, slots=slots)
 
@@ -194,7 +193,8 @@ class ModelRunner:
     def _forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Compute hidden states [S, hidden] from the slots' last tokens, as a graph captures it."""
         decode = batch.num_decode
-        torch.index_select(self.last_tokens, 0, batch.slots[:decode], out=batch.input_ids[:decode])
+        if batch.known is None:
+            torch.index_select(self.last_tokens, 0, batch.slots[:decode], out=batch.input_ids[:decode])
         wanted = batch
         # Neither is captured: prompts are prefilled, and graphs serve no steps with hidden states.
         further = [each.tokens for each in (batch.inputs, batch.hidden) if each is not None]

@@ -37,6 +37,7 @@ _PRIOR = 1 - 0.7 ** np.arange(_LONGEST_MATCH + 1)
 _PRIOR_TRIES, _FADING = 4.0, 0.99
 _MOST_PROBE = 512
 """Most steps of a size between two that try drafts which seem not to pay; at first there is one."""
+_BOUND_STEPS = 16
 _MOST_REST = 32
 """Tokens that a request without luck goes on for before it is looked at again."""
 
@@ -97,8 +98,8 @@ class StepTimes:
 
 
 def _size(rows: int) -> int:
-    """Return the number of a step's size, of which there are two for each doubling of its rows."""
-    return int(2 * log2(rows))
+    """Return the number of a step's size, of which there are four for each doubling of its rows."""
+    return int(4 * log2(rows))
 
 
 @dataclass(slots=True)
@@ -144,6 +145,7 @@ class Speculation:
         self._keys = np.zeros(table.slots, np.int64)
         self._misses = np.zeros(table.slots, np.int64)
         self._rests_until = np.zeros(table.slots, np.int64)
+        self._bound = 0, 0, False
         self._probes: dict[int, tuple[int, int]] = {}
         """Steps until the next probe and between it and the one after, by size of a step."""
 
@@ -153,12 +155,11 @@ class Speculation:
 
     def propose(self, slots: np.ndarray, room: int) -> list[Draft]:
         """Return drafts for decoding ``slots``, of at most ``room`` tokens in all."""
-        most = np.full(min(room, LONGEST_DRAFT * len(slots)), self._chances.max())
-        pays = self._best_count(len(slots), np.cumprod(most)) > 0
+        pays = room > 0 and self._may_pay(len(slots), room)
         if not pays:
-            if not self._may_probe(len(slots)):
+            if not room or not self._may_probe(len(slots)):
                 return []
-            room = min(room, max(3, len(slots) // 4))
+            room = min(room, max(3, len(slots) // 4 + 1))  # enough for another size
         drafts = [draft for row, slot in self._candidates(slots) if (draft := self._draft(row, slot))]
         if not drafts:
             return []
@@ -202,6 +203,15 @@ class Speculation:
         rates = (rows + np.concatenate([np.zeros(1), np.cumsum(chances)])) / self.times.of(rows + counts)
         best = int(rates.argmax())
         return best if rates[best] > _GAIN * rates[0] else 0
+
+    def _may_pay(self, rows: int, room: int) -> bool:
+        """Return True if the best of drafts would pay, by a calculation that is not made in each step."""
+        of_rows, left, pays = self._bound
+        if of_rows != rows or not left:
+            chances = self._chances.max() ** (1 + np.arange(min(room, LONGEST_DRAFT * rows)) // rows)
+            left, pays = _BOUND_STEPS, self._best_count(rows, chances) > 0
+        self._bound = rows, left - 1, pays
+        return pays
 
     def _may_probe(self, rows: int) -> bool:
         left, between = self._probes.get(_size(rows), (0, 1))
