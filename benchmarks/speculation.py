@@ -76,20 +76,17 @@ def run(client: SchedulerClient, prompts: Sequence[list[int]], params: SamplingP
     return tokens / (perf_counter() - started)
 
 
-def lone(client: SchedulerClient, new_tokens: int, number: int) -> float:
-    greedy = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-    return run(client, [text(PROMPT_TOKENS, -1)], greedy, 0)
+def lone(client: SchedulerClient, params: SamplingParams, number: int) -> float:
+    return run(client, [text(PROMPT_TOKENS, -1)], structs.replace(params, temperature=0.0), 0)
 
 
-def last_eight(client: SchedulerClient, new_tokens: int, number: int) -> float:
-    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+def last_eight(client: SchedulerClient, params: SamplingParams, number: int) -> float:
     group = [text(PROMPT_TOKENS, -3 - number)] * GROUP
     run(client, group, params, 1000 * (1 + number) + 100)
     return run(client, group, params, 1000 * (1 + number) + 200)
 
 
-def epoch(client: SchedulerClient, new_tokens: int, number: int) -> float:
-    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+def epoch(client: SchedulerClient, params: SamplingParams, number: int) -> float:
     groups = [text(PROMPT_TOKENS, -1000 - GROUPS * number - group) for group in range(GROUPS)]
     return run(client, groups * GROUP, params, 1000 * (1 + number) + 300)
 
@@ -102,6 +99,9 @@ def main() -> None:
     )
     made.add_argument("--steps", type=int, default=300, help="of training")
     made.add_argument("--new-tokens", type=int, default=128)
+    made.add_argument(
+        "--temperature", type=float, default=1.0, help="0: the ceiling, all drafts are accepted"
+    )
     made.add_argument("--scenes", nargs="+", default=["lone", "last_eight", "epoch"])
     made.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     made.add_argument("--repeats", type=int, default=5)
@@ -128,9 +128,12 @@ def measure(
         for way in ("none", "suffix")
     }
     scenes = {"lone": lone, "last_eight": last_eight, "epoch": epoch}
+    params = SamplingParams(
+        max_new_tokens=options.new_tokens, temperature=options.temperature, ignore_eos=True
+    )
     results, rows = {}, []
     for name in options.scenes:
-        ways = {way: partial(scenes[name], client, options.new_tokens) for way, client in clients.items()}
+        ways = {way: partial(scenes[name], client, params) for way, client in clients.items()}
         results[name] = in_turns(ways, options.repeats)
         none, suffix = (statistics.median(results[name][way]) for way in ("none", "suffix"))
         rows.append((name.replace("_", " "), f"{none:,.0f}", f"{suffix:,.0f}", f"{suffix / none:.2f} x"))

@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 LONGEST_DRAFT = 15
 """Drafted tokens of a row: less than a page, so that a window keeps what the next token sees."""
 _SHORTEST_MATCH, _LONGEST_MATCH = 2, 8
-_CANDIDATES, _SIBLINGS, _SEARCHES = 8, 8, 16
-"""Places, running samples of a prompt and rows of a step that are looked at."""
+_CANDIDATES, _SIBLINGS, _SEARCHES, _PROBED = 8, 8, 16, 4
+"""Places, running samples of a prompt, and rows of a step, or of one that probes, that are looked at."""
 _TEXT_TOKENS, _CORPUS_TOKENS = 1 << 16, 1 << 22
 """Tokens that are kept of a prompt's outputs, and of all prompts."""
 _END = np.full(1, -1, np.int32)
 _GAIN = 1.05
 """Least ratio of the expected rates with and without drafts."""
-_FASTER, _SLOWER = 0.25, 0.05
+_FASTER, _SLOWER = 0.15, 0.07
 """Weights of a step that took less or more time than others of its size: what disturbs a step adds time."""
 _BELIEVED = 3
-"""Steps of a size after which its time counts; the fastest of them."""
+"""Steps of a size after which its time counts: at first that of the fastest."""
 _PRIOR = 1 - 0.7 ** np.arange(_LONGEST_MATCH + 1)
 """Probability, by length of a match, that the token behind it is sampled, before any is tried."""
 _PRIOR_TRIES, _FADING = 4.0, 0.99
-_MOST_PROBE = 512
-"""Most steps of a size between two that try drafts which seem not to pay; at first there is one."""
+_LOOK_STEPS, _MOST_PROBE = 8, 512
+"""Steps of a size between two that look for drafts which seem not to pay; most after one that tried some."""
 _BOUND_STEPS = 16
-_MOST_REST = 32
+_MOST_REST = 64
 """Tokens that a request without luck goes on for before it is looked at again."""
 
 
@@ -160,9 +160,13 @@ class Speculation:
             if not room or not self._may_probe(len(slots)):
                 return []
             room = min(room, max(3, len(slots) // 4 + 1))  # enough for another size
-        drafts = [draft for row, slot in self._candidates(slots) if (draft := self._draft(row, slot))]
+        candidates = self._candidates(slots)[: _SEARCHES if pays else _PROBED]
+        drafts = [draft for row, slot in candidates if (draft := self._draft(row, slot))]
         if not drafts:
             return []
+        if not pays:
+            between = self._probes[_size(len(slots))][1]
+            self._probes[_size(len(slots))] = between, min(2 * between, _MOST_PROBE)
         chances = np.concatenate([draft.chances for draft in drafts])
         order = np.argsort(-chances, kind="stable")[:room]
         count = self._best_count(len(slots), chances[order]) if pays else len(order)
@@ -215,11 +219,8 @@ class Speculation:
 
     def _may_probe(self, rows: int) -> bool:
         left, between = self._probes.get(_size(rows), (0, 1))
-        if left:
-            self._probes[_size(rows)] = left - 1, between
-            return False
-        self._probes[_size(rows)] = between, min(2 * between, _MOST_PROBE)
-        return True
+        self._probes[_size(rows)] = left - 1 if left else _LOOK_STEPS, between
+        return not left
 
     def _candidates(self, slots: np.ndarray) -> list[tuple[int, int]]:
         """Return rows and slots of requests that can have drafts, the longest outputs first."""
@@ -234,7 +235,7 @@ class Speculation:
         may &= ~(columns.penalised[slots] | columns.constrained[slots] | table.wants_hidden[slots])
         rows = np.flatnonzero(may)
         rows = rows[np.argsort(table.prompt_len[slots[rows]] - known[rows], kind="stable")]
-        return [(row, int(slots[row])) for row in rows[:_SEARCHES].tolist()]
+        return [(row, int(slots[row])) for row in rows.tolist()]
 
     def _draft(self, row: int, slot: int) -> Draft | None:
         table = self._table
@@ -242,21 +243,14 @@ class Speculation:
         most = min(LONGEST_DRAFT, int(table.limit[slot]) - known - 1)
         own = table.tokens[slot, :known]
         siblings = np.flatnonzero((self._keys == self._keys[slot]) & table.live)
-        texts = [self.texts.of(int(self._keys[slot])), own]
-        texts += [
-            table.tokens[other, table.prompt_len[other] : table.length[other]]
-            for other in siblings[siblings != slot][:_SIBLINGS].tolist()
-            if self._of[other] is table.by_slot[other]
-        ]
-        match, places = _SHORTEST_MATCH, list[list[int]]()
-        for text in texts:
-            ends, length = _matches(text, own)
-            if length > match:
-                match, places = length, []
-            if length == match:
-                places += [text[end : end + most].tolist() for end in ends[-_CANDIDATES:].tolist()]
-        tokens, shares = _vote(places)
-        if not tokens:
+        parts = [self.texts.of(int(self._keys[slot]))]
+        for other in siblings[siblings != slot][:_SIBLINGS].tolist():
+            if self._of[other] is table.by_slot[other]:
+                parts += [table.tokens[other, table.prompt_len[other] : table.length[other]], _END]
+        text = np.concatenate([*parts, own])
+        ends, match = _matches(text, own)
+        tokens, shares = _vote([text[end : end + most].tolist() for end in ends[-_CANDIDATES:].tolist()])
+        if match < _SHORTEST_MATCH or not tokens:
             self._missed(slot)
             return None
         lengths = np.minimum(match + np.arange(len(tokens)), _LONGEST_MATCH)

@@ -133,6 +133,16 @@ def test_samples_of_a_group_draft_from_each_other(drivers: list[EngineDriver]) -
     assert before[1].accepted_tokens > max(before[0].accepted_tokens, 12)
 
 
+@needs_kernels
+def test_two_ranks_draft_as_one(tiny_model: Path) -> None:
+    found = []
+    for speculation in ("none", "suffix"):
+        with EngineDriver(str(tiny_model), scripted=False, tp=2, speculation=speculation) as driver:
+            found.append(driver.complete(prompt_of(12), 48, return_logprob=True))
+    assert of(found[0]) == of(found[1])
+    assert found[1].accepted_tokens > 12
+
+
 def test_what_a_draft_cannot_carry_is_decoded_alone(drivers: list[EngineDriver]) -> None:
     params = SamplingParams(max_new_tokens=24, temperature=0.0, frequency_penalty=0.001, ignore_eos=True)
     assert drivers[1].complete(prompt_of(12), sampling_params=params).drafted_tokens == 0
@@ -182,14 +192,14 @@ def test_a_step_that_was_disturbed_is_not_believed() -> None:
     times = StepTimes()
     for seconds in (9.0, 1.0, 9.0, 9.0):
         times.observe(4, seconds)
-    assert times.of(np.asarray([4]))[0] < 1.5
+    assert times.of(np.asarray([4]))[0] < 2.0
 
 
 def test_no_sequence_of_commands_breaks_drafts(tiny_model: Path, other_model: Path) -> None:
     run_state_machine_as_test(
         partial(EngineMachine, str(tiny_model), str(other_model), 0, speculation="suffix"),
         settings=settings(
-            max_examples=examples(30),
+            max_examples=examples(20),
             stateful_step_count=40,
             report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
