@@ -11,6 +11,7 @@ from support.scripted import EngineDriver, tokens_of
 from caesura.client.connection.results import read_floats
 from caesura.io_struct import GenerateReqOutput, LoadAdapterReqInput, SamplingParams, UnloadAdapterReqInput
 from caesura.scheduler.attention import backends, fused_store
+from caesura.scheduler.scheduling.speculation import Speculation
 
 PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(45)], [9], [11, 3, 96, 40, 12, 4, 8, 31, 60, 2]]
 SIZES = 5
@@ -222,3 +223,11 @@ def test_a_kernel_that_stores_reads_each_steps_slots(paths, expected, device, mo
         )
         assert_same(driver.finish(submit(driver)), expected[0])
         assert device.replays > 15
+
+
+def test_captured_steps_take_drafted_tokens(paths, expected, device, monkeypatch):
+    monkeypatch.setattr(Speculation, "_best_count", lambda self, rows, chances: len(chances))
+    with driver_of(paths[0], speculation="suffix") as driver:
+        for _ in range(2):
+            assert_same(driver.finish(submit(driver)), expected[0])
+        assert driver.status().totals.accepted_tokens > 20
