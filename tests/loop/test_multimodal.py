@@ -23,11 +23,7 @@ from support.plain_trainer import PlainTrainer, update_message
 from support.scripted import EngineDriver, assert_error, tokens_of, vocabulary_of
 
 from caesura.client.trainer import SharedTensors
-from caesura.io_struct import (
-    CaesuraError,
-    DestroyWeightsUpdateGroupReqInput,
-    UpdateWeightsFromIPCReqInput,
-)
+from caesura.io_struct import CaesuraError, DestroyWeightsUpdateGroupReqInput, UpdateWeightsFromIPCReqInput
 from caesura.scheduler.models.config import load_model_config
 
 VOCAB, TOLERANCE = 97, 1e-4

@@ -180,8 +180,7 @@ MODULES = {
         group_gemm_fp8_nt_groupwise=group_gemm_fp8_nt_groupwise,
     ),
     "flashinfer.fused_moe": SimpleNamespace(
-        cutlass_fused_moe=cutlass_fused_moe,
-        cutlass_fused_moe_workspace_size=cutlass_fused_moe_workspace_size,
+        cutlass_fused_moe=cutlass_fused_moe, cutlass_fused_moe_workspace_size=cutlass_fused_moe_workspace_size
     ),
     "deep_gemm": SimpleNamespace(m_grouped_fp8_gemm_nt_contiguous=m_grouped_fp8_gemm_nt_contiguous),
 }

@@ -23,11 +23,7 @@ _QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 
 WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Gemma3ForConditionalGeneration": ("gemma3", _SIGLIP, {"mm_tokens_per_image": 4}),
-    "Mistral3ForConditionalGeneration": (
-        "mistral",
-        {**_SIGLIP, "model_type": "pixtral", "head_dim": 8},
-        {},
-    ),
+    "Mistral3ForConditionalGeneration": ("mistral", {**_SIGLIP, "model_type": "pixtral", "head_dim": 8}, {}),
     "Qwen3_5ForConditionalGeneration": ("qwen3.5", _QWEN, {}),
     "Qwen3_5MoeForConditionalGeneration": ("qwen3.5-moe", _QWEN, {}),
 }

@@ -4,10 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from caesura.client.trainer import SharedTensors
-from caesura.io_struct import (
-    DestroyWeightsUpdateGroupReqInput,
-    UpdateWeightsFromIPCReqInput,
-)
+from caesura.io_struct import DestroyWeightsUpdateGroupReqInput, UpdateWeightsFromIPCReqInput
 
 from .buckets_by_hand import Sender
 from .plain_trainer import PlainTrainer, update_message, weights_of

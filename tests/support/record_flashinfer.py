@@ -38,11 +38,7 @@ USED = {
         "BatchPrefillWithPagedKVCacheWrapper.workspace_size",
     ),
     "flashinfer.fused_moe": ("cutlass_fused_moe", "cutlass_fused_moe_workspace_size"),
-    "flashinfer.gemm": (
-        "fp8_blockscale_gemm_sm90",
-        "gemm_fp8_nt_groupwise",
-        "group_gemm_fp8_nt_groupwise",
-    ),
+    "flashinfer.gemm": ("fp8_blockscale_gemm_sm90", "gemm_fp8_nt_groupwise", "group_gemm_fp8_nt_groupwise"),
     "flashinfer.mla": ("MLAPlanMetadata.csr",),
 }
 """Names that the engine calls, by the module that it imports them from."""

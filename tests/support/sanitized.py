@@ -64,10 +64,7 @@ def run_sanitized(program: str, folder: Path, *operations: str, flags: tuple[str
         native.VARIABLE: "",
     }
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", "\n".join(lines)], env=os.environ | environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout

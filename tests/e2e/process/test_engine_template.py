@@ -15,8 +15,7 @@ from support.lanes import quick
 from support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(
-    not engine_template.is_wanted(),
-    reason=f"{engine_template.VARIABLE} is not set: nothing is forked",
+    not engine_template.is_wanted(), reason=f"{engine_template.VARIABLE} is not set: nothing is forked"
 )
 
 SELF_REPORT = """

@@ -58,11 +58,7 @@ def run(program: str, tmp_path: Path) -> tuple[str, str]:
         program = program.replace(f'/tmp/{name}"', f'{tmp_path / name}"')
     assert "/tmp/tiny" not in program.replace(str(tmp_path), "")
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr

@@ -16,13 +16,7 @@ from support.scripted import EngineDriver, assert_error, expected_tokens, tokens
 from support.waiting import PATIENCE_S as PATIENCE
 from support.waiting import eventually
 
-from caesura.client import (
-    EndpointInUse,
-    SamplingParams,
-    SchedulerClient,
-    VersionMismatch,
-    launch_scheduler,
-)
+from caesura.client import EndpointInUse, SamplingParams, SchedulerClient, VersionMismatch, launch_scheduler
 from caesura.client.launch.launcher import LaunchedScheduler
 from caesura.io_struct import (
     WIRE_VERSION,

@@ -77,10 +77,7 @@ def test_a_manifest_lacks_the_scales_of_fp8_or_has_too_many(engine, folders):
     lacking = {name: value for name, value in fp8.items() if name != f"{Q}_scale_inv"}
     too_many = {**plain, f"{Q}_scale_inv": fp8[f"{Q}_scale_inv"]}
     for tensors, problem in ((lacking, "missing"), (too_many, "mismatched")):
-        with (
-            pytest.raises(EngineError) as caught,
-            engine.weight_update(manifest=manifest(tensors.items())),
-        ):
+        with pytest.raises(EngineError) as caught, engine.weight_update(manifest=manifest(tensors.items())):
             raise AssertionError("accepted")
         assert caught.value.code == "weight_mismatch"
         assert f"{Q}_scale_inv" in str(caught.value.detail[problem])
