@@ -26,11 +26,14 @@ _LINE = r'"\n"?'
 _MARK = re.compile(r"｜DSML｜|<(?!/?｜DSML)[^<>$]+>|\[/?[A-Z_]+\]")
 """Marks that may be special tokens."""
 _PIECES = re.compile(rf"(\$\w+|{_MARK.pattern})")
-_OBJECT_KEYWORDS = {
+_ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated"}
+_OBJECT_KEYWORDS = _ANNOTATIONS | {
     "type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id",
-    "title", "description", "default", "examples", "x-guidance",
+    "x-guidance",
 }  # fmt: skip
 """Keywords of parameters that calls with an element for each argument can keep to."""
+_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+"""Keywords whose members are schemas by name."""
 _NOT_OF_STRINGS = {"format", "contentEncoding", "contentMediaType", "allOf", "not", "if"}
 """Keywords that cannot be enforced for strings without quotes."""
 
@@ -469,14 +472,34 @@ def _string_value(form: _Form, name: str, schema: Mapping[str, Any], rules: _Rul
 
 
 def _json_rule(schema: Any, field: str = "parameters") -> str:
-    return f"%json {json.dumps(_schema(field, schema))}"
+    return f"%json {json.dumps(_schema(field, schema), separators=(',', ':'))}"
 
 
 def _schema(field: str, schema: Any) -> dict[str, Any]:
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
-    found = _object(field, schema)
+    try:
+        found = _bare(_object(field, schema))
+    except RecursionError as error:
+        raise InvalidRequest(f"{field} is nested too deeply", field=field) from error
     return {"x-guidance": {"whitespace_pattern": WHITESPACE}, **found}
+
+
+def _bare(schema: Any) -> Any:
+    """Return a schema without what it tells readers; a grammar has a limited length."""
+    if isinstance(schema, list):
+        return [_bare(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: {name: _bare(each) for name, each in value.items()}
+        if key in _NAMED and isinstance(value, Mapping)
+        else value
+        if key in ("enum", "const")
+        else _bare(value)
+        for key, value in schema.items()
+        if key not in _ANNOTATIONS
+    }
 
 
 def _object(field: str, value: Any) -> dict[str, Any]:

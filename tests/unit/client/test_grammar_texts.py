@@ -71,6 +71,13 @@ def named(name: str, **parameters: object) -> dict[str, object]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", **parameters}}}
 
 
+def nested(depth: int) -> dict[str, object]:
+    schema: dict[str, object] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
 def accepts(text: str, output: str) -> bool:
     matcher = LLMatcher(BYTES, text, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -204,6 +211,17 @@ def test_what_is_allowed_are_calls_that_fit_their_schema(written, name):
             assert accepts(grammar.json_schema(schemas[call.name]), call.arguments), call.arguments
 
 
+def test_what_schemas_tell_readers_takes_no_room():
+    """A member may be called like a keyword."""
+    told = {"description": "a long text", "title": "another one"}
+    properties = {"description": {"type": "integer", **told}, "title": {"enum": ["title"]}}
+    schema = {"properties": properties, "required": ["description"], "additionalProperties": False, **told}
+    text = grammar.json_schema(schema)
+    assert "long text" not in text
+    assert accepts(text, '{"description": 1, "title": "title"}')
+    assert not accepts(text, '{"description": "1"}')
+
+
 def test_special_tokens_stand_by_their_ids():
     text = grammar.grammar_for_tools("hermes", [CITY], token_of={"<tool_call>": 7, "</tool_call>": 8}.get)
     lark = json.loads(text)["grammars"][0]["lark_grammar"]
@@ -244,6 +262,7 @@ def test_a_grammar_begins_behind_the_thoughts(text, lead, taken, refused):
     [
         (lambda: grammar.json_schema("{"), "json_schema"),
         (lambda: grammar.json_schema(3), "json_schema"),
+        (lambda: grammar.json_schema(nested(5000)), "json_schema"),
         (lambda: grammar.regex(3), "regex"),
         (lambda: grammar.choice([]), "choice"),
         (lambda: grammar.choice("yes"), "choice"),
