@@ -31,6 +31,8 @@ from rich.console import Console
 from rich.text import Text
 
 ENGINES = ("caesura", "vllm", "openvino", "transformers")
+FP8 = "caesura-fp8"
+"""The engine with ``quantization="fp8"``, as one more participant."""
 
 CEILING_BYTES, CEILING_PRODUCT = 256 << 20, 2048
 """Sizes for measuring the machine: a tensor that no cache holds, and a square product."""
@@ -42,7 +44,9 @@ LOG_WIDTH = 132
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--shape", choices=(*WORKLOADS, "both", "all"), default="tiny")
-    made.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: %(default)s)")
+    made.add_argument(
+        "--engines", default=",".join(ENGINES), help=f"comma-separated, also {FP8} (default: %(default)s)"
+    )
     made.add_argument("--repeats", type=int, default=3, help="starts of every engine (default: 3)")
     cores = len(os.sched_getaffinity(0))
     made.add_argument("--threads", type=int, default=cores, help="default: all cores")
@@ -56,7 +60,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--transformers-python", default=sys.executable)
     made.add_argument("--work-dir", type=Path, help="keep checkpoints and logs here (default: temporary)")
     options = made.parse_args(argv)
-    if unknown := set(options.engines.split(",")) - set(ENGINES):
+    if unknown := set(options.engines.split(",")) - {*ENGINES, FP8}:
         made.error(f"unknown engines: {', '.join(sorted(unknown))}")
     if options.repeats < 1 or options.threads < 1:
         made.error("--repeats and --threads must be at least 1")
@@ -68,6 +72,7 @@ def choose_engines(options: argparse.Namespace, cache: Path, console: Console) -
     threads = options.threads
     available = {
         "caesura": participants.caesura(threads),
+        FP8: participants.caesura(threads, "fp8"),
         "transformers": participants.transformers(options.transformers_python, threads),
     }
     if options.vllm_python:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Engine:
     module: str
     """Modules that the interpreter must be able to import."""
     environment: dict[str, str]
+    start: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the peer's ``start`` beside those of every engine."""
     no_pause_reason: str = ""
     """Reason why pauses and updates cannot be measured, or empty."""
 
@@ -60,9 +62,10 @@ class Engine:
         return (check.stderr.strip().splitlines() or [f"exit status {check.returncode}"])[-1]
 
 
-def caesura(threads: int) -> Engine:
+def caesura(threads: int, quantization: str = "auto") -> Engine:
     return Engine(
-        name="Caesura",
+        name="Caesura" if quantization == "auto" else f"Caesura, {quantization}",
+        start={"quantization": quantization},
         python=sys.executable,
         script="caesura_peer.py",
         module="torch, caesura.client",
@@ -151,6 +154,7 @@ def measure(
                 context_len=workload.context_len,
                 kv_tokens=workload.kv_tokens,
                 kv_bytes_per_token=workload.kv_bytes_per_token,
+                **engine.start,
             )
             run["cold_start_s"] = time.perf_counter() - peer.started
             progress("rollout")

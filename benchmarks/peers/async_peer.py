@@ -28,6 +28,8 @@ class EngineOptions:
     """Folders of LoRA adapters that the rows of a rollout have in turn; empty: none has one."""
     rank: int = 0
     """Rank of the adapters."""
+    quantization: str = "auto"
+    """Caesura's option, which the others have not."""
 
 
 OpenEngine = Callable[[EngineOptions], Awaitable[tuple[PausableEngine, dict[str, Any]]]]

@@ -76,6 +76,7 @@ async def open_engine(options: EngineOptions) -> tuple[CaesuraEngine, dict[str, 
         num_threads=options.threads,
         context_len=options.context_len,
         kv_pool_tokens=options.kv_tokens,
+        quantization=options.quantization,
     )
     facts = {
         "versions": {name: version(name) for name in ("caesura", "torch")},
