@@ -218,11 +218,16 @@ def measured_table(model: Path) -> Table:
         ("decode, 256 requests", decode(256), {}),
         ("decode, 256 requests, all streaming", decode(256, stream=True), {}),
         ("decode, 1,024 requests", decode(1024), {}),
+        ("decode, 4,096 requests", decode(4096), {"max_running_requests": 4096}),
+        (
+            "decode, 16,384 requests",
+            decode(16384),
+            {"max_running_requests": 16384, "kv_pool_tokens": 4 << 20},
+        ),
         ("decode, 8 requests at context 32,000", decode(8, 32_000), {}),
-        ("decode, 256 requests, 1,000 more wait", with_queue(1_000), {"max_running_requests": 256}),
-        ("decode, 256 requests, 10,000 more wait", with_queue(10_000), {"max_running_requests": 256}),
+        ("decode, 256 requests, 100,000 more wait", with_queue(100_000), {"max_running_requests": 256}),
         ("decode, 256 requests + 1 admitted", with_tree(0), {}),
-        ("decode, 256 requests + 1 admitted, 1M tokens cached", with_tree(1_000_000), {}),
+        ("the same, 10M tokens cached", with_tree(10_000_000), {"kv_pool_tokens": 11 << 20}),
     ]
     for name, measure, options in cases:
         with tempfile.TemporaryDirectory() as folder:
