@@ -196,7 +196,7 @@ def _tag(begin: str, content: Mapping[str, Any], end: str, rules: _Rules) -> str
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """What comes before the part of an answer that a grammar describes.
+    """Text before the part of an answer that a grammar describes.
 
     Attributes:
         opens, closes: marks of thoughts, which a model may leave out; empty if there are none.

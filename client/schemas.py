@@ -1,4 +1,4 @@
-"""What JSON schemas say of the types of values, for calls whose format writes values without quotes.
+"""Types that JSON schemas allow for values, for calls whose format writes values without quotes.
 
 Invariant: the work is linear in the schema, whatever its references are; clients send schemas.
 """

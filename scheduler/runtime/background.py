@@ -65,7 +65,7 @@ class Task(Generic[Item]):
         work: Callable[[], Item],
         wake: Callable[[], None],
         *,
-        submit: Callable[[Callable[[], None]], None] = in_thread,
+        submit: Callable[[Callable[[], None]], object] = in_thread,
     ) -> None:
         began = monotonic()
         self.seconds = 0.0
@@ -101,7 +101,7 @@ class Feed(Generic[Item]):
         wake: Callable[[], None],
         *,
         ahead: int = 1,
-        submit: Callable[[Callable[[], None]], None] = in_thread,
+        submit: Callable[[Callable[[], None]], object] = in_thread,
     ) -> None:
         self._items = items
         self._wake = wake

@@ -114,7 +114,7 @@ TEMPLATES = {"smollm": SMOLLM, "tags": TAGS, "dialect": DIALECT, "hidden": HIDDE
 
 AS_IT_IS = "as it is"
 NOTHING = ("", "", [], "")
-"""What a case has that says no more."""
+"""Rest of a case that says no more."""
 ROME = ("weather", {"city": "Rome"})
 RAIN = ("weather", {"city": "Rome", "days": 2})
 STOP = ("stop", {})
