@@ -372,6 +372,7 @@ class SessionStore:
         with self._lock:
             session = turn.session
             if self._sessions.get(session.id) is not session:
+                self._tell(session)  # its last request has leased anew since it ended
                 return None
             first = session.followed.setdefault(parent or keys[-2], turn.number)
             branch: Branch | None = "truncated" if cut else turn.branch
@@ -526,6 +527,9 @@ class SessionStore:
             self._gone.popitem(last=False)
         for name in session.kept:
             del self._kept[name]
+        self._tell(session)
+
+    def _tell(self, session: _Session) -> None:
         if session.leased:
             self._ended.append(self.lease_name(session.id))
             self._hear()

@@ -262,6 +262,16 @@ def test_kept_answers_end_with_their_session(tokenizer):
     assert (store.usage(), store.kept((b"me", "huge"))) == ((0, 0), None)
 
 
+def test_a_turn_that_outlives_its_session_is_told_of(tokenizer):
+    store = SessionStore()
+    turn = store.turn("s", asked("Go"), chat_prompts(tokenizer))
+    name = turn.lease()["prefix_lease"]
+    store.finish("s")
+    assert store.take_ended() == [name]
+    store.record(turn, sample(turn, [5]), {"role": "assistant", "content": "late"})
+    assert store.take_ended() == [name]
+
+
 def test_a_continued_answer_stands_once_in_the_messages(tokenizer):
     store = SessionStore()
     _, _, one = say(store, tokenizer, asked("Go"), "The quick", ended=False)
