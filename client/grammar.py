@@ -305,7 +305,8 @@ _FORMS = {
     "deepseek_v4": _dsml("tool_calls"),
     "kimi_k2": _Form(
         begin="<|tool_calls_section_begin|>",
-        call="<|tool_call_begin|>functions.$name:$number<|tool_call_argument_begin|>$arguments<|tool_call_end|>",
+        call="<|tool_call_begin|>functions.$name:$number<|tool_call_argument_begin|>$arguments"
+        "<|tool_call_end|>",
         end="<|tool_calls_section_end|>",
     ),
     "kimi_k3": _Form(
