@@ -15,6 +15,7 @@ Invariants:
 
 import importlib
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,7 +84,7 @@ class Component:
         kept = module.state_dict(keep_vars=True)
         stored |= {key: buffer for key, buffer in module.named_buffers() if key in kept}
         self.tied = frozenset(kept.keys() - stored.keys())
-        names = _names_in_file(module, saved)
+        names, places = _names_in_file(module, saved), _places(module)
         for key, old in stored.items():
             parameter = Parameter(
                 f"{name}.{names.get(key, key)}",
@@ -91,7 +92,11 @@ class Component:
                 dtype if old.is_floating_point() else old.dtype,
                 device,
             )
-            _replace(module, old, parameter.data)
+            for holder, own in places[old]:
+                is_parameter = isinstance(old, nn.Parameter)
+                holder[own] = (
+                    nn.Parameter(parameter.data, requires_grad=False) if is_parameter else parameter.data
+                )
             self.slots[parameter.name] = (
                 parameter.slot(parameter.name) if movable is None else OffloadableSlot(parameter, movable)
             )
@@ -198,14 +203,15 @@ def _without_values() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore
 
 
-def _replace(module: nn.Module, old: Tensor, data: Tensor) -> None:
+def _places(module: nn.Module) -> Mapping[Tensor, list[tuple[dict[str, Any], str]]]:
+    """Return where the modules hold each parameter and buffer: tied ones in several places."""
+    found = defaultdict(list)
     for owner in module.modules():
-        for key, each in owner._parameters.items():
-            if each is old:
-                owner._parameters[key] = nn.Parameter(data, requires_grad=False)
-        for key, buffer in owner._buffers.items():
-            if buffer is old:
-                owner._buffers[key] = data
+        for holder in (owner._parameters, owner._buffers):
+            for key, tensor in holder.items():
+                if tensor is not None:
+                    found[tensor].append((holder, key))
+    return found
 
 
 class Blocks:
