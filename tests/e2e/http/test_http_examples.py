@@ -1,11 +1,10 @@
 """The examples of the HTTP front end, run as they are."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
 from pathlib import Path
-from types import ModuleType
+from runpy import run_path
 
 import pytest
 from support.http_serve import make_text_model, served
@@ -25,33 +24,17 @@ ELSEWHERE = {
 }
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl_for_each_route(tmp_path):
     model = make_text_model(tmp_path / "text")
-    adapter = make_adapter(model, tmp_path / "adapter", ["q_proj"])
+    folders = {"MODEL": str(model), "ADAPTER": str(make_adapter(model, tmp_path / "adapter", ["q_proj"]))}
     keys = {"CAESURA_API_KEY": "k1", "CAESURA_ADMIN_KEY": "k2"}
     with served("--model", str(model), "--enable-memory-saver", "--enable-lora", env=keys) as engine:
         done = subprocess.run(
             ["bash", str(EXAMPLES / "curl.sh")],
             capture_output=True,
             text=True,
-            env={
-                **os.environ,
-                "URL": engine.url,
-                "MODEL": str(model),
-                "ADAPTER": str(adapter),
-                "KEY": "k1",
-                "ADMIN_KEY": "k2",
-            },
+            env={**os.environ, "URL": engine.url, "KEY": "k1", "ADMIN_KEY": "k2", **folders},
         )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr
     assert done.stdout.endswith("all done\n")
@@ -63,6 +46,6 @@ def test_curl_for_each_route(tmp_path):
 def test_a_trainer_over_http_learns(tmp_path):
     model = make_text_model(tmp_path / "text", seed=5)
     with served("--model", str(model)) as engine:
-        rewards = load("http_trainer").main(engine.url, str(model), steps=15)
+        rewards = run_path(str(EXAMPLES / "http_trainer.py"))["main"](engine.url, str(model), steps=15)
         assert engine.get("/weight_version").json()["weight_version"] == "15"
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.3, rewards
