@@ -13,17 +13,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from caesura.client.text import TextTokenizer
 
 SMALL = checkpoints.Shape(
-    num_hidden_layers=2,
-    hidden_size=24,
-    intermediate_size=40,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=50,
-    max_position_embeddings=64,
-    bos_token_id=0,
+    num_hidden_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, vocab_size=50, max_position_embeddings=64, bos_token_id=0,
     eos_token_id=1,
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", [*checkpoints.SHAPES, "small-untied"])

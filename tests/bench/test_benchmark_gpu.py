@@ -27,17 +27,10 @@ CONSTRAINTS = ROOT / "constraints.txt"
 
 
 MADE = Shape(
-    num_hidden_layers=3,
-    hidden_size=8,
-    intermediate_size=24,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=6,
-    vocab_size=50,
-    max_position_embeddings=64,
-    bos_token_id=0,
+    num_hidden_layers=3, hidden_size=8, intermediate_size=24, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=6, vocab_size=50, max_position_embeddings=64, bos_token_id=0,
     eos_token_id=1,
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [True, False])

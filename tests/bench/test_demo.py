@@ -16,21 +16,10 @@ ROOT = Path(__file__).parents[2]
 CHILDREN = {"engine": b"caesura.scheduler", "trainer": b"spawn_main"}
 """Words of the command lines of the demo's processes."""
 FIELDS = {
-    "reward_first",
-    "reward_last",
-    "ess_min",
-    "updates",
-    "pause_ms_p50",
-    "pause_ms_max",
-    "update_ms_p50",
-    "reserved_mb_first",
-    "reserved_mb_last",
-    "tokens_per_s",
-    "max_logprob_gap",
-    "requests_lost",
-    "transport",
-    "update_stages_ms",
-}
+    "reward_first", "reward_last", "ess_min", "updates", "pause_ms_p50", "pause_ms_max", "update_ms_p50",
+    "reserved_mb_first", "reserved_mb_last", "tokens_per_s", "max_logprob_gap", "requests_lost",
+    "transport", "update_stages_ms",
+}  # fmt: skip
 
 
 def start_demo(out: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -57,18 +57,10 @@ class SuccessorShape(Shape):
 
 
 SHAPE = SuccessorShape(
-    num_hidden_layers=6,
-    hidden_size=64,
-    intermediate_size=512,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=VOCAB,
-    max_position_embeddings=CONTEXT,
-    bos_token_id=0,
-    eos_token_id=1,
-    tie_word_embeddings=False,
-)
+    num_hidden_layers=6, hidden_size=64, intermediate_size=512, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, vocab_size=VOCAB, max_position_embeddings=CONTEXT, bos_token_id=0,
+    eos_token_id=1, tie_word_embeddings=False,
+)  # fmt: skip
 
 
 def successors(seed: int) -> tuple[int, ...]:

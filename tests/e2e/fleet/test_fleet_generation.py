@@ -55,13 +55,9 @@ CASES = {
     "biased": msgspec.structs.replace(SAMPLED, ignore_eos=False, min_new_tokens=40, logit_bias={1: 6.0}),
 }
 EVERYTHING: dict[str, Any] = {
-    "return_logprob": True,
-    "return_raw_logprob": True,
-    "return_sampled_logprob": True,
-    "top_logprobs_num": 3,
-    "token_ids_logprob": [1, 2],
-    "logprob_start_len": 0,
-}
+    "return_logprob": True, "return_raw_logprob": True, "return_sampled_logprob": True,
+    "top_logprobs_num": 3, "token_ids_logprob": [1, 2], "logprob_start_len": 0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,9 @@ pytestmark = pytest.mark.slow  # its engines take seconds to start
 EXAMPLES = Path(__file__).parents[3] / "examples"
 # They need a trainer or a parameter server at the other end; tests/e2e/http/test_http_control.py has those
 ELSEWHERE = {
-    "/init_weights_update_group",
-    "/destroy_weights_update_group",
-    "/update_weights_from_distributed",
-    "/update_weights_from_ipc",
-    "/load_lora_adapter_from_tensors",
-    "/load_lora_adapter_from_distributed",
-}
+    "/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_distributed",
+    "/update_weights_from_ipc", "/load_lora_adapter_from_tensors", "/load_lora_adapter_from_distributed",
+}  # fmt: skip
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")

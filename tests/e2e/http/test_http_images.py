@@ -195,13 +195,8 @@ def test_the_empty_prompt_is_a_prompt(server):
 
 def test_neutral_values_pass(server):
     nothing = {
-        "style": None,
-        "stream": False,
-        "quality": "auto",
-        "user": "x",
-        "background": "opaque",
-        "n": None,
-    }
+        "style": None, "stream": False, "quality": "auto", "user": "x", "background": "opaque", "n": None,
+    }  # fmt: skip
     assert post(server, **nothing, output_format="png", response_format=None).status_code == 200
 
 

@@ -517,13 +517,10 @@ def test_metrics_have_vllms_names_as_well(engine):
     text = engine.get("/metrics").text
     found = {family.name: family.samples for family in text_string_to_metric_families(text)}
     same = {
-        "num_requests_running": "num_running_reqs",
-        "num_requests_waiting": "num_queue_reqs",
-        "kv_cache_usage_perc": "token_usage",
-        "generation_tokens": "generation_tokens",
-        "prefix_cache_hits": "cached_tokens",
-        "num_preemptions": "num_retracted_requests",
-    }
+        "num_requests_running": "num_running_reqs", "num_requests_waiting": "num_queue_reqs",
+        "kv_cache_usage_perc": "token_usage", "generation_tokens": "generation_tokens",
+        "prefix_cache_hits": "cached_tokens", "num_preemptions": "num_retracted_requests",
+    }  # fmt: skip
     for name, own in same.items():
         assert found[f"vllm:{name}"][0].value == found[f"caesura:{own}"][0].value
     (config,) = found["vllm:cache_config_info"]
