@@ -72,7 +72,7 @@ def run(
             await body(fleet)
             while {each.state for each in fleet.members} != {"serving"} or await states(fleet) != {"running"}:
                 await asyncio.sleep(0.01)
-            assert (fleet.paused_mode, fleet.lease) == (None, None)
+            await until(lambda: (fleet.paused_mode, fleet.lease) == (None, None))
             if model is None:
                 return
             await fleet.client.update_weights_from_disk(model, weight_version="first")

@@ -58,6 +58,9 @@ TOTALS = EngineTotals(
     queue_time=Distribution(counts=[0, 0, 4, *[0] * 17], sum=0.02),
     latency_s=Distribution(counts=[*[0] * 9, 4, *[0] * 10], sum=4.0),
     staleness=Distribution(counts=[3, 1, *[0] * 8], sum=1.0),
+    drafts=2,
+    drafted_tokens=8,
+    accepted_tokens=6,
 )
 BY_TAG = memory_event(1).by_tag
 DRIFT = DriftReport(
@@ -207,7 +210,8 @@ def test_a_scrape_says_what_happened(tmp_path):
         ("queue_time_seconds_count",): 4, ("queue_time_seconds_bucket", "0.002"): 0,
         ("queue_time_seconds_bucket", "0.005"): 4, ("sample_latency_seconds_sum",): 4.0,
         ("sample_staleness_epochs_bucket", "0"): 3, ("sample_staleness_epochs_bucket", "1"): 4,
-        ("engine_restarts_total",): 0,
+        ("spec_accept_length",): 4, ("spec_accept_rate",): 0.75,
+        ("spec_draft_tokens_total",): 8, ("spec_accepted_tokens_total",): 6, ("engine_restarts_total",): 0,
     }  # fmt: skip
     assert {name: found.get(name) for name in expected} == pytest.approx(expected)
     info = next(name for name in found if name[0] == "engine_info")
