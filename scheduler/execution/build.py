@@ -24,7 +24,8 @@ from ..memory.device_memory import MinReduce, get_available_memory
 from ..memory.device_module import device_module_for
 from ..memory.offload import ResidentStrategy
 from ..memory.residency import ComponentResidencyManager, nobody
-from ..models.config import load_model_config, quantized
+from ..models.causal_lm import CausalLM
+from ..models.config import ModelConfig, load_model_config, quantized
 from ..models.registry import build_model
 from ..parallel.group import SINGLE, TensorParallel
 from ..runtime.dtypes import by_torch_name
@@ -82,6 +83,8 @@ def load_model(
     dtype = model_config.dtype if config.dtype == "auto" else by_torch_name(config.dtype)
     device = torch.device(config.device)
     model = build_model(model_config, dtype, device, parallel, adapters)
+    if config.quantization_skipped:
+        _require_modules(model, model_config)
     loader = WeightLoader(model, WeightDigests(parallel.rank) if config.weights_digest else None)
     checkpoint = open_checkpoint(folder or config.model_path)
     load_from_disk(loader, checkpoint, config.load_bucket_bytes, write_stream_of(device))
@@ -100,6 +103,18 @@ def load_model(
         parallel=parallel,
         adapters=adapters,
     )
+
+
+def _require_modules(model: CausalLM, config: ModelConfig) -> None:
+    """Refuse (INVALID_REQUEST) a skipped module that the model has not: a misspelt one would be quantised."""
+    assert config.fp8 is not None
+    modules = ["lm_head", *(name.rpartition(".")[0] for name in model.weight_slots())]
+    for skipped in sorted(config.fp8.skipped):
+        if not any(module.endswith(skipped) or module.startswith(f"{skipped}.") for module in modules):
+            reason = (
+                f"quantization_skipped: {skipped!r} is no module of the model, nor the end of a module's name"
+            )
+            raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="quantization_skipped", value=skipped)
 
 
 def kv_bytes_per_token(loaded: LoadedModel) -> int:

@@ -25,6 +25,8 @@ _CANDIDATES, _SIBLINGS, _SEARCHES, _PROBED = 8, 8, 16, 4
 """Places, running samples of a prompt, and rows of a step, or of one that probes, that are looked at."""
 _TEXT_TOKENS, _CORPUS_TOKENS = 1 << 16, 1 << 22
 """Tokens that are kept of a prompt's outputs, and of all prompts."""
+PROMPT_TOKENS = 64
+"""Tokens that a prompt counts beside those of its outputs, for what it takes."""
 _END = np.full(1, -1, np.int32)
 _GAIN = 1.05
 """Least ratio of the expected rates with and without drafts."""
@@ -54,10 +56,10 @@ class Texts:
         before = self._texts.pop(key, _END)
         text = np.concatenate([before, output, _END])[-_TEXT_TOKENS:]
         self._texts[key] = text
-        self.num_tokens += len(text) - (0 if before is _END else len(before))
+        self.num_tokens += len(text) - (-PROMPT_TOKENS if before is _END else len(before))
         while self.num_tokens > self._most:
             _, forgotten = self._texts.popitem(last=False)
-            self.num_tokens -= len(forgotten)
+            self.num_tokens -= len(forgotten) + PROMPT_TOKENS
 
     def of(self, key: int) -> np.ndarray:
         """Return all outputs, oldest first, with -1 between them."""

@@ -19,7 +19,7 @@ from caesura.io_struct import CaesuraError, GenerateReqInput, GenerateReqOutput,
 from caesura.scheduler.kernels import TORCH, best
 from caesura.scheduler.runtime.engine_config import EngineConfig
 from caesura.scheduler.scheduling.request import RequestTable
-from caesura.scheduler.scheduling.speculation import Speculation, StepTimes, Texts
+from caesura.scheduler.scheduling.speculation import PROMPT_TOKENS, Speculation, StepTimes, Texts
 
 needs_kernels = pytest.mark.skipif(
     best("linear", "cpu", torch.float32) == TORCH, reason="no compiled kernels on this machine"
@@ -165,14 +165,14 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_texts_of_prompts_not_used_lately_are_forgotten() -> None:
-    texts = Texts(most=24)
+    texts = Texts(most=24 + 2 * PROMPT_TOKENS)
     for key in (1, 2):
         texts.add(key, np.arange(8, dtype=np.int32))
     texts.of(1)
     texts.add(3, np.arange(8, dtype=np.int32))
     assert texts.of(1).tolist() == [-1, *range(8), -1]
     assert texts.of(2).tolist() == [-1]
-    assert texts.num_tokens == 20
+    assert texts.num_tokens == 20 + 2 * PROMPT_TOKENS
 
 
 def test_drafts_pay_where_larger_steps_take_little_longer() -> None:

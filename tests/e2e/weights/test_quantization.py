@@ -61,6 +61,12 @@ def test_it_computes_what_a_quantised_checkpoint_does(engine, folders):
     [
         ("qwen3", {"quantization": "int3"}, EngineDied, "'int3' is not one of"),
         ("qwen3", {"quantization_skipped": "o_proj"}, InvalidRequest, "needs quantization"),
+        (
+            "qwen3",
+            {"quantization": "fp8", "quantization_skipped": "o_proj, oproj"},
+            InvalidRequest,
+            "'oproj' is no",
+        ),
         ("gpt-oss", {"quantization": "fp8"}, UnsupportedModel, "start it without quantization"),
     ],
 )
