@@ -384,7 +384,7 @@ class ResponseEvents:
         return self._keep(self._finished(sample, label), sample)
 
     def _taken(self, chunk: Chunk) -> Iterator[Step]:
-        """Take a chunk; text has the logprobs of its tokens and of those without text before it."""
+        """Take a chunk; text has the logprobs of its tokens and of those without text around it."""
         if chunk.delta is not None and (found := self.exchange.logprobs(chunk.delta)) is not None:
             self._waiting += found["content"]
         for step in self._blocks.add(self.exchange.pieces(chunk)):
@@ -393,6 +393,12 @@ class ResponseEvents:
             yield step
             if step.what == "add" and step.block.kind == "content":
                 self._waiting = []
+        if (
+            chunk.finished is not None
+            and self._blocks.all
+            and (last := self._blocks.all[-1]).kind == "content"
+        ):
+            self._logprobs[last.index] += self._waiting  # the end of the sequence may come by itself
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         event = _encode({"type": kind, "sequence_number": self._number, **fields})
