@@ -3,9 +3,10 @@
 256 requests are in flight all the time on the tiny shape. *Direct* is ``AsyncSchedulerClient`` in this
 process, which waits for results or reads streams; the others go through ``caesura serve --endpoint`` of the
 same engine: SGLang's ``/generate`` with token ids in, text, ids and log-probabilities out, undivided,
-streamed, or streamed with a ``stream_interval`` of 8, and OpenAI's ``/v1/completions``. Figures are medians.
-The load is made by this process, which has the cores in common with engine and server, as a trainer would.
-The time of a core that each process takes for a token depends less than rates on what else the machine does.
+streamed, or streamed with a ``stream_interval`` of 8, OpenAI's ``/v1/completions``, and streamed chats,
+Responses and Messages, one of them with tools, whose answers are parsed for calls. Figures are medians. The
+load is made by this process, which has the cores in common with engine and server, as a trainer would. The
+time of a core that each process takes for a token depends less than rates on what else the machine does.
 
 A pause is timed under the same load, by the socket and by HTTP in turns. vLLM's server, given an interpreter
 that has it, gets the same requests at ``/v1/completions``.
@@ -48,6 +49,7 @@ from caesura.client import AsyncSchedulerClient, SamplingParams, SchedulerClient
 SHAPE = WORKLOADS["tiny"]
 PROMPT_TOKENS, NEW_TOKENS = SHAPE.prompt_tokens, SHAPE.new_tokens
 START_TIMEOUT_S = 600.0
+_COMPLETE = rb'"(finish_reason|type)": ?"length"|"max_output_tokens"}|"stop_reason": ?"max_tokens"'
 Prompts = list[list[list[int]]]
 """[connections][requests of one after the other][token ids]"""
 
@@ -67,7 +69,9 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config["chat_template"] = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def make_prompts(connections: int, each: int, seed: int) -> Prompts:
@@ -93,6 +97,25 @@ def openai_body(prompt: list[int]) -> bytes:
         "ignore_eos": True,
     }
     return json.dumps(body).encode()
+
+
+def chat_body(prompt: list[int], *, tools: bool = False) -> bytes:
+    """Return a streamed chat in a form that all three fronts read, of about as many tokens as ``prompt``."""
+    text = "".join(chr(97 + token % 26) for token in prompt for _ in range(2))
+    body: dict[str, Any] = {"model": "tiny", "stream": True, "ignore_eos": True, "temperature": 1.0}
+    body |= {"messages": [{"role": "user", "content": text}], "max_tokens": NEW_TOKENS}
+    if tools:
+        body["tools"] = [
+            {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+        ]
+    return json.dumps(body).encode()
+
+
+def response_body(prompt: list[int]) -> bytes:
+    body = json.loads(chat_body(prompt))
+    return json.dumps(
+        {**body, "input": body.pop("messages"), "max_output_tokens": body.pop("max_tokens")}
+    ).encode()
 
 
 def bodies(prompts: Prompts, make: Callable[[list[int]], bytes]) -> list[list[bytes]]:
@@ -121,7 +144,7 @@ async def through(url: str, path: str, requests: Sequence[Sequence[bytes]]) -> f
     """Return the seconds for all requests through a server; every answer is checked to be complete."""
     seconds, answers = await flood(url, path, requests)
     for answer in answers:
-        assert re.search(rb'"(finish_reason|type)": ?"length"', answer), answer[-300:]
+        assert re.search(_COMPLETE, answer), answer[-300:]
     return seconds
 
 
@@ -184,6 +207,10 @@ async def throughput(
         "/generate, streamed": posted("/generate", partial(native_body, stream=True)),
         "/generate, streamed by 8": posted("/generate", partial(native_body, stream=True, interval=8)),
         "/v1/completions": posted("/v1/completions", openai_body),
+        "chat, streamed": posted("/v1/chat/completions", chat_body),
+        "chat with tools, streamed": posted("/v1/chat/completions", partial(chat_body, tools=True)),
+        "/v1/responses, streamed": posted("/v1/responses", response_body),
+        "/v1/messages, streamed": posted("/v1/messages", chat_body),
     }
     processes = {name: psutil.Process(pid) for name, pid in pids.items()}
     rates: dict[str, list[float]] = {way: [] for way in ways}
@@ -309,7 +336,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             max_running_requests=options.connections,
             log_level="WARNING",
         )
-        with launched as engine, serve(engine.endpoint, "--served-model-name", "tiny") as (url, pid):
+        with (
+            launched as engine,
+            serve(engine.endpoint, "--served-model-name", "tiny", "--tool-call-parser", "hermes") as (
+                url,
+                pid,
+            ),
+        ):
             results = asyncio.run(on_caesura(engine, url, pid, options, console))
         if options.vllm_python:
             with serving_vllm(model, options, folder) as url:
