@@ -30,6 +30,8 @@ MAX_CHARACTERS = 16 << 20
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 PATIENCE_S = 60.0
 """Seconds after which a process that gets no CPU time is killed."""
+GRACE_S = 1.0
+"""Seconds in which a process ends whose connection has: a limit of the kernel may be about to end it."""
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
@@ -64,9 +66,11 @@ class _Process:
 
     def end(self) -> str:
         self._connection.close()
-        if self.runs:
+        try:
+            status = self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
             self._process.kill()
-        status = self._process.wait()
+            status = self._process.wait()
         if status == -signal.SIGXCPU:
             return f"the template takes more than {CPU_S} s of CPU time"
         return f"the process that renders the template has ended with status {status}"

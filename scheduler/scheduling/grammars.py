@@ -46,6 +46,8 @@ COMPILE_CPU_S = 5
 """Maximum seconds of CPU time of a compilation."""
 COMPILE_BYTES = 8 << 30
 """Address space of the process that tries grammars."""
+GRACE_S = 1.0
+"""Seconds in which that process ends when its connection has: its limit may be about to end it."""
 MAX_DEPTH = 200
 """Most brackets within each other: parsers recurse, and those in Python stop there."""
 _WORKER = Path(__file__).with_name("grammar_worker.py")
@@ -108,9 +110,11 @@ class _Trial:
     def end(self) -> int:
         """End the process; return its status."""
         self._connection.close()
-        if self._process.poll() is None:
+        try:
+            return self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
             self._process.kill()
-        return self._process.wait()
+            return self._process.wait()
 
 
 class GrammarState:
