@@ -172,7 +172,7 @@ def test_pauses_and_lost_steps_change_nothing(model, depth, expected, mode):
 
 
 def test_preemption_changes_nothing(model, depth, expected):
-    with engine(model, pipeline_depth=depth, kv_pool_tokens=256) as driver:
+    with engine(model, pipeline_depth=depth, kv_pool_tokens=128) as driver:
         rids = start(driver)
         driver.run_until_idle()
         assert driver.status().num_retractions > 0
