@@ -10,17 +10,13 @@ Invariants:
 """
 
 import json
-import multiprocessing
-import os
 import secrets
 import signal
-import subprocess
-import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...process.limited_processes import LimitedProcesses, ProcessEndedError
 from ..exceptions import CheckpointError, InvalidRequest
 
 CPU_S = 2
@@ -30,59 +26,15 @@ MAX_CHARACTERS = 16 << 20
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 PATIENCE_S = 60.0
 """Seconds after which a process that gets no CPU time is killed."""
-GRACE_S = 1.0
-"""Seconds in which a process ends whose connection has: a limit of the kernel may be about to end it."""
 _WORKER = Path(__file__).with_name("template_worker.py")
-
-
-class _Process:
-    def __init__(self, sources: Mapping[str, str]) -> None:
-        self._connection, theirs = multiprocessing.Pipe()
-        with theirs:
-            descriptor = theirs.fileno()
-            self._process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                [sys.executable, "-P", str(_WORKER), str(descriptor)],
-                pass_fds=[descriptor],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # an interrupt at the terminal is the parent's to handle
-            )
-        limits = {"cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES, "max_characters": MAX_CHARACTERS}
-        self._start = json.dumps({"sources": dict(sources), **limits}).encode()
-
-    @property
-    def runs(self) -> bool:
-        return self._process.poll() is None
-
-    def ask(self, request: bytes) -> dict[str, str]:
-        if self._start:
-            start, self._start = self._start, b""
-            self._connection.send_bytes(start)
-        self._connection.send_bytes(request)
-        if not self._connection.poll(PATIENCE_S):
-            raise TimeoutError
-        answer: dict[str, str] = json.loads(self._connection.recv_bytes())
-        return answer
-
-    def end(self) -> str:
-        self._connection.close()
-        try:
-            status = self._process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            status = self._process.wait()
-        if status == -signal.SIGXCPU:
-            return f"the template takes more than {CPU_S} s of CPU time"
-        return f"the process that renders the template has ended with status {status}"
 
 
 class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         """Take templates by name (``"default"``, ``"tool_use"``) and special tokens (``bos_token``, ...)."""
-        self._sources = dict(sources)
+        self._sources = found = dict(sources)
+        self._workers = LimitedProcesses(_WORKER, lambda: {"sources": found, **_limits()})
         self._special_tokens = dict(special_tokens)
-        self._idle: dict[int, list[_Process]] = {}  # by the process that started them: a fork has none
-        weakref.finalize(self, _end_all, self._idle)
 
     def render(
         self,
@@ -150,17 +102,17 @@ class ChatTemplate:
         return _before(end, answer["text"]) if end else answer["text"]
 
     def _ask(self, request: bytes) -> dict[str, str]:
-        idle = self._idle.setdefault(os.getpid(), [])
-        process = _idle_one(idle) or _Process(self._sources)
         try:
-            answer = process.ask(request)
-        except (EOFError, OSError):
-            return {"error": process.end()}
-        except BaseException:  # the caller was interrupted: the answer would be the next request's
-            process.end()
-            raise
-        idle.append(process)
-        return answer
+            return self._workers.ask(request, PATIENCE_S)
+        except ProcessEndedError as ended:
+            if ended.status == -signal.SIGXCPU:
+                return {"error": f"the template takes more than {CPU_S} s of CPU time"}
+            reason = f"the process that renders the template has ended with status {ended.status}"
+            return {"error": reason}
+
+
+def _limits() -> dict[str, int]:
+    return {"cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES, "max_characters": MAX_CHARACTERS}
 
 
 def _with_text(item: dict[str, Any]) -> dict[str, Any]:
@@ -178,17 +130,3 @@ def _before(end: str, text: str) -> str:
         reason = "the chat template does not show the last message, so it cannot be continued"
         raise InvalidRequest(reason, field="continue_final_message")
     return before if after.startswith(" ") else before.rstrip()
-
-
-def _idle_one(idle: list[_Process]) -> _Process | None:
-    while idle:
-        process = idle.pop()
-        if process.runs:
-            return process
-        process.end()
-    return None
-
-
-def _end_all(idle: dict[int, list[_Process]]) -> None:
-    for process in idle.get(os.getpid(), ()):
-        process.end()

@@ -8,6 +8,7 @@ Calls have their arguments as objects, which are text where a template joins the
 import json
 import math
 import resource
+import signal
 import sys
 from datetime import datetime
 from functools import lru_cache
@@ -124,6 +125,7 @@ def _message(error: Exception) -> str:
 
 
 def main(descriptor: int) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the parent's threads may block SIGXCPU
     connection = Connection(descriptor)
     start = json.loads(connection.recv_bytes())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

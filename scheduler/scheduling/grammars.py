@@ -13,13 +13,9 @@ Invariants:
 """
 
 import importlib.util
-import json
-import multiprocessing
 import os
 import signal
 import subprocess
-import sys
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +28,7 @@ import msgspec
 import numpy as np
 
 from ...io_struct import CaesuraError, ErrorCode, GrammarStatus
+from ...process.limited_processes import LimitedProcesses, ProcessEndedError
 from ..runtime.background import Task
 from .grammar_worker import GrammarError, in_deep_thread, new_matcher, read_tokenizer
 from .request import Phase
@@ -46,8 +43,6 @@ COMPILE_CPU_S = 5
 """Maximum seconds of CPU time of a compilation."""
 COMPILE_BYTES = 8 << 30
 """Address space of the process that tries grammars."""
-GRACE_S = 1.0
-"""Seconds in which that process ends when its connection has: its limit may be about to end it."""
 MAX_DEPTH = 200
 """Most brackets within each other: parsers recurse, and those in Python stop there."""
 _WORKER = Path(__file__).with_name("grammar_worker.py")
@@ -78,43 +73,6 @@ class _AddedToken(msgspec.Struct):
 
 class _TokenizerFile(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
-
-
-class _Trial:
-    """A process that compiles grammars, one after the other, until one takes too much."""
-
-    def __init__(self, start: dict[str, Any]) -> None:
-        self._connection, theirs = multiprocessing.Pipe()
-        with theirs:
-            descriptor = theirs.fileno()
-            self._process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
-                [sys.executable, "-P", str(_WORKER), str(descriptor)],
-                pass_fds=[descriptor],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "MALLOC_ARENA_MAX": "2", "RAYON_NUM_THREADS": "1"},  # address space
-                start_new_session=True,  # an interrupt at the terminal is the engine's to handle
-            )
-        limits = {"cpu_s": COMPILE_CPU_S, "memory_bytes": COMPILE_BYTES}
-        self._connection.send_bytes(json.dumps({**start, **limits}).encode())
-
-    def compile(self, text: str) -> str:
-        """Return the grammar as llguidance reads it; raises GrammarError, EOFError or OSError."""
-        self._connection.send_bytes(text.encode("utf-8", "surrogatepass"))
-        answer: dict[str, str] = json.loads(self._connection.recv_bytes())
-        if "error" in answer:
-            raise GrammarError(answer["error"])
-        return answer["text"]
-
-    def end(self) -> int:
-        """End the process; return its status."""
-        self._connection.close()
-        try:
-            return self._process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
 
 
 class GrammarState:
@@ -203,10 +161,10 @@ class Grammars:
         finish: "Callable[[Request, str | None], None]",
     ) -> None:
         """``folder`` has the tokenizer; ``finish`` ends a request: for a reason, or as complete."""
-        self._folder = folder
+        self._tokenizer_file = os.path.join(folder, "tokenizer.json")
         self._finish = finish
         self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids = list(eos_token_ids)
         self._wake = wake
         self._words = -(-vocab_size // 32)
         self._tokenizer: Any = None
@@ -219,8 +177,13 @@ class Grammars:
         self._kept: OrderedDict[str, Compiled] = OrderedDict()
         self._pending: dict[str, _Pending] = {}
         self._running: list[Task[Compiled]] = []
-        self._trials: list[_Trial] = []  # those that nobody uses
-        weakref.finalize(self, _end_all, self._trials)
+        start = {"path": self._tokenizer_file, "vocab_size": vocab_size, "eos_token_ids": self._eos_token_ids}
+        self._trials = LimitedProcesses(
+            _WORKER,
+            lambda: {**start, "cpu_s": COMPILE_CPU_S, "memory_bytes": COMPILE_BYTES},
+            environment={"MALLOC_ARENA_MAX": "2", "RAYON_NUM_THREADS": "1"},  # address space
+            stderr=subprocess.DEVNULL,
+        )
         self._arrived: list[Request] = []
         self._used = False
         self._compiled = self._failed = self._masks = 0
@@ -245,8 +208,9 @@ class Grammars:
         if importlib.util.find_spec("llguidance") is None:
             reason = "grammars need llguidance, which is not installed: pip install 'caesura[grammar]'"
             raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="sampling_params.grammar")
-        if not os.path.isfile(os.path.join(self._folder, "tokenizer.json")):
-            reason = f"grammars need the tokenizer of the model: {self._folder} has no tokenizer.json"
+        if not os.path.isfile(self._tokenizer_file):
+            folder = os.path.dirname(self._tokenizer_file)
+            reason = f"grammars need the tokenizer of the model: {folder} has no tokenizer.json"
             raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="sampling_params.grammar")
         depth = deepest(text)
         if depth > MAX_DEPTH:
@@ -359,23 +323,20 @@ class Grammars:
 
     def _compile(self, text: str) -> Compiled:
         """Compile a grammar, in a thread; raises GrammarError."""
-        path, ends = os.path.join(self._folder, "tokenizer.json"), list(self._eos_token_ids)
-        start = {"path": path, "vocab_size": self._vocab_size, "eos_token_ids": ends}
-        trial = self._trials.pop() if self._trials else _Trial(start)
+        if self._tokenizer is None:
+            self._trials.prepare()  # it reads the tokenizer, too
+            self._tokenizer = self._read()
         try:
-            if self._tokenizer is None:
-                self._tokenizer = self._read(path, ends)
-            text = trial.compile(text)
-        except (OSError, EOFError) as error:
-            raise GrammarError(_why_ended(trial.end())) from error
-        except GrammarError:
-            self._trials.append(trial)
-            raise
-        self._trials.append(trial)
-        matcher = new_matcher(self._tokenizer, text)
+            answer = self._trials.ask(text.encode("utf-8", "surrogatepass"))
+        except ProcessEndedError as ended:
+            raise GrammarError(_why_ended(ended.status)) from ended
+        if "error" in answer:
+            raise GrammarError(answer["error"])
+        matcher = new_matcher(self._tokenizer, answer["text"])
         return Compiled(matcher, *self.look(matcher))
 
-    def _read(self, path: str, ends: list[int]) -> Any:
+    def _read(self) -> Any:
+        path, ends = self._tokenizer_file, self._eos_token_ids
         try:
             tokenizer = read_tokenizer(path, self._vocab_size, ends)
             with open(path, "rb") as file:
@@ -390,11 +351,6 @@ class Grammars:
         unused = range(self._vocab_size, 32 * self._words)
         self._own = ~_mask_of([*(ends or [tokenizer.eos_token]), *unused], self._words)
         return tokenizer
-
-
-def _end_all(trials: list[_Trial]) -> None:
-    for trial in trials:
-        trial.end()
 
 
 def _why_ended(status: int) -> str:

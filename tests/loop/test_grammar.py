@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from support.faults import NO_MEMORY, Fault
 from support.http_serve import make_text_model
 from support.scripted import EngineDriver, compile_grammars_at_once, ok, prompt_of, tokens_of
+from support.signals import blocked
 from tokenizers import Tokenizer
 
 from caesura.client import grammar
@@ -399,8 +400,7 @@ def test_others_go_on_while_a_grammar_is_compiled(model, monkeypatch):
 def test_a_grammar_that_takes_too_long_ends_alone(model, tokenizer, monkeypatch):
     monkeypatch.setattr(engine_grammar, "COMPILE_CPU_S", 1)
     many = {"type": "object", "properties": {f"k{at}": {"type": "string"} for at in range(10_000)}}
-    with engine(model) as driver:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGXCPU])  # as in an engine's process
+    with engine(model) as driver, blocked(signal.SIGXCPU):
         slow = finished(driver, asked(None, 0, grammar=grammar.json_schema(many)))
         assert slow.finish_reason.code == ErrorCode.INVALID_REQUEST
         assert "takes more than 1 s of CPU time" in slow.finish_reason.message

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from support.lanes import quick
+from support.signals import blocked
 from support.tokenizers import CHAT_TEMPLATE, LINES, SPECIALS, make_byte_level, make_sentencepiece
 from support.waiting import eventually
 
@@ -223,6 +225,12 @@ def test_endless_and_growing_templates_are_refused(source):
     with pytest.raises(InvalidRequest, match=r"of CPU time|limit|too much memory|unsafe|refuses|recursion"):
         template.render([{"role": "user", "harm": True}])
     assert template.render(ASKED) == "fine"
+
+
+def test_a_template_ends_though_its_parent_blocks_the_signal():
+    template = ChatTemplate({"default": ENDLESS[0]}, {})
+    with blocked(signal.SIGXCPU), pytest.raises(InvalidRequest, match="of CPU time"):
+        template.render(ASKED)
 
 
 def test_a_process_that_was_ended_is_replaced(started):
