@@ -73,12 +73,12 @@ def choose_engines(options: argparse.Namespace, cache: Path, console: Console) -
     available = {
         "caesura": participants.caesura(threads),
         FP8: participants.caesura(threads, "fp8"),
-        "transformers": participants.transformers(options.transformers_python, threads),
+        "transformers": participants.rollouts_alone("transformers", options.transformers_python, threads),
     }
     if options.vllm_python:
         available["vllm"] = participants.vllm(options.vllm_python, threads, options.vllm_bind, cache)
     if options.openvino_python:
-        available["openvino"] = participants.openvino(options.openvino_python, threads)
+        available["openvino"] = participants.rollouts_alone("OpenVINO", options.openvino_python, threads)
     chosen = []
     for name in options.engines.split(","):
         missing = available[name].why_missing() if name in available else "no interpreter given"

@@ -26,8 +26,6 @@ IMPORT_TIMEOUT_S = 300.0
 _DECIDED_HERE = ("OMP_", "KMP_", "GOMP_", "MKL_", "VLLM_", "LD_PRELOAD", "PYTHONPATH", "TORCHINDUCTOR_")
 _TCMALLOC_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
 
-NO_PAUSE = "{} has nothing to pause, resume or update under load"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
@@ -73,25 +71,22 @@ def caesura(threads: int, quantization: str = "auto") -> Engine:
     )
 
 
-def transformers(python: str, threads: int) -> Engine:
-    return Engine(
-        name="transformers",
-        python=python,
-        script="transformers_peer.py",
-        module="torch, transformers",
-        environment=_environment(OMP_NUM_THREADS=str(threads), HF_HUB_OFFLINE="1"),
-        no_pause_reason=NO_PAUSE.format("transformers"),
-    )
+_ROLLOUTS_ALONE = {
+    "transformers": ("transformers_peer.py", "torch, transformers"),
+    "OpenVINO": ("openvino_peer.py", "openvino_genai, optimum.intel"),
+}
+"""Scripts and modules of engines that have no pauses and updates, by name."""
 
 
-def openvino(python: str, threads: int) -> Engine:
+def rollouts_alone(name: str, python: str, threads: int) -> Engine:
+    script, module = _ROLLOUTS_ALONE[name]
     return Engine(
-        name="OpenVINO",
+        name=name,
         python=python,
-        script="openvino_peer.py",
-        module="openvino_genai, optimum.intel",
+        script=script,
+        module=module,
         environment=_environment(OMP_NUM_THREADS=str(threads), HF_HUB_OFFLINE="1"),
-        no_pause_reason=NO_PAUSE.format("OpenVINO"),
+        no_pause_reason=f"{name} has nothing to pause, resume or update under load",
     )
 
 

@@ -27,7 +27,7 @@ class Ceilings:
     copy_bytes_per_s: float
     """Rate of a large copy, bytes read and written."""
     flops: float
-    """Rate of a large square product in bfloat16, of random values."""
+    """Rate of a large square product, in bfloat16, or on a CPU in float32 if that is faster."""
 
     @property
     def bandwidth(self) -> float:
@@ -51,12 +51,16 @@ def measure_ceilings(device: torch.device, buffer_bytes: int, product_size: int)
     """
     synchronize = synchronizer(device)
     read, copy = _bandwidth(device, buffer_bytes, synchronize)  # its buffers go before the matrices come
-    left, right = (
-        torch.randn(product_size, product_size, device=device, dtype=torch.bfloat16) for _ in range(2)
-    )
-    out = torch.empty_like(left)
-    product = seconds_of(lambda: torch.mm(left, right, out=out), synchronize)
-    return Ceilings(read, copy, 2 * product_size**3 / product)
+
+    def product(size: int, dtype: torch.dtype) -> float:
+        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(left)
+        return seconds_of(lambda: torch.mm(left, right, out=out), synchronize)
+
+    dtype = torch.bfloat16
+    if device.type == "cpu":  # without instructions for it the large product takes minutes
+        dtype = min((dtype, torch.float32), key=lambda each: product(product_size // 8, each))
+    return Ceilings(read, copy, 2 * product_size**3 / product(product_size, dtype))
 
 
 def _bandwidth(device: torch.device, buffer_bytes: int, synchronize: Synchronize) -> tuple[float, float]:
