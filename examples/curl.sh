@@ -95,6 +95,11 @@ post /skyrl/v1/load_lora_adapter "{\"lora_name\": \"c\", \"lora_path\": \"$ADAPT
 # POST /load_lora_adapter_from_tensors takes SGLang's pickles, from a Python trainer
 # POST /load_lora_adapter_from_distributed receives what rank 0 of a process group broadcasts
 
+# Texts to draft from, of a server with --speculation suffix
+post /add_external_corpus '{"corpus_id": "ids", "token_ids": [[1, 2, 3, 4]]}'
+get /list_external_corpora
+post /remove_external_corpus '{"corpus_id": "ids"}'
+
 # Tinker's API, as its SDK calls it: a session, a sampler, a promise of samples, and its result
 post /api/v1/client/config '{}'
 post /api/v1/client/dynamic_config '{}'

@@ -533,6 +533,49 @@ class EndPrefixLeasesReqOutput(Reply, kw_only=True):
     """Number of leases that ended, over all engines."""
 
 
+class AddCorpusReqInput(Request, kw_only=True):
+    """Keep texts that speculation drafts from, for every prompt; ``unsupported`` by an engine without it."""
+
+    name: Identifier
+    """Name to remove it by. One that is there is refused."""
+    token_ids: Annotated[list[list[TokenId]], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)]
+    """Texts. All corpora together have at most 4,194,304 tokens, of which each text counts as one more."""
+
+
+class AddCorpusReqOutput(Reply, kw_only=True):
+    """The corpus is drafted from."""
+
+    OF_GROUP: ClassVar = {"num_tokens": "first"}
+    num_tokens: int
+    """Number of its tokens."""
+
+
+class RemoveCorpusReqInput(Request, kw_only=True):
+    """Forget a corpus (:class:`AddCorpusReqInput`)."""
+
+    name: Identifier
+    """Name that it was added by. An unknown one is refused."""
+
+
+class RemoveCorpusReqOutput(Reply, kw_only=True):
+    """The corpus is forgotten."""
+
+    OF_GROUP: ClassVar = {"num_tokens": "first"}
+    num_tokens: int
+    """Number of tokens that it had."""
+
+
+class ListCorporaReqInput(Request, kw_only=True):
+    """Get the corpora (:class:`AddCorpusReqInput`)."""
+
+
+class ListCorporaReqOutput(Reply, kw_only=True):
+    """The corpora of an engine."""
+
+    corpora: dict[str, int]
+    """Numbers of tokens by name."""
+
+
 class ScoreReqInput(Request, kw_only=True):
     """Compute logprobs under the reference model; ``unsupported`` by an engine without one."""
 

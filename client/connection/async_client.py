@@ -268,6 +268,22 @@ class AsyncSchedulerClient(AsyncControlClient):
         request = wire.EndPrefixLeasesReqInput(names=list(names))
         return await self._ask(request, wire.EndPrefixLeasesReqOutput, call)
 
+    async def add_corpus(
+        self, name: str, token_ids: Sequence[Sequence[int]], **call: Unpack[CallOptions]
+    ) -> wire.AddCorpusReqOutput:
+        """Keep texts, as ids, that an engine with speculation drafts from for every prompt."""
+        request = wire.AddCorpusReqInput(name=name, token_ids=[list(text) for text in token_ids])
+        return await self._ask(request, wire.AddCorpusReqOutput, call)
+
+    async def remove_corpus(self, name: str, **call: Unpack[CallOptions]) -> wire.RemoveCorpusReqOutput:
+        """Forget the texts of :meth:`add_corpus`."""
+        return await self._ask(wire.RemoveCorpusReqInput(name=name), wire.RemoveCorpusReqOutput, call)
+
+    async def list_corpora(self, **call: Unpack[CallOptions]) -> dict[str, int]:
+        """Return the numbers of tokens of all corpora, by name."""
+        reply = await self._ask(wire.ListCorporaReqInput(), wire.ListCorporaReqOutput, call)
+        return reply.corpora
+
     async def fetch_result(self, rid: str, **call: Unpack[CallOptions]) -> list[GenerateOutput]:
         """Return the results of a generation that ended while its client could not be reached, if any."""
         request = wire.FetchResultReqInput(rid=rid)

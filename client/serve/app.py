@@ -47,7 +47,7 @@ from .openai.common import EXCEPTION_HANDLERS as OPENAI_HANDLERS
 from .options import ServeOptions
 from .pages import dashboard, metrics, openapi
 from .server import Server
-from .sglang import control, generate, info, parse, rollout, tokenize, weights
+from .sglang import control, external_corpora, generate, info, parse, rollout, tokenize, weights
 from .tinker import asample, samplers, training
 from .vllm import control as vllm_control
 from .vllm import render, tokens
@@ -72,7 +72,7 @@ def routes_of(*modules: ModuleType) -> list[HTTPRouteHandler]:
 
 ROUTES = [
     *routes_of(generate, rollout, control, weights, info, tokenize, completions, chat, images, models),
-    *routes_of(responses, messages, render, parse, session_routes),
+    *routes_of(responses, messages, render, parse, session_routes, external_corpora),
     *routes_of(tokens, vllm_control, vllm_weights, lora_routes, drift_routes, asample, samplers, training),
     *routes_of(metrics, dashboard, openapi),
 ]

@@ -40,6 +40,7 @@ class ImageBatcher:
     """Owns the running samples and builds steps from them and from the queue; a ``StepBatcher``."""
 
     prompt_tokens = cached_tokens = prefilled_tokens = drafts = drafted_tokens = accepted_tokens = 0
+    speculation = None
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..runtime.engine import Engine
+    from ..scheduling.corpora import Corpora
 
 logger = logging.getLogger(__name__)
 
@@ -242,6 +243,26 @@ def _end_leases(engine: "Engine", message: wire.EndPrefixLeasesReqInput) -> wire
     return wire.EndPrefixLeasesReqOutput(id=message.id, ended=ended)
 
 
+def _corpora(engine: "Engine") -> "Corpora":
+    if (speculation := engine.batcher.speculation) is None:
+        reason = "this engine drafts nothing: start it with speculation = 'suffix'"
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="speculation", value="none")
+    return speculation.corpora
+
+
+def _add_corpus(engine: "Engine", message: wire.AddCorpusReqInput) -> wire.AddCorpusReqOutput:
+    count = _corpora(engine).add(message.name, message.token_ids)
+    return wire.AddCorpusReqOutput(id=message.id, num_tokens=count)
+
+
+def _remove_corpus(engine: "Engine", message: wire.RemoveCorpusReqInput) -> wire.RemoveCorpusReqOutput:
+    return wire.RemoveCorpusReqOutput(id=message.id, num_tokens=_corpora(engine).remove(message.name))
+
+
+def _list_corpora(engine: "Engine", message: wire.ListCorporaReqInput) -> wire.ListCorporaReqOutput:
+    return wire.ListCorporaReqOutput(id=message.id, corpora=_corpora(engine).sizes)
+
+
 def _fetch(engine: "Engine", message: wire.FetchResultReqInput) -> wire.FetchResultReqOutput:
     live = len(engine.live.samples(message.rid))
     kept = engine.answers.kept(message.rid)
@@ -300,13 +321,16 @@ _QUERIES: "dict[type, Callable[[Engine, Any], wire.Message]]" = {
     wire.GetStatusReqInput: lambda engine, message: status(engine, message.id),
     wire.GetMemoryHistoryReqInput: lambda engine, message: engine.history.answer(message),
     wire.GetWeightsManifestReqInput: lambda engine, message: engine.sending.manifest(message),
+    wire.ListCorporaReqInput: _list_corpora,
 }
 """Messages that change nothing; a retry is answered anew, not from the store."""
 
 _AT_ONCE: "dict[type, Callable[[Engine, Any], wire.Message]]" = {
     wire.AbortReq: _abort,
+    wire.AddCorpusReqInput: _add_corpus,
     wire.EndPrefixLeasesReqInput: _end_leases,
     wire.FetchResultReqInput: _fetch,
+    wire.RemoveCorpusReqInput: _remove_corpus,
     wire.RenewPauseLeaseReqInput: _renew_lease,
     wire.ShutdownReqInput: _shut_down,
 }

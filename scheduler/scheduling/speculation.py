@@ -1,4 +1,4 @@
-"""Drafts of the next tokens, out of what was generated for the same prompt and of the request's own text.
+"""Drafts of the next tokens: of what was generated for the same prompt, the request's own text, and corpora.
 
 Invariants:
 - Drafts change no result: a drafted token is computed as one more decode row of its request, sampled with the
@@ -15,26 +15,27 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .corpora import END, LONGEST_MATCH, Corpora, lengthened
+
 if TYPE_CHECKING:
     from .request import Request, RequestTable
 
 LONGEST_DRAFT = 15
 """Drafted tokens of a row: less than a page, so that a window keeps what the next token sees."""
-_SHORTEST_MATCH, _LONGEST_MATCH = 2, 8
+_SHORTEST_MATCH = 2
 _CANDIDATES, _SIBLINGS, _SEARCHES, _PROBED = 8, 8, 16, 4
 """Places, running samples of a prompt, and rows of a step, or of one that probes, that are looked at."""
 _TEXT_TOKENS, _CORPUS_TOKENS = 1 << 16, 1 << 22
 """Tokens that are kept of a prompt's outputs, and of all prompts."""
 PROMPT_TOKENS = 64
 """Tokens that a prompt counts beside those of its outputs, for what it takes."""
-_END = np.full(1, -1, np.int32)
 _GAIN = 1.05
 """Least ratio of the expected rates with and without drafts."""
 _FASTER, _SLOWER = 0.15, 0.07
 """Weights of a step that took less or more time than others of its size: what disturbs a step adds time."""
 _BELIEVED = 3
 """Steps of a size after which its time counts: at first that of the fastest."""
-_PRIOR = 1 - 0.7 ** np.arange(_LONGEST_MATCH + 1)
+_PRIOR = 1 - 0.7 ** np.arange(LONGEST_MATCH + 1)
 """Probability, by length of a match, that the token behind it is sampled, before any is tried."""
 _PRIOR_TRIES, _FADING = 4.0, 0.99
 _LOOK_STEPS, _MOST_PROBE = 8, 512
@@ -53,10 +54,10 @@ class Texts:
         self._texts: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def add(self, key: int, output: np.ndarray) -> None:
-        before = self._texts.pop(key, _END)
-        text = np.concatenate([before, output, _END])[-_TEXT_TOKENS:]
+        before = self._texts.pop(key, END)
+        text = np.concatenate([before, output, END])[-_TEXT_TOKENS:]
         self._texts[key] = text
-        self.num_tokens += len(text) - (-PROMPT_TOKENS if before is _END else len(before))
+        self.num_tokens += len(text) - (-PROMPT_TOKENS if before is END else len(before))
         while self.num_tokens > self._most:
             _, forgotten = self._texts.popitem(last=False)
             self.num_tokens -= len(forgotten) + PROMPT_TOKENS
@@ -64,7 +65,7 @@ class Texts:
     def of(self, key: int) -> np.ndarray:
         """Return all outputs, oldest first, with -1 between them."""
         if key not in self._texts:
-            return _END
+            return END
         self._texts.move_to_end(key)
         return self._texts[key]
 
@@ -139,7 +140,7 @@ class DraftRows:
 
 class Speculation:
     def __init__(self, table: "RequestTable") -> None:
-        self.times, self.texts = StepTimes(), Texts()
+        self.times, self.texts, self.corpora = StepTimes(), Texts(), Corpora(table.vocab_size)
         self._table = table
         self._tried, self._hit = np.zeros(len(_PRIOR)), np.zeros(len(_PRIOR))
         self._of: list[Request | None] = [None] * table.slots
@@ -248,14 +249,18 @@ class Speculation:
         parts = [self.texts.of(int(self._keys[slot]))]
         for other in siblings[siblings != slot][:_SIBLINGS].tolist():
             if self._of[other] is table.by_slot[other]:
-                parts += [table.tokens[other, table.prompt_len[other] : table.length[other]], _END]
+                parts += [table.tokens[other, table.prompt_len[other] : table.length[other]], END]
         text = np.concatenate([*parts, own])
         ends, match = _matches(text, own)
+        if self.corpora.sizes:
+            corpus, ends_there, longer = self.corpora.longest(own)
+            if longer > match:
+                text, ends, match = corpus, ends_there, longer
         tokens, shares = _vote([text[end : end + most].tolist() for end in ends[-_CANDIDATES:].tolist()])
         if match < _SHORTEST_MATCH or not tokens:
             self._missed(slot)
             return None
-        lengths = np.minimum(match + np.arange(len(tokens)), _LONGEST_MATCH)
+        lengths = np.minimum(match + np.arange(len(tokens)), LONGEST_MATCH)
         return Draft(row, tokens, np.cumprod(self._chances[lengths] * shares), match)
 
     def _missed(self, slot: int) -> None:
@@ -273,7 +278,7 @@ def draft_rows(table: "RequestTable", slots: np.ndarray, drafts: list[Draft]) ->
         counts[draft.row], matches[draft.row] = 1 + count, draft.match
     rows = np.repeat(slots, counts)
     depth = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    match = np.where(depth > 0, np.minimum(np.repeat(matches, counts) + depth - 1, _LONGEST_MATCH), 0)
+    match = np.where(depth > 0, np.minimum(np.repeat(matches, counts) + depth - 1, LONGEST_MATCH), 0)
     inputs = table.tokens[rows, table.length[rows] - 1 + depth].astype(np.int64)
     return rows, DraftRows(depth, match, inputs)
 
@@ -285,13 +290,7 @@ def _key(request: "Request") -> int:
 
 def _matches(text: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, int]:
     """Return where ``text`` goes on behind the longest end of ``known`` that stands in it, and its length."""
-    ends, length = np.flatnonzero(text[:-1] == known[-1]) + 1, 1
-    while length < min(_LONGEST_MATCH, len(known)):
-        longer = ends[ends > length]
-        longer = longer[text[longer - length - 1] == known[-length - 1]]
-        if not len(longer):
-            break
-        ends, length = longer, length + 1
+    ends, length = lengthened(text, np.flatnonzero(text[:-1] == known[-1]) + 1, 1, known)
     return ends, length if len(ends) else 0
 
 

@@ -25,7 +25,8 @@ def test_curl_for_each_route(tmp_path):
     model = make_text_model(tmp_path / "text")
     folders = {"MODEL": str(model), "ADAPTER": str(make_adapter(model, tmp_path / "adapter", ["q_proj"]))}
     keys = {"CAESURA_API_KEY": "k1", "CAESURA_ADMIN_KEY": "k2"}
-    with served("--model", str(model), "--enable-memory-saver", "--enable-lora", env=keys) as engine:
+    options = "--enable-memory-saver", "--enable-lora", "--speculation", "suffix"
+    with served("--model", str(model), *options, env=keys) as engine:
         done = subprocess.run(
             ["bash", str(EXAMPLES / "curl.sh")],
             capture_output=True,
