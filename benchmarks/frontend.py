@@ -113,9 +113,8 @@ def chat_body(prompt: list[int], *, tools: bool = False) -> bytes:
 
 def response_body(prompt: list[int]) -> bytes:
     body = json.loads(chat_body(prompt))
-    return json.dumps(
-        {**body, "input": body.pop("messages"), "max_output_tokens": body.pop("max_tokens")}
-    ).encode()
+    renamed = {"input": body.pop("messages"), "max_output_tokens": body.pop("max_tokens")}
+    return json.dumps({**body, **renamed}).encode()
 
 
 def bodies(prompts: Prompts, make: Callable[[list[int]], bytes]) -> list[list[bytes]]:

@@ -33,6 +33,8 @@ from rich.text import Text
 ENGINES = ("caesura", "vllm", "openvino", "transformers")
 FP8 = "caesura-fp8"
 """The engine with ``quantization="fp8"``, as one more participant."""
+BATCHING = "transformers-batching"
+"""transformers' continuous batching, where ``transformers`` is one call of ``generate``."""
 
 CEILING_BYTES, CEILING_PRODUCT = 256 << 20, 2048
 """Sizes for measuring the machine: a tensor that no cache holds, and a square product."""
@@ -45,7 +47,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--shape", choices=(*WORKLOADS, "both", "all"), default="tiny")
     made.add_argument(
-        "--engines", default=",".join(ENGINES), help=f"comma-separated, also {FP8} (default: %(default)s)"
+        "--engines",
+        default=",".join(ENGINES),
+        help=f"comma-separated, also {FP8} and {BATCHING} (default: %(default)s)",
     )
     made.add_argument("--repeats", type=int, default=3, help="starts of every engine (default: 3)")
     cores = len(os.sched_getaffinity(0))
@@ -60,7 +64,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--transformers-python", default=sys.executable)
     made.add_argument("--work-dir", type=Path, help="keep checkpoints and logs here (default: temporary)")
     options = made.parse_args(argv)
-    if unknown := set(options.engines.split(",")) - {*ENGINES, FP8}:
+    if unknown := set(options.engines.split(",")) - {*ENGINES, FP8, BATCHING}:
         made.error(f"unknown engines: {', '.join(sorted(unknown))}")
     if options.repeats < 1 or options.threads < 1:
         made.error("--repeats and --threads must be at least 1")
@@ -74,6 +78,9 @@ def choose_engines(options: argparse.Namespace, cache: Path, console: Console) -
         "caesura": participants.caesura(threads),
         FP8: participants.caesura(threads, "fp8"),
         "transformers": participants.rollouts_alone("transformers", options.transformers_python, threads),
+        BATCHING: participants.rollouts_alone(
+            "transformers, batching", options.transformers_python, threads
+        ),
     }
     if options.vllm_python:
         available["vllm"] = participants.vllm(options.vllm_python, threads, options.vllm_bind, cache)

@@ -71,20 +71,23 @@ def caesura(threads: int, quantization: str = "auto") -> Engine:
     )
 
 
-_ROLLOUTS_ALONE = {
-    "transformers": ("transformers_peer.py", "torch, transformers"),
-    "OpenVINO": ("openvino_peer.py", "openvino_genai, optimum.intel"),
+_TRANSFORMERS = ("transformers_peer.py", "torch, transformers")
+_ROLLOUTS_ALONE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "transformers": (*_TRANSFORMERS, {"continuous_batching": False}),
+    "transformers, batching": (*_TRANSFORMERS, {"continuous_batching": True}),
+    "OpenVINO": ("openvino_peer.py", "openvino_genai, optimum.intel", {}),
 }
-"""Scripts and modules of engines that have no pauses and updates, by name."""
+"""Scripts, modules and ``start`` of engines that have no pauses and updates, by name."""
 
 
 def rollouts_alone(name: str, python: str, threads: int) -> Engine:
-    script, module = _ROLLOUTS_ALONE[name]
+    script, module, start = _ROLLOUTS_ALONE[name]
     return Engine(
         name=name,
         python=python,
         script=script,
         module=module,
+        start=start,
         environment=_environment(OMP_NUM_THREADS=str(threads), HF_HUB_OFFLINE="1"),
         no_pause_reason=f"{name} has nothing to pause, resume or update under load",
     )

@@ -1,10 +1,12 @@
-"""The record of the routes that a client calls."""
+"""The record of the routes that a client calls; an engine whose answers are known."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from support.http_serve import ServedEngine, served
 from support.recorded_routes import Recorded, compare, recording
+from support.steered_model import make_steered_model
 
 
 @pytest.fixture
@@ -19,3 +21,11 @@ def recorded(request: pytest.FixtureRequest) -> Iterator[Recorded]:
         yield record
     for (client, package), routes in calls.items():
         compare(client, package, f"{request.path.name}::{request.node.name}", routes)
+
+
+@pytest.fixture(scope="module")
+def steered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
+    path = make_steered_model(tmp_path_factory.mktemp("steered"))
+    options = ("--dtype", "float32", "--kv-pool-tokens", "4096", "--reasoning-parser", "auto")
+    with served("--model", str(path), *options) as engine:
+        yield engine

@@ -1,13 +1,12 @@
 """SDKs of OpenAI and Anthropic, and the agents SDK, unmodified: a model calls a tool and tells its result."""
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any, Generic, Literal, TypeVar
 
 import pydantic
 import pytest
-from support.http_serve import ServedEngine, served
-from support.steered_model import ANSWER, ARGUMENTS, QUESTION, THOUGHT, make_steered_model
+from support.http_serve import ServedEngine
+from support.steered_model import ANSWER, ARGUMENTS, QUESTION, THOUGHT
 
 WEATHER = "Get the weather of a city."
 SCHEMA = {
@@ -42,23 +41,15 @@ def check_said(found: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
-    path = make_steered_model(tmp_path_factory.mktemp("steered"))
-    options = ("--dtype", "float32", "--kv-pool-tokens", "4096", "--reasoning-parser", "auto")
-    with served("--model", str(path), *options) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def compact(engine: ServedEngine) -> dict[str, Any]:
+def compact(steered: ServedEngine) -> dict[str, Any]:
     """Return fields against the spaces between JSON's parts, with which this model never ends."""
-    ids = [token for text in " \n\t\r" for token in engine.ok("/tokenize", {"prompt": text})["tokens"]]
+    ids = [token for text in " \n\t\r" for token in steered.ok("/tokenize", {"prompt": text})["tokens"]]
     return {"extra_body": {"seed": 1, "temperature": 2.0, "logit_bias": dict.fromkeys(map(str, ids), -100)}}
 
 
 @pytest.fixture(scope="module")
-def openai_options(engine: ServedEngine) -> dict[str, Any]:
-    return {"base_url": f"{engine.url}/v1", "api_key": "none", "max_retries": 0}
+def openai_options(steered: ServedEngine) -> dict[str, Any]:
+    return {"base_url": f"{steered.url}/v1", "api_key": "none", "max_retries": 0}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -106,9 +97,9 @@ def test_responses_of_the_openai_sdk(openai_options, stream, kept):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_messages_of_the_anthropic_sdk(engine, stream):
+def test_messages_of_the_anthropic_sdk(steered, stream):
     anthropic = pytest.importorskip("anthropic")
-    client = anthropic.Anthropic(base_url=engine.url, api_key="none", max_retries=0)
+    client = anthropic.Anthropic(base_url=steered.url, api_key="none", max_retries=0)
     fields: Any = {
         "model": "default",
         "max_tokens": 64,
@@ -130,7 +121,7 @@ def test_messages_of_the_anthropic_sdk(engine, stream):
     assert count.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
 
 
-def test_the_anthropic_sdk_runs_tools(engine):
+def test_the_anthropic_sdk_runs_tools(steered):
     anthropic = pytest.importorskip("anthropic")
 
     @anthropic.beta_tool
@@ -138,7 +129,7 @@ def test_the_anthropic_sdk_runs_tools(engine):
         """Get the weather of a city."""
         return f"18 degrees in {city}"
 
-    client = anthropic.Anthropic(base_url=engine.url, api_key="none", max_retries=0)
+    client = anthropic.Anthropic(base_url=steered.url, api_key="none", max_retries=0)
     runner = client.beta.messages.tool_runner(
         model="default", max_tokens=64, messages=USER, tools=[get_weather]
     )
@@ -192,10 +183,10 @@ def test_the_openai_sdk_parses_models(compact, openai_options, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_anthropic_sdk_parses_models(compact, engine, stream):
+def test_the_anthropic_sdk_parses_models(compact, steered, stream):
     anthropic = pytest.importorskip("anthropic")
     fields: Any = {"model": "default", "max_tokens": 400, "messages": USER, "output_format": Said[Zone]}
-    with anthropic.Anthropic(base_url=engine.url, api_key="none", max_retries=0) as client:
+    with anthropic.Anthropic(base_url=steered.url, api_key="none", max_retries=0) as client:
         if stream:
             with client.messages.stream(**fields, **compact) as events:
                 check_said(events.get_final_message().parsed_output)

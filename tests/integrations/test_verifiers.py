@@ -1,14 +1,12 @@
 """verifiers' interception server and its client, unmodified: an agent's SDK, the trace, and the session."""
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from support.http_serve import ServedEngine, served
-from support.steered_model import ANSWER, ARGUMENTS, QUESTION, make_steered_model
+from support.steered_model import ANSWER, ARGUMENTS, QUESTION
 
 interception = pytest.importorskip("verifiers.v1.interception", exc_type=ImportError)
 v1 = pytest.importorskip("verifiers.v1")
@@ -19,14 +17,6 @@ traces = pytest.importorskip("verifiers.v1.trace")
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "get_weather", "description": "Get the weather of a city.", "parameters": SCHEMA}
 USER: list[Any] = [{"role": "user", "content": QUESTION}]
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
-    path = make_steered_model(tmp_path_factory.mktemp("steered"))
-    options = ("--dtype", "float32", "--kv-pool-tokens", "4096", "--reasoning-parser", "auto")
-    with served("--model", str(path), *options) as engine:
-        yield engine
 
 
 async def chats(url: str, key: str, *, stream: bool) -> str:
@@ -86,8 +76,8 @@ async def messages(url: str, key: str, *, stream: bool) -> str:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("agent", [chats, responses, messages])
-def test_an_intercepted_agent_has_a_session(engine, recorded, agent, stream):
-    url = recorded("verifiers, interception", "verifiers", engine.url)
+def test_an_intercepted_agent_has_a_session(steered, recorded, agent, stream):
+    url = recorded("verifiers, interception", "verifiers", steered.url)
     config = clients.EvalClientConfig(base_url=f"{url}/v1", api_key_var="NO_SUCH_KEY")
     task = traces.TraceTask(type="Task", data=v1.TaskData(idx=0, prompt=QUESTION))
     trace = traces.Trace(task=task, agent=traces.AgentInfo(config=v1.AgentConfig()))
@@ -100,7 +90,7 @@ def test_an_intercepted_agent_has_a_session(engine, recorded, agent, stream):
     assert asyncio.run(run()) == ANSWER
     assert session.error is None
     assert trace.num_turns == 2
-    found = engine.get(f"/sessions/{trace.id}").json()
+    found = steered.get(f"/sessions/{trace.id}").json()
     [sample] = found["samples"]
     assert [turn["branch"] for turn in sample["turns"]] == [None, None]
     assert sum(sample["mask"]) == trace.num_output_tokens
