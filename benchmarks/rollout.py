@@ -78,9 +78,7 @@ def choose_engines(options: argparse.Namespace, cache: Path, console: Console) -
         "caesura": participants.caesura(threads),
         FP8: participants.caesura(threads, "fp8"),
         "transformers": participants.rollouts_alone("transformers", options.transformers_python, threads),
-        BATCHING: participants.rollouts_alone(
-            "transformers, batching", options.transformers_python, threads
-        ),
+        BATCHING: participants.rollouts_alone("transformers, batching", options.transformers_python, threads),
     }
     if options.vllm_python:
         available["vllm"] = participants.vllm(options.vllm_python, threads, options.vllm_bind, cache)

@@ -60,13 +60,14 @@ class TransformersPeer:
             top_k=0,
             top_p=1.0,
             max_new_tokens=max_new_tokens,
-            num_return_sequences=samples,
+            num_return_sequences=1 if self._batching else samples,  # a manager keeps its first
             eos_token_id=-1 if self._batching else None,  # ignore_eos
             pad_token_id=0,
         )
         if self._batching:
+            repeated = [prompt for prompt in prompts for _ in range(samples)]
             results = self._model.generate_batch(
-                list(prompts), config, continuous_batching_config=self._batching, persistent_manager=True
+                repeated, config, continuous_batching_config=self._batching, persistent_manager=True
             )
             return sum(len(result.generated_tokens) for result in results.values())
         inputs = torch.tensor(prompts)
