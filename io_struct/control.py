@@ -395,6 +395,31 @@ class EngineTotals(ReplyRecord, kw_only=True, frozen=True):
     """Commits of weights between the first and the last token of a finished sample."""
 
 
+class KVTierStatus(ReplyRecord, kw_only=True, frozen=True):
+    """KV that has left the pool (``kv_tier_bytes``), of rank 0, and what it has saved since start."""
+
+    host_bytes: int
+    """Bytes of it in host memory."""
+    file_bytes: int
+    """Bytes of it in the file."""
+    limit_bytes: int
+    """Most bytes in host memory."""
+    file_limit_bytes: int
+    """Most bytes in the file; 0 without one."""
+    hit_tokens: int
+    """Tokens whose KV was copied back to the pool instead of computed."""
+    stored_tokens: int
+    """Tokens whose KV was copied out of the pool."""
+    load_s: float
+    """Seconds that copying back took."""
+    store_s: float
+    """Seconds that copying to host memory and to the file took."""
+    saved_prefill_s: float
+    """Seconds that computing ``hit_tokens`` would have taken, by the mean cost of a prompt token then."""
+    failures: int
+    """Copies that failed: full disks, and short memory. Their tokens are computed again."""
+
+
 class GrammarStatus(ReplyRecord, kw_only=True, frozen=True):
     """Grammars of ``SamplingParams.grammar`` since start, and the time that they took."""
 
@@ -566,6 +591,8 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """The reference model. None means that none is loaded."""
     drift: DriftReport | None = None
     """The last self-check. None means that there was none yet."""
+    kv_tier: KVTierStatus | None = None
+    """KV beside the pool. None means that ``kv_tier_bytes`` is 0."""
     grammars: GrammarStatus | None = None
     """Grammars of samples. None means that no request had one yet."""
     model_path: str

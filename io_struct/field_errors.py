@@ -52,6 +52,7 @@ _NAMES_ELSEWHERE = {
     "max_waiting_requests": "max_queued_requests",
     "chunked_prefill_size": "max_num_batched_tokens",
     "prefix_cache": "enable_prefix_caching",
+    "kv_tier_bytes": "kv_offloading_size hicache_size enable_hierarchical_cache",
     "deterministic": "enable_deterministic_inference",
 }
 """Our names to those of other engines that spelling alone would not lead to; the first that fits counts."""

@@ -90,6 +90,16 @@ class EngineOptions:
     """
     prefix_cache: bool = True
     """Reuse the KV cache of equal prompt prefixes computed with the same weights."""
+    kv_tier_bytes: int = 0
+    """Bytes of host memory, on each rank, for KV that leaves the pool: of evicted prefixes, retracted
+    requests, a released pool. While the weights are the same, it is copied back instead of computed. 0: none.
+    """
+    kv_tier_folder: AnyPath | None = None
+    """Folder for an unnamed file of kv_tier_folder_bytes, which takes the KV that host memory has no room
+    for. It is gone when the engine ends. By default there is none.
+    """
+    kv_tier_folder_bytes: int = 0
+    """Size of that file in bytes, on each rank."""
     pipeline_depth: int | None = None
     """Number of steps in flight while the next step is scheduled: 0 or 1. The default is 0 on the CPU and 1
     on accelerators.

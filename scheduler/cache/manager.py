@@ -15,9 +15,12 @@ Invariants:
   prefix is shared only as far as they allow.
 - No KV crosses epochs: requests match and donate only under the current epoch, and one that held pages at a
   commit is stale, so that nothing of it is ever stored.
+- What the tier (``tier.py``) has of a prefix goes into a request's own pages, and is then shared as if the
+  request had computed it.
 - Calls with a closed :class:`RequestKV` raise :class:`LedgerError`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,9 +31,12 @@ from .layer_ledgers import RequestState, StateRows, WindowPages
 from .prefix_leases import PrefixLeases
 from .prompt_logprobs import PromptLogprobs
 from .radix import NO_PAGES, Node, RadixTree, Salt
+from .tier import KVTier, first_key, next_key
 
 LEASED_SHARE = 0.5
 """Largest share of the pool that leases protect."""
+_SAVED_PAGES = 32
+"""Pages that one step of :meth:`CacheManager.save` copies."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +66,7 @@ class CacheManager:
         epoch: int = 0,
         windows: WindowPages | None = None,
         states: StateRows | None = None,
+        tier: KVTier | None = None,
     ) -> None:
         """``num_pages`` counts the scratch page; without ``prefix_cache`` nothing is matched or stored."""
         self.windows = windows
@@ -68,6 +75,12 @@ class CacheManager:
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self.prompt_logprobs = PromptLogprobs()
+        self.tier = tier
+        self._came_with = {epoch: epoch}
+        """Epoch that first had the same weights, by epoch: another one after a rollback."""
+        # Key of each page of the tree, and its place in its prefix.
+        self._keys = [b""] * num_pages if tier is not None else []
+        self._depths = np.zeros(len(self._keys), np.int32)
         self._allocator = PageAllocator(num_pages)
         self._tree = RadixTree(page_size)
         self.leases = PrefixLeases(self._tree, int(LEASED_SHARE * num_pages))
@@ -152,7 +165,10 @@ class CacheManager:
             return False
         if need > self._allocator.num_free:
             self.leases.expire()
-            self._free(self._tree.evict(need - self._allocator.num_free))
+            evicted = self._tree.evict(need - self._allocator.num_free)
+            if self.tier is not None:
+                self._save(evicted[np.argsort(-self._depths[evicted], kind="stable")])
+            self._free(evicted)
         pages = self._allocator.allocate(need)
         if pages is None:
             raise LedgerError(f"the tree counted {need} pages as evictable that it could not evict")
@@ -189,6 +205,51 @@ class CacheManager:
         kv.num_shared = full
         self._num_owned -= full - first
         self._free(duplicates)
+        if self.tier is not None:
+            for at, key in enumerate(self._chain(kv, tokens, first, full), first):
+                self._keys[kv.pages[at]], self._depths[kv.pages[at]] = key, at
+
+    def restore(self, kv: RequestKV, tokens: np.ndarray) -> int:
+        """Copy what the tier has of a prefix, as :meth:`open` would share it, into the request's own pages.
+
+        The prefix goes on behind what it shares; returns the tokens that need not be computed.
+        """
+        self._require_open(kv)
+        first, end = kv.num_shared, max(len(tokens) - 1, 0) // self.page_size
+        if self.tier is None or not self.prefix_cache or kv.stale or kv.epoch != self.epoch or first >= end:
+            return 0
+        pages = self.tier.load(self._chain(kv, tokens, first, end), kv.pages[first:end].tolist())
+        self.donate(kv, tokens[: (first + pages) * self.page_size])
+        return pages * self.page_size
+
+    def _chain(self, kv: RequestKV, tokens: np.ndarray, first: int, end: int) -> Iterator[bytes]:
+        """Yield the keys of a request's pages from ``first`` on, of which it shares those before."""
+        key = self._keys[kv.pages[first - 1]] if first else first_key(self._came_with[kv.epoch], kv.salt)
+        run = np.ascontiguousarray(tokens[first * self.page_size : end * self.page_size], np.int32)
+        for page in run.reshape(-1, self.page_size):
+            key = next_key(key, page)
+            yield key
+
+    def save(self) -> Iterator[None]:
+        """Copy what the prefix tree has to the tier, as far as it has room, the most recently used last."""
+        if self.tier is None:
+            return
+        nodes = list(self._tree.nodes())[::-1]  # children first
+        used: dict[Node, int] = {}
+        for node in nodes:
+            used[node] = max(node.last_access, used.get(node, -1))
+            if node.parent is not None:
+                used[node.parent] = max(used[node], used.get(node.parent, -1))
+        nodes.sort(key=lambda node: used[node])
+        pages = _joined([node.pages[::-1] for node in nodes])[-self.tier.capacity :]
+        for at in range(0, len(pages), _SAVED_PAGES):
+            self._save(pages[at : at + _SAVED_PAGES])
+            yield
+
+    def _save(self, pages: np.ndarray) -> None:
+        assert self.tier is not None, "whoever saves has looked"
+        page_list = pages.tolist()
+        self.tier.save([self._keys[page] for page in page_list], page_list)
 
     def close(self, kv: RequestKV, tokens: np.ndarray | None, lease: tuple[str, float] | None = None) -> None:
         """End a request, donating ``tokens`` unless None; if that raises, ``kv`` is still open.
@@ -217,11 +278,15 @@ class CacheManager:
         self._require_open(kv)
         kv.stale = True
 
-    def commit_epoch(self, epoch: int) -> int:
-        """Free older cached pages that nobody locks; return how many. Requests with pages become stale."""
+    def commit_epoch(self, epoch: int, same_as: int | None = None) -> int:
+        """Free older cached pages that nobody locks; return how many. Requests with pages become stale.
+
+        ``same_as`` is an earlier epoch, kept so far, that had the same weights bit for bit.
+        """
         if epoch <= self.epoch:
             raise ValueError(f"epoch {epoch} does not follow {self.epoch}")
         self.epoch = epoch
+        self._came_with[epoch] = epoch if same_as is None else self._came_with[same_as]
         self.prompt_logprobs.clear()
         self.leases.clear()
         for kv in self._open:
@@ -231,9 +296,17 @@ class CacheManager:
                 kv.epoch = epoch
         return self._free(self._tree.drop_epochs_before(epoch))
 
-    def flush(self) -> int:
+    def keep_epochs(self, epochs: set[int]) -> None:
+        """Forget in the tier what only weights of other epochs have computed."""
+        self._came_with = {epoch: self._came_with[epoch] for epoch in epochs}
+        if self.tier is not None:
+            self.tier.keep(set(self._came_with.values()))
+
+    def flush(self, *, keep_tier: bool = False) -> int:
         if self._open:
             raise LedgerError(f"flush while {len(self._open)} requests hold KV")
+        if self.tier is not None and not keep_tier:
+            self.tier.keep(set())
         self.prompt_logprobs.clear()
         self.leases.clear()
         return self._free(self._tree.clear())

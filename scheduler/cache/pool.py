@@ -45,6 +45,8 @@ class _PagedPool:
         if not shapes or min(map(min, shapes)) < 1:
             raise ValueError(f"every size of a KV pool is at least 1, got layers of {shapes}")
         self._tensors = [residency.allocate(shape, dtype, device) for shape in shapes]
+        self.by_page = list(self._tensors)
+        """Tensors that are indexed by page, if the layers are alike."""
         self.states: StatePool | None = None
         """States of layers that keep one per sequence and no KV; whoever allocates it sets it."""
 

@@ -235,12 +235,17 @@ class EngineState:
         self.stamp = replace(self.stamp, digest=digest)
         self._engine.outputs.set_stamp(self.stamp)
 
-    def commit_weights(self, version: str | None, source: str, digest: str = "") -> None:
-        """Make the new weights serve: next epoch, and the label that was sent. No older KV is reused (I6)."""
+    def commit_weights(
+        self, version: str | None, source: str, digest: str = "", same_as: int | None = None
+    ) -> None:
+        """Make the new weights serve: next epoch, and the label that was sent. No older KV is reused (I6).
+
+        ``same_as`` is the epoch of the weights that a rollback returns to.
+        """
         self._commits[source] += 1
         label = version if version is not None else self.stamp.version
         self.stamp = replace(self.stamp, epoch=self.stamp.epoch + 1, version=label, digest=digest)
-        self._engine.cache.commit_epoch(self.stamp.epoch)
+        self._engine.cache.commit_epoch(self.stamp.epoch, same_as)
         self._engine.batcher.restart_prefills()
         self._engine.batcher.mark_stale()
         self._engine.outputs.set_stamp(self.stamp)

@@ -43,7 +43,8 @@ def release_memory(
         yield from barrier(engine)  # the engine is paused or idle, so this waits for the forward stream only
         yield from _close_gate(engine, tags)
         if "kv_cache" in tags:
-            engine.cache.flush()
+            yield from _advance(engine, engine.cache.save(), "release")
+            engine.cache.flush(keep_tier=True)
         if "weights" in tags:
             engine.updates.forget()
         if engine.prompts is not None and not tags.isdisjoint(("kv_cache", "weights")):

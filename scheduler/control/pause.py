@@ -33,7 +33,7 @@ def pause(engine: "Engine", request: wire.PauseGenerationReqInput, sender: Sende
         if request.mode == "abort":
             aborted = engine.outputs.abort_all("Aborted by pause_generation")
         elif request.mode == "retract":
-            engine.batcher.retract_all()
+            engine.batcher.retract_all(keep_prefix=engine.cache.tier is not None)
     state.complete_pause(request, sender)
     held_tokens = engine.cache.usage().held * PAGE_SIZE
     checks_hold, checks_wait = engine.drift.counts()

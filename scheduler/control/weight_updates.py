@@ -591,10 +591,12 @@ class WeightUpdates:
             with stages.stage("flush"):
                 if session.flush:
                     engine.batcher.retract_all()
-                engine.state.commit_weights(session.version, session.source, digest)
+                returned = self._before if session.source == "rollback" else None
+                same_as = None if returned is None else returned.epoch
+                engine.state.commit_weights(session.version, session.source, digest, same_as)
                 engine.weights_file.committed(engine.state.stamp, session)
                 if session.flush:
-                    engine.cache.flush()
+                    engine.cache.flush(keep_tier=True)
                 report = engine.device_cache.empty("update") if session.empty else None
         except BaseException as error:
             self.abort_session(session, f"the commit failed: {error}")
@@ -603,6 +605,10 @@ class WeightUpdates:
             self._before = before if session.source != "rollback" else None
             engine.delta.commit(keep=self._before is not None)
             engine.executor.call("commit_delta", self._before is not None)
+        living = {engine.state.stamp.epoch}
+        if self._before is not None and engine.delta.before is not None:
+            living.add(self._before.epoch)
+        engine.cache.keep_epochs(living)
         _warn_of_commit(session.counts, before, engine.state.stamp)
         self._close_session()
         self.model_path = session.model_path or self.model_path

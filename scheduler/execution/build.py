@@ -8,7 +8,9 @@ Invariants:
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,10 +20,12 @@ from ..attention.delta_rule import HybridBackend
 from ..attention.shape import Shape
 from ..cache.layer_ledgers import StateRows, WindowPages, storage_pages
 from ..cache.pool import MHAPool, MLAPool, RoutingPool, StatePool, StateShape
+from ..cache.tier import PageStore
 from ..kernels import serving
 from ..layers.lora import AdapterSlots
 from ..memory.device_memory import MinReduce, get_available_memory
 from ..memory.device_module import device_module_for
+from ..memory.host import HOST
 from ..memory.offload import ResidentStrategy
 from ..memory.residency import ComponentResidencyManager, nobody
 from ..models.causal_lm import CausalLM
@@ -273,6 +277,36 @@ def build_routing_pool(loaded: LoadedModel, num_pages: int) -> RoutingPool | Non
         device=loaded.device,
         device_module=device_module_for(loaded.device),
     )
+
+
+def build_page_store(
+    config: EngineConfig,
+    pool: MHAPool | MLAPool,
+    routing: RoutingPool | None,
+    on_stream: Callable[[], AbstractContextManager[Any]],
+) -> PageStore | None:
+    """Return this rank's part of the KV tier, or None without one."""
+    nbytes, folder = config.kv_tier_bytes, config.kv_tier_folder
+    if not nbytes:
+        return None
+    if pool.states is not None or pool.window_pages is not None:
+        kept = "keep a state per sequence" if pool.states is not None else "have a sliding window"
+        reason = f"the KV tier does not serve models whose layers {kept}: leave kv_tier_bytes out"
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="kv_tier_bytes", value=nbytes)
+    free, total = HOST.mem_get_info()
+    if total and nbytes > free:
+        reason = f"kv_tier_bytes = {nbytes} is more than the {free} bytes of host memory that are free"
+        raise CaesuraError(ErrorCode.OUT_OF_MEMORY, reason, needed_bytes=nbytes, free_bytes=free)
+    tensors = pool.by_page if routing is None else [*pool.by_page, routing.pages]
+    try:
+        store = PageStore(tensors, nbytes, folder, config.kv_tier_folder_bytes, on_stream)
+    except OSError as error:
+        reason = f"kv_tier_folder = {folder!r} takes no file: {error}"
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="kv_tier_folder", value=folder) from error
+    if not store.num_rows:
+        reason = f"kv_tier_bytes = {nbytes} is less than a page of {store.row_bytes} bytes"
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="kv_tier_bytes", value=nbytes)
+    return store
 
 
 def longest_context(config: EngineConfig, loaded: LoadedModel) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ...io_struct import CaesuraError, InitWeightsUpdateGroupReqInput, MemoryTag
-from ..execution.build import build_components, build_runner
+from ..execution.build import build_components, build_page_store, build_runner
 from ..execution.forward import ForwardOutput
 from ..memory.device_memory import (
     DeviceCache,
@@ -59,6 +59,7 @@ class Worker:
         )
         runner = build_runner(config, loaded, pool, routing)
         self._loaded, self._runner, self._graphs = loaded, runner, runner.graphs
+        self._pages = build_page_store(config, pool, routing, runner.on_stream)
         self.steps_end_at_once = loaded.device.type == "cpu"
         self._released: set[MemoryTag] = set()
         write_stream = write_stream_of(loaded.device, runner.on_stream)
@@ -85,6 +86,10 @@ class Worker:
 
     def set_last_tokens(self, slots: list[int], tokens: list[int]) -> None:
         self._runner.set_last_tokens(np.asarray(slots, np.int64), np.asarray(tokens, np.int32))
+
+    def copy_pages(self, method: str, sources: list[int], targets: list[int]) -> None:
+        """Call a method of this rank's part of the KV tier."""
+        getattr(self._pages, method)(sources, targets)
 
     def recover(self) -> None:
         """Form the group again after a failed step. Graphs hold its connections."""

@@ -141,7 +141,7 @@ class ImageBatcher:
         if not self.has_work:
             self._on_idle()
 
-    def retract_all(self) -> None:
+    def retract_all(self, *, keep_prefix: bool = False) -> None:
         """Have every running sample begin again from its seed, in its order. No step may be in flight."""
         samples, self.running = self.running, []
         self.num_retractions += sum(sample.latent is not None for sample in samples)

@@ -49,6 +49,7 @@ def status(engine: "Engine", message_id: str) -> GetStatusReqOutput:
             bytes_per_token=steps.kv_bytes_per_token,
             routing_bytes_per_token=steps.routing_bytes_per_token,
         ),
+        kv_tier=None if engine.cache.tier is None else engine.cache.tier.status(PAGE_SIZE),
         device_memory=_memory(engine),
         ranks=engine.executor.status(),
         memory_by_tag=engine.history.by_tag,

@@ -133,6 +133,8 @@ class Engine:
         self.cache, self.prompts, self.graphs = steps.cache, steps.prompts, steps.graphs
         self.open_folder, self.scoring = steps.open_folder, steps.scoring
         self._has_steps = True
+        if self.cache.tier is not None:
+            self._cleanup.callback(self.cache.tier.close)
         steps.serving.log()
         if self.loader.digests is not None:
             elsewhere = self.executor.call("digests", False, reply=list[DigestedRows]).wait()

@@ -52,6 +52,7 @@ class EngineConfig(EngineOptions):
     curve_secret_key_file: str | None = None
     curve_authorized_clients: str | None = None
     state_file: str | None = None
+    kv_tier_folder: str | None = None
     reference_model_path: str | None = None
     profile_dir: str | None = None
 
@@ -86,6 +87,15 @@ class EngineConfig(EngineOptions):
             raise _invalid("quantization", self.quantization, "is for language models")
         if self.speculation != "none" and self.pipeline_depth:
             raise _invalid("pipeline_depth", self.pipeline_depth, "must be 0 with speculation")
+        if self.kv_tier_bytes and is_pipeline(self.model_path):
+            raise _invalid("kv_tier_bytes", self.kv_tier_bytes, "is for language models")
+        if self.kv_tier_bytes and not self.prefix_cache:
+            raise _invalid("kv_tier_bytes", self.kv_tier_bytes, "needs prefix_cache")
+        if self.kv_tier_folder and not (self.kv_tier_bytes and self.kv_tier_folder_bytes):
+            requirement = "needs kv_tier_bytes and kv_tier_folder_bytes"
+            raise _invalid("kv_tier_folder", self.kv_tier_folder, requirement)
+        if self.kv_tier_folder_bytes and not self.kv_tier_folder:
+            raise _invalid("kv_tier_folder_bytes", self.kv_tier_folder_bytes, "needs kv_tier_folder")
         if self.deterministic and self.attention_backend != "auto":
             raise _invalid("attention_backend", self.attention_backend, "must be auto with deterministic")
         if self.deterministic and self.model_backend == "transformers":
@@ -125,6 +135,7 @@ class EngineConfig(EngineOptions):
             num_threads=self.num_threads or max(1, torch.get_num_threads() // (self.tp - self.tp_joined)),
             model_path=str(Path(os.path.expanduser(self.model_path))),
             state_file=self.state_file and os.path.abspath(os.path.expanduser(self.state_file)),
+            kv_tier_folder=self.kv_tier_folder and os.path.abspath(os.path.expanduser(self.kv_tier_folder)),
             profile_dir=self.profile_dir and os.path.abspath(os.path.expanduser(self.profile_dir)),
             reference_model_path=reference and str(Path(os.path.expanduser(reference))),
         )
@@ -153,6 +164,7 @@ _LEAST = {
     **dict.fromkeys(("load_bucket_bytes", "max_loras", "max_lora_rank"), 1),
     **dict.fromkeys(("autotune_lm_head_rows", "prompt_cache_bytes", "result_bytes", "result_ttl_s"), 0),
     **dict.fromkeys(("idle_empty_s", "log_stats_interval_s", "session_deadline_s", "session_orphan_s"), 0),
+    **dict.fromkeys(("kv_tier_bytes", "kv_tier_folder_bytes"), 0),
     **dict.fromkeys(("drift_share", "drift_samples", "drift_warn", "drift_limit"), 0),
     **dict.fromkeys(("target_step_s", "drain_timeout_s", "watchdog_timeout_s"), 0),
 }

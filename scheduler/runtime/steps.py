@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from ...io_struct import CaesuraError, ErrorCode, GenerateReqInput, Message
 from ..cache.manager import CacheManager
+from ..cache.tier import KVTier
 from ..execution.build import (
     MakeRunner,
     build_components,
+    build_page_store,
     build_states,
     build_windows,
     routing_bytes_per_token,
@@ -76,6 +78,7 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
         own.stages = engine.stages  # from here on: the steps of the warm-up do not count
     started.wait()
     runner = executor.runner(own)
+    store = build_page_store(config, pool, routing, runner.on_stream)
     table = RequestTable(config.sizes.rows, limits.context_len, PAGE_SIZE, loaded.config.vocab_size)
     cache = CacheManager(
         pool.num_pages,
@@ -84,6 +87,7 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
         stamp.epoch,
         build_windows(config, loaded, pool),
         build_states(pool),
+        None if store is None else KVTier(store, executor.call),
     )
     chunks = ChunkSizer(config.sizes.chunk_tokens, config.target_step_s)
     grammars = Grammars(

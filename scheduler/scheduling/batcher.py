@@ -272,10 +272,10 @@ class Batcher:
             self.speculation.ended(request)
         self._release(request, keep_prefix=keep_prefix)
 
-    def retract_all(self) -> None:
+    def retract_all(self, *, keep_prefix: bool = False) -> None:
         """Free the KV of every running request and requeue it in order. No step may be in flight."""
         for request in self._active[::-1]:
-            self._requeue(request, keep_prefix=False)
+            self._requeue(request, keep_prefix=keep_prefix)
 
     def restart_prefills(self) -> None:
         """Requeue all in prefill: KV and prompt logprobs must come from the weights that sample."""
@@ -504,13 +504,16 @@ class Batcher:
             first = request.first_uncached
             # A cached prefix yields neither logits nor hidden states, so it ends before the first that are
             # wanted.
-            kv = cache.open(tokens if first is None else tokens[: first + 1], request.salt, row)
+            shareable = tokens if first is None else tokens[: first + 1]
+            kv = cache.open(shareable, request.salt, row)
             # Every running request keeps one page to grow: starting more would only preempt one of them.
             reserved = len(self._active) + PAGES_PER_SKIPPED_REQUEST * num_skipped
             length = len(tokens) if request.forced is None else request.limit - 1
             missing = pages_for(length) - kv.num_pages
             if missing > cache.available() - reserved or not cache.extend(kv, length):
                 return False
+            if cache.tier is not None:
+                cache.tier.saved_s += cache.restore(kv, shareable) * self._chunk_sizer.token_s
             table.bind(request, slot)
             bound = True
         finally:

@@ -51,6 +51,11 @@ class ChunkSizer:
         cost = max(seconds - self._base_s, 1e-9) / prompt_tokens
         self._cost_s = cost if self._cost_s is None else self._cost_s + _WEIGHT * (cost - self._cost_s)
 
+    @property
+    def token_s(self) -> float:
+        """Measured seconds of a prompt token; 0 before the first."""
+        return self._cost_s or 0.0
+
     def halve(self, tokens: int) -> None:
         if self.limit is None:
             self._too_large, self._patience = tokens, PATIENCE

@@ -552,9 +552,9 @@ class Trial:
                 assert_error(driver.call(message), expected)
         self.check()
 
-    def committed(self, version, source, digest) -> None:
+    def committed(self, version, source, digest, same_as) -> None:
         state = self.driver.engine.state
-        type(state).commit_weights(state, version, source, digest)
+        type(state).commit_weights(state, version, source, digest, same_as)
         self.physics.invalid = False
 
     def check(self) -> None:

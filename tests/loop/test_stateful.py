@@ -254,6 +254,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.driver.send(submitted.message, name)
         self.driver.tick()
 
+    @precondition(lambda self: self.model.mode is not None)
+    @rule()
+    def release_and_resume(self):
+        self.settle()
+        busy = self.model.session or self.model.weights == "updating" or self.status().kv.held
+        reply = self.driver.release("kv_cache")
+        if busy:
+            assert isinstance(reply, ErrorReply), reply
+            return
+        assert reply.released_tags == ["kv_cache"]
+        self.driver.runner.kv[:] = 0
+        assert self.driver.resume("kv_cache").released_tags == []
+
     @rule(times=st.integers(1, 10))
     def tick(self, times):
         self.driver.tick(times)
@@ -485,9 +498,11 @@ class EngineMachine(RuleBasedStateMachine):
 @pytest.mark.long
 @pytest.mark.timeout(600)  # a failure is shrunk for up to five minutes
 @pytest.mark.parametrize("depth", [0, 1])
-def test_no_sequence_of_commands_breaks_the_engine(tiny_model, other_model, depth):
+@pytest.mark.parametrize("tier_bytes", [0, 60_000])
+def test_no_sequence_of_commands_breaks_the_engine(tiny_model, other_model, tmp_path, depth, tier_bytes):
+    tier = {"kv_tier_bytes": tier_bytes, "kv_tier_folder": str(tmp_path), "kv_tier_folder_bytes": 60_000}
     run_state_machine_as_test(
-        partial(EngineMachine, str(tiny_model), str(other_model), depth),
+        partial(EngineMachine, str(tiny_model), str(other_model), depth, **(tier if tier_bytes else {})),
         settings=settings(
             max_examples=examples(60),
             stateful_step_count=40,

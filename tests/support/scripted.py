@@ -427,6 +427,7 @@ class EngineDriver:
             window=max(form.window or 0 for form in loaded.model.forms),
             state_rows=0 if pool.states is None else pool.states.num_rows,
         )
+        pool.by_page.append(torch.from_numpy(self.runner.kv.view(np.int64).reshape(-1, PAGE_SIZE)))
         return self.runner
 
     def __enter__(self) -> Self:

@@ -240,6 +240,17 @@ def _tokens(families: Families, status: GetStatusReqOutput, throughput: float) -
     counter("generation_tokens", "Generated tokens.", status.generated_tokens)
     counter("prompt_tokens", "Prompt tokens of requests that have been scheduled.", totals.prompt_tokens)
     counter("cached_tokens", "Prompt tokens found in the prefix cache.", totals.cached_tokens)
+    if (tier := status.kv_tier) is not None:
+        held = {"host": tier.host_bytes, "file": tier.file_bytes}
+        gauge("kv_tier_bytes", "KV beside the pool, by place.", held, ("place",))
+        text = "Tokens whose KV was copied back to the pool instead of computed."
+        counter("kv_tier_hit_tokens", text, tier.hit_tokens)
+        counter("kv_tier_stored_tokens", "Tokens whose KV was copied out of the pool.", tier.stored_tokens)
+        spent = {"load": tier.load_s, "store": tier.store_s}
+        counter("kv_tier_copy_seconds", "Time that these copies took.", spent, ("direction",))
+        text = "Time that computing the hits would have taken, estimated."
+        counter("kv_tier_saved_prefill_seconds", text, tier.saved_prefill_s)
+        counter("kv_tier_failures", "Copies that failed.", tier.failures)
     if totals.drafts:
         text = "Tokens of a request's step with drafts, mean since start."
         gauge("spec_accept_length", text, 1 + totals.accepted_tokens / totals.drafts)

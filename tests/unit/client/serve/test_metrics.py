@@ -38,6 +38,7 @@ from caesura.io_struct import (
     GetStatusReqOutput,
     GrammarStatus,
     ImageLoad,
+    KVTierStatus,
     MemoryByTag,
     PauseTotal,
     PromptCacheStatus,
@@ -77,6 +78,10 @@ DRIFT = DriftReport(
     ],
     update=DriftUpdate(tokens=30, k3=0.25),
 )
+KV_TIER = KVTierStatus(
+    host_bytes=4096, file_bytes=512, limit_bytes=8192, file_limit_bytes=1024, hit_tokens=48,
+    stored_tokens=96, load_s=0.25, store_s=0.5, saved_prefill_s=1.5, failures=1,
+)  # fmt: skip
 
 
 def busy(request):
@@ -91,6 +96,7 @@ def busy(request):
             components=[ComponentStatus(name="vae", residency="layerwise", nbytes=9000, device_bytes=4096)],
             drift=DRIFT,
             prompt_cache=PromptCacheStatus(entries=3, nbytes=3 << 10, limit_bytes=1 << 20, hits=8, misses=5),
+            kv_tier=KV_TIER,
             grammars=GrammarStatus(compiled=3, failed=1, waiting=0, wait_s=0.5, masks=40, mask_s=0.25),
         )
     ]
@@ -197,6 +203,10 @@ def test_a_scrape_says_what_happened(tmp_path):
         ("component_bytes", "vae"): 4096, ("prompt_cache_bytes",): 3 << 10,
         ("prompt_cache_hits_total",): 8, ("prompt_cache_misses_total",): 5,
         ("grammars_total", "compiled"): 3, ("grammars_total", "failed"): 1, ("grammar_masks_total",): 40,
+        ("kv_tier_bytes", "host"): 4096, ("kv_tier_bytes", "file"): 512,
+        ("kv_tier_hit_tokens_total",): 48, ("kv_tier_stored_tokens_total",): 96,
+        ("kv_tier_copy_seconds_total", "load"): 0.25, ("kv_tier_copy_seconds_total", "store"): 0.5,
+        ("kv_tier_saved_prefill_seconds_total",): 1.5, ("kv_tier_failures_total",): 1,
         ("grammar_wait_seconds_total",): 0.5, ("grammar_mask_seconds_total",): 0.25,
         ("step_token_limit",): 64, ("failed_steps_total",): 1,
         ("num_http_reqs",): 1, ("http_requests_total", "stop"): 1, ("http_requests_total", "length"): 1,
