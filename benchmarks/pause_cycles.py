@@ -27,12 +27,14 @@ from typing import Any, get_args
 
 import torch
 from harness.cycles import (
+    ALLOWANCE_MS,
     QUANTILES,
     TARGET_STEP_S,
     VARIANTS,
     Cycle,
     Cycles,
     distribution,
+    one_step_of,
     summarise,
     verdicts,
 )
@@ -62,6 +64,8 @@ LABELS = {
     "gap, plain": "last token to first token",
     "gap, empty-cache": "  with the empty-cache step",
 }
+
+SUMMARISED = {"pause": "pause", "first_token, plain": "first token", "first_token, empty-cache": "emptied"}
 
 
 def chosen_from(allowed: Sequence[str], text: str) -> list[str]:
@@ -165,6 +169,24 @@ def as_table(mode: PauseMode, report: dict[str, Any]) -> Table:
     return made
 
 
+def summary_table(modes: dict[str, dict[str, Any]]) -> Table:
+    """Return what each pause and first token took beyond one step, at the same quantile."""
+    names = ("p50", "p99")
+    parts = [(part, f"{label} {name}") for part, label in SUMMARISED.items() for name in names]
+    headings = ["mode", "transport", *(heading for _, heading in parts), "beyond 2 ms"]
+    made = table("ms beyond one step", headings, words=2)
+    for mode, report in modes.items():
+        for transport, found in report["transports"].items():
+            cells, missed = [], []
+            for part, label in SUMMARISED.items():
+                one_step = one_step_of(mode, part, report["step_ms"])
+                over = {name: found["ms"][part][name] - one_step[name] for name in names}
+                cells += [f"{over[name]:+.1f}" for name in names]
+                missed += [label] if over["p99"] > ALLOWANCE_MS else []
+            made.add_row(mode, transport, *cells, ", ".join(missed) or "none")
+    return made
+
+
 def _verdict(target: dict[str, Any]) -> str:
     word, style = ("met", "green") if target["met"] else ("missed", "red")
     return f"p99 ≤ {target['limit_ms']:.1f}: [{style}]{word}[/{style}]"
@@ -201,6 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for mode in options.modes:
             modes[mode] = report_mode(mode, run_mode(mode, workload, folders, options, console))
             console.print(as_table(mode, modes[mode]))
+    console.print(summary_table(modes))
     console.print(footnote(modes), highlight=False)
     document = {"machine": facts, "shape": workload.shape, "requests": workload.requests, "modes": modes}
     write_json(options.json, document)

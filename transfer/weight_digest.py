@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +27,21 @@ _BLOCK = 4096
 _CHUNK = 64  # blocks: 2 MiB of float64
 _SHARED = 1 << 19
 """Fewest words that a thread of several looks at."""
+_PANEL = 32
+"""Rows of packed storage that threads must not share."""
 _MODULUS = 1 << 32
 _GAMMA = 0x9E3779B97F4A7C15
+
+
+class Copy(NamedTuple):
+    """Place that rows are copied to while they are digested."""
+
+    target: int
+    """Address of the storage; its rows have as many bytes as those that are copied."""
+    row: int
+    """First row there."""
+    pack: int | None = None
+    """Address of ``caesura_pack_rows`` for packed storage (``kernels/linear.py``), or None."""
 
 
 @dataclass(slots=True)
@@ -46,6 +60,26 @@ class TensorDigest:
         """Add ``values``, of ``dtype``, that are at flat element ``start`` and after it, in order."""
         flat = values.reshape(-1)
         self._add(_lanes_of_run(_bits(flat), start * max(1, flat.itemsize // 2)))
+
+    def add_copied(self, start: int, rows: Tensor, copy: Copy) -> None:
+        """Add ``rows`` [n, width], contiguous, on the CPU, and copy them; needs :func:`words.library`."""
+        compiled = words.library()
+        assert compiled is not None, "nobody copies without it"
+        count, row_words = len(rows), rows[0].nbytes // 2
+        word, threads = start * rows.itemsize // 2, torch.get_num_threads()
+        share = -(-max(_SHARED // row_words, -(-count // threads)) // _PANEL) * _PANEL
+
+        def take(first: int) -> list[int]:
+            lanes = (ctypes.c_uint32 * LANES)()
+            compiled.caesura_words_digest_copied(
+                rows.data_ptr() + 2 * first * row_words, min(share, count - first), row_words,
+                word + first * row_words, lanes, copy.pack, copy.target, copy.row + first,
+            )  # fmt: skip
+            return list(lanes)
+
+        starts = range(0, count, share)
+        for lanes in words.threads().map(take, starts) if len(starts) > 1 else map(take, starts):
+            self.merge(lanes)
 
     def change(self, positions: Tensor, old: Tensor, new: Tensor) -> None:
         """Replace the elements at flat ``positions``, each of which is there once; all three are 1-D."""

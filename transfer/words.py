@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_ABI = 3
+_ABI = 4
 _CHUNK = 1 << 22
 """Elements that a thread compares at a time."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -43,6 +43,8 @@ def library() -> ctypes.CDLL | None:
     found.caesura_words_scatter.restype = None
     found.caesura_words_digest.argtypes = [*one, _COUNT, _COUNT, *one]
     found.caesura_words_digest.restype = None
+    found.caesura_words_digest_copied.argtypes = [*one, *[_COUNT] * 3, *[_POINTER] * 3, _COUNT]
+    found.caesura_words_digest_copied.restype = None
     found.caesura_words_digest_change.argtypes = [*one, _INT, *two, _COUNT, *one]
     found.caesura_words_digest_change.restype = None
     found.caesura_words_difference.argtypes = [*two, _COUNT, _INT, *one]

@@ -119,13 +119,18 @@ def summarise(cycles: Sequence[Cycle]) -> dict[str, dict[str, float]]:
     return found
 
 
+def one_step_of(mode: PauseMode, part: str, step: dict[str, float]) -> dict[str, float]:
+    """Return the ms that one step may take: after an abort or a retraction it has prompts in it."""
+    return step if part == "pause" or mode == "in_place" else dict.fromkeys(step, 1e3 * TARGET_STEP_S)
+
+
 def verdicts(
     mode: PauseMode, summary: dict[str, dict[str, float]], step: dict[str, float]
 ) -> dict[str, dict[str, Any]]:
     """Judge a pause and a plain continue to the first token: each may take one step and 2 ms."""
-    first = step if mode == "in_place" else dict.fromkeys(step, 1e3 * TARGET_STEP_S)
     found = {}
-    for part, one_step in (("pause", step), ("first_token, plain", first)):
+    for part in ("pause", "first_token, plain"):
+        one_step = one_step_of(mode, part, step)
         measured, limit = summary[part]["p99"], one_step["p99"] + ALLOWANCE_MS
         strict = one_step["p50"] + ALLOWANCE_MS
         found[part] = {

@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ...transfer.weight_digest import Copy
 from . import native
 from .native import INT, POINTER, SIZE
 
@@ -190,6 +191,12 @@ def address(scales: Scales | None) -> tuple[int | None, int]:
 def pack_rows(weight: Tensor, rows: Tensor, start: int) -> None:
     """Write ``rows`` [n, K] as rows ``[start, start + n)`` of the packed weight."""
     _pack(*_walk(weight, rows, start))
+
+
+def packing(weight: Tensor, rows: Tensor, start: int) -> Copy:
+    """Return what :func:`pack_rows` would do, for :meth:`TensorDigest.add_copied`."""
+    storage, _, _, row, _, _, _ = _walk(weight, rows, start)
+    return Copy(storage, row, native.address("caesura_pack_rows"))
 
 
 def update_rows(weight: Tensor, rows: Tensor, start: int) -> bool:

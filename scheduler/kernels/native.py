@@ -167,6 +167,13 @@ def function(name: str, *arguments: Any, result: Any = None) -> Callable[..., An
     return call
 
 
+def address(name: str) -> int:
+    """Return the address of the library's function ``name``, for other compiled code."""
+    library = _library()
+    assert not isinstance(library, str), "nothing is packed without kernels"
+    return ctypes.cast(library[name], POINTER).value or 0
+
+
 def by_dtype(name: str, *arguments: Any, result: Any = None) -> dict[torch.dtype, Callable[..., Any]]:
     """Return the library's functions ``{name}_bf16``, ``{name}_f16`` and ``{name}_f32``."""
     return {dtype: function(f"{name}_{NAMES[dtype].lower()}", *arguments, result=result) for dtype in FLOATS}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...transfer.weight_digest import Copy
 from ..kernels import TORCH, best
 from ..kernels import linear as kernel
 from ..kernels.linear import FP8, Scales
@@ -41,6 +42,9 @@ class PackedSlot(WeightSlot):
 
     def write(self, rows: Tensor, start: int) -> None:
         kernel.pack_rows(self._storage, self._cast(rows), self._start + start)
+
+    def copy_of(self, rows: Tensor, start: int) -> Copy | None:
+        return kernel.packing(self._storage, rows, self._start + start) if self.takes_as_is(rows) else None
 
     def differs(self, rows: Tensor, start: int) -> bool:
         return not kernel.equal_rows(self._storage, self._cast(rows), self._start + start)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
+from ...transfer.weight_digest import Copy
 from ..memory import residency
 from ..memory.offload import OffloadableComponent
 from ..memory.workspace import ALIGNMENT, Workspace
@@ -106,6 +107,15 @@ class TensorSlot(ABC):
     def fills(self, dtype: torch.dtype) -> str | None:
         """Return the name of another tensor that writing this one in ``dtype`` writes, too, or None."""
         return None
+
+    def copy_of(self, rows: Tensor, start: int) -> Copy | None:
+        """Return what a write of ``rows`` does, if it copies whole words on the CPU, or None."""
+        return None
+
+    def takes_as_is(self, rows: Tensor) -> bool:
+        if not (rows.dim() == 2 and rows.numel() and rows.is_contiguous() and rows.device.type == "cpu"):
+            return False
+        return rows.dtype == self.dtype and rows[0].nbytes % 2 == 0
 
     @abstractmethod
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
@@ -232,6 +242,10 @@ class PlainSlot(WeightSlot):
 
     def write(self, rows: Tensor, start: int) -> None:
         self._target(rows, start).copy_(rows)
+
+    def copy_of(self, rows: Tensor, start: int) -> Copy | None:
+        is_copied = self._rows.device.type == "cpu" and self._rows.is_contiguous() and self.takes_as_is(rows)
+        return Copy(self._rows.data_ptr(), start) if is_copied else None
 
     def differs(self, rows: Tensor, start: int) -> bool:
         return differ(rows, self._target(rows, start))

@@ -14,7 +14,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ...transfer.weight_digest import TensorDigest, weights_digest
+from ...transfer import words
+from ...transfer.weight_digest import Copy, TensorDigest, weights_digest
 from ..layers.parameters import HalfSlot, TensorSlot, WeightSlot
 from ..runtime.dtypes import NAMES
 from .coverage import num_rows
@@ -39,8 +40,18 @@ class WeightDigests:
         self._open: dict[range, TensorDigest] = {}
         """Digests of the tensor that lacks rows."""
 
-    def add(self, slot: TensorSlot, rows: Tensor, start: int, *, begins: bool) -> None:
-        """Add rows that are written from ``start`` on; ``begins``: they are the first ones."""
+    @property
+    def can_copy(self) -> bool:
+        """True if :meth:`add` can copy rows of tensors that this rank holds completely."""
+        return self._rank == 0 and words.library() is not None
+
+    def add(
+        self, slot: TensorSlot, rows: Tensor, start: int, *, begins: bool, copy: Copy | None = None
+    ) -> None:
+        """Add rows that are written from ``start`` on; ``begins``: they are the first ones.
+
+        With ``copy`` they are written here: a row is read once for both.
+        """
         stored = slot.dtype if slot.fills(rows.dtype) is None else rows.dtype
         if begins:
             self._open = {
@@ -51,7 +62,9 @@ class WeightDigests:
         width, count = prod(slot.shape[1:]), num_rows(rows.shape)
         for held, digest in self._open.items():
             first, last = max(held.start, start), min(held.stop, start + count)
-            if first < last:
+            if copy is not None:
+                digest.add_copied(start * width, rows, copy)
+            elif first < last:
                 part = rows if last - first == count else rows[first - start : last - start]
                 digest.add(first * width, part.to(stored))
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...io_struct import TensorSpec
-from ..layers.parameters import HalfSlot, TensorSlot
+from ..layers.parameters import HalfSlot, TensorSlot, WeightSlot
 from ..models.causal_lm import Weights
 from ..observability.stage_profiler import StageProfiler
 from ..runtime.dtypes import DTYPES, NAMES
@@ -173,10 +173,8 @@ class WeightLoader:
         if self.changes is not None and not self.changes.is_foreseen:
             self.changes.add(slot, rows, start)
         changed = bool(before) and self._changed
-        changed |= self._put(slot, rows, start, compare=not changed)
+        changed |= self._put(slot, rows, start, compare=not changed, begins=not before)
         self._changed = changed
-        if self.digests is not None:
-            self.digests.add(slot, rows, start, begins=not before)
         end = start + (rows.shape[0] if slot.shape else 1)
         self.counts.written_bytes += (end - before) * prod(slot.shape[1:]) * dtype.itemsize
         if end < num_rows(slot.shape):
@@ -201,8 +199,19 @@ class WeightLoader:
         for slot, (rows, start) in zip(slots, _parts(tensor, piece), strict=False):
             changes.add(slot, rows, start)
 
-    def _put(self, slot: TensorSlot, rows: Tensor, start: int, *, compare: bool) -> bool:
-        return slot.update(rows, start, compare=compare)
+    def _put(self, slot: TensorSlot, rows: Tensor, start: int, *, compare: bool, begins: bool) -> bool:
+        """Write and digest rows, the tensor's first if it ``begins``; return as :meth:`TensorSlot.update`."""
+        if self.digests is None:
+            return slot.update(rows, start, compare=compare)
+        copy = slot.copy_of(rows, start) if self.digests.can_copy else None
+        if copy is not None and isinstance(slot, WeightSlot) and compare and not slot.differs(rows, start):
+            copy, changed = None, False
+        elif copy is None:
+            changed = slot.update(rows, start, compare=compare)
+        else:
+            changed = True
+        self.digests.add(slot, rows, start, begins=begins, copy=copy)
+        return changed
 
     def _require_fitting(self, piece: WeightPiece, tensor: TensorSlot | Stack) -> None:
         found, rows = Mismatches(self._slots), piece.rows

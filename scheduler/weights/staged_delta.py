@@ -188,10 +188,12 @@ class DeltaLoader(WeightLoader):
                 nothing = torch.empty(0, dtype=slot.dtype)
                 changes.add_elements(slot, torch.empty(0, dtype=torch.int64), nothing, nothing)
 
-    def _put(self, slot: TensorSlot, rows: Tensor, start: int, *, compare: bool) -> bool:
+    def _put(self, slot: TensorSlot, rows: Tensor, start: int, *, compare: bool, begins: bool) -> bool:
         assert isinstance(slot, WeightSlot), "halves are refused"
         for part, own, first in slot.parts(rows, start):
             self._stage(_Rows(slot.name, part, torch.empty(own.shape, dtype=part.dtype).copy_(own), first))
+        if self.digests is not None:
+            self.digests.add(slot, rows, start, begins=begins)
         return False
 
     def _stage_elements(self, slot: WeightSlot, positions: Tensor, values: Tensor) -> None:

@@ -1,6 +1,7 @@
 """The digests that a loader keeps are those of the checkpoint, as it is stored."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from support.mxfp4 import SHAPE, make_mxfp4_checkpoint
 from support.stored_weights import send
 from torch import Tensor
 
+from caesura.scheduler.layers.matrix import Matrix
+from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.models.causal_lm import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
@@ -18,7 +21,8 @@ from caesura.scheduler.parallel.group import TensorParallel
 from caesura.scheduler.weights.digests import WeightDigests
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
-from caesura.transfer.weight_digest import digest_of
+from caesura.transfer import words
+from caesura.transfer.weight_digest import TensorDigest, digest_of
 
 CPU = torch.device("cpu")
 
@@ -79,6 +83,30 @@ def test_mxfp4_is_digested_as_it_comes(tmp_path: Path) -> None:
         for name, value in tensors.items():
             send(loader, name, value, rows=2)
         assert total([loader]) == digest_of(tensors)
+
+
+@pytest.mark.skipif(words.library() is None, reason="words.cpp was not compiled")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_are_copied_while_they_are_digested(dtype: torch.dtype, packed: bool) -> None:
+    place, threads = Placement(dtype, CPU), torch.get_num_threads()
+    for width, cuts in ((1024, (0, 7, 1700, 2000)), (4098, (0, 130)), (66, (0, 3, 9000)), (30000, (0, 33))):
+        apart, together = (Matrix("w", cuts[-1] + 5, width, place, packed=packed) for _ in range(2))
+        separate, joined = TensorDigest("BF16", ()), TensorDigest("BF16", ())
+        slots = [matrix.slot("w", 5) for matrix in (apart, together)]
+        for first, last in pairwise(cuts):
+            rows = torch.randn(last - first, width).to(dtype)
+            slots[0].write(rows, first)
+            separate.add(first * width, rows)
+            copy = slots[1].copy_of(rows, first)
+            assert copy is not None
+            try:
+                torch.set_num_threads(1 + first % 2)
+                joined.add_copied(first * width, rows, copy)
+            finally:
+                torch.set_num_threads(threads)
+        assert torch.equal(apart.parameter.data, together.parameter.data)
+        assert joined == separate
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
