@@ -77,8 +77,9 @@ void take(int64_t block, const uint32_t* sums, uint32_t* lanes) {
 
 }  // namespace
 
-// Type of caesura_pack_rows in scheduler/kernels/cpu/linear.cpp.
+// Types of caesura_pack_rows and caesura_equal_rows in scheduler/kernels/cpu/linear.cpp.
 typedef void Pack(void* packed, const void* rows, int64_t stride, int64_t start, int64_t n, int64_t words, int threads);
+typedef int Equal(const void* packed, const void* rows, int64_t stride, int64_t start, int64_t n, int64_t words, int threads);
 
 // Adds the lanes of `count` words from number `start` on to `lanes`.
 CAESURA_API void caesura_words_digest(const int16_t* words, int64_t count, int64_t start, uint32_t* lanes) {
@@ -121,6 +122,31 @@ CAESURA_API void caesura_words_digest_copied(const int16_t* rows, int64_t n, int
         else
             __builtin_memcpy(static_cast<int16_t*>(target) + (row + done) * width, block, 2 * (end - done) * width);
         done = end;
+    }
+}
+
+// A whole tensor that is copied as it is, and what came of it: scheduler/weights/write_plan.py has the same structure.
+struct Planned {
+    int64_t offset, rows, width;  // its bytes in the source; words of a row
+    char* target;
+    int64_t row, packed, changed;
+    uint32_t lanes[LANES];
+};
+
+// Writes tensors where bytes differ, and digests them all. `equal` is caesura_equal_rows.
+CAESURA_API void caesura_words_write(Planned* tensors, int64_t count, const char* source, Pack* pack, Equal* equal) {
+    for (Planned* tensor = tensors; tensor < tensors + count; tensor++) {
+        const auto* rows = reinterpret_cast<const int16_t*>(source + tensor->offset);
+        const int64_t n = tensor->rows, width = tensor->width, row = tensor->row;
+        char* place = tensor->target + 2 * row * width;  // if it is not packed
+        const bool same = tensor->packed ? equal(tensor->target, rows, 2 * width, row, n, width / 2, 1)
+                                         : __builtin_memcmp(place, rows, 2 * n * width) == 0;
+        __builtin_memset(tensor->lanes, 0, sizeof tensor->lanes);
+        if (same)
+            caesura_words_digest(rows, n * width, 0, tensor->lanes);
+        else
+            caesura_words_digest_copied(rows, n, width, 0, tensor->lanes, tensor->packed ? pack : nullptr, tensor->target, row);
+        tensor->changed = !same;
     }
 }
 

@@ -36,12 +36,12 @@ _GAMMA = 0x9E3779B97F4A7C15
 class Copy(NamedTuple):
     """Place that rows are copied to while they are digested."""
 
-    target: int
-    """Address of the storage; its rows have as many bytes as those that are copied."""
+    target: Tensor
+    """Storage; its rows have as many bytes as those that are copied."""
     row: int
     """First row there."""
     pack: int | None = None
-    """Address of ``caesura_pack_rows`` for packed storage (``kernels/linear.py``), or None."""
+    """Address of ``caesura_pack_rows`` if the storage is packed (``kernels/linear.py``), or None."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class TensorDigest:
             lanes = (ctypes.c_uint32 * LANES)()
             compiled.caesura_words_digest_copied(
                 rows.data_ptr() + 2 * first * row_words, min(share, count - first), row_words,
-                word + first * row_words, lanes, copy.pack, copy.target, copy.row + first,
+                word + first * row_words, lanes, copy.pack, copy.target.data_ptr(), copy.row + first,
             )  # fmt: skip
             return list(lanes)
 

@@ -45,6 +45,8 @@ def library() -> ctypes.CDLL | None:
     found.caesura_words_digest.restype = None
     found.caesura_words_digest_copied.argtypes = [*one, *[_COUNT] * 3, *[_POINTER] * 3, _COUNT]
     found.caesura_words_digest_copied.restype = None
+    found.caesura_words_write.argtypes = [*one, _COUNT, *[_POINTER] * 3]
+    found.caesura_words_write.restype = None
     found.caesura_words_digest_change.argtypes = [*one, _INT, *two, _COUNT, *one]
     found.caesura_words_digest_change.restype = None
     found.caesura_words_difference.argtypes = [*two, _COUNT, _INT, *one]

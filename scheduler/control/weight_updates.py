@@ -402,7 +402,11 @@ class WeightUpdates:
         engine = self._engine
         kept = _component(source) in engine.model.kept_components  # written on the host
         stream = None if kept else engine.write_stream
-        own = pieces_of(source, engine.loader, stream, engine.config.load_bucket_bytes)
+        bucket_bytes = engine.config.load_bucket_bytes
+        if stream is None:
+            own = engine.loader.pieces(source, bucket_bytes)
+        else:
+            own = pieces_of(source, engine.loader, stream, bucket_bytes)
         elsewhere = engine.executor.pieces(source, own, engine.loader, session.changes)
         with contextlib.closing(elsewhere) as pieces:
             try:

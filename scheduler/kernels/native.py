@@ -167,6 +167,7 @@ def function(name: str, *arguments: Any, result: Any = None) -> Callable[..., An
     return call
 
 
+@cache
 def address(name: str) -> int:
     """Return the address of the library's function ``name``, for other compiled code."""
     library = _library()

@@ -245,7 +245,7 @@ class PlainSlot(WeightSlot):
 
     def copy_of(self, rows: Tensor, start: int) -> Copy | None:
         is_copied = self._rows.device.type == "cpu" and self._rows.is_contiguous() and self.takes_as_is(rows)
-        return Copy(self._rows.data_ptr(), start) if is_copied else None
+        return Copy(self._rows, start) if is_copied else None
 
     def differs(self, rows: Tensor, start: int) -> bool:
         return differ(rows, self._target(rows, start))

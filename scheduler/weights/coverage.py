@@ -30,6 +30,21 @@ class Coverage:
     def copy_for_check(self) -> "Coverage":
         return Coverage(set(), set(self.due), dict(self.made_together), set(self.halves), self.open)
 
+    @property
+    def is_fresh(self) -> bool:
+        """True if what was written says nothing about what may come."""
+        return not (self.due or self.made_together or self.halves or self.open)
+
+    def add_whole(self, slots: Sequence[TensorSlot], names: set[str]) -> None:
+        """Record whole tensors that came as they are stored, without halves; ``names`` are theirs."""
+        if self.made_together:
+            for slot in slots:
+                for _ in self.walk(slot, 0, num_rows(slot.shape), slot.dtype):
+                    pass
+        self.written |= names
+        self.due -= names
+        self.open = None
+
     def next_row(self, tensor: TensorSlot | Stack, start_row: int) -> int:
         """Return the row at which the next piece of ``tensor`` must start; ``start_row`` if it may.
 

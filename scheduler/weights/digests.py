@@ -79,6 +79,10 @@ class WeightDigests:
             self._held.pop(name, None)
         self._held[slot.name], self._open = self._open, {}
 
+    def replace(self, slot: TensorSlot, lanes: tuple[int, ...]) -> None:
+        """Record the digest of a whole tensor, as it is stored, that this rank alone holds or digests."""
+        self._held[slot.name] = {slot.owned[0]: TensorDigest(NAMES[slot.dtype], slot.shape, lanes)}
+
     def change(self, slot: WeightSlot, positions: Tensor, old: Tensor, new: Tensor) -> None:
         """Replace elements at flat ``positions``, ascending, that this rank holds; values are as stored.
 

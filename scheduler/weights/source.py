@@ -156,25 +156,32 @@ class BufferSource:
         for spec in specs:
             _require_fitting(spec, buffers)
 
+    @property
+    def is_one_buffer(self) -> bool:
+        """True if all tensors are in one buffer on the host."""
+        return bool(self.specs) and len(self.buffers) == 1 and isinstance(self.buffers[0], memoryview)
+
     def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Generator[WeightPiece, None, None]:
         for spec in self.specs:
-            if skip(spec.name):
-                continue
-            buffer = self.buffers[spec.buffer]
-            if isinstance(buffer, Tensor):
-                yield from cut(spec, buffer[spec.offset : spec.offset + spec.nbytes], bucket_bytes)
-            elif spec.count is not None or not 0 < spec.nbytes <= bucket_bytes:
-                data = torch.empty(0, dtype=torch.uint8)  # frombuffer takes no empty ones
-                if spec.nbytes:
-                    data = torch.frombuffer(buffer, dtype=torch.uint8, count=spec.nbytes, offset=spec.offset)
-                yield from cut(spec, data, bucket_bytes)
-            else:
-                dtype, shape = DTYPES[spec.dtype], tuple(spec.shape)
-                count = spec.nbytes // dtype.itemsize
-                rows = torch.frombuffer(buffer, dtype=dtype, count=count, offset=spec.offset)
-                if len(shape) != 1:
-                    rows = rows.view((-1, *shape[1:]) if shape else ())
-                yield WeightPiece(spec.name, shape, dtype, spec.start_row, rows)
+            if not skip(spec.name):
+                yield from self.pieces_of(spec, bucket_bytes)
+
+    def pieces_of(self, spec: TensorSpec, bucket_bytes: int) -> Iterator[WeightPiece]:
+        buffer = self.buffers[spec.buffer]
+        if isinstance(buffer, Tensor):
+            yield from cut(spec, buffer[spec.offset : spec.offset + spec.nbytes], bucket_bytes)
+        elif spec.count is not None or not 0 < spec.nbytes <= bucket_bytes:
+            data = torch.empty(0, dtype=torch.uint8)  # frombuffer takes no empty ones
+            if spec.nbytes:
+                data = torch.frombuffer(buffer, dtype=torch.uint8, count=spec.nbytes, offset=spec.offset)
+            yield from cut(spec, data, bucket_bytes)
+        else:
+            dtype, shape = DTYPES[spec.dtype], tuple(spec.shape)
+            count = spec.nbytes // dtype.itemsize
+            rows = torch.frombuffer(buffer, dtype=dtype, count=count, offset=spec.offset)
+            if len(shape) != 1:
+                rows = rows.view((-1, *shape[1:]) if shape else ())
+            yield WeightPiece(spec.name, shape, dtype, spec.start_row, rows)
 
 
 def cut(spec: TensorSpec, data: Tensor, bucket_bytes: int) -> Iterator[WeightPiece]:

@@ -29,6 +29,7 @@ from .loader import WeightLoader, slots_of
 from .mapper import Stack
 from .mismatches import Mismatches
 from .source import WeightPiece
+from .write_plan import PlannedWrite
 
 
 @dataclass(slots=True)
@@ -124,8 +125,9 @@ class DeltaLoader(WeightLoader):
         self.before: Delta | None = None
         """Values that the last commit replaced, if it was a delta's and nothing has changed weights since."""
 
-    def write(self, piece: WeightPiece) -> None:
+    def write(self, piece: WeightPiece | PlannedWrite) -> None:
         """Stage one piece; a refused one stages nothing."""
+        assert isinstance(piece, WeightPiece), "what is staged is not planned"
         if self.digests is None and self._loader.digests is not None:
             self.digests = self._loader.digests.copy()
         if piece.positions is None:
