@@ -169,7 +169,7 @@ def as_table(mode: PauseMode, report: dict[str, Any]) -> Table:
     return made
 
 
-def summary_table(modes: dict[str, dict[str, Any]]) -> Table:
+def summary_table(modes: dict[PauseMode, dict[str, Any]]) -> Table:
     """Return what each pause and first token took beyond one step, at the same quantile."""
     names = ("p50", "p99")
     parts = [(part, f"{label} {name}") for part, label in SUMMARISED.items() for name in names]
@@ -192,7 +192,7 @@ def _verdict(target: dict[str, Any]) -> str:
     return f"p99 ≤ {target['limit_ms']:.1f}: [{style}]{word}[/{style}]"
 
 
-def footnote(modes: dict[str, dict[str, Any]]) -> str:
+def footnote(modes: dict[PauseMode, dict[str, Any]]) -> str:
     """Count the targets that were met, also against the median step."""
     targets = [
         target
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{workload.load_new_tokens // 2} to {workload.load_new_tokens} out",
         highlight=False,
     )
-    modes = {}
+    modes: dict[PauseMode, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folders = two_checkpoints(Path(scratch), workload.model)
         for mode in options.modes:
