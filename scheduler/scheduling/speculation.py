@@ -6,6 +6,7 @@ Invariants:
 - Texts belong to prompts, not to weights: they outlive updates, pauses and retractions.
 - Drafts are added while the expected tokens per second rise, by the measured times of steps. A step that
   tries whether they would is one of many, and small.
+- Rows of drafts in vain are at most 64, one of a hundred rows, and 16 for each accepted token.
 """
 
 from collections import Counter, OrderedDict
@@ -41,6 +42,8 @@ _PRIOR_TRIES, _FADING = 4.0, 0.99
 _LOOK_STEPS, _MOST_PROBE = 8, 512
 """Steps of a size between two that look for drafts which seem not to pay; most after one that tried some."""
 _BOUND_STEPS = 16
+_AT_FIRST, _OF_ROW, _OF_ACCEPTED, _MOST_ALLOWED = 64.0, 0.01, 16.0, 256.0
+"""Rows that may be drafted in vain: at the start, more for each row and each accepted token, and most."""
 _MOST_REST = 64
 """Tokens that a request without luck goes on for before it is looked at again."""
 
@@ -148,6 +151,8 @@ class Speculation:
         self._keys = np.zeros(table.slots, np.int64)
         self._misses = np.zeros(table.slots, np.int64)
         self._rests_until = np.zeros(table.slots, np.int64)
+        self._allowed = _AT_FIRST
+        """Rows that may be drafted in vain now."""
         self._bound = 0, 0, False
         self._probes: dict[int, tuple[int, int]] = {}
         """Steps until the next probe and between it and the one after, by size of a step."""
@@ -158,6 +163,7 @@ class Speculation:
 
     def propose(self, slots: np.ndarray, room: int) -> list[Draft]:
         """Return drafts for decoding ``slots``, of at most ``room`` tokens in all."""
+        room = int(min(room, self._allowed))
         pays = room > 0 and self._may_pay(len(slots), room)
         if not pays:
             if not room or not self._may_probe(len(slots)):
@@ -186,9 +192,12 @@ class Speculation:
     def observe(self, slots: np.ndarray, rows: DraftRows | None, seconds: float) -> None:
         """Learn from a completed step of decode rows alone, when its tokens have been recorded."""
         self.times.observe(len(slots), seconds)
+        self._allowed = min(self._allowed + _OF_ROW * len(slots), _MOST_ALLOWED)
         if rows is None or not len(rows.kept):
             return
         drafted = np.flatnonzero(rows.depth)
+        accepted = int(rows.kept[drafted].sum())
+        self._allowed = min(self._allowed + (1 + _OF_ACCEPTED) * accepted - len(drafted), _MOST_ALLOWED)
         tried, hit = rows.kept[drafted - 1], rows.kept[drafted]
         lengths, count = rows.match[drafted], len(_PRIOR)
         self._tried = _FADING * self._tried + np.bincount(lengths, tried, count)

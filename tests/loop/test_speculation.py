@@ -16,8 +16,11 @@ from support.properties import examples
 from support.scripted import EngineDriver, ok, prompt_of, tokens_of
 
 from caesura.io_struct import CaesuraError, GenerateReqInput, GenerateReqOutput, SamplingParams
+from caesura.scheduler.execution.forward import ForwardBatch
+from caesura.scheduler.execution.sampler import SamplerOutput
 from caesura.scheduler.kernels import TORCH, best
 from caesura.scheduler.runtime.engine_config import EngineConfig
+from caesura.scheduler.scheduling import speculation
 from caesura.scheduler.scheduling.request import RequestTable
 from caesura.scheduler.scheduling.speculation import PROMPT_TOKENS, Speculation, StepTimes, Texts
 
@@ -26,14 +29,17 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
-best_count = Speculation._best_count
+best_count, at_first, most_allowed = Speculation._best_count, speculation._AT_FIRST, speculation._MOST_ALLOWED
+observe = StepTimes.observe
 
 
 @pytest.fixture(scope="module", autouse=True)
 def always() -> Iterator[None]:
-    """Draft all that is found, whatever a step takes."""
+    """Draft all that is found, whatever a step takes, and however much of it is in vain."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Speculation, "_best_count", lambda self, rows, chances: len(chances))
+        for name in ("_AT_FIRST", "_MOST_ALLOWED"):
+            patch.setattr(speculation, name, float("inf"))
         yield
 
 
@@ -136,8 +142,8 @@ def test_samples_of_a_group_draft_from_each_other(drivers: list[EngineDriver]) -
 @needs_kernels
 def test_two_ranks_draft_as_one(tiny_model: Path) -> None:
     found = []
-    for speculation in ("none", "suffix"):
-        with EngineDriver(str(tiny_model), scripted=False, tp=2, speculation=speculation) as driver:
+    for way in ("none", "suffix"):
+        with EngineDriver(str(tiny_model), scripted=False, tp=2, speculation=way) as driver:
             found.append(driver.complete(prompt_of(12), 48, return_logprob=True))
     assert of(found[0]) == of(found[1])
     assert found[1].accepted_tokens > 12
@@ -186,6 +192,41 @@ def test_drafts_pay_where_larger_steps_take_little_longer() -> None:
         for _ in range(3):
             speculation.times.observe(rows, 0.1 * rows)
     assert best_count(speculation, 32, np.cumprod(sure)) == 0
+
+
+def test_drafts_that_all_fail_add_few_rows(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step takes as long as any other, so drafts seem to pay, and no draft is ever sampled."""
+    monkeypatch.setattr(Speculation, "_best_count", best_count)
+    monkeypatch.setattr(speculation, "_AT_FIRST", at_first)
+    monkeypatch.setattr(speculation, "_MOST_ALLOWED", most_allowed)
+    monkeypatch.setattr(StepTimes, "observe", lambda self, rows, seconds: observe(self, rows, 1.0))
+    random = np.random.default_rng(0)
+
+    def sample(batch: ForwardBatch, _: np.ndarray) -> SamplerOutput:
+        tokens = random.integers(3, 5, len(batch.sample_slots))
+        slots, inputs = batch.sample_slots.numpy(), batch.input_ids.numpy()[batch.sample_tokens.numpy()]
+        followed = np.flatnonzero(slots[1:] == slots[:-1])
+        tokens[followed] = 7 - inputs[followed + 1]
+        return SamplerOutput(
+            token_ids=torch.from_numpy(tokens),
+            logprobs=torch.zeros(len(tokens)),
+            raw_logprobs=None,
+            sampled_logprobs=None,
+        )
+
+    rows, totals = [], []
+    for way in ("none", "suffix"):
+        options = {"max_running_requests": 64, "kv_pool_tokens": 32 * 256, "pipeline_depth": 0}
+        with EngineDriver(str(tiny_model), speculation=way, **options) as driver:
+            assert driver.runner is not None
+            driver.runner.sample = sample
+            for text in range(32):
+                driver.generate([3 + (text >> place & 1) for place in range(8)], 200)
+            driver.run_until_idle()
+            rows.append(sum(sum(lengths) for _, lengths in driver.runner.launches))
+            totals.append(driver.status().totals)
+    assert (totals[1].accepted_tokens, rows[0] + totals[1].drafted_tokens) == (0, rows[1])
+    assert rows[0] + 60 < rows[1] < 1.02 * rows[0]
 
 
 def test_a_step_that_was_disturbed_is_not_believed() -> None:
