@@ -42,6 +42,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "float16": {"dtype": "float16"},
     "float32": {"dtype": "float32"},
     "FP8 weights": {"dtype": "bfloat16"},
+    "int8 weights": {"dtype": "bfloat16", "quantization": "int8"},
 }
 KV_TOKENS = 1 << 14
 

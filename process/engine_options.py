@@ -38,13 +38,14 @@ class EngineOptions:
     """Data type of computation: float32, bfloat16 or float16 (or fp32, bf16, fp16, and SGLang's float and
     half). auto: the data type of the checkpoint.
     """
-    quantization: Literal["auto", "fp8"] = "auto"
+    quantization: Literal["auto", "fp8", "int8"] = "auto"
     """Format of linear layers' weights, which are quantised as they are written, on start and by every
-    update. fp8: blocks of 128 x 128 with a float32 scale each. auto: the format of the checkpoint.
+    update. fp8: blocks of 128 x 128 with a float32 scale each. int8, on the CPU: blocks of 1 x 128, also in
+    the output head. auto: the format of the checkpoint.
     """
     quantization_skipped: str = ""
     """Comma-separated modules that keep the dtype, with all below them: model.layers.0, or o_proj for that of
-    every layer. The output head and routers always do.
+    every layer. Routers always do, and with fp8 the output head.
     """
     device: str = "auto"
     """Device to run on: cpu, cuda, and so on; mps is not served. auto: the accelerator if there is one that

@@ -31,6 +31,7 @@ class OpenVinoPeer:
         prompt: Prompt,
         kv_tokens: int,
         kv_bytes_per_token: int,
+        quantization: str = "auto",
         **_not_applicable: Any,
     ) -> dict[str, Any]:
         """Convert the model, load it and generate the first token."""
@@ -39,9 +40,9 @@ class OpenVinoPeer:
         from optimum.intel import OVModelForCausalLM
 
         with tempfile.TemporaryDirectory() as folder:
-            # Above a billion parameters the default would be int8.
+            # Above a billion parameters the default would be int8. It brings quantised activations with it.
             converted = OVModelForCausalLM.from_pretrained(
-                model, export=True, compile=False, load_in_8bit=False
+                model, export=True, compile=False, load_in_8bit=quantization == "int8"
             )
             converted.save_pretrained(folder)
             scheduler = genai.SchedulerConfig()

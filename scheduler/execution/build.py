@@ -72,8 +72,8 @@ def load_model(
     here.
     """
     model_config = load_model_config(config.model_path, config.model_backend)
-    if config.quantization == "fp8":
-        model_config = quantized(model_config, config.quantization_skipped)
+    if config.quantization != "auto":
+        model_config = quantized(model_config, config)
     possible = model_config.max_position_embeddings
     if config.context_len is not None and config.context_len > possible:
         reason = (

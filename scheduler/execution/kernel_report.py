@@ -124,7 +124,7 @@ def _unpacked_fp8(loaded: LoadedModel) -> str | None:
         return None
     if loaded.device.type != "cpu":
         return "products with FP8 weights are a library's"
-    if all(scalable(size, fp8.columns) for size in _projections(loaded)):
+    if all(scalable(size, fp8.columns, fp8.dtype) for size in _projections(loaded)):
         return None
     return "products with FP8 weights in rows or blocks that are no multiple of four are torch's"
 

@@ -21,6 +21,7 @@ from ..runtime.engine_config import PAGE_SIZE
 from . import native
 from .attention import PagedStep
 from .decoder_layers import AdapterForm, LayerAdapters, LayerKind, LayerShape, LayerTensors
+from .linear import INT8, narrow_row_bytes
 from .native import INT, LAYER_POINTERS, POINTER, SIZE, DecoderStep, LayerForm
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ class _Regions:
                 "adapter_change": (max(shape.hidden, shape.qkv, *(2 * size for size in sizes)) * item, 0),
             }
         attended = heads * (shape.head_size if latent is None else latent.kv_lora_rank)
+        if shape.scaled == INT8:
+            inputs = max(shape.hidden, attended, *(kind.intermediate for kind in kinds))
+            self._common["narrow"] = narrow_row_bytes(inputs), 0
         attention = {"qkv": shape.qkv, "attended": attended}
         if latent is not None:
             attention |= {"q": latent.q_lora_rank or 0, "q_up": shape.q, "queries": heads * shape.width}

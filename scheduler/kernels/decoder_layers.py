@@ -13,7 +13,7 @@ from torch import Tensor
 from . import native
 from .attention_form import PLAIN, Bend, FormKind
 from .elementwise import BENDS
-from .linear import Scales, holds
+from .linear import FP8, Scales, holds
 from .native import LayerForm
 
 MAX_GROUPS = 64
@@ -53,7 +53,7 @@ class LayerTensors(NamedTuple):
     experts_down_bias: Tensor | None = None
     shared_gate: Tensor | None = None
     qkv_scales: Tensor | None = None
-    """Scales of an FP8 weight (``linear.py``); the following fields likewise."""
+    """Scales of an FP8 or int8 weight (``linear.py``); the following fields likewise."""
     o_scales: Tensor | None = None
     gate_up_scales: Tensor | None = None
     down_scales: Tensor | None = None
@@ -171,7 +171,9 @@ class LayerShape:
     from_one: bool = False
     latent: LatentShape | None = None
     scale_columns: int = 0
-    """Inputs that share a scale of an FP8 weight; 0 if no weight is FP8."""
+    """Inputs that share a scale of a weight with scales."""
+    scaled: torch.dtype = FP8
+    """Dtype of weights with scales."""
 
     @property
     def q(self) -> int:
@@ -266,7 +268,7 @@ class LayerShape:
                 fits = name in _OPTIONAL or not (name in products or name in vectors)
             elif name in products:
                 lines = tensors.get(f"{name}_scales")
-                scales = None if lines is None else Scales(lines, self.scale_columns)
+                scales = None if lines is None else Scales(lines, self.scale_columns, self.scaled)
                 fits = holds(tensor, scales, *products[name], dtype)
             elif name.endswith(_SCALES):  # they have been seen with their weight
                 weight = name.removesuffix(_SCALES)

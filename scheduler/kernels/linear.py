@@ -6,6 +6,7 @@ Invariants:
 - A row of a product has the same bits whatever the other rows, their number, and the number of threads.
 - With float8_e4m3fn weights and :class:`Scales` the product is, to the last bit, that of the dequantised
   weight, ``float32(weight) * scale`` rounded once to the dtype of ``x``. With AMX it is that of AVX-512.
+- With int8 weights and scales it is that of :func:`int8_product`, with every instruction set.
 - ValueError is raised for shapes, dtypes or strides that do not fit together.
 """
 
@@ -20,7 +21,7 @@ from . import native
 from .native import INT, POINTER, SIZE
 
 _PRODUCTS = native.by_dtype(
-    "caesura_linear", POINTER, SIZE, POINTER, POINTER, SIZE, POINTER, POINTER, *[SIZE] * 4, INT, INT
+    "caesura_linear", POINTER, SIZE, POINTER, POINTER, SIZE, POINTER, POINTER, *[SIZE] * 4, INT, POINTER, INT
 )
 _BATCHES = native.by_dtype(
     "caesura_batched_linear", POINTER, SIZE, SIZE, POINTER, POINTER, SIZE, SIZE, *[SIZE] * 4, INT
@@ -37,16 +38,22 @@ _TILE_BYTES = 64
 """Rows are padded to a multiple of this."""
 
 
-FP8 = torch.float8_e4m3fn
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+INT8_COLUMNS = 128
+"""Inputs that share a scale of an int8 weight."""
+_MOST, _TINY = 32767.0, 1e-30  # of 16 bits; smaller rows are zero
 _WORD = 4
 """Bytes that products take at once."""
 
 
 class Scales(NamedTuple):
+    """Scales of a weight in FP8 or int8."""
+
     lines: Tensor
     """float32 of :func:`scales_shape`, contiguous: a row of every output's scale per block of inputs."""
     columns: int
     """Inputs of a block."""
+    dtype: torch.dtype = FP8
 
 
 def scales_shape(outputs: int, inputs: int, columns: int) -> tuple[int, int]:
@@ -54,16 +61,21 @@ def scales_shape(outputs: int, inputs: int, columns: int) -> tuple[int, int]:
     return -(-inputs // columns), -(-outputs // _PANEL) * _PANEL
 
 
-def scalable(inputs: int, columns: int) -> bool:
-    """Return True if FP8 rows of ``inputs`` elements in such blocks can be packed."""
-    return packable(inputs, FP8) and columns % _WORD == 0
+def scalable(inputs: int, columns: int, dtype: torch.dtype = FP8) -> bool:
+    """Return True if FP8 (or int8) rows of ``inputs`` elements in such blocks can be packed."""
+    return packable(inputs, dtype) and (columns == INT8_COLUMNS if dtype == INT8 else columns % _WORD == 0)
+
+
+def narrow_row_bytes(inputs: int) -> int:
+    """Return the bytes that a product with an int8 weight needs for each row of ``x``."""
+    return _TILE_BYTES + -(-2 * inputs // _TILE_BYTES) * _TILE_BYTES
 
 
 def holds(
     weight: Tensor, scales: Scales | None, count: int, outputs: int, inputs: int, dtype: torch.dtype
 ) -> bool:
     """Return True if these are ``count`` packed weights [outputs, inputs] for products with ``dtype``."""
-    stored = dtype if scales is None else FP8
+    stored = dtype if scales is None else scales.dtype
     rows, columns = storage_shape(outputs, inputs, stored)
     fits = (
         min(count, outputs) > 0
@@ -79,7 +91,7 @@ def holds(
     return (
         fits
         and packable(inputs, dtype)
-        and scalable(inputs, scales.columns)
+        and scalable(inputs, scales.columns, stored)
         and scales.lines.shape == (count * blocks, padded)
         and scales.lines.dtype == torch.float32
         and scales.lines.is_contiguous()
@@ -93,8 +105,8 @@ def storage_shape(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[int, i
 
 
 def packable(inputs: int, dtype: torch.dtype) -> bool:
-    """Return True if rows can be packed: float32, even numbers of 16-bit floats, or multiples of four FP8."""
-    return inputs > 0 and dtype in (*native.FLOATS, FP8) and inputs * dtype.itemsize % _WORD == 0
+    """Return True if rows can be packed: float32, even numbers of 16-bit floats, multiples of four bytes."""
+    return inputs > 0 and dtype in (*native.FLOATS, FP8, INT8) and inputs * dtype.itemsize % _WORD == 0
 
 
 def is_storage(weight: Tensor) -> bool:
@@ -152,10 +164,13 @@ class Product(Packed):
             fits = fits and bias.shape == (outputs,) and bias.dtype == dtype and bias.is_contiguous()
         if not fits:
             raise native.misfit(f"no product with {outputs} packed rows of {self._inputs}", x, bias, out)
+        narrow = None
+        if self._weight.dtype == INT8:
+            narrow = torch.empty(rows * narrow_row_bytes(inputs), dtype=torch.uint8)
         self._compute(
             x.data_ptr(), x.stride(0), self._weight.data_ptr(), *address(self._scales),
             None if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), rows, outputs,
-            self._inputs, wide, torch.get_num_threads(),
+            self._inputs, wide, None if narrow is None else narrow.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out
 
@@ -182,6 +197,24 @@ class BatchedProduct(Packed):
             *(count, rows, outputs, inputs, torch.get_num_threads()),
         )
         return out
+
+
+def int8_product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``x`` [M, K] times an int8 ``weight`` [N, K] in torch's operations; ``scales`` [N, blocks].
+
+    Rows of ``x`` become whole numbers of 16 bits, sums over a block of inputs are exact, and those over
+    blocks float32.
+    """
+    wide = x.float()
+    largest = wide.abs().amax(dim=1, keepdim=True)
+    factors = torch.where(largest < _TINY, 0.0, largest.new_tensor(_MOST) / largest)
+    steps = torch.where(largest < _TINY, 0.0, largest * (1.0 / _MOST)) + (wide * 0.0).sum(1, keepdim=True)
+    numbers, sums = (wide * factors).round().double(), wide.new_zeros((len(x), len(weight)))
+    for block, columns in enumerate(numbers.split(INT8_COLUMNS, dim=1)):
+        of_block = weight[:, block * INT8_COLUMNS :][:, : columns.shape[1]].double()
+        sums += (columns @ of_block.t()).float() * scales[:, block]
+    sums *= steps
+    return (sums if bias is None else sums + bias.float()).to(x.dtype)
 
 
 def address(scales: Scales | None) -> tuple[int | None, int]:

@@ -33,7 +33,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 NO_AVX2 = "this processor has no AVX2 with FMA and F16C"
 """The one reason of :func:`why_not` that is not the installation's."""
 
-_ABI = 16
+_ABI = 17
 """Version of the C interface, equal to native.cpp's; both rise when an argument of a kernel changes."""
 
 POINTER = ctypes.c_void_p
@@ -65,7 +65,7 @@ class DecoderStep(ctypes.Structure):
         *_all(SIZE, "tokens hidden heads kv_heads head_size rotated from_one"),
         *_all(SIZE, "scale_columns"),
         *_all(SIZE, "latent q_rank nope value_size interleaved parts"),
-        *_all(POINTER, "residual update x qkv attended gate_up gated"),
+        *_all(POINTER, "residual update x qkv attended gate_up gated narrow"),
         *_all(POINTER, "q q_up queries values"),
         *_all(POINTER, "logits ids weights pair_tokens places hit starts next count"),
         *_all(POINTER, "rows expert_gate_up expert_gated gates"),

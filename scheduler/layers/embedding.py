@@ -1,7 +1,8 @@
 """Token embeddings and the output head, which may share a table.
 
 Invariants:
-- A tied head is the same storage with one owner, the embedding; an update moves both.
+- A tied head is the same storage with one owner, the embedding; an update moves both. If it is quantised, it
+  is a copy that is written with the table.
 - Each rank has a range of the vocabulary, the last one the rest. An embedding is exact: the others add zeros.
 """
 
@@ -11,15 +12,38 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .matrix import Matrix
+from .matrix import Matrix, scaled_matrix
 from .parameters import Parameter, Placement, WeightSlot
 from .sharding import Window, rounded_up, sharded
 
 if TYPE_CHECKING:
+    from .fp8_block import Fp8Matrix
     from .lora import LinearAdapters
 
 HEAD, TIED = "lm_head", "model.embed_tokens.weight"
 """The output head's module in adapters, and the weight of a tied one."""
+
+
+class TiedSlot(WeightSlot):
+    """A table [vocab, hidden] and its copy, a quantised head."""
+
+    __slots__ = ("_head", "_table")
+
+    def __init__(self, table: WeightSlot, head: WeightSlot) -> None:
+        super().__init__(table.name, table.parameter, table.shape, table.dtype)
+        self._table, self._head = table, head
+
+    def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
+        changed = self._table.update(rows, start, compare=compare)
+        if changed:
+            self._head.write(rows.to(self.dtype), start)
+        return changed
+
+    def write(self, rows: Tensor, start: int) -> None:
+        self.update(rows, start, compare=False)
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        return self._table.read(start, stop)
 
 
 class Embedding:
@@ -43,7 +67,15 @@ class Embedding:
         """
         self._checkpoint = checkpoint
         self._window = rounded_up(vocab_size, place.parallel, "vocab_size")
-        self._weight = Matrix(f"{name}.weight", self._window.length, hidden_size, place, packed=projects)
+        rows, fp8 = self._window.length, place.fp8 if projects else None
+        self._table: Matrix | None = None
+        self._head: Matrix | Fp8Matrix
+        if fp8 is None or not fp8.converts(HEAD):
+            self._head = self._table = Matrix(f"{name}.weight", rows, hidden_size, place, packed=projects)
+        else:
+            if checkpoint != HEAD:
+                self._table = Matrix(f"{name}.weight", rows, hidden_size, place, packed=False)
+            self._head = scaled_matrix(f"{HEAD}.weight", [rows], hidden_size, fp8, place)
         self._parallel = place.parallel
         self._scale = float(torch.tensor(scale, dtype=place.dtype))
         self._adapters: LinearAdapters | None = None
@@ -52,7 +84,7 @@ class Embedding:
 
     def project(self, x: Tensor, out: Tensor) -> Tensor:
         """Write [S, hidden] times this rank's rows of the table to ``out`` and return it."""
-        self._weight.product(x, None, out)
+        self._head.product(x, None, out)
         if self._adapters is not None:
             self._adapters.add(x, out)
         return out
@@ -63,16 +95,27 @@ class Embedding:
         return rows if self._scale == 1.0 else rows.mul_(self._scale)
 
     def _rows(self, ids: Tensor) -> Tensor:
+        assert self._table is not None, "nothing but a head"
         if self._parallel.size == 1:
-            return self._weight.gather(ids)
+            return self._table.gather(ids)
         own = ids - self._window.start
         others = (own < 0) | (own >= self._window.length)
-        rows = self._weight.gather(own.masked_fill_(others, 0)).masked_fill_(others.unsqueeze(1), 0)
+        rows = self._table.gather(own.masked_fill_(others, 0)).masked_fill_(others.unsqueeze(1), 0)
         self._parallel.all_reduce(rows)
         return rows
 
     def slots(self) -> Iterator[WeightSlot]:
-        yield sharded(self._weight.slot(f"{self._checkpoint}.weight"), self._window)
+        head, table = self._head, self._table
+        if table is None:
+            yield from head.slots(self._checkpoint, 0, self._window.length)
+            return
+        slot = table.slot(f"{self._checkpoint}.weight")
+        if head is not table:
+            slot = TiedSlot(slot, next(head.slots(HEAD, 0, self._window.length)))
+        yield sharded(slot, self._window)
 
     def parameters(self) -> Iterator[Parameter]:
-        yield self._weight.parameter
+        if self._table is not None:
+            yield self._table.parameter
+        if self._head is not self._table:
+            yield from self._head.parameters()

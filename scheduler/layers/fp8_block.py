@@ -1,4 +1,4 @@
-"""Weights as FP8 in blocks with one float32 scale each.
+"""Weights as FP8, or as int8, in blocks with one float32 scale each.
 
 DeepSeek-V3 (Liu et al., 2024, arXiv:2412.19437, section 3.3). A value is ``float8_e4m3fn * scale``. The
 checkpoint holds ``X.weight`` [out, in] and ``X.weight_scale_inv`` [ceil(out / rows), ceil(in / columns)];
@@ -13,6 +13,9 @@ Invariants:
   dequantised at a time. Accelerators multiply by the stored bytes (``fp8_products.py``), or refuse the model.
 - A dequantised element is ``float32(weight) * scale``, rounded once to the dtype of the product.
 
+int8 is for the CPU: a value is a whole number up to 127 times the scale of a block, 128 inputs of one output;
+products are those of :func:`~..kernels.linear.int8_product`.
+
 Rounding is that of transformers' ``FineGrainedFP8Config`` bit for bit, where its result is finite.
 """
 
@@ -25,7 +28,7 @@ from torch.nn import functional
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..kernels.experts import Groups
-from ..kernels.linear import FP8
+from ..kernels.linear import FP8, INT8, int8_product
 from ..memory.workspace import Workspace
 from ..runtime.dtypes import torch_name
 from . import fp8_products
@@ -33,6 +36,7 @@ from .fp8_products import BLOCK, Dense, Grouped
 from .parameters import CASTABLE, Fp8Blocks, Parameter, Place, Placement, WeightSlot
 
 FP8_MAX = 448.0
+_MAX = {FP8: FP8_MAX, INT8: 127.0}
 
 CHUNK = 1 << 20
 """Elements that are dequantised or quantised at a time: 4 MB as float32."""
@@ -51,7 +55,7 @@ def scale_shape(blocks: Fp8Blocks, rows: int, columns: int) -> tuple[int, int]:
 
 
 def quantize(values: Tensor, blocks: Fp8Blocks) -> tuple[Tensor, Tensor]:
-    """Quantise float32 [n, in] to FP8 and its grid's scales, the largest to 448.
+    """Quantise float32 [n, in] to FP8 or int8 and its grid's scales, the largest to 448 or 127.
 
     Blocks of zeros have scale 1; NaN and infinities stay not finite.
     """
@@ -62,8 +66,12 @@ def quantize(values: Tensor, blocks: Fp8Blocks) -> tuple[Tensor, Tensor]:
         values = functional.pad(values, (0, columns - size[1], 0, rows - size[0]))
     tiles = values.reshape(shape)
     largest = tiles.abs().amax(dim=(1, 3), keepdim=True)
-    factors = torch.where(largest < _TINY, 1.0, largest.reciprocal() * FP8_MAX)  # a division rounds otherwise
-    quantized = (tiles * factors).clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(rows, columns)
+    most = _MAX[blocks.dtype]
+    factors = torch.where(largest < _TINY, 1.0, largest.reciprocal() * most)  # a division rounds otherwise
+    scaled = (tiles * factors).clamp_(-most, most)
+    if blocks.dtype == INT8:
+        scaled = scaled.round_().nan_to_num_()
+    quantized = scaled.to(blocks.dtype).view(rows, columns)
     return quantized[: size[0], : size[1]], factors.reciprocal().view(grid)
 
 
@@ -97,25 +105,25 @@ def _shifted(weight: Tensor, workspace: Workspace) -> Tensor:
 
 
 class Fp8Slot(WeightSlot):
-    """``X.weight``: FP8 as it comes, or any wider float, which brings its scales with it."""
+    """``X.weight``: as it is stored, or any wider float, which brings its scales with it."""
 
     __slots__ = ("_blocks", "_device", "_scales", "_stored", "_workspace")
 
     def __init__(self, stored: WeightSlot, scales: WeightSlot, blocks: Fp8Blocks, place: Placement) -> None:
-        super().__init__(stored.name, stored.parameter, stored.shape, FP8)
+        super().__init__(stored.name, stored.parameter, stored.shape, blocks.dtype)
         self._blocks, self._workspace, self._device = blocks, place.workspace, place.device
         self._stored, self._scales = stored, scales
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype == FP8 or dtype in CASTABLE
+        return dtype == self.dtype or dtype in CASTABLE
 
     def fills(self, dtype: torch.dtype) -> str | None:
         """Return the name of the scales, unless they come by themselves."""
-        return None if dtype == FP8 else self._scales.name
+        return None if dtype == self.dtype else self._scales.name
 
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
         """Write rows; those of an incomplete block wait for the call that completes it."""
-        if rows.dtype == FP8:
+        if rows.dtype == self.dtype:
             return self._stored.update(rows, start, compare=compare)
         changed = not compare
         for first, values in self._whole_blocks(rows, start):
@@ -129,7 +137,7 @@ class Fp8Slot(WeightSlot):
 
     def differs(self, rows: Tensor, start: int) -> bool:
         """Return True for rows to quantise: a difference shows only when a block is complete."""
-        return rows.dtype != FP8 or self._stored.differs(rows, start)
+        return rows.dtype != self.dtype or self._stored.differs(rows, start)
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         return self._stored.read(start, stop)
@@ -159,7 +167,7 @@ class Fp8Slot(WeightSlot):
 
 
 class Fp8Matrix:
-    """One weight [out, in] and its product; as :class:`~.matrix.Matrix`, but FP8."""
+    """One weight [out, in] and its product; as :class:`~.matrix.Matrix`, but FP8 or int8."""
 
     packed: Tensor | None = None
     scales: Tensor | None = None
@@ -183,7 +191,7 @@ class Fp8Matrix:
             require_blocks(name, part_rows[:-1], in_features, fp8, place)
         part_rows = [*part_rows] * count
         grids = [scale_shape(fp8, rows, in_features) for rows in part_rows]
-        self._weight = Parameter(name, (sum(part_rows), in_features), FP8, place.device)
+        self._weight = Parameter(name, (sum(part_rows), in_features), fp8.dtype, place.device)
         self._scales = Parameter(
             f"{name}_scale_inv", (sum(rows for rows, _ in grids), grids[0][1]), torch.float32, place.device
         )
@@ -204,6 +212,9 @@ class Fp8Matrix:
         if self._dense is not None:
             assert first == 0, "experts have products of their own"
             return self._multiplied(self._dense, x, bias, out)
+        if self._blocks.dtype == INT8:
+            y = int8_product(x, self._weight.data, self._scales.data, bias)
+            return y if out is None else out.copy_(y)
         if out is None:
             out = x.new_empty((x.shape[0], outputs))
         for start, end in chunks(out.shape[1], inputs):

@@ -5,7 +5,7 @@ Invariants:
 - Fused weights are stacked along the output dimension in the order of their parts.
 - Each rank has some outputs (windows of a part's rows), or some inputs (of the columns); in the latter case
   results are partial, the caller sums them, and only rank 0 adds a bias.
-- A weight is FP8 if the checkpoint's config says so of all its parts; of some only is refused.
+- A weight is FP8 (or int8) if the checkpoint's config says so of all its parts; of some only is refused.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
-from .fp8_block import Fp8Matrix
-from .matrix import Matrix, packs
+from .matrix import Matrix, scaled_matrix
 from .parameters import Fp8Blocks, Parameter, Placement, WeightSlot
 from .sharding import Window, as_window, require_borders, sharded, stacked
 
 if TYPE_CHECKING:
+    from .fp8_block import Fp8Matrix
     from .lora import LinearAdapters
 
 PackedTensors = dict[str, Any]
@@ -57,10 +57,9 @@ class Linear:
                 for rows in windows:
                     require_borders(part, "rows", rows, fp8.rows)
                 require_borders(part, "columns", self._columns, fp8.columns)
-        if fp8 is not None and not packs(self.in_features, place, fp8):
-            self._weight = Fp8Matrix(f"{name}.weight", lengths, self.in_features, fp8, place)
+            self._weight = scaled_matrix(f"{name}.weight", lengths, self.in_features, fp8, place)
         else:
-            self._weight = Matrix(f"{name}.weight", self.out_features, self.in_features, place, fp8=fp8)
+            self._weight = Matrix(f"{name}.weight", self.out_features, self.in_features, place)
         self._bias = (
             Parameter(f"{name}.bias", (self.out_features,), place.dtype, place.device) if bias else None
         )

@@ -4,11 +4,11 @@ Invariants:
 - A matrix is packed if compiled kernels serve its device and dtype, and plain otherwise; nobody outside asks.
 - Packed storage is written through its slots only, row by row and in place, without a second copy.
 - The product of a packed matrix is the same for a row whatever the other rows are, bit for bit.
-- An FP8 weight is packed as the checkpoint's bytes, dequantised in registers (``kernels/linear.py``), with a
-  block's scale for each of its outputs. Slots speak the checkpoint's layout. (Unpackable: ``fp8_block.py``.)
+- An FP8 or int8 weight is packed as bytes, made wider in registers (``kernels/linear.py``), with a block's
+  scale for each of its outputs. Slots speak the checkpoint's layout. (Unpackable: ``fp8_block.py``.)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from torch.nn import functional
 from ...transfer.weight_digest import Copy
 from ..kernels import TORCH, best
 from ..kernels import linear as kernel
-from ..kernels.linear import FP8, Scales
-from .fp8_block import Fp8Slot
+from ..kernels.linear import Scales
+from .fp8_block import Fp8Matrix, Fp8Slot
 from .parameters import Fp8Blocks, Parameter, Place, Placement, PlainSlot, WeightSlot
 
 
@@ -94,8 +94,10 @@ class ScalesSlot(WeightSlot):
 
 
 def packs(in_features: int, place: Placement, fp8: Fp8Blocks | None = None) -> bool:
-    """Return True if compiled kernels multiply by rows of ``in_features``, in FP8 if it is given."""
-    if fp8 is not None and not (place.device.type == "cpu" and kernel.scalable(in_features, fp8.columns)):
+    """Return True if compiled kernels multiply by rows of ``in_features``, with scales if they are given."""
+    if fp8 is not None and not (
+        place.device.type == "cpu" and kernel.scalable(in_features, fp8.columns, fp8.dtype)
+    ):
         return False
     return best("linear", place.device, place.dtype) != TORCH and kernel.packable(in_features, place.dtype)
 
@@ -114,10 +116,10 @@ class Stored:
         fp8: Fp8Blocks | None = None,
         count: int | None = None,
     ) -> None:
-        """``fp8``: blocks of weights that are packed FP8."""
+        """``fp8``: blocks of weights that are packed in FP8 or int8."""
         self._shape, self._place, self._fp8 = (out_features, in_features), place, fp8
         self._height = out_features
-        dtype = place.dtype if fp8 is None else FP8
+        dtype = place.dtype if fp8 is None else fp8.dtype
         shape: tuple[int, ...] = self._shape if count is None else (count, *self._shape)
         self._is_packed = packed
         if packed:
@@ -129,7 +131,7 @@ class Stored:
             self._grid, padded = kernel.scales_shape(out_features, in_features, fp8.columns)
             lines = (count or 1) * self._grid, padded
             self._lines = Parameter(f"{name}_scale_inv", lines, torch.float32, place.device)
-            self._scales = Scales(self._lines.data, fp8.columns)
+            self._scales = Scales(self._lines.data, fp8.columns, fp8.dtype)
 
     @property
     def packed(self) -> Tensor | None:
@@ -138,7 +140,7 @@ class Stored:
 
     @property
     def scales(self) -> Tensor | None:
-        """Scales of a packed FP8 weight, else None."""
+        """Scales of a packed FP8 or int8 weight, else None."""
         return None if self._fp8 is None else self._lines.data
 
     def slot(
@@ -152,7 +154,7 @@ class Stored:
         return PlainSlot(checkpoint_name, self.parameter.name, data.view(-1, inputs).narrow(0, first, length))
 
     def slots(self, module: str, start: int, length: int, number: int = 0) -> Iterator[WeightSlot]:
-        """Yield the slot of a checkpoint module's weight, and that of its scales if it is FP8."""
+        """Yield the slot of a checkpoint module's weight, and that of its scales if it has some."""
         weight = self.slot(f"{module}.weight", start, length, number)
         if self._fp8 is None:
             yield weight
@@ -166,6 +168,15 @@ class Stored:
         yield self.parameter
         if self._fp8 is not None:
             yield self._lines
+
+
+def scaled_matrix(
+    name: str, part_rows: Sequence[int], in_features: int, fp8: Fp8Blocks, place: Placement
+) -> "Matrix | Fp8Matrix":
+    """Return a weight in FP8 or int8, stacked from parts of ``part_rows``, packed if it can be."""
+    if packs(in_features, place, fp8):
+        return Matrix(name, sum(part_rows), in_features, place, fp8=fp8)
+    return Fp8Matrix(name, part_rows, in_features, fp8, place)
 
 
 class Matrix(Stored):

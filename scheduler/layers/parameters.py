@@ -42,24 +42,28 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Fp8Blocks:
-    """Weights stored as float8_e4m3fn, one float32 scale per block (``fp8_block.py``)."""
+    """Weights stored as float8_e4m3fn or int8, one float32 scale per block (``fp8_block.py``)."""
 
     rows: int = 128
     columns: int = 128
     skipped: frozenset[str] = field(default=frozenset(), compare=False)
     """Modules that keep the model's dtype, and those below. Not compared: checkpoints of one model differ."""
+    dtype: torch.dtype = torch.float8_e4m3fn
 
     def converts(self, module: str) -> bool:
-        ends, starts = _not_converted(self.skipped)
+        ends, starts = _not_converted(self.skipped | _NEVER_CONVERTED[self.dtype])
         return not (module.endswith(ends) or module.startswith(starts))
 
 
-_NEVER_FP8 = ("lm_head", "mlp.gate", "block_sparse_moe.gate")  # output head, routers: in no format in use
+_NEVER_CONVERTED: dict[torch.dtype, frozenset[str]] = {  # FP8: output head, routers: in no format in use
+    torch.float8_e4m3fn: frozenset({"lm_head", "mlp.gate", "block_sparse_moe.gate"}),
+    torch.int8: frozenset(),
+}
 
 
 @cache
 def _not_converted(skipped: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    names = (*skipped, *_NEVER_FP8)
+    names = tuple(skipped)
     return names, tuple(f"{name}." for name in names)
 
 

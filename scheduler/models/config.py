@@ -16,11 +16,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode
+from ..kernels.linear import INT8, INT8_COLUMNS
 from ..layers.parameters import Fp8Blocks
 from ..layers.rotary import RopeParameters
 from ..runtime.dtypes import by_torch_name
@@ -40,6 +41,9 @@ from .config_reader import MAX_TOKEN_ID, ConfigReader
 from .family import Family
 from .multimodal import LANGUAGE_MODELS, language_config
 from .registry import families
+
+if TYPE_CHECKING:
+    from ..runtime.engine_config import EngineConfig
 
 MAX_CONFIG_BYTES = 1 << 20
 """Largest config.json and generation_config.json: a hundred times what models have."""
@@ -304,12 +308,15 @@ def parse_quantization(config: dict[str, Any], source: str, *, mxfp4: bool = Fal
     return Fp8Blocks(rows, columns, skipped)
 
 
-def quantized(config: ModelConfig, skipped: str) -> ModelConfig:
-    """Return the config of the same model in FP8, but for modules ``skipped`` (comma-separated).
+def quantized(config: ModelConfig, options: "EngineConfig") -> ModelConfig:
+    """Return the config of the same model in FP8 or int8, but for the modules that are skipped.
 
-    A checkpoint in FP8 keeps its own blocks. UNSUPPORTED_MODEL if the layers have no FP8 products.
+    With fp8 a checkpoint in FP8 keeps its own blocks. UNSUPPORTED_MODEL if layers have no such products.
     """
+    skipped = options.quantization_skipped
     names = frozenset(name.strip() for name in skipped.split(",") if name.strip())
+    if options.quantization == "int8":
+        return replace(config, fp8=_int8_blocks(config, options, names))
     if config.fp8 is not None:
         if names:
             reason = "quantization_skipped: the checkpoint itself is in FP8, and says which modules are not"
@@ -319,6 +326,23 @@ def quantized(config: ModelConfig, skipped: str) -> ModelConfig:
         reason = f"{config.architecture} has no products with FP8 weights: start it without quantization"
         raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["quantization"])
     return replace(config, fp8=Fp8Blocks(skipped=names))
+
+
+def _int8_blocks(config: ModelConfig, options: "EngineConfig", skipped: frozenset[str]) -> Fp8Blocks:
+    """Return the blocks of an int8 model; refuse (UNSUPPORTED_MODEL) what has no int8 products."""
+    refused = {
+        "weights that are in FP8 already": config.fp8 is not None,
+        "the modules of transformers": config.transformers_config is not None,
+        "experts": config.moe is not None,
+        "latent attention": config.mla is not None,
+        "linear attention": config.delta is not None,
+        f"tp = {options.tp}": options.tp > 1,
+        f"device {options.device}": options.device != "cpu",
+    }
+    if found := [what for what, is_there in refused.items() if is_there]:
+        reason = f"int8 is for dense models on one CPU rank, without {' or '.join(found)}"
+        raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["quantization"])
+    return Fp8Blocks(1, INT8_COLUMNS, skipped, INT8)
 
 
 def _is_supported(name: str, value: object, widened: bool) -> bool:

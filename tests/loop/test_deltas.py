@@ -32,7 +32,7 @@ from caesura.transfer.weight_delta import DELTA_FILE, DeltaMetadata, write_delta
 
 WEIGHTS = "model.safetensors"
 EPOCH = DeltaBase(base_epoch=0)
-NORM, HEAD = "model.norm.weight", "lm_head.weight"
+NORM, HEAD, TABLE = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 PROMPT = [5, 6, 7] * 20
 
 
@@ -111,6 +111,26 @@ def test_values_are_cast_as_in_a_cold_load(dtype, tmp_path):
         reply = ok(by_tensor(driver, SentDelta(versions.old, versions.new, whole=[HEAD]), EPOCH, tmp_path))
         assert reply.cast_tensors == reply.written_tensors == len(versions.new)
         assert checksums(driver) == versions.cold(dtype=dtype)
+
+
+def test_int8_weights_are_refused_by_name_and_a_tied_table_comes_whole(tmp_path):
+    versions = Versions(tmp_path, "qwen3", dtype=torch.bfloat16, tied=True)
+    table = {TABLE: versions.new[TABLE]}
+    write_like(versions.first, versions.second, versions.old | table)
+    after = versions.cold(quantization="int8")
+    with versions.engine(quantization="int8") as driver:
+        before = checksums(driver)
+        error = assert_error(by_tensor(driver, versions.sent, EPOCH, tmp_path), "weight_mismatch")
+        reasons = {each["name"]: each["reason"] for each in error.detail["mismatched"]}
+        assert "is quantised here" in reasons["model.layers.0.self_attn.q_proj.weight"]
+        sparse = SentDelta(versions.old, table)
+        error = assert_error(by_tensor(driver, sparse, EPOCH, tmp_path), "unsupported")
+        assert error.detail["name"] == TABLE
+        assert checksums(driver) == before != after
+        ok(by_tensor(driver, SentDelta(versions.old, table, whole=[TABLE]), EPOCH, tmp_path))
+        assert checksums(driver) == after
+        ok(driver.call(RollbackWeightsReqInput()))
+        assert checksums(driver) == before
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,10 @@ from caesura.scheduler.kernels.attention_form import PLAIN, FormKind
 from caesura.scheduler.layers.lora import AdapterSlots
 from caesura.scheduler.layers.sharding import head_windows
 from caesura.scheduler.models.causal_lm import CausalLM
-from caesura.scheduler.models.config import ModelBackend, load_model_config
+from caesura.scheduler.models.config import ModelBackend, load_model_config, quantized
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.parallel.group import SINGLE, TensorParallel
+from caesura.scheduler.runtime.engine_config import EngineConfig
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
 
@@ -137,9 +138,13 @@ def load_model(
     *,
     backend: ModelBackend = "native",
     adapters: AdapterSlots | None = None,
+    int8: bool = False,
 ) -> CausalLM:
     """Return a loaded model on the CPU, or this rank's shard of one."""
-    model = build_model(load_model_config(path, backend), dtype, torch.device("cpu"), parallel, adapters)
+    config = load_model_config(path, backend)
+    if int8:
+        config = quantized(config, EngineConfig(model_path=path, device="cpu", quantization="int8"))
+    model = build_model(config, dtype, torch.device("cpu"), parallel, adapters)
     load_from_disk(WeightLoader(model), open_checkpoint(path), bucket_bytes)
     model.finalize_weights()
     return model

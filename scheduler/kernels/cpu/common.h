@@ -84,6 +84,10 @@ using Computed = typename ComputedAs<E>::type;
 struct fp8 {
     uint8_t bits;
 };
+// Whole numbers, likewise.
+struct int8 {
+    int8_t value;
+};
 
 CAESURA_INLINE float to_float(bf16 x) {
     const uint32_t bits = uint32_t(x.bits) << 16;
@@ -137,7 +141,7 @@ namespace avx512 {
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+#pragma GCC target("avx512bf16,avx512vnni,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 namespace avx512bf16 {
 #define CAESURA_HAS_BF16 1
 #include "simd_avx512.h"

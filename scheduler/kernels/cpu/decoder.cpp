@@ -15,8 +15,8 @@ constexpr int64_t SUMS = 2, ROUND_STAGES = 2;  // of a layer: after attention an
 
 // Stages of a layer, at most.
 int64_t stages_of(const LayerForm& form, bool latent) {
-    constexpr int64_t NORMS = 4, ATTENTION = 4, LATENT = 4, BLOCK = 3, GATE = 2, EXPERTS = 8;
-    return NORMS + ATTENTION + (latent ? LATENT : 0) + (form.intermediate ? BLOCK : 0) + (form.experts ? GATE + EXPERTS : 0);
+    constexpr int64_t NORMS = 4, ATTENTION = 4, LATENT = 4, BLOCK = 3, NARROW = 4, GATE = 2, EXPERTS = 8;
+    return NORMS + ATTENTION + NARROW + (latent ? LATENT : 0) + (form.intermediate ? BLOCK : 0) + (form.experts ? GATE + EXPERTS : 0);
 }
 
 // Of the adapters of four products with seven factors B.
@@ -29,7 +29,7 @@ int64_t counters_of(const LayerForm* forms, int64_t layers, bool latent, bool ad
     return stages * Team::counters(threads);
 }
 
-// Where a weight lies, and its scales if it is fp8.
+// Where a weight lies, and its scales if it is fp8 or int8.
 struct Weight {
     const void* data;
     const float* scales = nullptr;
@@ -63,7 +63,7 @@ struct Parts {
                       int64_t rows) const {
         const int64_t row_bytes = inputs * (int64_t)(weight.scales ? sizeof(fp8) : sizeof(E));
         return {x, x_row * (int64_t)sizeof(E), weight.data, bias, y, outputs, rows, outputs, row_bytes / 4, false, weight.scales,
-                s.scale_columns / 4};
+                s.scale_columns / 4, weight.scales ? s.narrow : nullptr};
     }
     void product(const void* x, int64_t inputs, Weight weight, const void* bias, void* y, int64_t outputs) const {
         linear(product_of(x, inputs, inputs, weight, bias, y, outputs, T), team, E());

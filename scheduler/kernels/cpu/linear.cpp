@@ -8,8 +8,8 @@
 //
 //     panel 0: | tile 0: 16 x 16 of outputs 0..15 | 16 x 16 of outputs 16..31 | tile 1: ... |
 //
-// A word of an fp8 weight is four neighbouring values of a row. It and fp16 become wider before they are multiplied:
-// linear_unpacked.h.
+// A word of an fp8 or int8 weight is four neighbouring values of a row. They and fp16 become wider before they are multiplied:
+// linear_unpacked.h, linear_int8.h.
 //
 // One 64-byte line is one word of 16 outputs: what a vector register holds, to be multiplied by one broadcast word of x. A
 // panel is read from its first byte to its last, each line once per block of rows. Half a tile is what AMX calls one, too.
@@ -103,6 +103,15 @@ void all_panels(const Linear& a, Team& team) {
 }
 
 template <class E>
+void int8_panels(const Linear& a, Team& team) {
+    team.each(a.rows, [&](int64_t row, int64_t) {
+        char* to = (char*)a.narrow + row * narrow_row_bytes(a.words);
+        CAESURA_DISPATCH(narrow_row((const E*)((const char*)a.x + row * a.x_stride), a.words * 4, to));
+    });
+    all_panels<int8, E>(a, team);
+}
+
+template <class E>
 void linear_alone(const Linear& a, int threads) {
     if (a.rows == 0) return;
     run_team(threads, a.rows * a.outputs * a.words > PARALLEL, [&](Team& team) { linear(a, team, E()); });
@@ -172,16 +181,19 @@ bool walk(float* packed, char* rows, int64_t stride, int64_t start, int64_t n, i
 }  // namespace
 
 #define CAESURA_LINEAR(NAME, E)                                                                                            \
-    void caesura::linear(const Linear& a, Team& team, E) { a.scales ? all_panels<fp8, E>(a, team) : all_panels<E, E>(a, team); } \
+    void caesura::linear(const Linear& a, Team& team, E) {                                                                 \
+        a.narrow ? int8_panels<E>(a, team) : a.scales ? all_panels<fp8, E>(a, team) : all_panels<E, E>(a, team);           \
+    }                                                                                                                      \
     void caesura::grouped_linear(const Linear& a, const Groups& groups, Team& team, E) {                                   \
         a.scales ? all_groups<fp8, E>(a, groups, team) : all_groups<E, E>(a, groups, team);                                \
     }                                                                                                                      \
     void caesura::batched_linear(const Linear& a, const Batch& batch, Team& team, E) { all_batches<E>(a, batch, team); }    \
     CAESURA_API void caesura_linear_##NAME(const void* x, int64_t x_stride, const void* weight, const float* scales,       \
                                            int64_t scale_columns, const void* bias, void* y, int64_t y_stride,             \
-                                           int64_t rows, int64_t outputs, int64_t inputs, int wide, int threads) {         \
+                                           int64_t rows, int64_t outputs, int64_t inputs, int wide, void* narrow,          \
+                                           int threads) {                                                                  \
         linear_alone<E>({x, x_stride * (int64_t)sizeof(E), weight, bias, y, y_stride, rows, outputs,                       \
-                         weight_words(inputs, scales, E()), wide != 0, scales, scale_columns / 4}, threads);               \
+                         weight_words(inputs, scales, E()), wide != 0, scales, scale_columns / 4, narrow}, threads);       \
     }                                                                                                                      \
     /* Contiguous x and y. */                                                                                              \
     CAESURA_API void caesura_grouped_linear_##NAME(const void* x, const void* weight, const float* scales,                 \
@@ -299,6 +311,7 @@ static void block_of(int rows, const Linear& a, int64_t row, const float* w, int
 }
 
 #include "linear_unpacked.h"
+#include "linear_int8.h"
 
 // Rows [row, end) of one panel, in blocks of nearly equal size.
 template <class E>
@@ -320,7 +333,9 @@ static void whole_panel_rows(const Linear& a, int64_t panel, int64_t row, int64_
 
 template <class W, class E>
 static void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end) {
-    if constexpr (sizeof(W) < sizeof(Computed<E>)) {
+    if constexpr (std::is_same_v<W, int8>) {
+        int8_panel_rows<E>(a, panel, row, end);
+    } else if constexpr (sizeof(W) < sizeof(Computed<E>)) {
         unpacked_panel_rows<W, E>(a, panel, row, end);
     } else {
         whole_panel_rows<E>(a, panel, row, end);

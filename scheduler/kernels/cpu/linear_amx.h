@@ -6,7 +6,7 @@
 // A tile instruction adds the words of a row one after the other, so the order of additions is that of linear.cpp; the
 // bits need not be those of AVX-512. Every product goes this way, also that of a single row: missing rows are zeros.
 #pragma GCC push_options
-#pragma GCC target("amx-tile,amx-bf16,avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+#pragma GCC target("amx-tile,amx-bf16,avx512bf16,avx512vnni,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 namespace amx {
 
 struct alignas(64) Config {  // all eight tiles: 16 rows of 64 bytes

@@ -27,7 +27,7 @@ int best_isa() {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
         return AVX2;
-    if (!__builtin_cpu_supports("avx512bf16")) return AVX512;
+    if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return AVX512;
     return __builtin_cpu_supports("amx-bf16") && tiles_permitted() ? AMX : AVX512BF16;
 }
 
@@ -48,7 +48,7 @@ CAESURA_API int caesura_isa() { return caesura::active_isa; }
 
 // Rises, with _ABI in native.py, whenever the arguments of a kernel change: a library left over from an earlier
 // installation is then seen, not called.
-CAESURA_API int caesura_abi() { return 16; }
+CAESURA_API int caesura_abi() { return 17; }
 
 // Compared with that of the structure in native.py: one that is too short would be read beyond its end.
 CAESURA_API int caesura_decoder_step_bytes() { return sizeof(caesura::DecoderStep); }

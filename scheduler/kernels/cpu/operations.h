@@ -16,11 +16,19 @@ struct Linear {
     int64_t y_stride;
     int64_t rows, outputs, words;  // of the weight's rows
     bool wide = false;  // y is float, whatever x is; no bias then
-    // nullptr: the weight is of x's type. Else it is fp8, a word of it four elements, and every `scale_words` of them have a line
+    // nullptr: the weight is of x's type. Else it is fp8 (or int8), a word of it four elements, and every `scale_words` of them have a line
     // of scales: one for each output, padded to whole panels.
     const float* scales = nullptr;
     int64_t scale_words = 0;
+    // Not nullptr: the weight is int8 instead, and here is room for the rows of x in 16 bits (linear_int8.h).
+    void* narrow = nullptr;
 };
+
+constexpr int64_t INT8_COLUMNS = 128;  // that share a scale
+constexpr int64_t NARROW_HEAD = 64;    // bytes in front of a narrow row's numbers: its scale
+
+// `words` of the weight's rows. kernels/linear.py has the same.
+inline int64_t narrow_row_bytes(int64_t words) { return NARROW_HEAD + round_up(words * 8, 64); }
 
 // Rows sorted by the weight that they are multiplied by: rows [starts[g], starts[g + 1]) and weight experts[g], for each g below
 // *count, which stay as they are until every thread has passed the stage (team.h). Weights lie one after the other, each in whole
@@ -252,7 +260,7 @@ struct LayerTensors {
     const void *sinks;
     const void *q_up, *w_kc, *w_vc;           // latent attention
     const void *router, *router_bias, *experts_gate_up, *experts_gate_up_bias, *experts_down, *experts_down_bias, *shared_gate;
-    // Of fp8 weights; nullptr: the weight is of the model's type.
+    // Of fp8 or int8 weights; nullptr: the weight is of the model's type.
     const float *qkv_scales, *o_scales, *gate_up_scales, *down_scales, *q_up_scales, *experts_gate_up_scales, *experts_down_scales,
         *shared_gate_scales;
     // Adapters of the products (layers/lora.py), all slots' one after another; nullptr: none of the step changes the product.
@@ -275,9 +283,10 @@ struct LayerForm {
 // tokens, of `hidden`. Angles have a row for each position. What latents and experts need is described in kernels/decoder.py.
 struct DecoderStep {
     int64_t tokens, hidden, heads, kv_heads, head_size, rotated, from_one;
-    int64_t scale_columns;  // inputs that share a scale of an fp8 weight
+    int64_t scale_columns;  // inputs that share a scale of an fp8 or int8 weight
     int64_t latent, q_rank, nope, value_size, interleaved, parts;  // latent 0: ordinary attention; q_rank 0: queries have no latent
     void *residual, *update, *x, *qkv, *attended, *gate_up, *gated;
+    void* narrow;  // nullptr: weights with scales are fp8, not int8
     void *q, *q_up, *queries, *values;
     void *logits, *ids, *weights, *pair_tokens, *places, *hit, *starts, *next, *count, *rows, *expert_gate_up, *expert_gated, *gates;
     int64_t groups_row;  // hit, starts and count are of each layer, that far apart

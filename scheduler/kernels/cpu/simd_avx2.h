@@ -92,6 +92,9 @@ CAESURA_INLINE F dot(F sum, F a, F b, bf16) {
     return fma(_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(y, 16)), odd);
 }
 
+using Ints = int32_t __attribute__((vector_size(32)));
+CAESURA_INLINE Ints dot(Ints sum, F a, F b) { return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+
 CAESURA_INLINE void from_fp16(F words, F& low, F& high) {
     const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15, 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6,
                                            7, 10, 11, 14, 15);

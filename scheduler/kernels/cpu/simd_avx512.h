@@ -79,6 +79,16 @@ CAESURA_INLINE F dot(F sum, F a, F b, bf16) {
 #endif
 }
 
+// Of whole numbers: words are pairs of 16 bits.
+using Ints = int32_t __attribute__((vector_size(64)));
+CAESURA_INLINE Ints dot(Ints sum, F a, F b) {
+#if CAESURA_HAS_BF16
+    return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#else
+    return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#endif
+}
+
 // The two fp16 numbers of each word.
 CAESURA_INLINE void from_fp16(F words, F& low, F& high) {
     const __m512i order = _mm512_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1, 30, 28, 26, 24, 22, 20, 18, 16,

@@ -80,13 +80,14 @@ class Team {
     Counter* stage;
 };
 
-// An operation of one stage: work(team) by `threads`, or, where that is not worth it, by the caller alone.
+// An operation of at most two stages: work(team) by `threads`, or, where that is not worth it, by the caller alone.
 template <class Work>
 void run_team(int threads, bool worth_it, const Work& work) {
     if (threads > MAX_TEAM) threads = MAX_TEAM;
     if (threads < 2 || !worth_it) threads = 1;
-    Counter stage[MAX_TEAM + 1];
-    for (int i = 0; i < Team::counters(threads); i++) stage[i].value = 0;
+    constexpr int STAGES = 2;
+    Counter stage[STAGES * (MAX_TEAM + 1)];
+    for (int i = 0; i < STAGES * Team::counters(threads); i++) stage[i].value = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         Team team(omp_get_thread_num(), omp_get_num_threads(), stage);

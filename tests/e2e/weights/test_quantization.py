@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 
@@ -56,6 +57,45 @@ def test_it_computes_what_a_quantised_checkpoint_does(engine, folders):
     assert sampled(engine) == of_disk
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def versions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with two versions of a dense model in bfloat16."""
+    root = tmp_path_factory.mktemp("dense")
+    for seed in (0, 1):
+        make_checkpoint(root / f"{seed}", "qwen3", tied=request.param, seed=seed, dtype=torch.bfloat16)
+    return root
+
+
+def test_an_int8_engine_computes_the_same_after_any_update(versions: Path) -> None:
+    new = load_file(versions / "1" / "model.safetensors")
+    with (
+        launch_scheduler(versions / "0", quantization="int8", **OPTIONS) as engine,
+        launch_scheduler(versions / "1", quantization="int8", **OPTIONS) as cold,
+    ):
+        before, of_cold = sampled(engine), sampled(cold)
+        assert before != of_cold
+        for update in (
+            lambda: engine.update_weights_from_disk(versions / "1"),
+            lambda: engine.update_weights_from_tensor(new, bucket_bytes=1000),
+            lambda: engine.update_weights_from_ipc(new),
+        ):
+            update()
+            assert sampled(engine) == of_cold
+            assert engine.check_weights("checksum").total == cold.check_weights("checksum").total
+            engine.update_weights_from_disk(versions / "0")
+            assert sampled(engine) == before
+
+
+def test_a_module_that_is_not_int8_keeps_its_precision(versions: Path) -> None:
+    kept = "lm_head, q_proj, k_proj, v_proj, o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj"
+    options = {"quantization": "int8", "quantization_skipped": kept}
+    with (
+        launch_scheduler(versions / "0", **options, **OPTIONS) as none,
+        launch_scheduler(versions / "0", **OPTIONS) as plain,
+    ):
+        assert sampled(none) == sampled(plain)
+
+
 @pytest.mark.parametrize(
     ("family", "options", "error", "said"),
     [
@@ -68,6 +108,9 @@ def test_it_computes_what_a_quantised_checkpoint_does(engine, folders):
             "'oproj' is no",
         ),
         ("gpt-oss", {"quantization": "fp8"}, UnsupportedModel, "start it without quantization"),
+        ("qwen3-moe", {"quantization": "int8"}, UnsupportedModel, "without experts"),
+        ("deepseek-v3", {"quantization": "int8"}, UnsupportedModel, "without experts or latent attention"),
+        ("qwen3", {"quantization": "int8", "tp": 2}, UnsupportedModel, "without tp = 2"),
     ],
 )
 def test_other_quantizations_are_refused(tmp_path, family, options, error, said):

@@ -69,7 +69,9 @@ FP8 = {
     "deepseek-v3": ((16, 16), {"q_lora_rank": 20}),
 }
 """Families that are FP8, too, in such blocks."""
-KINDS = sorted([*FAMILIES, *(f"{family}-fp8" for family in FP8)])
+INT8 = ("qwen3", "gemma3")
+"""Families that are int8, too."""
+KINDS = sorted([*FAMILIES, *(f"{family}-fp8" for family in FP8), *(f"{family}-int8" for family in INT8)])
 PAGES = 40
 
 
@@ -84,7 +86,14 @@ def models(tmp_path_factory):
         plain = folder / f"{family}-plain"
         make_checkpoint(plain, family, **overrides)
         make_fp8_checkpoint(plain, folder / f"{family}-fp8", blocks)
-    return {(kind, dtype): load_model(str(folder / kind), dtype) for kind in KINDS for dtype in native.FLOATS}
+
+    def load(kind, dtype):
+        family, _, form = kind.rpartition("-")
+        if form == "int8":
+            return load_model(str(folder / family), dtype, int8=True)
+        return load_model(str(folder / kind), dtype)
+
+    return {(kind, dtype): load(kind, dtype) for kind in KINDS for dtype in native.FLOATS}
 
 
 def attention(model, dtype, seed=0):

@@ -14,7 +14,7 @@ from caesura.scheduler.kernels import linear, native
 
 pytestmark = pytest.mark.usefixtures("built")
 DTYPES = native.FLOATS
-LAYOUTS = (*DTYPES, linear.FP8)
+LAYOUTS = (*DTYPES, linear.FP8, linear.INT8)
 
 
 @pytest.fixture(params=native.ISAS[1 : native.ISAS.index(native.isa()) + 1] or [native.ISAS[1]])
@@ -246,6 +246,63 @@ def test_fp8_weights_that_do_not_fit_are_refused(change):
     make(weight, torch.zeros(4, 64), 16, torch.float32)
     with pytest.raises(ValueError, match="packed rows"):
         make(**given)
+
+
+# int8
+
+
+def int8_product(w: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> linear.Product:
+    outputs, inputs = w.shape
+    lines = torch.zeros(linear.scales_shape(outputs, inputs, linear.INT8_COLUMNS))
+    lines[:, :outputs] = scales.t()
+    made = linear.Scales(lines, linear.INT8_COLUMNS, linear.INT8)
+    return linear.Product(packed(w), outputs, inputs, made, dtype)
+
+
+def int8_case(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(outputs)
+    w = torch.randint(-127, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
+    w[0] = 127  # the largest sums that there can be
+    return w, torch.rand(outputs, -(-inputs // linear.INT8_COLUMNS), generator=generator) + 0.1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs,inputs", [(33, 64), (97, 300), (64, 516), (1, 4)])
+def test_int8_products_have_the_bits_of_the_definition(isa, dtype, outputs, inputs):
+    (w, scales), bias = int8_case(outputs, inputs), normal(2, dtype, outputs)
+    x = normal(1, dtype, 110, inputs + 3)[:, 3:]
+    x[0], x[1], x[2, 1:] = 3.0, -3.0, 0.0
+    product = int8_product(w, scales, dtype)
+    expected = linear.int8_product(x, w, scales, bias)
+    for count in (1, 3):
+        with threads(count):
+            for rows in (*range(1, 14), 48, 50, 110):
+                assert torch.equal(product(x[:rows], bias), expected[:rows]), (count, rows)
+            assert torch.equal(product(x[3:9]), linear.int8_product(x[3:9], w, scales))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_products_are_near_those_of_float64(dtype):
+    (w, scales), x = int8_case(80, 640), normal(3, dtype, 7, 640)
+    exact = x.double() @ (w * scales.repeat_interleave(linear.INT8_COLUMNS, dim=1)).double().t()
+    error = (linear.int8_product(x, w, scales).double() - exact).norm() / exact.norm()
+    assert error < 2 * unit(dtype) + 1e-4  # 16 bits of the largest value
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_int8_rows_that_are_not_finite_give_nothing_finite(isa, wrong):
+    (w, scales), x = int8_case(40, 200), torch.ones(6, 200)
+    x[2, 199], x[4], x[5] = wrong, 0.0, 1e-35  # and a row too small for a scale is zero
+    for y in (int8_product(w, scales, x.dtype)(x), linear.int8_product(x, w, scales)):
+        assert y[2].isnan().all()
+        assert y[[0, 1, 3]].isfinite().all()
+        assert (y[4:] == 0).all()
+
+
+def test_int8_weights_in_other_blocks_are_refused():
+    weight, lines = torch.zeros(64, 256, dtype=torch.int8), torch.zeros(4, 64)
+    with pytest.raises(ValueError, match="packed rows"):
+        linear.Product(weight, 40, 256, linear.Scales(lines, 64, linear.INT8), torch.float32)
 
 
 # The layout
