@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.text import Text
 
 ENGINES = ("caesura", "vllm", "openvino", "transformers")
-FP8 = "caesura-fp8"
-"""The engine with ``quantization="fp8"``, as one more participant."""
+QUANTIZED = ("caesura-fp8", "caesura-int8", "openvino-int8")
+"""Engines with quantised weights, as further participants."""
 BATCHING = "transformers-batching"
 """transformers' continuous batching, where ``transformers`` is one call of ``generate``."""
 
@@ -49,7 +49,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument(
         "--engines",
         default=",".join(ENGINES),
-        help=f"comma-separated, also {FP8} and {BATCHING} (default: %(default)s)",
+        help=f"comma-separated, also {', '.join(QUANTIZED)} and {BATCHING} (default: %(default)s)",
     )
     made.add_argument("--repeats", type=int, default=3, help="starts of every engine (default: 3)")
     cores = len(os.sched_getaffinity(0))
@@ -64,7 +64,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--transformers-python", default=sys.executable)
     made.add_argument("--work-dir", type=Path, help="keep checkpoints and logs here (default: temporary)")
     options = made.parse_args(argv)
-    if unknown := set(options.engines.split(",")) - {*ENGINES, FP8, BATCHING}:
+    if unknown := set(options.engines.split(",")) - {*ENGINES, *QUANTIZED, BATCHING}:
         made.error(f"unknown engines: {', '.join(sorted(unknown))}")
     if options.repeats < 1 or options.threads < 1:
         made.error("--repeats and --threads must be at least 1")
@@ -76,14 +76,16 @@ def choose_engines(options: argparse.Namespace, cache: Path, console: Console) -
     threads = options.threads
     available = {
         "caesura": participants.caesura(threads),
-        FP8: participants.caesura(threads, "fp8"),
+        "caesura-fp8": participants.caesura(threads, "fp8"),
+        "caesura-int8": participants.caesura(threads, "int8"),
         "transformers": participants.rollouts_alone("transformers", options.transformers_python, threads),
         BATCHING: participants.rollouts_alone("transformers, batching", options.transformers_python, threads),
     }
     if options.vllm_python:
         available["vllm"] = participants.vllm(options.vllm_python, threads, options.vllm_bind, cache)
     if options.openvino_python:
-        available["openvino"] = participants.rollouts_alone("OpenVINO", options.openvino_python, threads)
+        for name, engine in (("openvino", "OpenVINO"), ("openvino-int8", "OpenVINO, int8")):
+            available[name] = participants.rollouts_alone(engine, options.openvino_python, threads)
     chosen = []
     for name in options.engines.split(","):
         missing = available[name].why_missing() if name in available else "no interpreter given"

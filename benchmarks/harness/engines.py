@@ -72,10 +72,12 @@ def caesura(threads: int, quantization: str = "auto") -> Engine:
 
 
 _TRANSFORMERS = ("transformers_peer.py", "torch, transformers")
+_OPENVINO = ("openvino_peer.py", "openvino_genai, optimum.intel")
 _ROLLOUTS_ALONE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "transformers": (*_TRANSFORMERS, {"continuous_batching": False}),
     "transformers, batching": (*_TRANSFORMERS, {"continuous_batching": True}),
-    "OpenVINO": ("openvino_peer.py", "openvino_genai, optimum.intel", {}),
+    "OpenVINO": (*_OPENVINO, {}),
+    "OpenVINO, int8": (*_OPENVINO, {"quantization": "int8"}),
 }
 """Scripts, modules and ``start`` of engines that have no pauses and updates, by name."""
 
