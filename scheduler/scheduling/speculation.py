@@ -58,7 +58,8 @@ class Texts:
 
     def add(self, key: int, output: np.ndarray) -> None:
         before = self._texts.pop(key, END)
-        text = np.concatenate([before, output, END])[-_TEXT_TOKENS:]
+        # A copy: a view would keep all of the longest output.
+        text = np.concatenate([before, output, END])[-_TEXT_TOKENS:].copy()
         self._texts[key] = text
         self.num_tokens += len(text) - (-PROMPT_TOKENS if before is END else len(before))
         while self.num_tokens > self._most:

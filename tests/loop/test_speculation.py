@@ -181,6 +181,13 @@ def test_texts_of_prompts_not_used_lately_are_forgotten() -> None:
     assert texts.num_tokens == 20 + 2 * PROMPT_TOKENS
 
 
+def test_texts_hold_no_more_than_they_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "_TEXT_TOKENS", 16)
+    texts = Texts()
+    texts.add(1, np.arange(1000, dtype=np.int32))
+    assert (len(texts.of(1)), texts.of(1).base) == (16, None)
+
+
 def test_drafts_pay_where_larger_steps_take_little_longer() -> None:
     speculation, sure = Speculation(RequestTable(64, 16, 16, 97)), np.full(15, 0.9)
     for rows in (1, 4, 16):
