@@ -83,12 +83,11 @@ class EngineConfig(EngineOptions):
     def _check_together(self) -> None:
         if self.quantization_skipped and self.quantization == "auto":
             raise _invalid("quantization_skipped", self.quantization_skipped, "needs quantization")
-        if self.quantization != "auto" and is_pipeline(self.model_path):
-            raise _invalid("quantization", self.quantization, "is for language models")
+        for name, unused in (("quantization", "auto"), ("speculation", "none"), ("kv_tier_bytes", 0)):
+            if (value := getattr(self, name)) != unused and is_pipeline(self.model_path):
+                raise _invalid(name, value, "is for language models")
         if self.speculation != "none" and self.pipeline_depth:
             raise _invalid("pipeline_depth", self.pipeline_depth, "must be 0 with speculation")
-        if self.kv_tier_bytes and is_pipeline(self.model_path):
-            raise _invalid("kv_tier_bytes", self.kv_tier_bytes, "is for language models")
         if self.kv_tier_bytes and not self.prefix_cache:
             raise _invalid("kv_tier_bytes", self.kv_tier_bytes, "needs prefix_cache")
         if self.kv_tier_folder and not (self.kv_tier_bytes and self.kv_tier_folder_bytes):

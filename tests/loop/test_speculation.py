@@ -154,7 +154,10 @@ def test_what_a_draft_cannot_carry_is_decoded_alone(drivers: list[EngineDriver])
     assert drivers[1].complete(prompt_of(12), sampling_params=params).drafted_tokens == 0
 
 
-def test_impossible_options_are_refused(tiny_model: Path, hybrid: Path) -> None:
+def test_impossible_options_are_refused(tiny_model: Path, hybrid: Path, tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").touch()
+    with pytest.raises(CaesuraError, match="speculation = 'suffix' is for language models"):
+        EngineConfig(model_path=str(tmp_path), speculation="suffix")
     with pytest.raises(CaesuraError, match="pipeline_depth = 1 must be 0 with speculation"):
         EngineConfig(model_path=str(tiny_model), speculation="suffix", pipeline_depth=1)
     with pytest.raises(CaesuraError, match="layers keep a state"):
