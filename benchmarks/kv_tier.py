@@ -2,7 +2,8 @@
 
 ``release``: all requests decode when a pause retracts them; the KV pool is released and resumed, and the time
 from continue until all have ended is measured. ``preemption``: the time of the same requests in a pool that
-holds a third of them. Both ways take turns, with prompts that share nothing.
+holds a third of them. ``evicted``: the time of the same prompts again, in that pool. Both ways take turns,
+with prompts that share nothing.
 
     python benchmarks/kv_tier.py --shape 0.6b --json kv_tier.json
 """
@@ -28,9 +29,9 @@ Row = dict[str, float]
 
 def submit(client: SchedulerClient, options: argparse.Namespace, turn: int) -> list[Any]:
     params = SamplingParams(max_new_tokens=options.new_tokens, temperature=0.0, ignore_eos=True)
-    first = 1000 + 100 * turn
+    first = options.requests * (turn + 1)  # turns count from -1
     return [
-        client.submit([first + number, *range(500, 499 + options.prompt_tokens)], params)
+        client.submit([3 + first + number, *range(5, 4 + options.prompt_tokens)], params)
         for number in range(options.requests)
     ]
 
@@ -65,7 +66,13 @@ def preemption(client: SchedulerClient, options: argparse.Namespace, turn: int) 
     return row | {name: value - before[name] for name, value in figures(client).items()}
 
 
-SCENES = {"release": release, "preemption": preemption}
+def evicted(client: SchedulerClient, options: argparse.Namespace, turn: int) -> Row:
+    for handle in submit(client, options, turn):
+        handle.result()
+    return preemption(client, options, turn)
+
+
+SCENES = {"release": release, "preemption": preemption, "evicted": evicted}
 
 
 def main() -> None:

@@ -187,6 +187,9 @@ class CacheManager:
             return
         first = kv.num_shared
         run = tokens[first * self.page_size : full * self.page_size]
+        if self.tier is not None:  # before the tree has them: whatever fails then, no page has another's key
+            for at, key in enumerate(self._chain(kv, tokens, first, full), first):
+                self._keys[kv.pages[at]], self._depths[kv.pages[at]] = key, at
         inserted = self._tree.insert(kv.epoch, kv.salt, run, kv.pages[first:full], after=kv.node)
         self._tree.lock(inserted.node)
         if kv.node is not None:
@@ -205,9 +208,6 @@ class CacheManager:
         kv.num_shared = full
         self._num_owned -= full - first
         self._free(duplicates)
-        if self.tier is not None:
-            for at, key in enumerate(self._chain(kv, tokens, first, full), first):
-                self._keys[kv.pages[at]], self._depths[kv.pages[at]] = key, at
 
     def restore(self, kv: RequestKV, tokens: np.ndarray) -> int:
         """Copy what the tier has of a prefix, as :meth:`open` would share it, into the request's own pages.

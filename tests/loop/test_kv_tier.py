@@ -241,6 +241,23 @@ def outcome(result: GenerateReqOutput) -> tuple[object, ...]:
     return tokens_of(result), result.output_logprobs, result.finish_reason.type, spans
 
 
+@pytest.mark.parametrize("family", ["deepseek-v3", "qwen3-moe"])
+def test_latents_and_experts_come_back_as_they_were(tmp_path, family):
+    make_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16)
+    options = {"kv_tier_bytes": TIER, "kv_tier_folder": str(tmp_path), "kv_tier_folder_bytes": TIER}
+    with EngineDriver(str(tmp_path / "model"), scripted=False, dtype="auto", **options) as driver:
+
+        def sampled() -> GenerateReqOutput:
+            return driver.complete(PROMPTS[1], 20, seed=7, return_logprob=True)
+
+        sampled()
+        from_pool = sampled()
+        release_and_resume(driver)
+        from_tier = sampled()
+        assert hits(driver) == from_pool.cached_tokens == from_tier.cached_tokens == 64
+        assert outcome(from_pool) == outcome(from_tier)
+
+
 @pytest.mark.parametrize("road", ["tensor", "disk"])
 def test_a_rollback_makes_pages_known_again(base, tmp_path, road):
     old = load_file(base / "model.safetensors")

@@ -181,6 +181,23 @@ def test_rows_after_the_memory_came_back(driver):
     assert check(driver, rid, prompt_of(40)).cached_tokens == 0
 
 
+def test_rows_come_back_with_their_pages(moe_models, depth):
+    with engine(moe_models[0], depth, kv_tier_bytes=1 << 20) as driver:
+        rid = ask(driver, prompt_of(40), 30)
+        driver.tick(10)
+        driver.pause("retract")
+        driver.release("kv_cache")
+        driver.runner.kv[:] = 0
+        driver.resume("kv_cache")
+        driver.go_on()
+        driver.run_until_idle()
+        check(driver, rid, prompt_of(40))
+        again = ask(driver, prompt_of(40), 5)
+        driver.run_until_idle()
+        assert check(driver, again, prompt_of(40)).cached_tokens == 32
+        assert driver.status().kv_tier.hit_tokens > 0
+
+
 def test_status_counts_them(driver):
     assert driver.complete(prompt_of(5), 3).routed_experts is None, "it was not asked for"
     status = driver.status()
