@@ -284,15 +284,36 @@ def test_a_rollback_makes_pages_known_again(base, tmp_path, road):
 
 def test_a_delta_that_fails_leaves_pages_known(base, tmp_path):
     old = load_file(base / "model.safetensors")
-    sent = SentDelta(old, some_changed(old))
-    with EngineDriver(str(base), scripted=False, kv_tier_bytes=TIER) as driver:
+    sent, broken = SentDelta(old, some_changed(old)), some_changed(old)
+    broken["lm_head.weight"].view(-1)[7] = torch.nan
+    with EngineDriver(str(base), scripted=False, kv_tier_bytes=TIER, check_finite=True) as driver:
         first = driver.complete(PROMPTS[1], 20, seed=7)
+        for delta, promise, code in (
+            (sent, "0" * 32, "base_mismatch"),  # before the first byte
+            (SentDelta(old, broken), None, "weights_not_finite"),  # at the commit, and undone
+        ):
+            release_and_resume(driver)
+            promised = DeltaBase(base_epoch=0, digest=promise)
+            assert_error(by_tensor(driver, delta, promised, tmp_path), code)
+            again = driver.complete(PROMPTS[1], 20, seed=7)
+            assert (again.cached_tokens, outcome(again)) == (64, outcome(first))
+
+
+def test_an_update_that_was_broken_off_makes_pages_unknown(base, other):
+    with EngineDriver(str(base), scripted=False, kv_tier_bytes=TIER) as driver:
+        rid = driver.generate(PROMPTS[1], 30, seed=7)
+        driver.tick(8)
+        ok(driver.pause("retract"))
         release_and_resume(driver)
-        assert_error(
-            by_tensor(driver, sent, DeltaBase(base_epoch=0, digest="0" * 32), tmp_path), "base_mismatch"
-        )
-        again = driver.complete(PROMPTS[1], 20, seed=7)
-        assert (again.cached_tokens, outcome(again)) == (64, outcome(first))
+        session = driver.begin()
+        Sender(driver, other, session_id=session).send(0)
+        ok(driver.end(session_id=session, commit=False))
+        assert driver.status().weights == "poisoned"
+        Sender(driver, base).send_all()  # what was there before, all of it
+        ok(driver.go_on())
+        driver.run_until_idle()
+        assert [span.epoch for span in driver.result(rid).weight_versions] == [0, 1]
+        assert (hits(driver), driver.status().kv_tier.host_bytes) == (0, 0)
 
 
 def test_an_adapter_has_pages_of_each_version(base, tmp_path):
