@@ -7,14 +7,14 @@ Invariants:
 - A sample that begins again forgets all but its seed, so it makes the same trajectory under the same weights.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 from torch import Tensor
 
 from ...io_struct import GenerateImagesReqInput, SdeParams, WeightVersionSpan
-from ..scheduling.request import Phase, WeightStamp
+from ..scheduling.request import Phase, WeightStamp, fields_of
 
 Embeds = dict[str, Tensor]
 """Embeddings by name, of one prompt without a batch dimension, or of several with one."""
@@ -147,7 +147,7 @@ class ImageRequest:
     def version_spans(self) -> list[WeightVersionSpan]:
         ends = [*(start for _, start in self.spans), self.step][1:]
         return [
-            WeightVersionSpan(**asdict(stamp), start=start, end=end)
+            WeightVersionSpan(**fields_of(stamp), start=start, end=end)
             for (stamp, start), end in zip(self.spans, ends, strict=True)
         ]
 

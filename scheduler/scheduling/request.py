@@ -15,7 +15,8 @@
 import heapq
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -60,6 +61,11 @@ class WeightStamp:
     adapter_epoch: int = 0
     digest: str = ""
     adapter_digest: str = ""
+
+
+@lru_cache(maxsize=64)
+def fields_of(stamp: WeightStamp) -> "Mapping[str, Any]":
+    return asdict(stamp)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -200,7 +206,7 @@ class Request:
         """Return the weight-version spans; they cover ``[0, num_outputs)`` without gaps."""
         ends = [start for _, _, start in self.spans[1:]] + [num_outputs]
         return [
-            WeightVersionSpan(**asdict(stamp), start=start, end=end, stale_kv=stale)
+            WeightVersionSpan(**fields_of(stamp), start=start, end=end, stale_kv=stale)
             for (stamp, stale, start), end in zip(self.spans, ends, strict=True)
             if start < end  # a span without tokens was opened for a token whose step failed
         ]
