@@ -170,7 +170,10 @@ class WeightLoader:
         for step in self._plans.steps(source.specs, self._mapper.find, buffer):
             if isinstance(step, PlannedWrite):
                 step.buffer = data
-                yield step
+                try:
+                    yield step
+                finally:
+                    step.buffer = None  # its owner's to unmap
             elif not self.skip(step.name):
                 yield from source.pieces_of(step, bucket_bytes)
 

@@ -67,7 +67,7 @@ class PlannedWrite:
         """Write, and return of each tensor the lanes of its digest, and True if a byte has changed."""
         compiled, count, buffer = words.library(), len(self.slots), self.buffer
         assert compiled is not None and buffer is not None, "it is planned with both"
-        self.buffer, walkers = None, linear.walkers()
+        walkers = linear.walkers()
         share = -(-count // torch.get_num_threads())
 
         def take(first: int) -> None:
