@@ -33,7 +33,6 @@ class PageAllocator:
         self._num_free = self.total
         self._is_free = np.ones(num_pages, dtype=np.bool_)
         self._is_free[0] = False
-        self._mark = np.zeros(num_pages, dtype=np.int32)
 
     @property
     def num_free(self) -> int:
@@ -56,16 +55,15 @@ class PageAllocator:
         n = len(pages)
         if n == 0:
             return
-        if int(pages.min()) < 1 or int(pages.max()) > self.total:
+        ordered = np.sort(pages)
+        if ordered[0] < 1 or ordered[-1] > self.total:
             raise LedgerError(f"freed pages outside [1, {self.total}]: {_named(pages)}")
         already = self._is_free[pages]
         if already.any():
             raise LedgerError(f"pages freed while free: {_named(pages[already])}")
-        order = np.arange(n, dtype=np.int32)
-        self._mark[pages] = order  # of equal pages one writer wins; the others then differ
-        twice = self._mark[pages] != order
+        twice = ordered[1:] == ordered[:-1]
         if twice.any():
-            raise LedgerError(f"pages freed twice in one call: {_named(pages[twice])}")
+            raise LedgerError(f"pages freed twice in one call: {_named(ordered[1:][twice])}")
         self._is_free[pages] = True
         self._stack[self._num_free : self._num_free + n] = pages[::-1]
         self._num_free += n
