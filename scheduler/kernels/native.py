@@ -5,12 +5,13 @@ Invariants:
 - One OpenMP runtime per process. The library is linked without one; its symbols resolve to the runtime that
   torch has loaded, so torch must be imported first, and one pool of threads serves both.
 - Every kernel is told its number of threads, :func:`torch.get_num_threads` of the moment.
-- ``CAESURA_KERNELS`` limits use: ``torch``, ``avx2``, ``avx512``, ``avx512bf16``, ``amx``. Unset or empty it
-  is the best that there is.
+- ``CAESURA_KERNELS`` limits use: to ``torch``, or to one of the machine's :data:`ISAS`. Unset or empty it is the
+  best that there is.
 """
 
 import ctypes
 import os
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,8 +25,16 @@ from ..runtime.dtypes import NAMES
 
 VARIABLE = "CAESURA_KERNELS"
 
-ISAS = ("torch", "avx2", "avx512", "avx512bf16", "amx")
-"""Instruction sets in the order of common.h's ``Isa``: each includes those before it."""
+
+def isas_of(machine: str) -> tuple[str, ...]:
+    """Return the instruction sets of a :func:`platform.machine`, in the order of common.h's ``Isa``."""
+    if machine in ("aarch64", "arm64"):
+        return "torch", "neon", "neonbf16"
+    return "torch", "avx2", "avx512", "avx512bf16", "amx"
+
+
+ISAS = isas_of(platform.machine())
+"""Instruction sets of this machine: each includes those before it."""
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of tensors that kernels take; arithmetic is float32, or, for bfloat16, that of its instructions."""
@@ -96,7 +105,7 @@ def _library() -> ctypes.CDLL | str:
         return f"{VARIABLE}={limit}"
     path = _find()
     if path is None:
-        return "the extension was not built (it needs an x86-64 machine with GCC at installation)"
+        return "the extension was not built (it needs Linux and GCC at installation, on x86-64 or 64-bit ARM)"
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:  # another platform's file, or a torch without OpenMP

@@ -47,7 +47,7 @@ _REASONS = {
     _LATE: "it did not come in time",
 }
 _FLOCK = "hhlli4x"
-"""Layout of ``struct flock`` on x86-64 Linux: type, whence, start, length, process."""
+"""Layout of ``struct flock`` on 64-bit Linux: type, whence, start, length, process."""
 _F_OFD_SETLK = 37
 
 

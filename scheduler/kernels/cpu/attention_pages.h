@@ -34,7 +34,7 @@ struct Block {
 
 // Asked for ahead of its use, because the processor's own prefetchers stop at the end of a page.
 CAESURA_INLINE void prefetch(const void* p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char*)p + i, _MM_HINT_T0);
+    for (int64_t i = 0; i < bytes; i += 64) fetch_first((const char*)p + i);
 }
 
 // A query or a key as words.

@@ -109,7 +109,7 @@ bool await(Collective& c, uint32_t Line::*word, uint32_t wanted, Heeds heeds) {
     int64_t deadline = 0;
     for (int64_t rank = 0; rank < c.size; rank++) {
         Line& line = shared(c).ranks[rank];
-        for (int spins = 0; spins < SPINS && !reached(line.*word, wanted); spins++) _mm_pause();
+        for (int spins = 0; spins < SPINS && !reached(line.*word, wanted); spins++) relax();
         while (!reached(line.*word, wanted)) {
             if (!deadline) deadline = now_ns() + c.timeout_ns;
             const bool left = __atomic_load_n(&line.left, __ATOMIC_ACQUIRE), late = now_ns() > deadline;

@@ -14,7 +14,8 @@
 //     #ifndef CAESURA_ISA
 //       #include "common.h"
 //       #define CAESURA_FILE "operation.cpp"
-//       #include "each_isa.h"                       // the part below, as avx2::, avx512:: and avx512bf16::
+//       #include "each_isa.h"                       // the part below, as avx2::, avx512:: and avx512bf16::, or as
+//                                                   // neon:: and neonbf16::
 //       CAESURA_API void operation(...) { CAESURA_DISPATCH(rows(...)); }
 //     #else
 //       namespace CAESURA_ISA { static void rows(...) { F x = load(p); ... } }
@@ -24,28 +25,37 @@
 // set as a parameter: the compiler has to see the code once under each target.
 #pragma once
 
+#if !defined(__linux__) || !defined(__GNUC__) || defined(__clang__) || !(defined(__x86_64__) || defined(__aarch64__))
+#error "these kernels are written for Linux and GCC, on x86-64 or 64-bit ARM; elsewhere the engine runs on torch"
+#endif
+
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
-#if !defined(__x86_64__) || !defined(__GNUC__)
-#error "these kernels are written for x86-64 and GCC; elsewhere the engine runs on torch"
-#endif
-
+#if defined(__x86_64__)
 #include <immintrin.h>
+#else
+#include <arm_neon.h>
+#endif
 
 #define CAESURA_API extern "C" __attribute__((visibility("default")))
 #define CAESURA_INLINE static inline __attribute__((always_inline, unused))
 
 // The code that serves, as numbered in native.py; more includes less.
+#if defined(__x86_64__)
 enum Isa : int { NONE = 0, AVX2 = 1, AVX512 = 2, AVX512BF16 = 3, AMX = 4 };
+#else
+enum Isa : int { NONE = 0, NEON = 1, NEONBF16 = 2 };
+#endif
 
 namespace caesura {
 extern int active_isa;  // native.cpp: the best there is, or what caesura_use_isa() chose of it
 }
 
 // Calls the function of the active instruction set. What AMX is good for says so itself; the rest is AVX-512 there.
+#if defined(__x86_64__)
 #define CAESURA_DISPATCH(...)                                \
     do {                                                     \
         switch (caesura::active_isa) {                       \
@@ -55,6 +65,29 @@ extern int active_isa;  // native.cpp: the best there is, or what caesura_use_is
             default: avx512bf16::__VA_ARGS__; break;         \
         }                                                    \
     } while (0)
+#else
+#define CAESURA_DISPATCH(...)                                \
+    do {                                                     \
+        switch (caesura::active_isa) {                       \
+            case NONE:                                       \
+            case NEON: neon::__VA_ARGS__; break;             \
+            default: neonbf16::__VA_ARGS__; break;           \
+        }                                                    \
+    } while (0)
+#endif
+
+// Lets whoever else runs on this core go first, in a loop that waits.
+CAESURA_INLINE void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#else
+    __asm__ volatile("yield");
+#endif
+}
+
+// Asks for the line at `p`, for the first-level or the second-level cache.
+CAESURA_INLINE void fetch_first(const void* p) { __builtin_prefetch(p, 0, 3); }
+CAESURA_INLINE void fetch_second(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 struct bf16 {
     uint16_t bits;
@@ -96,7 +129,7 @@ CAESURA_INLINE float to_float(bf16 x) {
     return y;
 }
 
-// Without F16C, which the base instruction set lacks. A subnormal number is a multiple of 2^-24.
+// Without F16C, which the base instruction set of x86-64 lacks. A subnormal number is a multiple of 2^-24.
 CAESURA_INLINE float to_float(fp16 x) {
     const uint32_t size = x.bits & 0x7fff;
     uint32_t bits = (size << 13) + (size < 0x7c00 ? 112u << 23 : 224u << 23);
@@ -124,6 +157,8 @@ constexpr float EXP_P[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
 constexpr float TANH_P[] = {-5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
                             -3.33332819422e-1f};
 
+#if defined(__x86_64__)
+
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 namespace avx2 {
@@ -148,3 +183,22 @@ namespace avx512bf16 {
 #undef CAESURA_HAS_BF16
 }
 #pragma GCC pop_options
+
+#else
+
+namespace neon {
+#define CAESURA_HAS_BF16 0
+#include "simd_neon.h"
+#undef CAESURA_HAS_BF16
+}
+
+#pragma GCC push_options
+#pragma GCC target("arch=armv8.2-a+bf16")
+namespace neonbf16 {
+#define CAESURA_HAS_BF16 1
+#include "simd_neon.h"
+#undef CAESURA_HAS_BF16
+}
+#pragma GCC pop_options
+
+#endif

@@ -1,6 +1,8 @@
 // Compiles CAESURA_FILE once per instruction set, with CAESURA_ISA naming the namespace; common.h shows the use. No guard:
 // every operation includes it.
 
+#if defined(__x86_64__)
+
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 #define CAESURA_ISA avx2
@@ -21,3 +23,18 @@
 #include CAESURA_FILE
 #undef CAESURA_ISA
 #pragma GCC pop_options
+
+#else
+
+#define CAESURA_ISA neon
+#include CAESURA_FILE
+#undef CAESURA_ISA
+
+#pragma GCC push_options
+#pragma GCC target("arch=armv8.2-a+bf16")
+#define CAESURA_ISA neonbf16
+#include CAESURA_FILE
+#undef CAESURA_ISA
+#pragma GCC pop_options
+
+#endif

@@ -53,7 +53,9 @@ enum Walk { PACK, UNPACK, EQUAL };
 
 #define CAESURA_FILE "linear.cpp"
 #include "each_isa.h"
+#if defined(__x86_64__)
 #include "linear_amx.h"
+#endif
 
 namespace {
 
@@ -70,7 +72,11 @@ int64_t x_bytes(const Linear& a) {
 }
 
 int64_t cached_rows(int64_t x_bytes) {
+#if defined(__x86_64__)
     const int64_t least = caesura::active_isa == AMX ? AMX_CHUNK_ROWS : CHUNK_ROWS;
+#else
+    constexpr int64_t least = CHUNK_ROWS;
+#endif
     const int64_t fitting = CHUNK_BYTES / x_bytes;
     return fitting < least ? least : fitting;
 }
@@ -88,7 +94,9 @@ int64_t chunk_rows(const Linear& a, int64_t x_bytes, int64_t panels, int threads
 // Of weights W with x of E.
 template <class W, class E>
 void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end) {
+#if defined(__x86_64__)
     if (std::is_same_v<W, bf16> && caesura::active_isa == AMX) return amx::panel_rows(a, panel, row, end);
+#endif
     CAESURA_DISPATCH(panel_rows<W, E>(a, panel, row, end));
 }
 
@@ -169,7 +177,9 @@ bool walk(float* packed, char* rows, int64_t stride, int64_t start, int64_t n, i
         const char* later = end - last >= 16 ? row + (last - first) * stride : row;
         bool equal = true;
         CAESURA_DISPATCH(walk_halves<W>(tile, row, later, stride, last - first, words, equal));
+#if defined(__x86_64__)
         if constexpr (W == PACK) _mm_sfence();  // orders the streamed lines before what other threads see next
+#endif
         if (!equal) {
 #pragma omp atomic write
             same = false;
@@ -284,10 +294,10 @@ static void block(const Linear& a, int64_t row, const float* w, int64_t output, 
         for (int64_t i = 0; i < count; i++, x += 4) {
             const F left = load_words(w + i * 16), right = load_words(w + i * 16 + NEXT);
             if constexpr (ONCE) {
-                _mm_prefetch((const char*)(w + i * 16 + AHEAD), _MM_HINT_T1);
-                _mm_prefetch((const char*)(w + i * 16 + AHEAD + HALF), _MM_HINT_T1);
+                fetch_second(w + i * 16 + AHEAD);
+                fetch_second(w + i * 16 + AHEAD + HALF);
             } else {
-                _mm_prefetch((const char*)later, _MM_HINT_T1);
+                fetch_second(later);
                 later += 16;
             }
 #pragma GCC unroll 12
@@ -387,9 +397,9 @@ static void walk_halves(float* packed, char* rows, const char* later, int64_t st
     for (int64_t word = 0; word < words && same; word += TILE, packed += 2 * HALF, rows += TILE * 4) {
         const int64_t count = smaller(TILE, words - word);
         if constexpr (W != UNPACK)
-            for (int64_t i = 0; i < 16; i++) _mm_prefetch(later + word * 64 + i * 64, _MM_HINT_T0);
+            for (int64_t i = 0; i < 16; i++) fetch_first(later + word * 64 + i * 64);
         if constexpr (W != PACK)
-            for (int64_t i = 0; i < 16; i++) _mm_prefetch((const char*)(packed + AHEAD + i * 16), _MM_HINT_T0);
+            for (int64_t i = 0; i < 16; i++) fetch_first(packed + AHEAD + i * 16);
         same = outputs == 16 && count == TILE ? whole_half<W>(packed, rows, stride)
                                               : part_of_half<W>(packed, rows, stride, outputs, count);
     }

@@ -63,7 +63,7 @@ struct Columns {
         word++;
         for (int i = 0; i < 2; i++, from += NEXT) {
             const F line = load_words(from);
-            _mm_prefetch((const char*)(from + AHEAD), _MM_HINT_T1);
+            fetch_second(from + AHEAD);
             if constexpr (SCALED) {
                 unpack_line(line, scale[i], words[i], E());
                 if (__builtin_expect(has_nan(line), false))

@@ -1,11 +1,17 @@
 // Which instruction sets this machine permits, and which of them serves.
 #include "operations.h"
 
+#if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#else
+#include <sys/auxv.h>
+#endif
 
 namespace {
+
+#if defined(__x86_64__)
 
 // Linux gives the tile registers to a process that has asked for them: their state would not fit the signal frames of
 // programs that do not know of it.
@@ -30,6 +36,13 @@ int best_isa() {
     if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return AVX512;
     return __builtin_cpu_supports("amx-bf16") && tiles_permitted() ? AMX : AVX512BF16;
 }
+#else
+// NEON is part of 64-bit ARM.
+int best_isa() {
+    constexpr unsigned long BF16 = 1ul << 14;  // Linux's HWCAP2_BF16
+    return getauxval(AT_HWCAP2) & BF16 ? NEONBF16 : NEON;
+}
+#endif
 
 }  // namespace
 

@@ -132,15 +132,6 @@ struct Filter {
 
 #else
 
-// The lanes that are below 0, as bits.
-CAESURA_INLINE uint32_t negative(F x) {
-    __m256 parts[LANES / 8];
-    std::memcpy(parts, &x, sizeof x);
-    uint32_t lanes = 0;
-    for (int i = 0; i < LANES / 8; i++) lanes |= (uint32_t)_mm256_movemask_ps(parts[i]) << 8 * i;
-    return lanes;
-}
-
 // A row that is filtered, and the measure of its buckets: token i lies (largest - logits[i] / temperature) * density deep, and
 // in the bucket that is this, rounded down; none that is num_buckets deep or more is in any.
 template <class E>

@@ -191,3 +191,4 @@ CAESURA_INLINE void stream(float* p, F x) { _mm256_stream_ps(p, x); }
 CAESURA_INLINE F difference(F a, F b) { return _mm256_xor_ps(a, b); }
 CAESURA_INLINE F either(F a, F b) { return _mm256_or_ps(a, b); }
 CAESURA_INLINE bool any(F x) { return !_mm256_testz_si256((__m256i)x, (__m256i)x); }
+CAESURA_INLINE uint32_t negative(F x) { return (uint32_t)_mm256_movemask_ps(x); }

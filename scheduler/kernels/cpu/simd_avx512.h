@@ -214,3 +214,6 @@ CAESURA_INLINE void stream(float* p, F x) { _mm512_stream_ps(p, x); }
 CAESURA_INLINE F difference(F a, F b) { return _mm512_xor_ps(a, b); }
 CAESURA_INLINE F either(F a, F b) { return _mm512_or_ps(a, b); }
 CAESURA_INLINE bool any(F x) { return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0; }
+
+// The lanes that are below 0, as bits.
+CAESURA_INLINE uint32_t negative(F x) { return _mm512_movepi32_mask((__m512i)x); }

@@ -70,7 +70,7 @@ class Team {
         constexpr timespec NAP = {0, 20000};
         for (int spins = 0; __atomic_load_n(&done.value, __ATOMIC_ACQUIRE) < tasks; spins++) {
             if (spins < SPINS) {
-                _mm_pause();
+                relax();
             } else {
                 nanosleep(&NAP, nullptr);
             }

@@ -164,6 +164,31 @@ def test_one_openmp_runtime_serves_torch_and_the_kernels():
     assert (done.stdout, done.stderr) == ("True 1\n", "")
 
 
+@pytest.mark.parametrize("machine", ["aarch64", "arm64"])
+def test_arm_has_instruction_sets_of_its_own(beside, monkeypatch, machine):
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    found = beside()
+    assert found.ISAS == ("torch", "neon", "neonbf16")
+    assert found.isa() == kernels.TORCH
+    assert "on x86-64 or 64-bit ARM" in found.why_not()
+    monkeypatch.setenv(native.VARIABLE, "avx2")
+    with pytest.raises(ValueError, match="CAESURA_KERNELS=avx2: expected one of torch, neon, neonbf16"):
+        beside().isa()
+
+
+@pytest.mark.parametrize("machine", [
+    ("-U__linux__", "-D__APPLE__", "-U__x86_64__", "-D__aarch64__"), ("-D__clang__",), ("-U__x86_64__",)
+])  # fmt: skip
+def test_the_sources_refuse_other_platforms_with_a_reason(machine):
+    header = Path(native.__file__).parent / "cpu" / "common.h"
+    try:
+        done = subprocess.run(["g++", *machine, "-E", header], capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("no g++")
+    assert done.returncode == 1
+    assert "written for Linux and GCC, on x86-64 or 64-bit ARM; elsewhere the engine runs on torch" in done.stderr
+
+
 def test_the_build_names_every_source():
     folder = Path(native.__file__).parent / "cpu"
     text = (Path(native.__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
