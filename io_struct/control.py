@@ -613,7 +613,8 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """Loaded adapters, and replaced versions that samples still have."""
     kernels: dict[str, str] = {}
     """Operation to what serves it: ``torch``, an instruction set of the CPU kernels (``avx2``, ``avx512``,
-    ``avx512bf16``, ``amx``, ``neon``, ``neonbf16``), or a GPU library. Operations that the model does not have are absent."""
+    ``avx512bf16``, ``amx``, ``neon``, ``neonbf16``), or a GPU library. Operations that the model does not
+    have are absent."""
     kernels_reason: str | None = None
     """Why ``torch`` serves some of them, or no better library attention. None: nothing better is missing."""
     context_len: int

@@ -5,8 +5,8 @@ Invariants:
 - One OpenMP runtime per process. The library is linked without one; its symbols resolve to the runtime that
   torch has loaded, so torch must be imported first, and one pool of threads serves both.
 - Every kernel is told its number of threads, :func:`torch.get_num_threads` of the moment.
-- ``CAESURA_KERNELS`` limits use: to ``torch``, or to one of the machine's :data:`ISAS`. Unset or empty it is the
-  best that there is.
+- ``CAESURA_KERNELS`` limits use: to ``torch``, or to one of the machine's :data:`ISAS`. Unset or empty it is
+  the best that there is.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Kernels compiled for 64-bit ARM, and tests run on them in an emulator that computes in this process's memory.
+"""Kernels compiled for 64-bit ARM, and tests run on them: an emulator computes in this process's memory.
 
 What runs is the library that an installation on such a machine builds: its sources and flags are those of
 ``pyproject.toml``. Tensors, torch and the tests are this machine's.
@@ -75,7 +75,7 @@ def library() -> str:
 
 
 def command(program: str, *arguments: str, cpu: str = "max") -> list[str]:
-    """Return the command line of a program for ARM, with the emulator's own memory where the caller has none."""
+    """Return the command line of a program for ARM; the emulator's own memory lies where Python has none."""
     emulator = ["setarch", "--addr-compat-layout", EMULATOR, "-cpu", cpu, "-L", _SYSTEM]
     return [*emulator, str(built() / program), *arguments]
 
@@ -84,12 +84,20 @@ class EmulatedLibrary:
     """Functions of a library for ARM, for whoever takes a :class:`ctypes.CDLL`; not for several threads."""
 
     def __init__(self, path: str, cpu: str = "max") -> None:
+        self._process = self._start(path, cpu)
+        while self["caesura_isa"]() < 0 or not _apart(self._process.pid):  # once in a thousand times
+            self.close()
+            self._process = self._start(path, cpu)
+
+    def _start(self, path: str, cpu: str) -> "subprocess.Popen[bytes]":
         memory = os.open("/proc/self/mem", os.O_RDWR)
-        self._process = subprocess.Popen(
-            command("kernel_server", path, str(memory), cpu=cpu),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory],
-        )  # fmt: skip
-        os.close(memory)
+        try:
+            return subprocess.Popen(
+                command("kernel_server", path, str(memory), cpu=cpu),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory],
+            )  # fmt: skip
+        finally:
+            os.close(memory)
 
     def __getitem__(self, name: str) -> "EmulatedFunction":
         return EmulatedFunction(self, name)
@@ -123,6 +131,18 @@ class EmulatedFunction:
         numbers += [0.0] * (8 - len(numbers))
         result = self._library.call(_REQUEST.pack(self._name.encode(), *words, *numbers))
         return None if self.restype is None else self.restype(result).value
+
+
+def _apart(process: int) -> bool:
+    """Return True if nothing of the emulator lies where this process has something, or may soon."""
+    theirs, ours = _mapped(process), _mapped(os.getpid())
+    return all(end <= first or last + 2**30 <= begin for begin, end in theirs for first, last in ours)
+
+
+def _mapped(process: int) -> list[tuple[int, int]]:
+    lines = Path(f"/proc/{process}/maps").read_text(encoding="utf-8").splitlines()
+    spans = (line.split()[0].split("-") for line in lines if not line.endswith(("[stack]", "[vsyscall]")))
+    return [(int(begin, 16), int(end, 16)) for begin, end in spans]
 
 
 def _word(value: Any) -> int:

@@ -10,20 +10,6 @@
 constexpr int64_t INT8_BLOCK = INT8_COLUMNS / 4;  // words of the weight
 constexpr int INT8_FEW = 4;
 
-using Shorts = int16_t __attribute__((vector_size(sizeof(F))));
-using Ints = int32_t __attribute__((vector_size(sizeof(F))));
-
-// What instruction sets without one of their own take.
-template <class V>
-CAESURA_INLINE Ints dot(Ints sum, V a, V b) {
-    const Ints x = (Ints)a, y = (Ints)b;
-    return sum + (x >> 16) * (y >> 16) + ((x << 16) >> 16) * ((y << 16) >> 16);
-}
-CAESURA_INLINE void split_bytes(F line, F (&words)[2]) {
-    const Shorts bytes = (Shorts)line;
-    words[0] = (F)((bytes << 8) >> 8), words[1] = (F)(bytes >> 8);
-}
-
 // A row of x: its scale, and behind the first line its numbers. One that is not finite has a scale of NaN.
 template <class E>
 static void narrow_row(const E* x, int64_t size, char* to) {
@@ -62,7 +48,7 @@ CAESURA_INLINE void store_scaled(const Linear& a, int64_t row, int64_t output, F
 }
 
 CAESURA_INLINE F add_block(F total, Ints sum, const float* scales) {
-    return add(total, mul(__builtin_convertvector(sum, F), load(scales)));
+    return add(total, mul(to_floats(sum), load(scales)));
 }
 
 // Where the tile of a word begins, for outputs from one on.
@@ -72,7 +58,7 @@ CAESURA_INLINE const float* tile_start(const Linear& a, int64_t panel, int64_t o
 CAESURA_INLINE void split_word(const float* from, F (&words)[2][2]) {
     for (int i = 0; i < 2; i++, from += NEXT) {
         split_bytes(load_words(from), words[i]);
-        _mm_prefetch((const char*)(from + AHEAD), _MM_HINT_T1);
+        fetch_second(from + AHEAD);
     }
 }
 

@@ -94,6 +94,11 @@ CAESURA_INLINE F dot(F sum, F a, F b, bf16) {
 
 using Ints = int32_t __attribute__((vector_size(32)));
 CAESURA_INLINE Ints dot(Ints sum, F a, F b) { return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+CAESURA_INLINE F to_floats(Ints x) { return _mm256_cvtepi32_ps((__m256i)x); }
+CAESURA_INLINE void split_bytes(F words, F (&pairs)[2]) {
+    pairs[0] = (F)_mm256_srai_epi16(_mm256_slli_epi16((__m256i)words, 8), 8);
+    pairs[1] = (F)_mm256_srai_epi16((__m256i)words, 8);
+}
 
 CAESURA_INLINE void from_fp16(F words, F& low, F& high) {
     const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15, 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6,

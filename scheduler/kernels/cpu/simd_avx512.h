@@ -88,6 +88,12 @@ CAESURA_INLINE Ints dot(Ints sum, F a, F b) {
     return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #endif
 }
+CAESURA_INLINE F to_floats(Ints x) { return _mm512_cvtepi32_ps((__m512i)x); }
+// Bytes (0, 2) and (1, 3) of each word, as pairs of 16 bits.
+CAESURA_INLINE void split_bytes(F words, F (&pairs)[2]) {
+    pairs[0] = (F)_mm512_srai_epi16(_mm512_slli_epi16((__m512i)words, 8), 8);
+    pairs[1] = (F)_mm512_srai_epi16((__m512i)words, 8);
+}
 
 // The two fp16 numbers of each word.
 CAESURA_INLINE void from_fp16(F words, F& low, F& high) {

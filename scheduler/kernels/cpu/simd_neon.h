@@ -127,6 +127,24 @@ CAESURA_INLINE F dot(F sum, F a, F b, bf16) {
 #endif
 }
 
+struct Ints {
+    int32x4_t low, high;
+};
+CAESURA_INLINE int32x4_t dot(int32x4_t sum, float32x4_t a, float32x4_t b) {
+    const int16x8_t x = vreinterpretq_s16_f32(a), y = vreinterpretq_s16_f32(b);
+    return vaddq_s32(sum, vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y)));
+}
+CAESURA_INLINE Ints dot(Ints sum, F a, F b) { return {dot(sum.low, a.low, b.low), dot(sum.high, a.high, b.high)}; }
+CAESURA_INLINE F to_floats(Ints x) { return {vcvtq_f32_s32(x.low), vcvtq_f32_s32(x.high)}; }
+CAESURA_INLINE float32x4_t even_bytes(float32x4_t x) {
+    return vreinterpretq_f32_s16(vshrq_n_s16(vshlq_n_s16(vreinterpretq_s16_f32(x), 8), 8));
+}
+CAESURA_INLINE float32x4_t odd_bytes(float32x4_t x) { return vreinterpretq_f32_s16(vshrq_n_s16(vreinterpretq_s16_f32(x), 8)); }
+CAESURA_INLINE void split_bytes(F words, F (&pairs)[2]) {
+    pairs[0] = {even_bytes(words.low), even_bytes(words.high)};
+    pairs[1] = {odd_bytes(words.low), odd_bytes(words.high)};
+}
+
 CAESURA_INLINE void from_fp16(F words, F& low, F& high) {
     const uint16x8_t first = vreinterpretq_u16_f32(words.low), second = vreinterpretq_u16_f32(words.high);
     low = from_halves(vreinterpretq_f16_u16(vuzp1q_u16(first, second)));
