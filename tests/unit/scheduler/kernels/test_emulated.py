@@ -25,7 +25,7 @@ assert pytest.main(arguments) == 0
 @pytest.mark.parametrize("file,chosen", [
     ("attention", "not decoded_and_in_any_chunk"),
     ("attention", "decoded_and_in_any_chunk"),
-    ("decoder", "LATER"),
+    ("decoder", "not many_more_threads and not layers_one_by_one"),
     ("delta", ""),
     ("elementwise", ""),
     ("experts", ""),
