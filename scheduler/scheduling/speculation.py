@@ -12,6 +12,7 @@ Invariants:
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from math import log2
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -152,6 +153,8 @@ class Speculation:
         self._keys = np.zeros(table.slots, np.int64)
         self._misses = np.zeros(table.slots, np.int64)
         self._rests_until = np.zeros(table.slots, np.int64)
+        self._searched_s = 0.0
+        """Seconds of the last search for drafts."""
         self._allowed = _AT_FIRST
         """Rows that may be drafted in vain now."""
         self._bound = 0, 0, False
@@ -164,6 +167,12 @@ class Speculation:
 
     def propose(self, slots: np.ndarray, room: int) -> list[Draft]:
         """Return drafts for decoding ``slots``, of at most ``room`` tokens in all."""
+        began = monotonic()
+        drafts = self._chosen(slots, room)
+        self._searched_s = monotonic() - began
+        return drafts
+
+    def _chosen(self, slots: np.ndarray, room: int) -> list[Draft]:
         room = int(min(room, self._allowed))
         pays = room > 0 and self._may_pay(len(slots), room)
         if not pays:
@@ -192,7 +201,8 @@ class Speculation:
 
     def observe(self, slots: np.ndarray, rows: DraftRows | None, seconds: float) -> None:
         """Learn from a completed step of decode rows alone, when its tokens have been recorded."""
-        self.times.observe(len(slots), seconds)
+        # The device waits for the drafts.
+        self.times.observe(len(slots), seconds + (0.0 if rows is None else self._searched_s))
         self._allowed = min(self._allowed + _OF_ROW * len(slots), _MOST_ALLOWED)
         if rows is None or not len(rows.kept):
             return

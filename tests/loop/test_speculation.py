@@ -1,5 +1,6 @@
 """Drafts: results are those without, bit for bit, whatever happens meanwhile, and drafts are accepted."""
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from caesura.scheduler.kernels import TORCH, best
 from caesura.scheduler.runtime.engine_config import EngineConfig
 from caesura.scheduler.scheduling import speculation
 from caesura.scheduler.scheduling.request import RequestTable
-from caesura.scheduler.scheduling.speculation import PROMPT_TOKENS, Speculation, StepTimes, Texts
+from caesura.scheduler.scheduling.speculation import PROMPT_TOKENS, DraftRows, Speculation, StepTimes, Texts
 
 needs_kernels = pytest.mark.skipif(
     best("linear", "cpu", torch.float32) == TORCH, reason="no compiled kernels on this machine"
@@ -237,6 +238,17 @@ def test_drafts_that_all_fail_add_few_rows(tiny_model: Path, monkeypatch: pytest
             totals.append(driver.status().totals)
     assert (totals[1].accepted_tokens, rows[0] + totals[1].drafted_tokens) == (0, rows[1])
     assert rows[0] + 60 < rows[1] < 1.02 * rows[0]
+
+
+def test_looking_for_drafts_counts_as_time_of_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "monotonic", itertools.count().__next__)
+    found, slots = Speculation(RequestTable(4, 16, 16, 97)), np.zeros(2, np.int64)
+    rows = DraftRows(depth=np.arange(2), match=np.arange(2), inputs=np.zeros(2, np.int64))
+    for _ in range(3):
+        found.propose(slots[:1], 0)
+        found.observe(slots[:1], None, 0.5)
+        found.observe(slots, rows, 0.5)
+    assert found.times.of(np.asarray([1, 2])).tolist() == [0.5, 1.5]
 
 
 def test_a_step_that_was_disturbed_is_not_believed() -> None:
