@@ -206,3 +206,33 @@ def test_all_layers_dequantise_into_the_same_memory() -> None:
         second.forward(x)
     assert addresses_of(place.workspace) == before
     assert set(before) >= {"fp8 weight"}
+
+
+INT8 = Fp8Blocks(1, 128, dtype=torch.int8)
+
+
+def test_int8_values_are_the_nearest_and_wrong_ones_show_in_the_scale() -> None:
+    value = random(70, 300)
+    value[3, 200:] = 0.0
+    weight, scales = quantize(value, INT8)
+    assert (weight.dtype, weight.shape, scales.shape) == (torch.int8, value.shape, (70, 3))
+    steps = scales.repeat_interleave(128, dim=1)[:, :300]
+    assert ((weight * steps - value).abs() <= steps * 0.5001).all()
+    assert weight.abs().max() == 127
+    value[0, 0], value[1, 299] = torch.nan, torch.inf
+    wrong = ~quantize(value, INT8)[1].isfinite()
+    assert wrong.nonzero().tolist() == [[0, 0], [1, 2]]
+
+
+@pytest.mark.parametrize("dtype", native.FLOATS)
+def test_int8_weights_that_are_not_packed_have_the_same_products(dtype: torch.dtype) -> None:
+    place, parts, x = Placement(dtype, CPU, INT8), [40, 24], random(9, 260, dtype=dtype)
+    matrices = [matrix_of(parts, 260, place, packed=packed) for packed in (False, True)]
+    for matrix in matrices:
+        for number, start in enumerate((0, 40)):
+            next(matrix.slots(f"m{number}", start, parts[number])).write(random(parts[number], 260), 0)
+    bias, out = random(64, dtype=dtype), torch.empty(9, 64, dtype=dtype)
+    plain, packed = (matrix.product(x, bias) for matrix in matrices)
+    assert torch.equal(plain, packed)
+    assert torch.equal(matrices[0].product(x, bias, out), out)
+    assert torch.equal(out, packed)
