@@ -51,15 +51,12 @@ CAESURA_INLINE F add_block(F total, Ints sum, const float* scales) {
     return add(total, mul(to_floats(sum), load(scales)));
 }
 
-// Where the tile of a word begins, for outputs from one on.
+// Where the tile of a word begins, for outputs from this one on.
 CAESURA_INLINE const float* tile_start(const Linear& a, int64_t panel, int64_t output, int64_t word) {
     return panel_start(a, panel) + output / 16 * HALF + output % 16 + word / TILE * 2 * HALF;
 }
 CAESURA_INLINE void split_word(const float* from, F (&words)[2][2]) {
-    for (int i = 0; i < 2; i++, from += NEXT) {
-        split_bytes(load_words(from), words[i]);
-        fetch_second(from + AHEAD);
-    }
+    for (int i = 0; i < 2; i++) split_bytes(load_words(from + i * NEXT), words[i]);
 }
 
 // Rows [row, row + R), by the few: the weight is split in registers.
@@ -82,6 +79,8 @@ static void meet_int8(const Linear& a, int64_t panel, int64_t row) {
                 for (int64_t i = 0; i < count; i++, from += 16) {
                     F words[2][2];
                     split_word(from, words);
+                    fetch_second(from + AHEAD);
+                    if (NEXT == HALF) fetch_second(from + AHEAD + HALF);
                     for (int step = 0; step < 2; step++)
                         for (int r = 0; r < R; r++) {
                             const F value = set1_word(x + r * stride + i * 8 + step * 4);
@@ -104,13 +103,15 @@ static void meet_int8_of(int rows, const Linear& a, int64_t panel, int64_t row) 
     if constexpr (R > 1) meet_int8_of<E, R - 1>(rows, a, panel, row);
 }
 
-// sums[R, PANEL] += a block of R rows: `words` of x times lines[words, PANEL].
+// sums[R, PANEL] += a block of R rows: `words` of x times lines[words, PANEL]. Lines of `later` are asked for meanwhile.
 template <int R>
-static void add_int8(const char* x, int64_t stride, int64_t words, const float* lines, const float* scales, float* sums) {
+static void add_int8(const char* x, int64_t stride, int64_t words, const float* lines, const float* scales, float* sums,
+                     const float* later) {
     for (int64_t column = 0; column < PANEL; column += 2 * LANES, lines += 2 * LANES, scales += 2 * LANES, sums += 2 * LANES) {
         Ints sum[R][2] = {};
         for (int64_t i = 0; i < words; i++) {
             const F left = load_words(lines + i * PANEL), right = load_words(lines + i * PANEL + LANES);
+            if (column == 0) fetch_second(later + i * 16);
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
                 const F value = set1_word(x + r * stride + i * 4);
@@ -127,15 +128,21 @@ static void add_int8(const char* x, int64_t stride, int64_t words, const float* 
 }
 
 template <int R = ROWS<float>>
-static void add_int8_of(int rows, const char* x, int64_t stride, int64_t words, const float* lines, const float* scales, float* sums) {
-    if (rows == R) return add_int8<R>(x, stride, words, lines, scales, sums);
-    if constexpr (R > 1) add_int8_of<R - 1>(rows, x, stride, words, lines, scales, sums);
+static void add_int8_of(int rows, const char* x, int64_t stride, int64_t words, const float* lines, const float* scales, float* sums,
+                        const float* later) {
+    if (rows == R) return add_int8<R>(x, stride, words, lines, scales, sums, later);
+    if constexpr (R > 1) add_int8_of<R - 1>(rows, x, stride, words, lines, scales, sums, later);
 }
 
-// More rows share what a block of a panel becomes, in the first-level cache.
+// Up to two blocks of few rows go through a panel twice: it is in the second-level cache then. More rows share what a block of a panel becomes, in the first-level cache.
 template <class E>
 static void int8_panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end) {
-    if (end - row <= INT8_FEW) return meet_int8_of<E>((int)(end - row), a, panel, row);
+    if (end - row <= 2 * INT8_FEW) {
+        const int64_t half = (end - row) / 2;
+        if (end - row <= INT8_FEW) return meet_int8_of<E>((int)(end - row), a, panel, row);
+        meet_int8_of<E>((int)half, a, panel, row);
+        return meet_int8_of<E>((int)(end - row - half), a, panel, row + half);
+    }
     const int64_t stride = narrow_row_bytes(a.words), scales_row = round_up(a.outputs, PANEL);
     alignas(64) float lines[2 * INT8_BLOCK * PANEL], sums[UNPACKED_ROWS * PANEL];
     for (; row < end; row += UNPACKED_ROWS) {
@@ -158,7 +165,8 @@ static void int8_panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t
             for (int64_t b = 0; b < blocks; b++) {
                 const int64_t first = rows * b / blocks, last = rows * (b + 1) / blocks;
                 const char* x = narrow_start(a, row + first) + NARROW_HEAD + word * 8;
-                add_int8_of((int)(last - first), x, stride, 2 * count, lines, scales, sums + first * PANEL);
+                const float* later = b == 0 ? tile_start(a, panel, 0, word) + AHEAD : lines;
+                add_int8_of((int)(last - first), x, stride, 2 * count, lines, scales, sums + first * PANEL, later);
             }
         }
         for (int64_t r = 0; r < rows; r++)
