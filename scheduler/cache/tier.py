@@ -69,7 +69,9 @@ class PageStore:
         self.num_rows, self.file_rows = nbytes // self.row_bytes, file_bytes // self.row_bytes
         # No memory until written.
         self._rows = torch.empty((self.num_rows, self.row_bytes), dtype=torch.uint8)
-        self._file = None if folder is None else tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        self._file: Any = None
+        if folder is not None:
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         self._checksums: dict[int, int] = {}
         """Checksums of the file's rows."""
 

@@ -83,7 +83,7 @@ class PlannedWrite:
 
 
 Step = PlannedWrite | TensorSpec
-"""What is written next: several tensors by a plan, or one without."""
+"""The next to be written: several tensors by a plan, or one without."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""What is written by a plan is what is written without one, and a plan is only used where it fits."""
+"""Plans write the same bytes as no plan would, and are used only where they fit."""
 
 from pathlib import Path
 
