@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from itertools import islice
 from time import perf_counter
-from typing import Any
+from typing import IO, Any
 from zlib import crc32
 
 import numpy as np
@@ -69,7 +69,7 @@ class PageStore:
         self.num_rows, self.file_rows = nbytes // self.row_bytes, file_bytes // self.row_bytes
         # No memory until written.
         self._rows = torch.empty((self.num_rows, self.row_bytes), dtype=torch.uint8)
-        self._file: Any = None
+        self._file: IO[bytes] | None = None
         if folder is not None:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         self._checksums: dict[int, int] = {}
