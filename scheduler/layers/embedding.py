@@ -35,7 +35,7 @@ class TiedSlot(WeightSlot):
 
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
         changed = self._table.update(rows, start, compare=compare)
-        if changed:
+        if changed or not rows.any():  # memory begins as zeros, and a head's scales of zeros are ones
             self._head.write(rows.to(self.dtype), start)
         return changed
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 
 from caesura.client import (
@@ -84,6 +84,21 @@ def test_an_int8_engine_computes_the_same_after_any_update(versions: Path) -> No
             assert engine.check_weights("checksum").total == cold.check_weights("checksum").total
             engine.update_weights_from_disk(versions / "0")
             assert sampled(engine) == before
+
+
+def test_a_tied_table_that_begins_with_zeros_has_one_head(tmp_path: Path) -> None:
+    for name in ("before", "zeros"):
+        make_checkpoint(tmp_path / name, "qwen3", tied=True, dtype=torch.bfloat16)
+    file = tmp_path / "zeros" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.embed_tokens.weight"].zero_()
+    save_file(weights, file)
+    with (
+        launch_scheduler(tmp_path / "before", quantization="int8", **OPTIONS) as engine,
+        launch_scheduler(tmp_path / "zeros", quantization="int8", **OPTIONS) as cold,
+    ):
+        engine.update_weights_from_disk(tmp_path / "zeros")
+        assert engine.check_weights("checksum").total == cold.check_weights("checksum").total
 
 
 def test_a_module_that_is_not_int8_keeps_its_precision(versions: Path) -> None:
