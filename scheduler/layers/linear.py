@@ -132,7 +132,7 @@ def fp8_blocks(modules: Iterable[str], place: Placement) -> Fp8Blocks | None:
         return None
     converted = {module: place.fp8.converts(module) for module in modules}
     if len(set(converted.values())) > 1:
-        reason = f"modules that are one product must be FP8 or not together: {converted}"
+        reason = f"modules that are one product must be quantised together or not at all: {converted}"
         raise CaesuraError(
             ErrorCode.UNSUPPORTED_MODEL, reason, fields=["quantization_config.modules_to_not_convert"]
         )
