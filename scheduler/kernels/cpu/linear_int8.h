@@ -134,7 +134,8 @@ static void add_int8_of(int rows, const char* x, int64_t stride, int64_t words, 
     if constexpr (R > 1) add_int8_of<R - 1>(rows, x, stride, words, lines, scales, sums, later);
 }
 
-// Up to two blocks of few rows go through a panel twice: it is in the second-level cache then. More rows share what a block of a panel becomes, in the first-level cache.
+// Up to two blocks of few rows go through a panel twice: it is in the second-level cache then. More rows share what a block of a
+// panel becomes, in the first-level cache.
 template <class E>
 static void int8_panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end) {
     if (end - row <= 2 * INT8_FEW) {
