@@ -111,9 +111,9 @@ def load_model(
 
 def _require_modules(model: CausalLM, config: ModelConfig) -> None:
     """Refuse (INVALID_REQUEST) a skipped module that the model has not: a misspelt one would be quantised."""
-    assert config.fp8 is not None
+    assert config.quantization is not None
     modules = ["lm_head", *(name.rpartition(".")[0] for name in model.weight_slots())]
-    for skipped in sorted(config.fp8.skipped):
+    for skipped in sorted(config.quantization.skipped):
         if not any(module.endswith(skipped) or module.startswith(f"{skipped}.") for module in modules):
             reason = (
                 f"quantization_skipped: {skipped!r} is no module of the model, nor the end of a module's name"

@@ -52,7 +52,7 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
         by["linear"] = TORCH
         if by["experts"] != TRITON:  # which is what surrounds the products
             by["experts"] = TORCH
-    if model.fp8 is not None and (dense := dense_for(loaded.device)) is not None:
+    if model.quantization is not None and (dense := dense_for(loaded.device)) is not None:
         by["linear"] = dense.by
         if model.moe is not None and (experts := experts_for(loaded.device)) is not None:
             by["experts"] = experts.by
@@ -119,12 +119,12 @@ def _unpacked(loaded: LoadedModel) -> str | None:
 
 
 def _unpacked_fp8(loaded: LoadedModel) -> str | None:
-    fp8 = loaded.config.fp8
-    if fp8 is None:
+    blocks = loaded.config.quantization
+    if blocks is None:
         return None
     if loaded.device.type != "cpu":
         return "products with FP8 weights are a library's"
-    if all(scalable(size, fp8.columns, fp8.dtype) for size in _projections(loaded)):
+    if all(scalable(size, blocks.columns, blocks.dtype) for size in _projections(loaded)):
         return None
     return "products with FP8 weights in rows or blocks that are no multiple of four are torch's"
 

@@ -17,8 +17,8 @@ from .parameters import Parameter, Placement, WeightSlot
 from .sharding import Window, rounded_up, sharded
 
 if TYPE_CHECKING:
-    from .fp8_block import Fp8Matrix
     from .lora import LinearAdapters
+    from .scaled_blocks import ScaledMatrix
 
 HEAD, TIED = "lm_head", "model.embed_tokens.weight"
 """The output head's module in adapters, and the weight of a tied one."""
@@ -67,15 +67,15 @@ class Embedding:
         """
         self._checkpoint = checkpoint
         self._window = rounded_up(vocab_size, place.parallel, "vocab_size")
-        rows, fp8 = self._window.length, place.fp8 if projects else None
+        rows, blocks = self._window.length, place.blocks if projects else None
         self._table: Matrix | None = None
-        self._head: Matrix | Fp8Matrix
-        if fp8 is None or not fp8.converts(HEAD):
+        self._head: Matrix | ScaledMatrix
+        if blocks is None or not blocks.converts(HEAD):
             self._head = self._table = Matrix(f"{name}.weight", rows, hidden_size, place, packed=projects)
         else:
             if checkpoint != HEAD:
                 self._table = Matrix(f"{name}.weight", rows, hidden_size, place, packed=False)
-            self._head = scaled_matrix(f"{HEAD}.weight", [rows], hidden_size, fp8, place)
+            self._head = scaled_matrix(f"{HEAD}.weight", [rows], hidden_size, blocks, place)
         self._parallel = place.parallel
         self._scale = float(torch.tensor(scale, dtype=place.dtype))
         self._adapters: LinearAdapters | None = None

@@ -24,12 +24,12 @@ from ..kernels import TORCH, TRITON, best, elementwise, elementwise_for, triton_
 from ..kernels import experts as kernel
 from ..kernels.attention_form import Bend
 from ..kernels.linear import packable
-from .fp8_block import Fp8ExpertMatrix
 from .fp8_products import experts_for
-from .linear import PackedTensors, divided, fp8_blocks
+from .linear import PackedTensors, divided, scale_blocks
 from .matrix import Stored, packs
 from .mlp import bent
-from .parameters import Fp8Blocks, Parameter, Placement, WeightSlot
+from .parameters import Parameter, Placement, ScaleBlocks, WeightSlot
+from .scaled_blocks import ScaledExpertMatrix
 from .sharding import Window, even, require_borders
 from .stacked_experts import StackedBiasSlot, StackedSlot
 
@@ -53,9 +53,9 @@ class ExpertMatrix(Stored):
         place: Placement,
         *,
         packed: bool,
-        fp8: Fp8Blocks | None = None,
+        blocks: ScaleBlocks | None = None,
     ) -> None:
-        super().__init__(name, out_features, in_features, place, packed=packed, fp8=fp8, count=count)
+        super().__init__(name, out_features, in_features, place, packed=packed, blocks=blocks, count=count)
         self.outputs = out_features
         self._product: kernel.GroupedProduct | None = None
         if packed:
@@ -139,12 +139,12 @@ class Experts:
         self._is_first = place.parallel.rank == 0
         intermediate_size = self._window.length
         self._hidden, self.width = hidden_size, intermediate_size
-        self._blocks: Fp8Blocks | None = None
+        self._blocks: ScaleBlocks | None = None
         self._workspace = place.workspace
         self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON) and all(
             packable(size, place.dtype) for size in (hidden_size, intermediate_size)
         )
-        self._fp8: FlashInferExperts | None = None
+        self._fused_fp8: FlashInferExperts | None = None
         self._triton = triton_for("experts", place.device, place.dtype)
         self._elementwise = elementwise_for(place.device, place.dtype)
         gate_up, down = [intermediate_size] * 2, [hidden_size]
@@ -159,7 +159,7 @@ class Experts:
             )
             self._biases = gate_up_bias, down_bias
         self._slots, self._adapters = place.adapters, None
-        if self._slots is not None and self._fp8 is None:
+        if self._slots is not None and self._fused_fp8 is None:
             self._adapters = self._slots.of_experts(
                 name,
                 ExpertModules(
@@ -176,20 +176,22 @@ class Experts:
 
     def _matrix(
         self, name: str, part_rows: list[int], in_features: int, place: Placement
-    ) -> ExpertMatrix | Fp8ExpertMatrix:
+    ) -> ExpertMatrix | ScaledExpertMatrix:
         projections = self._names.gate, self._names.up, self._names.down
         modules = (f"{self._prefix}.{e}.{part}" for e in range(self.count) for part in projections)
-        self._blocks = fp8 = fp8_blocks(modules, place)
-        if fp8 is not None:
-            for block in (fp8.rows, fp8.columns):  # rows of gate and up, columns of down
+        self._blocks = blocks = scale_blocks(modules, place)
+        if blocks is not None:
+            for block in (blocks.rows, blocks.columns):  # rows of gate and up, columns of down
                 require_borders(self._prefix, "moe_intermediate_size", self._window, block)
             found = experts_for(place.device)
-            if found is not None and found.fused is not None and self._fp8 is None:
-                self._fp8 = found.fused(place.workspace)
-            if not (self._compiled and packs(in_features, place, fp8)):
-                return Fp8ExpertMatrix(name, self.count, part_rows, in_features, fp8, place)
+            if found is not None and found.fused is not None and self._fused_fp8 is None:
+                self._fused_fp8 = found.fused(place.workspace)
+            if not (self._compiled and packs(in_features, place, blocks)):
+                return ScaledExpertMatrix(name, self.count, part_rows, in_features, blocks, place)
         packed = self._compiled
-        return ExpertMatrix(name, self.count, sum(part_rows), in_features, place, packed=packed, fp8=fp8)
+        return ExpertMatrix(
+            name, self.count, sum(part_rows), in_features, place, packed=packed, blocks=blocks
+        )
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
         """Map [T, hidden] to [T, hidden], in fresh memory; the sum over all ranks is the result.
@@ -197,10 +199,10 @@ class Experts:
         ``expert_ids``: int64 [T, k]. ``weights``: [T, k]. ``addend`` [T, hidden] is added to the rounded
         result.
         """
-        if self._fp8 is not None:
-            assert isinstance(self._gate_up, Fp8ExpertMatrix)
-            assert isinstance(self._down, Fp8ExpertMatrix)
-            out = self._fp8(x, expert_ids, weights, self._gate_up.blocks, self._down.blocks)
+        if self._fused_fp8 is not None:
+            assert isinstance(self._gate_up, ScaledExpertMatrix)
+            assert isinstance(self._down, ScaledExpertMatrix)
+            out = self._fused_fp8(x, expert_ids, weights, self._gate_up.blocks, self._down.blocks)
             return out if addend is None else out.add_(addend)
         if self._triton is not None:
             rows, places, ends = self._sorted(x, expert_ids, self._triton)
@@ -312,7 +314,7 @@ class Experts:
                 yield StackedBiasSlot(f"{name}_bias", bias.name, bias.data, len(slots[0]), held)
 
     def _expert_slots(self, expert: int) -> tuple[list[WeightSlot], list[WeightSlot], list[WeightSlot]]:
-        gate, up = (0, self.width) if self._fp8 is None else (self.width, 0)
+        gate, up = (0, self.width) if self._fused_fp8 is None else (self.width, 0)
         module, names, hidden = f"{self._prefix}.{expert}", self._names, Window.whole(self._hidden)
         gates = self._gate_up.slots(f"{module}.{names.gate}", gate, self.width, expert)
         ups = self._gate_up.slots(f"{module}.{names.up}", up, self.width, expert)

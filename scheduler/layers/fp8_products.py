@@ -3,7 +3,8 @@
 Invariants:
 - A library serves only after small real products on this device, of every kind, agreed with those of the
   dequantised weight: strides, padding and order are conventions of its version.
-- If no library serves on an accelerator, the engine refuses at start. The CPU dequantises (``fp8_block.py``).
+- If no library serves on an accelerator, the engine refuses at start. The CPU dequantises
+  (``scaled_blocks.py``).
 - Activations are quantised per token and 128 columns, as transformers and the training of such checkpoints
   do, so results differ from those of dequantised weights by that rounding.
 - Weights and scales are taken as they are stored, [.., out, in] and [.., out / 128, in / 128], without

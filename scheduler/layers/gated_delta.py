@@ -174,7 +174,9 @@ class _Heads:
             parts["in_proj_z"] = self.values.times(state.value_size)
             parts["in_proj_b"] = parts["in_proj_a"] = self.values
         modules = {f"{prefix}.{name}": rows for name, rows in parts.items()}
-        by_storage = groupby(modules, lambda module: place.fp8 is not None and place.fp8.converts(module))
+        by_storage = groupby(
+            modules, lambda module: place.blocks is not None and place.blocks.converts(module)
+        )
         return [{module: modules[module] for module in group} for _, group in by_storage]
 
 

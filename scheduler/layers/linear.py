@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from .matrix import Matrix, scaled_matrix
-from .parameters import Fp8Blocks, Parameter, Placement, WeightSlot
+from .parameters import Parameter, Placement, ScaleBlocks, WeightSlot
 from .sharding import Window, as_window, require_borders, sharded, stacked
 
 if TYPE_CHECKING:
-    from .fp8_block import Fp8Matrix
     from .lora import LinearAdapters
+    from .scaled_blocks import ScaledMatrix
 
 PackedTensors = dict[str, Any]
 """Tensors, or None, by the names of :class:`~..kernels.decoder_layers.LayerTensors`."""
@@ -50,14 +50,14 @@ class Linear:
         }
         lengths = [_length(rows) for rows in self._parts.values()]
         self.in_features, self.out_features = self._columns.length, sum(lengths)
-        self._weight: Matrix | Fp8Matrix
-        self._fp8 = fp8 = fp8_blocks(parts, place)
-        if fp8 is not None:
+        self._weight: Matrix | ScaledMatrix
+        self._blocks = blocks = scale_blocks(parts, place)
+        if blocks is not None:
             for part, windows in self._parts.items():
                 for rows in windows:
-                    require_borders(part, "rows", rows, fp8.rows)
-                require_borders(part, "columns", self._columns, fp8.columns)
-            self._weight = scaled_matrix(f"{name}.weight", lengths, self.in_features, fp8, place)
+                    require_borders(part, "rows", rows, blocks.rows)
+                require_borders(part, "columns", self._columns, blocks.columns)
+            self._weight = scaled_matrix(f"{name}.weight", lengths, self.in_features, blocks, place)
         else:
             self._weight = Matrix(f"{name}.weight", self.out_features, self.in_features, place)
         self._bias = (
@@ -98,7 +98,7 @@ class Linear:
         for part, rows in self._parts.items():
             length = _length(rows)
             slots = self._weight.slots(part, start, length)
-            yield from divided(slots, rows, self._columns, self._fp8)
+            yield from divided(slots, rows, self._columns, self._blocks)
             if self._bias is not None:
                 yield sharded(self._bias.slot(f"{part}.bias", start, length), rows)
             start += length
@@ -114,26 +114,26 @@ def _length(windows: Iterable[Window]) -> int:
 
 
 def divided(
-    slots: Iterable[WeightSlot], rows: Window | Sequence[Window], columns: Window, fp8: Fp8Blocks | None
+    slots: Iterable[WeightSlot], rows: Window | Sequence[Window], columns: Window, blocks: ScaleBlocks | None
 ) -> Iterator[WeightSlot]:
-    """Yield the slots of a part of a weight as those of the whole; with ``fp8``, those of scales, too."""
+    """Yield the slots of a part of a weight as those of the whole; with ``blocks``, those of scales, too."""
     rows = (rows,) if isinstance(rows, Window) else rows
     for number, slot in enumerate(slots):
-        if fp8 is not None and number:
-            grid = [window.in_blocks(fp8.rows) for window in rows]
-            yield sharded(slot, grid, columns.in_blocks(fp8.columns))
+        if blocks is not None and number:
+            grid = [window.in_blocks(blocks.rows) for window in rows]
+            yield sharded(slot, grid, columns.in_blocks(blocks.columns))
         else:
             yield sharded(slot, rows, columns)
 
 
-def fp8_blocks(modules: Iterable[str], place: Placement) -> Fp8Blocks | None:
-    """Return the FP8 blocks of modules stored as one, or None; UNSUPPORTED_MODEL if only some have them."""
-    if place.fp8 is None:
+def scale_blocks(modules: Iterable[str], place: Placement) -> ScaleBlocks | None:
+    """Return the blocks of modules stored as one, or None; UNSUPPORTED_MODEL if only some have them."""
+    if place.blocks is None:
         return None
-    converted = {module: place.fp8.converts(module) for module in modules}
+    converted = {module: place.blocks.converts(module) for module in modules}
     if len(set(converted.values())) > 1:
         reason = f"modules that are one product must be quantised together or not at all: {converted}"
         raise CaesuraError(
             ErrorCode.UNSUPPORTED_MODEL, reason, fields=["quantization_config.modules_to_not_convert"]
         )
-    return place.fp8 if all(converted.values()) else None
+    return place.blocks if all(converted.values()) else None

@@ -5,7 +5,7 @@ Invariants:
 - Packed storage is written through its slots only, row by row and in place, without a second copy.
 - The product of a packed matrix is the same for a row whatever the other rows are, bit for bit.
 - An FP8 or int8 weight is packed as bytes, made wider in registers (``kernels/linear.py``), with a block's
-  scale for each of its outputs. Slots speak the checkpoint's layout. (Unpackable: ``fp8_block.py``.)
+  scale for each of its outputs. Slots speak the checkpoint's layout. (Unpackable: ``scaled_blocks.py``.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ from ...transfer.weight_digest import Copy
 from ..kernels import TORCH, best
 from ..kernels import linear as kernel
 from ..kernels.linear import Scales
-from .fp8_block import Fp8Matrix, Fp8Slot
-from .parameters import Fp8Blocks, Parameter, Place, Placement, PlainSlot, WeightSlot
+from .parameters import Parameter, Place, Placement, PlainSlot, ScaleBlocks, WeightSlot
+from .scaled_blocks import ScaledMatrix, ScaledSlot
 
 
 class PackedSlot(WeightSlot):
@@ -93,10 +93,10 @@ class ScalesSlot(WeightSlot):
             yield storage, first[chosen] + output, chosen
 
 
-def packs(in_features: int, place: Placement, fp8: Fp8Blocks | None = None) -> bool:
+def packs(in_features: int, place: Placement, blocks: ScaleBlocks | None = None) -> bool:
     """Return True if compiled kernels multiply by rows of ``in_features``, with scales if they are given."""
-    if fp8 is not None and not (
-        place.device.type == "cpu" and kernel.scalable(in_features, fp8.columns, fp8.dtype)
+    if blocks is not None and not (
+        place.device.type == "cpu" and kernel.scalable(in_features, blocks.columns, blocks.dtype)
     ):
         return False
     return best("linear", place.device, place.dtype) != TORCH and kernel.packable(in_features, place.dtype)
@@ -113,13 +113,13 @@ class Stored:
         place: Placement,
         *,
         packed: bool,
-        fp8: Fp8Blocks | None = None,
+        blocks: ScaleBlocks | None = None,
         count: int | None = None,
     ) -> None:
-        """``fp8``: blocks of weights that are packed in FP8 or int8."""
-        self._shape, self._place, self._fp8 = (out_features, in_features), place, fp8
+        """``blocks``: blocks of weights that are packed in FP8 or int8."""
+        self._shape, self._place, self._blocks = (out_features, in_features), place, blocks
         self._height = out_features
-        dtype = place.dtype if fp8 is None else fp8.dtype
+        dtype = place.dtype if blocks is None else blocks.dtype
         shape: tuple[int, ...] = self._shape if count is None else (count, *self._shape)
         self._is_packed = packed
         if packed:
@@ -127,11 +127,11 @@ class Stored:
             shape = (count or 1) * self._height, columns
         self.parameter = Parameter(name, shape, dtype, place.device)
         self._scales: Scales | None = None
-        if fp8 is not None:
-            self._grid, padded = kernel.scales_shape(out_features, in_features, fp8.columns)
+        if blocks is not None:
+            self._grid, padded = kernel.scales_shape(out_features, in_features, blocks.columns)
             lines = (count or 1) * self._grid, padded
             self._lines = Parameter(f"{name}_scale_inv", lines, torch.float32, place.device)
-            self._scales = Scales(self._lines.data, fp8.columns, fp8.dtype)
+            self._scales = Scales(self._lines.data, blocks.columns, blocks.dtype)
 
     @property
     def packed(self) -> Tensor | None:
@@ -141,7 +141,7 @@ class Stored:
     @property
     def scales(self) -> Tensor | None:
         """Scales of a packed FP8 or int8 weight, else None."""
-        return None if self._fp8 is None else self._lines.data
+        return None if self._blocks is None else self._lines.data
 
     def slot(
         self, checkpoint_name: str, start: int = 0, length: int | None = None, number: int = 0
@@ -156,27 +156,27 @@ class Stored:
     def slots(self, module: str, start: int, length: int, number: int = 0) -> Iterator[WeightSlot]:
         """Yield the slot of a checkpoint module's weight, and that of its scales if it has some."""
         weight = self.slot(f"{module}.weight", start, length, number)
-        if self._fp8 is None:
+        if self._blocks is None:
             yield weight
             return
         lines = self._lines.data.narrow(0, number * self._grid, self._grid).narrow(1, start, length)
-        scales = ScalesSlot(f"{module}.weight_scale_inv", self._lines.name, lines, self._fp8.rows)
-        yield Fp8Slot(weight, scales, self._fp8, self._place)
+        scales = ScalesSlot(f"{module}.weight_scale_inv", self._lines.name, lines, self._blocks.rows)
+        yield ScaledSlot(weight, scales, self._blocks, self._place)
         yield scales
 
     def parameters(self) -> Iterator[Parameter]:
         yield self.parameter
-        if self._fp8 is not None:
+        if self._blocks is not None:
             yield self._lines
 
 
 def scaled_matrix(
-    name: str, part_rows: Sequence[int], in_features: int, fp8: Fp8Blocks, place: Placement
-) -> "Matrix | Fp8Matrix":
+    name: str, part_rows: Sequence[int], in_features: int, blocks: ScaleBlocks, place: Placement
+) -> "Matrix | ScaledMatrix":
     """Return a weight in FP8 or int8, stacked from parts of ``part_rows``, packed if it can be."""
-    if packs(in_features, place, fp8):
-        return Matrix(name, sum(part_rows), in_features, place, fp8=fp8)
-    return Fp8Matrix(name, part_rows, in_features, fp8, place)
+    if packs(in_features, place, blocks):
+        return Matrix(name, sum(part_rows), in_features, place, blocks=blocks)
+    return ScaledMatrix(name, part_rows, in_features, blocks, place)
 
 
 class Matrix(Stored):
@@ -190,11 +190,11 @@ class Matrix(Stored):
         place: Placement,
         *,
         packed: bool = True,
-        fp8: Fp8Blocks | None = None,
+        blocks: ScaleBlocks | None = None,
     ) -> None:
         """``packed=False``: rows are gathered only, which a plain layout does faster."""
-        packed = packed and packs(in_features, place, fp8)
-        super().__init__(name, out_features, in_features, place, packed=packed, fp8=fp8)
+        packed = packed and packs(in_features, place, blocks)
+        super().__init__(name, out_features, in_features, place, packed=packed, blocks=blocks)
         self._product: kernel.Product | None = None
         if packed:
             self._product = kernel.Product(self.parameter.data, *self._shape, self._scales, place.dtype)

@@ -24,12 +24,12 @@ from ..kernels import TORCH, TRITON, Elementwise, best, elementwise_for
 from ..kernels import linear as kernel
 from ..kernels.attention_form import PLAIN
 from ..kernels.decoder_layers import LatentShape
-from .fp8_block import Fp8Matrix
-from .linear import Linear, PackedTensors, divided, fp8_blocks
+from .linear import Linear, PackedTensors, divided, scale_blocks
 from .matrix import Stored
 from .norm import RMSNorm
 from .parameters import CompositeLayer, DelegatingSlot, Layer, Parameter, Place, Placement, WeightSlot
 from .rotary import rotate
+from .scaled_blocks import ScaledMatrix
 from .sharding import Window, among, as_window, even, parts_with, require_borders, sharded
 
 LATENT_EPS = 1e-6
@@ -114,7 +114,7 @@ class UpProjection:
         heads = as_window(heads)
         self._module, self._heads = module, heads.length
         self._rows, self._latent = heads.times(sum(sizes)), Window.whole(latent)
-        self._fp8 = fp8_blocks([module], place)
+        self._blocks = scale_blocks([module], place)
         self._workspace = place.workspace
         nope, value = sizes
         packed = best("linear", place.device, place.dtype) not in (TORCH, TRITON) and all(
@@ -132,11 +132,11 @@ class UpProjection:
                 kernel.BatchedProduct(weight.data, *shape, count=heads.length)
                 for weight, shape in zip(self._weights, shapes.values(), strict=True)
             ]
-        self._quantized: Fp8Matrix | None = None
-        if (fp8 := self._fp8) is not None:
-            require_borders(module, "rows", self._rows, fp8.rows)
-            self._quantized = Fp8Matrix(
-                f"{name}.kv_up.weight", [self._rows.length], latent, fp8, place, multiplies=False
+        self._quantized: ScaledMatrix | None = None
+        if (blocks := self._blocks) is not None:
+            require_borders(module, "rows", self._rows, blocks.rows)
+            self._quantized = ScaledMatrix(
+                f"{name}.kv_up.weight", [self._rows.length], latent, blocks, place, multiplies=False
             )
 
     @property
@@ -165,7 +165,7 @@ class UpProjection:
             yield sharded(ScatteredSlot(f"{self._module}.weight", list(self._parts())), self._rows)
         else:
             slots = self._quantized.slots(self._module, 0, self._rows.length)
-            yield from divided(slots, self._rows, self._latent, self._fp8)
+            yield from divided(slots, self._rows, self._latent, self._blocks)
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield the written parameters: both matrices, or the FP8 weight and its scales."""

@@ -41,8 +41,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Blocks:
-    """Weights stored as float8_e4m3fn or int8, one float32 scale per block (``fp8_block.py``)."""
+class ScaleBlocks:
+    """Weights stored as float8_e4m3fn or int8, one float32 scale per block (``scaled_blocks.py``)."""
 
     rows: int = 128
     columns: int = 128
@@ -74,7 +74,7 @@ class Placement:
     dtype: torch.dtype
     """Dtype of activations, and of weights that are not quantised."""
     device: torch.device
-    fp8: Fp8Blocks | None = None
+    blocks: ScaleBlocks | None = None
     workspace: Workspace = field(default_factory=Workspace, compare=False, repr=False)
     parallel: TensorParallel = SINGLE
     adapters: "AdapterSlots | None" = field(default=None, compare=False, repr=False)

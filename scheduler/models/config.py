@@ -22,7 +22,7 @@ import torch
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..kernels.linear import INT8, INT8_COLUMNS
-from ..layers.parameters import Fp8Blocks
+from ..layers.parameters import ScaleBlocks
 from ..layers.rotary import RopeParameters
 from ..runtime.dtypes import by_torch_name
 from ..runtime.files import checkpoint_error, read_json, require_folder
@@ -82,7 +82,7 @@ class ModelConfig:
     """Distinct ids of config.json, then of generation_config.json; empty if neither names one."""
     dtype: torch.dtype
     """Dtype of the checkpoint; float32 if it does not say."""
-    fp8: Fp8Blocks | None = None
+    quantization: ScaleBlocks | None = None
     mla: MlaConfig | None = None
     num_mtp_layers: int = 0
     """Number of ignored layers behind the others, for multi-token prediction."""
@@ -190,7 +190,7 @@ def parse_model_config(
         attention_bias=bool(config.get(*family.bias_field) or False) if bias is None else bias,
         eos_token_ids=_eos(reader, config, generation or {}),
         dtype=by_torch_name(_dtype_name(config)),
-        fp8=parse_quantization(config, source, mxfp4=family.mxfp4),
+        quantization=parse_quantization(config, source, mxfp4=family.mxfp4),
         mla=mla,
         num_mtp_layers=reader.count_or_zero("num_nextn_predict_layers", 0) if family.mtp_layers else 0,
         moe=moe,
@@ -211,8 +211,8 @@ def config_difference(a: ModelConfig, b: ModelConfig) -> list[str]:
     if a.transformers_config is not None and b.transformers_config is not None:
         return list(_of_transformers().differing_fields(a.transformers_config, b.transformers_config))
     names = [field.name for field in fields(ModelConfig) if field.name not in _NOT_FORWARD]
-    if b.fp8 is None:
-        names.remove("fp8")
+    if b.quantization is None:
+        names.remove("quantization")
     return [name for name in names if getattr(a, name) != getattr(b, name)]
 
 
@@ -284,7 +284,7 @@ def is_mxfp4(config: dict[str, Any]) -> bool:
     return isinstance(stated, dict) and stated.get("quant_method") == "mxfp4"
 
 
-def parse_quantization(config: dict[str, Any], source: str, *, mxfp4: bool = False) -> Fp8Blocks | None:
+def parse_quantization(config: dict[str, Any], source: str, *, mxfp4: bool = False) -> ScaleBlocks | None:
     """Return the blocks of weights that stay quantised, or None; UNSUPPORTED_MODEL names other fields."""
     stated = config.get("quantization_config")
     if stated is None:
@@ -305,7 +305,7 @@ def parse_quantization(config: dict[str, Any], source: str, *, mxfp4: bool = Fal
         return None
     rows, columns = stated["weight_block_size"]
     skipped = frozenset(module for name in _SKIPPED for module in stated.get(name) or ())
-    return Fp8Blocks(rows, columns, skipped)
+    return ScaleBlocks(rows, columns, skipped)
 
 
 def quantized(config: ModelConfig, options: "EngineConfig") -> ModelConfig:
@@ -316,8 +316,8 @@ def quantized(config: ModelConfig, options: "EngineConfig") -> ModelConfig:
     skipped = options.quantization_skipped
     names = frozenset(name.strip() for name in skipped.split(",") if name.strip())
     if options.quantization == "int8":
-        return replace(config, fp8=_int8_blocks(config, options, names))
-    if config.fp8 is not None:
+        return replace(config, quantization=_int8_blocks(config, options, names))
+    if config.quantization is not None:
         if names:
             reason = "quantization_skipped: the checkpoint itself is in FP8, and says which modules are not"
             raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="quantization_skipped", value=skipped)
@@ -325,13 +325,13 @@ def quantized(config: ModelConfig, options: "EngineConfig") -> ModelConfig:
     if config.transformers_config is not None or families()[config.architecture].mxfp4:
         reason = f"{config.architecture} has no products with FP8 weights: start it without quantization"
         raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["quantization"])
-    return replace(config, fp8=Fp8Blocks(skipped=names))
+    return replace(config, quantization=ScaleBlocks(skipped=names))
 
 
-def _int8_blocks(config: ModelConfig, options: "EngineConfig", skipped: frozenset[str]) -> Fp8Blocks:
+def _int8_blocks(config: ModelConfig, options: "EngineConfig", skipped: frozenset[str]) -> ScaleBlocks:
     """Return the blocks of an int8 model; refuse (UNSUPPORTED_MODEL) what has no int8 products."""
     refused = {
-        "weights that are in FP8 already": config.fp8 is not None,
+        "weights that are in FP8 already": config.quantization is not None,
         "the modules of transformers": config.transformers_config is not None,
         "experts": config.moe is not None,
         "latent attention": config.mla is not None,
@@ -342,7 +342,7 @@ def _int8_blocks(config: ModelConfig, options: "EngineConfig", skipped: frozense
     if found := [what for what, is_there in refused.items() if is_there]:
         reason = f"int8 is for dense models on one CPU rank, without {' or '.join(found)}"
         raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["quantization"])
-    return Fp8Blocks(1, INT8_COLUMNS, skipped, INT8)
+    return ScaleBlocks(1, INT8_COLUMNS, skipped, INT8)
 
 
 def _is_supported(name: str, value: object, widened: bool) -> bool:

@@ -28,7 +28,7 @@ from ..layers.mla import LATENT_EPS, LatentAttention
 from ..layers.mlp import GatedMLP
 from ..layers.moe import GatedShared, MoeBlock, RoutedExperts
 from ..layers.norm import RMSNorm
-from ..layers.parameters import Fp8Blocks, Placement
+from ..layers.parameters import Placement, ScaleBlocks
 from ..parallel.host_group import HostGroup
 from .config import ModelConfig
 
@@ -139,7 +139,7 @@ def _packed(products: Sequence[LinearAdapters]) -> LayerAdapters:
 
 
 def _shape_of(config: ModelConfig, layer: "DecoderLayer", place: Placement) -> LayerShape:
-    attention, latent, blocks = layer.attention, None, place.fp8 or Fp8Blocks()
+    attention, latent, blocks = layer.attention, None, place.blocks or ScaleBlocks()
     if isinstance(attention, LatentAttention):
         latent = attention.shape
         heads, kv_heads, size = attention.heads, 1, latent.qk_nope_head_dim + latent.qk_rope_head_dim

@@ -49,7 +49,7 @@ def require_ranks(config: "ModelConfig", ranks: int) -> None:
             "ranks: start it with tp = 1"
         )
         raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["architectures"], ranks=ranks)
-    wide = replace(config, fp8=None)  # products of FP8 weights are for real devices
+    wide = replace(config, quantization=None)  # products of FP8 weights are for real devices
     build_model(wide, config.dtype, torch.device("meta"), TensorParallel(ranks - 1, ranks))
 
 
@@ -61,7 +61,7 @@ def build_model(
     adapters: AdapterSlots | None = None,
 ) -> "CausalLM":
     """Allocate a model, or this rank's shard, without values; UNSUPPORTED_MODEL: ranks do not divide it."""
-    place = Placement(dtype, device, config.fp8, parallel=parallel, adapters=adapters)
+    place = Placement(dtype, device, config.quantization, parallel=parallel, adapters=adapters)
     if config.transformers_config is not None:
         require_ranks(config, parallel.size)
         foreign = import_module(".transformers_backend.model", package=__package__)

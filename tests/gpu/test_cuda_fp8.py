@@ -10,7 +10,7 @@ from caesura.scheduler.kernels import self_test
 from caesura.scheduler.layers import fp8_products
 from caesura.scheduler.layers.experts import Experts
 from caesura.scheduler.layers.linear import Linear
-from caesura.scheduler.layers.parameters import Fp8Blocks, Placement
+from caesura.scheduler.layers.parameters import Placement, ScaleBlocks
 
 DEVICE = torch.device("cuda", 0)
 MAJOR = torch.cuda.get_device_capability(DEVICE)[0] if torch.cuda.is_available() else 0
@@ -38,7 +38,7 @@ def place_for(choose) -> Placement:
         choose(DEVICE)
     except CaesuraError as error:
         pytest.skip(str(error))
-    return Placement(torch.bfloat16, DEVICE, Fp8Blocks())
+    return Placement(torch.bfloat16, DEVICE, ScaleBlocks())
 
 
 def filled(owner) -> dict[str, Tensor]:

@@ -14,10 +14,10 @@ from caesura.scheduler.kernels import native, self_test
 from caesura.scheduler.layers import experts as experts_module
 from caesura.scheduler.layers import fp8_products
 from caesura.scheduler.layers.experts import Experts
-from caesura.scheduler.layers.fp8_block import Fp8Matrix
 from caesura.scheduler.layers.fp8_products import dense_for, experts_for
 from caesura.scheduler.layers.linear import Linear
-from caesura.scheduler.layers.parameters import Fp8Blocks, Placement
+from caesura.scheduler.layers.parameters import Placement, ScaleBlocks
+from caesura.scheduler.layers.scaled_blocks import ScaledMatrix
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 DENSE = [kind for _, kind in fp8_products.DENSE]
@@ -152,7 +152,7 @@ def test_each_generation_has_its_libraries(capability, value, dense, experts):
 def test_without_any_library_the_engine_is_refused_by_name(libraries, capability):
     for name in libraries:
         libraries[name] = BROKEN
-    place = Placement(torch.bfloat16, CUDA, Fp8Blocks())
+    place = Placement(torch.bfloat16, CUDA, ScaleBlocks())
     with pytest.raises(CaesuraError, match="FP8 weights need FlashInfer") as caught:
         Linear("l", 256, {"a": 256}, place=place)
     assert "torch: a product with it fails: ImportError" in str(caught.value)
@@ -181,17 +181,17 @@ def test_an_accelerator_that_is_no_cuda_device_is_refused(capability):
 @pytest.mark.parametrize(
     "dtype,blocks,parts,inputs,reason",
     [
-        (torch.float16, Fp8Blocks(), [128], 128, "products in bfloat16, not float16"),
-        (torch.bfloat16, Fp8Blocks(64, 128), [128], 128, "blocks of 128 x 128, not 64 x 128"),
-        (torch.bfloat16, Fp8Blocks(), [64, 128], 128, "sizes in multiples of 128"),
-        (torch.bfloat16, Fp8Blocks(), [128, 64], 192, "sizes in multiples of 128"),
+        (torch.float16, ScaleBlocks(), [128], 128, "products in bfloat16, not float16"),
+        (torch.bfloat16, ScaleBlocks(64, 128), [128], 128, "blocks of 128 x 128, not 64 x 128"),
+        (torch.bfloat16, ScaleBlocks(), [64, 128], 128, "sizes in multiples of 128"),
+        (torch.bfloat16, ScaleBlocks(), [128, 64], 192, "sizes in multiples of 128"),
     ],
 )
 def test_other_blocks_and_sizes_are_refused_by_name(choose, dtype, blocks, parts, inputs, reason):
     choose(DENSE[0])
     with pytest.raises(CaesuraError, match=f"FP8 on cpu needs {reason}"):
-        Fp8Matrix("w", parts, inputs, blocks, Placement(dtype, CPU, blocks))
-    Fp8Matrix("w", parts, inputs, blocks, Placement(dtype, CPU, blocks), multiplies=False)
+        ScaledMatrix("w", parts, inputs, blocks, Placement(dtype, CPU, blocks))
+    ScaledMatrix("w", parts, inputs, blocks, Placement(dtype, CPU, blocks), multiplies=False)
 
 
 def filled(owner, seed: int) -> dict[str, Tensor]:
@@ -217,7 +217,7 @@ def off(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("last", [128, 64, 200])
 def test_a_projection_with_a_smaller_last_block(choose, kind, bias, last):
     choose(kind)
-    place = Placement(torch.bfloat16, CPU, Fp8Blocks())
+    place = Placement(torch.bfloat16, CPU, ScaleBlocks())
     linear = Linear("l", 256, {"a": 256, "b": last}, bias=bias, place=place)
     weight = torch.cat(list(filled(linear, last).values()))
     for slot in linear.slots():
@@ -237,7 +237,7 @@ def test_routed_experts_are_those_of_dequantised_weights(choose, kind):
     choose(kind)
     count, hidden, width, top_k = 6, 256, 128, 2
     with native.limited_to("torch"):
-        experts = Experts("e", "m", count, hidden, width, place=Placement(torch.bfloat16, CPU, Fp8Blocks()))
+        experts = Experts("e", "m", count, hidden, width, place=Placement(torch.bfloat16, CPU, ScaleBlocks()))
     dense = filled(experts, 3)
     generator = torch.Generator().manual_seed(1)
     for tokens in (1, 9, 300):

@@ -292,7 +292,7 @@ def test_the_released_configs_of_deepseek_are_understood() -> None:
 
 def test_the_released_config_of_gpt_oss_is_understood() -> None:
     config = parse(PUBLISHED)
-    assert (config.dtype, config.fp8) == (torch.bfloat16, None)
+    assert (config.dtype, config.quantization) == (torch.bfloat16, None)
     wide = parse(PUBLISHED, quantization_config=None, torch_dtype="bfloat16")
     assert config_difference(config, wide) == config_difference(wide, config) == []
     assert parse(PUBLISHED, torch_dtype="float32").dtype == torch.float32
@@ -305,7 +305,7 @@ def test_the_released_config_of_gpt_oss_is_understood() -> None:
 def test_converted_modules(spelling: str) -> None:
     names = ["model.layers.1", "layers.0.self_attn.o_proj", "mlp.up_proj"]
     stated = {"weight_block_size": [64, 32], "activation_scheme": "dynamic", "fmt": "e4m3", spelling: names}
-    fp8 = parse(QWEN3, quantization_config=FP8 | stated).fp8
+    fp8 = parse(QWEN3, quantization_config=FP8 | stated).quantization
     assert fp8 is not None
     assert (fp8.rows, fp8.columns) == (64, 32)
     assert fp8.converts("model.layers.0.self_attn.q_proj")

@@ -17,7 +17,7 @@ from caesura.scheduler.layers.attention import Attention, AttentionShape
 from caesura.scheduler.layers.embedding import Embedding
 from caesura.scheduler.layers.experts import ExpertNames, Experts
 from caesura.scheduler.layers.linear import Linear
-from caesura.scheduler.layers.parameters import Fp8Blocks, Layer, Placement, WeightSlot
+from caesura.scheduler.layers.parameters import Layer, Placement, ScaleBlocks, WeightSlot
 from caesura.scheduler.layers.sharding import Window, even
 from caesura.scheduler.memory.workspace import Workspace
 from caesura.scheduler.models.causal_lm import CausalLM
@@ -33,7 +33,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def place(
-    rank: int, size: int, dtype: torch.dtype = torch.float32, fp8: Fp8Blocks | None = None
+    rank: int, size: int, dtype: torch.dtype = torch.float32, fp8: ScaleBlocks | None = None
 ) -> Placement:
     return Placement(dtype, CPU, fp8, parallel=TensorParallel(rank, size))
 
@@ -166,13 +166,13 @@ def test_a_vocabulary_that_does_not_divide(data: st.DataObject, size: int, vocab
 @given(st.data(), st.integers(2, 3), st.booleans(), st.integers(1, 5), st.integers(1, 5))
 def test_fp8_blocks(data: st.DataObject, size: int, by_inputs: bool, height: int, width: int) -> None:
     """Check that ranks that see only their own blocks quantise a wide float as one rank would."""
-    blocks = Fp8Blocks(height, width)
+    blocks = ScaleBlocks(height, width)
     rows = height * size * data.draw(st.integers(1, 3)) if not by_inputs else data.draw(st.integers(1, 20))
     columns = width * size * data.draw(st.integers(1, 3)) if by_inputs else data.draw(st.integers(1, 20))
     twice = rows % height == 0
 
     def layer(rank: int, ranks: int) -> dict[str, WeightSlot]:
-        where = place(rank, ranks, fp8=blocks)
+        where = place(rank, ranks, blocks=blocks)
         inputs, outputs = Window.whole(columns), Window.whole(rows)
         if by_inputs:
             inputs = even(columns, where.parallel, "columns")

@@ -33,7 +33,7 @@ from ..memory.workspace import Workspace
 from ..runtime.dtypes import torch_name
 from . import fp8_products
 from .fp8_products import BLOCK, Dense, Grouped
-from .parameters import CASTABLE, Fp8Blocks, Parameter, Place, Placement, WeightSlot
+from .parameters import CASTABLE, Parameter, Place, Placement, ScaleBlocks, WeightSlot
 
 FP8_MAX = 448.0
 _MAX = {FP8: FP8_MAX, INT8: 127.0}
@@ -50,11 +50,11 @@ _SHIFT, _PLACES, _REBIAS = 7, -0x4080, 2.0**8
 _MAGNITUDE, _CARRY, _NAN_BITS = 0x7F, 0x80, 0xFF
 
 
-def scale_shape(blocks: Fp8Blocks, rows: int, columns: int) -> tuple[int, int]:
+def scale_shape(blocks: ScaleBlocks, rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // blocks.rows), -(-columns // blocks.columns)
 
 
-def quantize(values: Tensor, blocks: Fp8Blocks) -> tuple[Tensor, Tensor]:
+def quantize(values: Tensor, blocks: ScaleBlocks) -> tuple[Tensor, Tensor]:
     """Quantise float32 [n, in] to FP8 or int8 and its grid's scales, the largest to 448 or 127.
 
     Blocks of zeros have scale 1; NaN and infinities stay not finite.
@@ -104,12 +104,12 @@ def _shifted(weight: Tensor, workspace: Workspace) -> Tensor:
     return bits.bitwise_left_shift_(_SHIFT).bitwise_and_(_PLACES).bitwise_or_(nan).view(torch.float16)
 
 
-class Fp8Slot(WeightSlot):
+class ScaledSlot(WeightSlot):
     """``X.weight``: as it is stored, or any wider float, which brings its scales with it."""
 
     __slots__ = ("_blocks", "_device", "_scales", "_stored", "_workspace")
 
-    def __init__(self, stored: WeightSlot, scales: WeightSlot, blocks: Fp8Blocks, place: Placement) -> None:
+    def __init__(self, stored: WeightSlot, scales: WeightSlot, blocks: ScaleBlocks, place: Placement) -> None:
         super().__init__(stored.name, stored.parameter, stored.shape, blocks.dtype)
         self._blocks, self._workspace, self._device = blocks, place.workspace, place.device
         self._stored, self._scales = stored, scales
@@ -166,7 +166,7 @@ class Fp8Slot(WeightSlot):
             position = until
 
 
-class Fp8Matrix:
+class ScaledMatrix:
     """One weight [out, in] and its product; as :class:`~.matrix.Matrix`, but FP8 or int8."""
 
     packed: Tensor | None = None
@@ -177,21 +177,21 @@ class Fp8Matrix:
         name: str,
         part_rows: Sequence[int],
         in_features: int,
-        fp8: Fp8Blocks,
+        blocks: ScaleBlocks,
         place: Placement,
         *,
         count: int = 1,
         multiplies: bool = True,
     ) -> None:
         """Stack ``part_rows`` of checkpoint tensors, ``count`` times; refuse what no library multiplies."""
-        self._place, self._blocks = place, fp8
+        self._place, self._blocks = place, blocks
         self._count, self._height = count, sum(part_rows)
         self._dense = fp8_products.dense_for(place.device) if multiplies else None
         if self._dense is not None:
-            require_blocks(name, part_rows[:-1], in_features, fp8, place)
+            require_blocks(name, part_rows[:-1], in_features, blocks, place)
         part_rows = [*part_rows] * count
-        grids = [scale_shape(fp8, rows, in_features) for rows in part_rows]
-        self._weight = Parameter(name, (sum(part_rows), in_features), fp8.dtype, place.device)
+        grids = [scale_shape(blocks, rows, in_features) for rows in part_rows]
+        self._weight = Parameter(name, (sum(part_rows), in_features), blocks.dtype, place.device)
         self._scales = Parameter(
             f"{name}_scale_inv", (sum(rows for rows, _ in grids), grids[0][1]), torch.float32, place.device
         )
@@ -200,7 +200,7 @@ class Fp8Matrix:
         start = first = 0
         for rows, (length, _) in zip(part_rows, grids, strict=True):
             self._parts[start] = first, length
-            of_row.append(first + torch.arange(rows, dtype=torch.int32) // fp8.rows)
+            of_row.append(first + torch.arange(rows, dtype=torch.int32) // blocks.rows)
             start, first = start + rows, first + length
         self._scale_of_row = torch.cat(of_row).to(place.device)  # which row of scales is each row's
 
@@ -254,7 +254,7 @@ class Fp8Matrix:
         first, grid_rows = self._parts[start]
         scales = self._scales.slot(f"{module}.weight_scale_inv", first, grid_rows)
         weight = self._weight.slot(f"{module}.weight", start, length)
-        yield Fp8Slot(weight, scales, self._blocks, self._place)
+        yield ScaledSlot(weight, scales, self._blocks, self._place)
         yield scales
 
     def parameters(self) -> Iterator[Parameter]:
@@ -262,7 +262,7 @@ class Fp8Matrix:
         yield self._scales
 
 
-class Fp8ExpertMatrix(Fp8Matrix):
+class ScaledExpertMatrix(ScaledMatrix):
     """One weight [out, in] of each expert; as :class:`~.experts.ExpertMatrix`, but FP8."""
 
     def __init__(
@@ -271,15 +271,15 @@ class Fp8ExpertMatrix(Fp8Matrix):
         count: int,
         part_rows: Sequence[int],
         in_features: int,
-        fp8: Fp8Blocks,
+        blocks: ScaleBlocks,
         place: Placement,
     ) -> None:
         """Take the output features of the checkpoint tensors that an expert's weight is stacked from."""
         found = fp8_products.experts_for(place.device)
         if found is not None:
-            require_blocks(name, part_rows, in_features, fp8, place)
+            require_blocks(name, part_rows, in_features, blocks, place)
         self._grouped: Grouped | None = None if found is None else found.grouped
-        super().__init__(name, part_rows, in_features, fp8, place, count=count, multiplies=found is None)
+        super().__init__(name, part_rows, in_features, blocks, place, count=count, multiplies=found is None)
 
     @property
     def blocks(self) -> tuple[Tensor, Tensor]:
@@ -311,13 +311,13 @@ class Fp8ExpertMatrix(Fp8Matrix):
 
 
 def require_blocks(
-    name: str, part_rows: Sequence[int], in_features: int, fp8: Fp8Blocks, place: Placement
+    name: str, part_rows: Sequence[int], in_features: int, blocks: ScaleBlocks, place: Placement
 ) -> None:
     """Refuse (``unsupported``) blocks, or a dtype but bfloat16, that no library for accelerators takes."""
     if place.dtype != torch.bfloat16:
         reason = f"products in bfloat16, not {torch_name(place.dtype)}"
-    elif (fp8.rows, fp8.columns) != (BLOCK, BLOCK):
-        reason = f"blocks of {BLOCK} x {BLOCK}, not {fp8.rows} x {fp8.columns}"
+    elif (blocks.rows, blocks.columns) != (BLOCK, BLOCK):
+        reason = f"blocks of {BLOCK} x {BLOCK}, not {blocks.rows} x {blocks.columns}"
     elif in_features % BLOCK or any(rows % BLOCK for rows in part_rows):
         reason = f"sizes in multiples of {BLOCK}, not {[*part_rows]} x {in_features} of {name}"
     else:

@@ -13,22 +13,22 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from caesura.scheduler.kernels import native
-from caesura.scheduler.layers.fp8_block import CHUNK, FP8, Fp8Matrix, quantize
 from caesura.scheduler.layers.linear import Linear
 from caesura.scheduler.layers.matrix import Matrix
-from caesura.scheduler.layers.parameters import Fp8Blocks, Placement
+from caesura.scheduler.layers.parameters import Placement, ScaleBlocks
+from caesura.scheduler.layers.scaled_blocks import CHUNK, FP8, ScaledMatrix, quantize
 
 CPU = torch.device("cpu")
-SMALL = Fp8Blocks(8, 16)
+SMALL = ScaleBlocks(8, 16)
 
 
 def matrix_of(parts: list[int], width: int, place: Placement, *, packed: bool):
-    assert place.fp8 is not None
+    assert place.blocks is not None
     if not packed:
-        return Fp8Matrix("m", parts, width, place.fp8, place)
+        return ScaledMatrix("m", parts, width, place.blocks, place)
     if native.why_not():
         pytest.skip(f"no compiled kernels: {native.why_not()}")
-    return Matrix("m", sum(parts), width, place, fp8=place.fp8)
+    return Matrix("m", sum(parts), width, place, blocks=place.blocks)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -59,7 +59,7 @@ def test_quantised_as_transformers_does(
     value[blocks[0], 0] = 1e-7
     expected = as_transformers(value, blocks)
     for ours, theirs, by_hand in zip(
-        quantize(value.float(), Fp8Blocks(*blocks)), expected, quantize_fp8(value, blocks), strict=True
+        quantize(value.float(), ScaleBlocks(*blocks)), expected, quantize_fp8(value, blocks), strict=True
     ):
         assert ours.dtype == theirs.dtype
         assert same_bytes(ours, theirs)
@@ -68,7 +68,7 @@ def test_quantised_as_transformers_does(
 
 def test_blocks_at_the_edges_are_smaller() -> None:
     value = random(200, 330)
-    ours, by_hand = quantize(value, Fp8Blocks()), quantize_fp8(value, (128, 128))
+    ours, by_hand = quantize(value, ScaleBlocks()), quantize_fp8(value, (128, 128))
     assert ours[1].shape == (2, 3)
     assert all(map(same_bytes, ours, by_hand))
 
@@ -76,7 +76,7 @@ def test_blocks_at_the_edges_are_smaller() -> None:
 def test_non_finite_blocks_stay_so_and_tiny_ones_become_zero() -> None:
     value = torch.ones(16, 16)
     value[0, 0], value[8, 0] = torch.nan, torch.inf
-    blocks = Fp8Blocks(8, 8)
+    blocks = ScaleBlocks(8, 8)
     weight, scales = quantize(value, blocks)
     back = dequantize_fp8(weight, scales, (8, 8), torch.float32)
     assert not back[0, 0].isfinite()
@@ -89,8 +89,8 @@ def test_non_finite_blocks_stay_so_and_tiny_ones_become_zero() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_byte_means_what_torch_says(dtype: torch.dtype) -> None:
-    place = Placement(dtype, CPU, Fp8Blocks(1, 32))
-    matrix = Fp8Matrix("m", [16], 16, Fp8Blocks(1, 32), place)
+    place = Placement(dtype, CPU, ScaleBlocks(1, 32))
+    matrix = ScaledMatrix("m", [16], 16, ScaleBlocks(1, 32), place)
     weight, scales = matrix.slots("m", 0, 16)
     stored = torch.arange(256, dtype=torch.uint8).view(FP8).view(16, 16)
     factors = torch.logspace(-6, 6, 16)[:, None]  # beyond what e4m3 and float16 hold
@@ -133,7 +133,7 @@ def test_quantising_does_not_depend_on_the_cut(
 
 def test_a_piece_of_many_blocks_is_quantised_in_bounded_steps() -> None:
     width = CHUNK // 256
-    matrix = Fp8Matrix("m", [600], width, SMALL, Placement(torch.float32, CPU, SMALL))
+    matrix = ScaledMatrix("m", [600], width, SMALL, Placement(torch.float32, CPU, SMALL))
     value = random(600, width, dtype=torch.bfloat16)
     weight, scales = matrix.slots("m", 0, 600)
     halves = [(value[:300], 0), (value[300:], 300)]
@@ -173,7 +173,7 @@ def test_product_is_that_of_the_dequantised_weight(
     parts: tuple[int, ...], width: int, bias: bool, dtype: torch.dtype
 ) -> None:
     names = {f"part{number}": size for number, size in enumerate(parts)}
-    place = Placement(dtype, CPU, Fp8Blocks())
+    place = Placement(dtype, CPU, ScaleBlocks())
     linear = Linear("l", width, names, bias=bias, place=place)
     slots = {slot.name: slot for slot in linear.slots()}
     reference = []
@@ -197,7 +197,7 @@ def test_product_is_that_of_the_dequantised_weight(
 
 
 def test_all_layers_dequantise_into_the_same_memory() -> None:
-    place = Placement(torch.bfloat16, CPU, Fp8Blocks(8, 10))  # borders inside a word: torch multiplies
+    place = Placement(torch.bfloat16, CPU, ScaleBlocks(8, 10))  # borders inside a word: torch multiplies
     first, second = (Linear(f"l{n}", 16, {f"m{n}": 8 * n}, place=place) for n in (2, 1))
     x = torch.ones(1, 16, dtype=torch.bfloat16)
     first.forward(x)
@@ -208,7 +208,7 @@ def test_all_layers_dequantise_into_the_same_memory() -> None:
     assert set(before) >= {"fp8 weight"}
 
 
-INT8 = Fp8Blocks(1, 128, dtype=torch.int8)
+INT8 = ScaleBlocks(1, 128, dtype=torch.int8)
 
 
 def test_int8_values_are_the_nearest_and_wrong_ones_show_in_the_scale() -> None:
