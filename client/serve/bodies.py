@@ -52,6 +52,10 @@ class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A body or query whose keys must all be known: ``mod`` for ``mode`` would abort requests."""
 
 
+class NothingBody(Strict, kw_only=True):
+    pass
+
+
 def present(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 

@@ -39,7 +39,8 @@ def _encoded(handlers: tuple[HTTPRouteHandler, ...]) -> bytes:
 
 def document(handlers: Iterable[HTTPRouteHandler]) -> dict[str, Any]:
     handlers = list(handlers)
-    structs = [handler.opt["struct"] for handler in handlers if "struct" in handler.opt]
+    with_bodies = [handler for handler in handlers if not handler.http_methods <= {"GET", "HEAD", "OPTIONS"}]
+    structs = [handler.opt["struct"] for handler in with_bodies if "struct" in handler.opt]
     schemas, components = msgspec.json.schema_components(structs, ref_template=_REFERENCE)
     by_struct = dict(zip(structs, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}

@@ -8,7 +8,7 @@ from litestar import HttpMethod
 from ....io_struct.base import MAX_ID_LENGTH, new_id
 from ....io_struct.generate import MAX_SEQUENCES, TokenId
 from ...exceptions import InvalidRequest, Unsupported
-from ..bodies import VISIBLE, Strict
+from ..bodies import VISIBLE, NothingBody, Strict
 from ..commands import Form, command, failure, success
 from ..context import FrontEnd
 
@@ -52,14 +52,10 @@ async def remove_external_corpus(front: FrontEnd, body: RemoveCorpusBody) -> obj
     return await front.client.remove_corpus(body.corpus_id)
 
 
-class NoBody(Strict, kw_only=True):
-    """No options."""
-
-
 def _listed(_: object, corpora: dict[str, int]) -> dict[str, Any]:
     return {"success": True, "corpus_token_counts": corpora, "message": ""}
 
 
 @command("/list_external_corpora", Form(_listed, failure), HttpMethod.GET)
-async def list_external_corpora(front: FrontEnd, body: NoBody) -> object:
+async def list_external_corpora(front: FrontEnd, body: NothingBody) -> object:
     return await front.client.list_corpora()

@@ -17,7 +17,7 @@ from ....io_struct import CaesuraError, MemoryTag
 from ....io_struct.control import LeaseAction, PositiveDuration
 from ....io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S
 from ...exceptions import InvalidRequest, MemoryReleased, NotIdle, Unsupported
-from ..bodies import HTTPRequest, Strict, query_of, read_control
+from ..bodies import HTTPRequest, NothingBody, Strict, query_of, read_control
 from ..commands import Form, answered, command
 from ..context import Front, FrontEnd
 from ..error_responses import json_response
@@ -192,7 +192,7 @@ async def is_sleeping(front: Front) -> Response[bytes]:
 
 
 @command("/release_kv_cache_memory", _status("kv_cache_released"))
-async def release_kv_cache_memory(front: FrontEnd, body: weights.NothingBody) -> None:
+async def release_kv_cache_memory(front: FrontEnd, body: NothingBody) -> None:
     """Release the KV cache of a paused engine; requests that are kept are computed again."""
     if (await front.health.status()).generation != "paused":
         raise NotIdle("the KV cache is released during a pause: call POST /pause first")

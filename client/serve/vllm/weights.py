@@ -27,7 +27,7 @@ from ....transfer.safetensors import DTYPES
 from ....transfer.weight_delta import nbytes_of
 from ...connection.client_options import label
 from ...exceptions import InvalidRequest, Unsupported, WeightMismatch
-from ..bodies import Strict
+from ..bodies import NothingBody, Strict
 from ..commands import Form, InSession, command
 from ..context import Front, FrontEnd
 from ..error_responses import json_response, status_of
@@ -336,10 +336,6 @@ async def fetch_weights(front: FrontEnd, body: FetchBody) -> None:
         return read
 
     await front.published.pull(copy, base, body.target_version, reader)
-
-
-class NothingBody(Strict, kw_only=True):
-    pass
 
 
 @command("/shutdown_weight_transfer_engine", message("Weight transfer shut down"))

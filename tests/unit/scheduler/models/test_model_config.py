@@ -481,9 +481,9 @@ def test_missing_or_broken_file(content: bytes | None, tmp_path: Path) -> None:
     (EXPERTS, {"mlp_only_layers": [0]}, ["moe"]),
     (EXPERTS, {"moe_intermediate_size": 25}, ["moe"]),
     (EXPERTS, {"output_router_logits": True, "router_aux_loss_coef": 0.5}, []),
-    (QWEN3, fp8(), ["fp8"]),
+    (QWEN3, fp8(), ["quantization"]),
     ({**QWEN3, **fp8()}, {"quantization_config": None}, []),
-    ({**QWEN3, **fp8()}, fp8(weight_block_size=[8, 128]), ["fp8"]),
+    ({**QWEN3, **fp8()}, fp8(weight_block_size=[8, 128]), ["quantization"]),
 ])  # fmt: skip
 def test_difference_names_what_the_forward_reads(
     base: Fields, changes: Fields, difference: list[str]

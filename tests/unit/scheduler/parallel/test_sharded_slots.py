@@ -33,9 +33,9 @@ FP8 = torch.float8_e4m3fn
 
 
 def place(
-    rank: int, size: int, dtype: torch.dtype = torch.float32, fp8: ScaleBlocks | None = None
+    rank: int, size: int, dtype: torch.dtype = torch.float32, blocks: ScaleBlocks | None = None
 ) -> Placement:
-    return Placement(dtype, CPU, fp8, parallel=TensorParallel(rank, size))
+    return Placement(dtype, CPU, blocks, parallel=TensorParallel(rank, size))
 
 
 def slots_of(layer: Layer) -> dict[str, WeightSlot]:
