@@ -113,7 +113,7 @@ def test_values_are_cast_as_in_a_cold_load(dtype, tmp_path):
         assert checksums(driver) == versions.cold(dtype=dtype)
 
 
-def test_int8_weights_are_refused_by_name_and_a_tied_table_comes_whole(tmp_path):
+def test_deltas_of_int8_weights_are_refused(tmp_path):
     versions = Versions(tmp_path, "qwen3", dtype=torch.bfloat16, tied=True)
     table = {TABLE: versions.new[TABLE]}
     write_like(versions.first, versions.second, versions.old | table)

@@ -211,7 +211,7 @@ def test_all_layers_dequantise_into_the_same_memory() -> None:
 INT8 = ScaleBlocks(1, 128, dtype=torch.int8)
 
 
-def test_int8_values_are_the_nearest_and_wrong_ones_show_in_the_scale() -> None:
+def test_int8_values_are_the_nearest_multiples() -> None:
     value = random(70, 300)
     value[3, 200:] = 0.0
     weight, scales = quantize(value, INT8)
