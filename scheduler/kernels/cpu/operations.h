@@ -16,8 +16,8 @@ struct Linear {
     int64_t y_stride;
     int64_t rows, outputs, words;  // of the weight's rows
     bool wide = false;  // y is float, whatever x is; no bias then
-    // nullptr: the weight is of x's type. Else it is fp8 (or int8), a word of it four elements, and every `scale_words` of them have a line
-    // of scales: one for each output, padded to whole panels.
+    // nullptr: the weight is of x's type. Else it is fp8 (or int8), a word of it four elements, and every `scale_words` of them
+    // have a line of scales: one for each output, padded to whole panels.
     const float* scales = nullptr;
     int64_t scale_words = 0;
     // Not nullptr: the weight is int8 instead, and here is room for the rows of x in 16 bits (linear_int8.h).

@@ -1,5 +1,5 @@
 // Vectors of 8 floats in two registers; the same names as simd_avx512.h, which describes them. Sums over lanes are the trees of
-// simd_avx2.h, so without bf16 instructions results are its bits.
+// simd_avx2.h.
 
 struct F {
     float32x4_t low, high;
