@@ -248,13 +248,13 @@ _Kind = TypeVar("_Kind", Dense, Experts)
 @cache
 def dense_for(device: torch.device) -> Dense | None:
     """Return the library for dense products, None on the CPU; ``unsupported`` if none serves here."""
-    return None if device.type == "cpu" else _first(device, "weights", DENSE, try_dense)
+    return None if device.type in ("cpu", "meta") else _first(device, "weights", DENSE, try_dense)
 
 
 @cache
 def experts_for(device: torch.device) -> Experts | None:
     """Return the library for routed experts; None on the CPU. Raises as :func:`dense_for`."""
-    return None if device.type == "cpu" else _first(device, "experts", EXPERTS, try_experts)
+    return None if device.type in ("cpu", "meta") else _first(device, "experts", EXPERTS, try_experts)
 
 
 def _first(

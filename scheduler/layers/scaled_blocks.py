@@ -198,11 +198,14 @@ class ScaledMatrix:
         self._parts: dict[int, tuple[int, int]] = {}  # first row to the rows of the grid
         of_row = []
         start = first = 0
-        for rows, (length, _) in zip(part_rows, grids, strict=True):
+        for number, (rows, (length, _)) in enumerate(zip(part_rows, grids, strict=True)):
             self._parts[start] = first, length
-            of_row.append(first + torch.arange(rows, dtype=torch.int32) // blocks.rows)
+            if number * count < len(part_rows):  # the others are alike
+                of_row.append(first + torch.arange(rows, dtype=torch.int32) // blocks.rows)
             start, first = start + rows, first + length
-        self._scale_of_row = torch.cat(of_row).to(place.device)  # which row of scales is each row's
+        starts = torch.arange(0, first, first // count, dtype=torch.int32).unsqueeze(1)
+        # Row of scales of each row.
+        self._scale_of_row = (starts + torch.cat(of_row)).flatten().to(place.device)
 
     def product(
         self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, first: int = 0

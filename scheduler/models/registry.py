@@ -8,7 +8,6 @@ Invariants:
 import pkgutil
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -49,8 +48,7 @@ def require_ranks(config: "ModelConfig", ranks: int) -> None:
             "ranks: start it with tp = 1"
         )
         raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["architectures"], ranks=ranks)
-    wide = replace(config, quantization=None)  # products of FP8 weights are for real devices
-    build_model(wide, config.dtype, torch.device("meta"), TensorParallel(ranks - 1, ranks))
+    build_model(config, config.dtype, torch.device("meta"), TensorParallel(ranks - 1, ranks))
 
 
 def build_model(

@@ -253,3 +253,23 @@ def test_too_many_ranks_are_refused_before_one_is_started(tiny_model, tp, no_wor
     error = refusal(tiny_model, tp=tp)
     assert (error.code, error.detail["ranks"]) == ("unsupported_model", tp)
     assert error.detail["fields"] == ["num_attention_heads"]
+
+
+def test_ranks_that_cut_fp8_blocks_start_none(tmp_path, no_workers):
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 1024),
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 8),
+        "moe_intermediate_size": 768,
+        "num_experts": 8,
+        "num_hidden_layers": 1,
+        "head_dim": 128,
+        "max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    error = refusal(tmp_path, tp=8)
+    assert error.code == "unsupported_model"
+    assert "moe_intermediate_size [672, 768) of 768 cut its FP8 blocks of 128" in error.message
