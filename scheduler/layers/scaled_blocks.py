@@ -189,23 +189,20 @@ class ScaledMatrix:
         self._dense = fp8_products.dense_for(place.device) if multiplies else None
         if self._dense is not None:
             require_blocks(name, part_rows[:-1], in_features, blocks, place)
-        part_rows = [*part_rows] * count
         grids = [scale_shape(blocks, rows, in_features) for rows in part_rows]
-        self._weight = Parameter(name, (sum(part_rows), in_features), blocks.dtype, place.device)
+        self._grid_height = sum(length for length, _ in grids)
+        self._weight = Parameter(name, (self._height * count, in_features), blocks.dtype, place.device)
         self._scales = Parameter(
-            f"{name}_scale_inv", (sum(rows for rows, _ in grids), grids[0][1]), torch.float32, place.device
+            f"{name}_scale_inv", (self._grid_height * count, grids[0][1]), torch.float32, place.device
         )
         self._parts: dict[int, tuple[int, int]] = {}  # first row to the rows of the grid
         of_row = []
         start = first = 0
-        for number, (rows, (length, _)) in enumerate(zip(part_rows, grids, strict=True)):
+        for rows, (length, _) in zip(part_rows, grids, strict=True):
             self._parts[start] = first, length
-            if number * count < len(part_rows):  # the others are alike
-                of_row.append(first + torch.arange(rows, dtype=torch.int32) // blocks.rows)
+            of_row.append(first + torch.arange(rows, dtype=torch.int32) // blocks.rows)
             start, first = start + rows, first + length
-        starts = torch.arange(0, first, first // count, dtype=torch.int32).unsqueeze(1)
-        # Row of scales of each row.
-        self._scale_of_row = (starts + torch.cat(of_row)).flatten().to(place.device)
+        self._scale_of_row = torch.cat(of_row).to(place.device)  # of the first of ``count``
 
     def product(
         self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, first: int = 0
@@ -246,15 +243,22 @@ class ScaledMatrix:
         """Write rows ``[start, start + n)`` of the weight to ``out`` [n, in] of any float dtype."""
         for first, last in chunks(*out.shape):
             here = slice(start + first, start + last)
-            scales = self._scales.data.index_select(0, self._scale_of_row[here])
+            scales = self._scales.data.index_select(0, self._scales_of(here))
             part, columns = out[first:last], self._blocks.columns
             dequantize(self._weight.data[here], scales, columns, part, self._place.workspace)
         return out
 
+    def _scales_of(self, here: slice) -> Tensor:
+        """Return the row of scales of each row ``here``."""
+        if self._count == 1:
+            return self._scale_of_row[here]
+        rows = torch.arange(here.start, here.stop, device=self._scale_of_row.device)
+        return self._scale_of_row[rows % self._height] + rows // self._height * self._grid_height
+
     def slots(self, module: str, start: int, length: int, number: int = 0) -> Iterator[WeightSlot]:
         """Yield weight and scales of the part that begins at row ``start`` of one weight."""
-        start += number * self._height
         first, grid_rows = self._parts[start]
+        first, start = first + number * self._grid_height, start + number * self._height
         scales = self._scales.slot(f"{module}.weight_scale_inv", first, grid_rows)
         weight = self._weight.slot(f"{module}.weight", start, length)
         yield ScaledSlot(weight, scales, self._blocks, self._place)
