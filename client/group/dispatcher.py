@@ -81,6 +81,8 @@ class Dispatcher:
         """Why requests need not wait while no member serves, or None if they wait."""
         self._patience_s = patience_s
         self.flows: dict[str, Flow] = {}
+        self._waiting: dict[str, Flow] = {}
+        """Flows that had no member to go to, by rid."""
         self._frames: dict[str, tuple[bytes, Flow]] = {}
         self._images: dict[str, tuple[Member, int]] = {}
         self._process = Process("client")
@@ -192,35 +194,47 @@ class Dispatcher:
 
     def place(self, flow: Flow) -> None:
         """Give what waits of ``flow`` to a member, if one serves; if all that do are full, it fails."""
-        able = [
-            member
-            for member in self.serving
-            if member.own_epoch(flow.least_epoch) is not None and flow.has_adapter(member)
-        ]
-        lost = flow.request.adapter if flow.request.adapter not in self.adapters else None
-        free = [member for member in able if member.name not in flow.refused_by]
+        request = flow.request
         if self.ending:
             flow.fail(ShuttingDown("the engines are shutting down"))
-        elif lost is not None:  # unloaded while the request moved
+            return
+        if request.adapter is not None and request.adapter not in self.adapters:  # unloaded while it moved
+            lost = request.adapter
             flow.fail(UnknownAdapter(f"adapter {lost!r} is not loaded any more", adapter=lost))
-        elif free:
+            return
+        fits, refused = flow.fits(), flow.refused_by
+        chosen = self.router.choose(
+            request.input_ids,
+            (lambda member: member.name not in refused and fits(member)) if refused else fits,
+            key=flow.key,
+            salt=request.cache_salt,
+        )
+        if chosen is not None:
             if flow.moves:
                 self.moved += 1
-            request = flow.request
-            chosen = self.router.choose(free, request.input_ids, key=flow.key, salt=request.cache_salt)
             flow.dispatch(chosen)
-        elif able:
-            flow.fail(next(reversed(flow.refused_by.values())))
-        elif self.refusal is not None:
+            return
+        if refused and self.router.least_loaded(fits) is not None:
+            flow.fail(next(reversed(refused.values())))
+            return
+        self._waiting[flow.generation.rid] = flow
+        if self.refusal is not None:
             flow.fail(error_for(self.refusal.code, self.refusal.message, self.refusal.detail))
         elif self._patience_s is not None:
             asyncio.get_running_loop().call_later(self._patience_s, self._lose_patience, flow, flow.moves)
 
     def place_waiting(self) -> None:
         """Place all that waits: another member serves, or the engines are ending."""
-        for flow in list(self.flows.values()):
+        waiting, self._waiting = self._waiting, {}
+        for flow in waiting.values():
             if flow.waits:
                 self.place(flow)
+
+    def admit(self, member: Member, epoch: int) -> None:
+        """Let ``member`` serve: its own ``epoch`` has the group's weights."""
+        member.admit(epoch, self.epoch)
+        if self.members.get(member.name) is member:
+            self.router.add(member)
 
     def lost(self, member: Member, error: EngineError) -> None:
         """Take out ``member``, whose process has ended or cannot be reached."""
@@ -245,6 +259,7 @@ class Dispatcher:
     def ended(self, flow: Flow) -> None:
         if self.flows.get(flow.generation.rid) is flow:
             del self.flows[flow.generation.rid]
+            self._waiting.pop(flow.generation.rid, None)
             del self._frames[flow.generation.message_id]
 
     def end(self) -> None:
@@ -256,8 +271,8 @@ class Dispatcher:
         level = logging.INFO if self.ending else logging.WARNING
         logger.log(level, "engine %s serves no more (%s): %s", member.name, state, reason)
         member.leave(state, reason)
-        self.router.forget(member.name)
-        for flow in list(self.flows.values()):
+        self.router.remove(member)
+        for flow in dict.fromkeys(attempt.flow for attempt in member.attempts):
             flow.leave(member)
 
     def _lose_patience(self, flow: Flow, moves: int) -> None:
@@ -282,18 +297,14 @@ class Dispatcher:
         return aborted + sum(flow.abort(None if every else request.index) for flow in flows)
 
     def _least_loaded(self) -> Member:
-        serving = self.serving
-        if not serving:
+        member = self.router.least_loaded()
+        if member is None:
             raise EngineDied("no engine of the fleet serves now")
-        return min(serving, key=lambda member: member.load)
+        return member
 
-    @staticmethod
-    def _count(member: Member, answer: Result, work: int) -> None:
-        def done(_: Result) -> None:
-            member.load -= work
-
-        member.load += work
-        answer.add_done_callback(done)
+    def _count(self, member: Member, answer: Result, work: int) -> None:
+        self.router.charge(member, work)
+        answer.add_done_callback(lambda _: self.router.charge(member, -work))
 
 
 def beside(work: Coroutine[Any, Any, Any]) -> Result:

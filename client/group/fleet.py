@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 LOOK_INTERVAL_S = 1.0
 KEEPALIVE_TIMEOUT_S = 30.0
 LEASE_S = 60.0
+HEALED_AT_ONCE = 16
+"""Maximum number of members that are brought back at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -423,7 +425,7 @@ class Fleet:
         self.dispatcher.router.forget()
         self.source = source
         for member, reply in done.replies.items():
-            member.admit(reply.weights_epoch, self.dispatcher.epoch)
+            self.dispatcher.admit(member, reply.weights_epoch)
             self.weight_version = reply.weight_version
         self.dispatcher.drop(done.out, "it did not take part in an update to the end")
         for member in set(self.dispatcher.serving) - set(done.replies):
@@ -464,6 +466,7 @@ class Fleet:
 
     async def add(self, address: EngineAddress | str) -> Member:
         """Add a member; it serves with the fleet's weights, or raises why it cannot."""
+        began = time.monotonic()
         async with self.weights_lock:
             member = self._add(EngineAddress.of(address))
             try:
@@ -472,7 +475,8 @@ class Fleet:
                 async with self.lock:
                     await self.forget(member)
                 raise
-            return member
+        logger.info("engine %s joined: it serves after %.1f s", member.name, time.monotonic() - began)
+        return member
 
     async def remove(self, name: str) -> None:
         """Take a member out of the fleet; its requests continue on others. The engine itself goes on."""
@@ -483,17 +487,30 @@ class Fleet:
             await self.forget(member)
 
     async def heal(self) -> list[str]:
-        """Bring back fenced and gone members, and return the names of those that serve again."""
-        healed = []
-        async with self.weights_lock:
-            for member in self.members:
-                if member.serves or member.state == "joining" or not self.may_heal:
-                    continue
+        """Bring back fenced and gone members, several at once; return the names of those that serve again."""
+        room, healed = asyncio.Semaphore(HEALED_AT_ONCE), []
+
+        async def heal(member: Member) -> None:
+            async with room:
+                began = time.monotonic()
+                if not self.may_heal:
+                    return
                 with contextlib.suppress(EngineError, TimeoutError):
                     if await self._admit(member, await catch_up(self, member), healing=True):
-                        logger.warning("engine %s serves again", member.name)
+                        logger.warning(
+                            "engine %s serves again after %.1f s", member.name, time.monotonic() - began
+                        )
                         healed.append(member.name)
+
+        async with self.weights_lock, asyncio.TaskGroup() as work:
+            for member in self.members:
+                if not member.serves and member.state != "joining":
+                    work.create_task(heal(member))
         return healed
+
+    def donor(self) -> Member | None:
+        """Return the serving member that sends its weights to the fewest others, or None."""
+        return min(self.dispatcher.serving, key=lambda each: (each.copies, each.load), default=None)
 
     @property
     def may_heal(self) -> bool:
@@ -579,20 +596,20 @@ class Fleet:
                 self._leases.hold(each.address for each in self.members)
             elif reached.generation != "running":
                 await member.client.continue_generation(force=True, timeout=ASK_S)
-            member.admit(reached.weights_epoch, self.weights_epoch)
+            self.dispatcher.admit(member, reached.weights_epoch)
             self.dispatcher.place_waiting()
             return True
 
     async def _look_after(self) -> None:
         while True:
             await asyncio.sleep(self._look_interval_s)
-            for member in self.dispatcher.serving:
-                try:
-                    status = await member.client.status(owner="", timeout=ASK_S)
-                except EngineError as error:
-                    if isinstance(error, EngineDied):
-                        self.dispatcher.lost(member, error)
-                    continue
+            answers = await everywhere(
+                self.dispatcher.serving, lambda member: member.client.status(owner=""), ASK_S
+            )
+            for member, error in answers.out.items():
+                if isinstance(error, EngineDied):
+                    self.dispatcher.lost(member, error)
+            for member, status in answers.replies.items():
                 if member.status is not None and member.status.incarnation != status.incarnation:
                     self.dispatcher.lost(member, EngineDied("another process has its endpoint"))
                 elif member.serves:

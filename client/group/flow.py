@@ -10,7 +10,7 @@ Invariants:
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -42,13 +42,13 @@ class _Sample:
     index: int
     part: Part
     """Tokens that have arrived, over all attempts."""
-    attempt: "_Attempt | None" = None
+    attempt: "Attempt | None" = None
     """None while it waits for a member, and when it has ended."""
     ended: bool = False
     aborted: bool = False
 
 
-class _Attempt:
+class Attempt:
     def __init__(
         self, flow: "Flow", member: Member, request: wire.GenerateReqInput, samples: list[_Sample]
     ) -> None:
@@ -59,7 +59,8 @@ class _Attempt:
         self.given_up = False
         self.tail: TokenDelta | None = None
         """Last tokens of a sample, without details: the result that follows names their weights."""
-        member.load += len(samples)
+        flow.dispatcher.router.charge(member, len(samples))
+        member.attempts[self] = None
 
     def on_tokens(self, delta: TokenDelta) -> None:
         if delta.details is None:
@@ -112,7 +113,9 @@ class _Attempt:
     def leave(self, index: int) -> None:
         if index in self.left:
             self.left.remove(index)
-            self.member.load -= 1
+            self.flow.dispatcher.router.charge(self.member, -1)
+            if not self.left:
+                self.member.attempts.pop(self, None)
 
     def leave_all(self) -> list[int]:
         left = sorted(self.left)
@@ -143,25 +146,28 @@ class Flow:
             index: _Sample(index, Part())
             for index in range(request.first_sample, request.first_sample + request.sampling_params.n)
         }
-        self._attempts: set[_Attempt] = set()
+        self._attempts: set[Attempt] = set()
         self._began = time.monotonic()
 
     @property
     def waits(self) -> bool:
         return not self.generation.waiter.done() and any(self._waiting())
 
-    @property
-    def least_epoch(self) -> int | None:
-        """The group's epoch that a member needs to take what waits, or None for any."""
-        seen = [each.part.newest_epoch for each in self._waiting()]
-        known = [each for each in (self.request.min_weights_epoch, *seen) if each is not None]
-        return max(known, default=None)
+    def fits(self) -> Callable[[Member], bool]:
+        """Return what tells if a member can take what waits: by its weights, and by its adapter.
 
-    def has_adapter(self, member: Member) -> bool:
-        """Return True if ``member`` has the adapter, no older than what has sampled tokens of what waits."""
-        name = self.request.adapter
-        oldest = max((each.part.newest_adapter_epoch for each in self._waiting()), default=0)
-        return name is None or member.adapters.get(name, 0) >= max(1, oldest)
+        Neither may be older than what has sampled tokens of what waits.
+        """
+        name, parts = self.request.adapter, [each.part for each in self._waiting()]
+        known = [self.request.min_weights_epoch, *(part.newest_epoch for part in parts)]
+        epoch = max((each for each in known if each is not None), default=None)
+        of_adapter = max([1, *(part.newest_adapter_epoch for part in parts)])
+
+        def fits(member: Member) -> bool:
+            has_adapter = name is None or member.adapters.get(name, 0) >= of_adapter
+            return has_adapter and member.own_epoch(epoch) is not None
+
+        return fits
 
     def dispatch(self, member: Member) -> None:
         waiting = list(self._waiting())
@@ -220,7 +226,7 @@ class Flow:
         detailed = self.request.stream_details
         self.generation.deliver(delta if detailed else msgspec.structs.replace(delta, details=None))
 
-    def on_finished(self, attempt: _Attempt, output: GenerateOutput) -> None:
+    def on_finished(self, attempt: Attempt, output: GenerateOutput) -> None:
         """End one sample, or continue it elsewhere if its engine has ended it because it ends itself."""
         sample = self._samples[output.index]
         reason = output.finish_reason
@@ -235,7 +241,7 @@ class Flow:
         else:
             self._end(sample, replace(whole, e2e_latency=time.monotonic() - self._began))
 
-    def on_failed(self, attempt: _Attempt, indices: list[int], error: errors.EngineError) -> None:
+    def on_failed(self, attempt: Attempt, indices: list[int], error: errors.EngineError) -> None:
         """Continue ``indices`` elsewhere, or fail if ``error`` is one of the request."""
         self._attempts.discard(attempt)
         unfinished = [index for index in indices if not self._samples[index].ended]
@@ -270,7 +276,7 @@ class Flow:
             )
         own = member.own_epoch(request.min_weights_epoch)
         request = msgspec.structs.replace(request, stream=True, stream_details=True, min_weights_epoch=own)
-        attempt = _Attempt(self, member, request, samples)
+        attempt = Attempt(self, member, request, samples)
         for sample in samples:
             sample.attempt = attempt
         self._attempts.add(attempt)
@@ -282,7 +288,7 @@ class Flow:
             return
         generation.waiter.add_done_callback(attempt.on_end)
 
-    def _again(self, attempt: _Attempt, indices: Iterable[int]) -> None:
+    def _again(self, attempt: Attempt, indices: Iterable[int]) -> None:
         """Have these samples of ``attempt`` wait for another member, unless one has them already."""
         if self.generation.waiter.done():
             return
@@ -305,7 +311,7 @@ class Flow:
     def _waiting(self) -> Iterable[_Sample]:
         return (each for each in self._samples.values() if each.attempt is None and not each.ended)
 
-    def _whole(self, attempt: _Attempt, output: GenerateOutput) -> GenerateOutput:
+    def _whole(self, attempt: Attempt, output: GenerateOutput) -> GenerateOutput:
         base, epoch_of = attempt.bases[output.index], attempt.member.group_epoch
         return joined(self.request, base, output, epoch_of, rid=self.generation.rid)
 

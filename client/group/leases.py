@@ -1,26 +1,25 @@
 """Leases of pauses: a thread that renews a group's, and the count of one that engines may have forgotten.
 
-Invariants: renewals have their own thread and connections, made when first due, as the loop may be a busy
-trainer's. A :class:`PauseLease` is not over before the engines' own, which the same commands renew.
+Invariants: renewals have one thread and connections of their own, made when first due, as the loop may be a
+busy trainer's. A :class:`PauseLease` is not over before the engines' own, which the same commands renew.
 """
 
+import asyncio
 import threading
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import zmq
 
 from ...io_struct import RenewPauseLeaseReqInput, RenewPauseLeaseReqOutput
 from ...io_struct.control import LeaseAction
-from ..connection.blocking import ControlClient
+from ..connection.async_client import AsyncSchedulerClient
 from ..exceptions import EngineError
 from .members import EngineAddress
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 ResultT = TypeVar("ResultT")
 RENEW_S = 2.0
@@ -40,7 +39,8 @@ class LeaseRenewal:
         """Renew the leases of these engines from now on, and of no others."""
         self._paused = tuple(addresses)
         if self._paused and self._thread is None and self._interval_s is not None:
-            self._thread = threading.Thread(target=self._run, name="caesura-fleet-leases", daemon=True)
+            run = partial(asyncio.run, self._renew(self._interval_s))
+            self._thread = threading.Thread(target=run, name="caesura-fleet-leases", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
@@ -48,22 +48,22 @@ class LeaseRenewal:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self) -> None:
-        clients: dict[EngineAddress, ControlClient] = {}
-        asked: dict[EngineAddress, Future[Any]] = {}
+    async def _renew(self, interval_s: float) -> None:
+        clients: dict[EngineAddress, AsyncSchedulerClient] = {}
+        asked: dict[EngineAddress, asyncio.Future[Any]] = {}
         try:
-            while not self._ended.wait(self._interval_s):
-                paused = self._paused
-                for gone in clients.keys() - set(paused):
-                    clients.pop(gone).close()
+            while not await asyncio.to_thread(self._ended.wait, interval_s):
+                paused = dict.fromkeys(self._paused)
+                for gone in clients.keys() - paused.keys():
                     asked.pop(gone, None)
+                    await clients.pop(gone).close()
                 for address in paused:
                     if address in asked and not asked[address].done():
                         continue  # it has not answered yet
                     # The group itself notices who is gone; without descriptors the next round tries again.
                     with suppress(EngineError, OSError, zmq.ZMQError):
                         if address not in clients:
-                            clients[address] = ControlClient(
+                            clients[address] = AsyncSchedulerClient(
                                 address.endpoint, owner=self._owner, **address.keys
                             )
                         asked[address] = clients[address].start(
@@ -71,7 +71,7 @@ class LeaseRenewal:
                         )
         finally:
             for client in clients.values():
-                client.close()
+                await client.close()
 
 
 @dataclass(slots=True)

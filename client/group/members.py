@@ -18,6 +18,7 @@ from ..connection.client_options import ConnectionOptions
 
 if TYPE_CHECKING:
     from ...io_struct import GetStatusReqOutput
+    from .flow import Attempt
 
 State = Literal["joining", "serving", "fenced", "gone"]
 """``joining``: not admitted yet. ``fenced``: it may answer, but not with the group's weights. ``gone``: its
@@ -70,7 +71,11 @@ class Member:
         self.state: State = "joining"
         self.reason = "it has not been admitted yet"
         self.load = 0
-        """Number of unfinished samples that this group has sent it."""
+        """Number of unfinished samples that this group has sent it; :meth:`Router.charge` changes it."""
+        self.copies = 0
+        """Number of members that it sends its weights to."""
+        self.attempts: dict[Attempt, None] = {}
+        """Attempts with such samples, the oldest first."""
         self.status: GetStatusReqOutput | None = None
         self.epoch = 0
         self.adapters: dict[str, int] = {}
@@ -103,13 +108,14 @@ class Member:
         return self._epochs[max(0, at - 1)][1] if self._epochs else 0
 
     def has_given(self, epoch: int) -> bool:
-        return any(own == epoch for own, _ in self._epochs)
+        at = bisect.bisect_left(self._epochs, epoch, key=lambda pair: pair[0])
+        return at < len(self._epochs) and self._epochs[at][0] == epoch
 
     def own_epoch(self, group_epoch: int | None) -> int | None:
         """Return the lowest own epoch with weights as new as ``group_epoch``, or None if it has none yet."""
         wanted = -1 if group_epoch is None else group_epoch
-        newer = [own for own, of_group in self._epochs if of_group >= wanted]
-        return max(newer[0], self.epoch) if newer else None
+        at = bisect.bisect_left(self._epochs, wanted, key=lambda pair: pair[1])
+        return max(self._epochs[at][0], self.epoch) if at < len(self._epochs) else None
 
 
 def foreign_commit(version: str, epoch: int) -> str:

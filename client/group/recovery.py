@@ -103,7 +103,7 @@ def _admit_first(
     fleet.adapters.adopt({member: every[member] for member in serving})
     for member in serving:
         fleet.weight_version = every[member].weight_version
-        member.admit(every[member].weights_epoch, fleet.dispatcher.epoch)
+        fleet.dispatcher.admit(member, every[member].weights_epoch)
 
 
 async def catch_up(fleet: "Fleet", member: Member) -> GetStatusReqOutput:
@@ -113,7 +113,7 @@ async def catch_up(fleet: "Fleet", member: Member) -> GetStatusReqOutput:
     if not serving and not fleet.source.updated and not fleet.weight_version:  # it is the first one
         fleet.weight_version, fleet.source = status.weight_version, Source(status.model_path)
         fleet.dispatcher.epoch = max(fleet.dispatcher.epoch, status.weights_epoch)
-    donor = min(serving, key=lambda each: each.load, default=None)
+    donor = fleet.donor()
     source, label = fleet.source, fleet.weight_version
     current = member.own_epoch(fleet.weights_epoch) == status.weights_epoch
     if status.released_tags:
@@ -155,12 +155,15 @@ async def _reload(fleet: "Fleet", member: Member, donor: Member | None) -> None:
         "the next update"
     )
     if donor is not None:
+        donor.copies += 1
         try:
             await fleet.copy(donor.address, member.address)
         except EngineError as error:
             failure = error
         else:
             return
+        finally:
+            donor.copies -= 1
     if folder is None:
         raise failure
     await member.client.update_weights_from_disk(folder, weight_version=label, timeout=RELOAD_S)

@@ -96,7 +96,7 @@ async def served(fleet: Fleet) -> list[tuple[str, int]]:
         output = await fleet.generate(PROMPT, GREEDY)
         found += [(span.version, span.epoch) for span in output.weight_versions]
         for other in others:
-            other.admit(other.epoch, fleet.weights_epoch)
+            fleet.dispatcher.admit(other, other.epoch)
     return found
 
 
@@ -222,7 +222,7 @@ def test_a_straggler_is_fenced_and_not_waited_for(engines, tensors):
         handle = await fleet.submit(PROMPT, LONG, stream=True)
         async for _ in handle:
             break
-        other.admit(other.epoch, epoch)
+        fleet.dispatcher.admit(other, other.epoch)
         os.kill(slow.status.pid, signal.SIGSTOP)
         try:
             done = await fleet.update(tensors, weight_version="second", deadline_s=1.0)

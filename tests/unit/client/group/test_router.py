@@ -1,5 +1,6 @@
 """Choice of the engine for a request by load, cached prefixes and routing keys, without engines."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
@@ -40,7 +41,7 @@ from caesura.io_struct import (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Engine:
     name: str
     load: int = 0
@@ -50,56 +51,101 @@ def prompt(first: int, length: int = 4 * PREFIX_BLOCK) -> list[int]:
     return [first + position for position in range(length)]
 
 
+def routed(*engines: Engine) -> Router:
+    router = Router()
+    for engine in engines:
+        router.add(engine)
+    return router
+
+
 def test_without_affinity_the_least_loaded_engine_serves():
-    engines = [Engine("a", 3), Engine("b", 1), Engine("c", 2)]
-    assert Router().choose(engines, prompt(0)).name == "b"
+    assert routed(Engine("a", 3), Engine("b", 1), Engine("c", 2)).choose(prompt(0)).name == "b"
 
 
 def test_a_prompt_follows_its_prefix_until_an_overload():
-    router, engines = Router(), [Engine("a"), Engine("b")]
-    first = router.choose(engines, prompt(0))
-    first.load = LOAD_MARGIN
+    router = routed(Engine("a"), Engine("b"))
+    first = router.choose(prompt(0))
+    router.charge(first, LOAD_MARGIN)
     longer = [*prompt(0), *prompt(900, PREFIX_BLOCK)]
-    assert router.choose(engines, longer) is first
-    other = next(engine for engine in engines if engine is not first)
-    assert router.choose(engines, longer, salt="another cache") is other
-    assert router.choose(engines, prompt(500)) is other
-    first.load = LOAD_MARGIN + 1
-    assert router.choose(engines, longer) is other
+    assert router.choose(longer) is first
+    other = router.choose(longer, salt="another cache")
+    assert other is not first
+    assert router.choose(prompt(500)) is other
+    router.charge(first, 1)
+    assert router.choose(longer) is other
 
 
 def test_a_short_common_prefix_does_not_count():
-    router, engines = Router(), [Engine("a"), Engine("b")]
-    first = router.choose(engines, prompt(0, PREFIX_BLOCK))
-    first.load = 1
-    longer = [*prompt(0, PREFIX_BLOCK), *prompt(900, 5 * PREFIX_BLOCK)]
-    assert router.choose(engines, longer) is not first
+    router = routed(Engine("a"), Engine("b"))
+    first = router.choose(prompt(0, PREFIX_BLOCK))
+    router.charge(first, 1)
+    assert router.choose([*prompt(0, PREFIX_BLOCK), *prompt(900, 5 * PREFIX_BLOCK)]) is not first
 
 
 def test_engines_that_lost_their_cache_are_forgotten():
-    router, engines = Router(), [Engine("a"), Engine("b")]
-    first = router.choose(engines, prompt(0))
-    first.load = 1
+    router = routed(one := Engine("a"), two := Engine("b"))
+    first = router.choose(prompt(0))
+    router.charge(first, 1)
     router.forget(first.name)
-    assert router.choose(engines, prompt(0)) is not first
+    assert router.choose(prompt(0)) is not first
     router.forget()
-    engines[0].load, engines[1].load = 0, 1
-    assert router.choose(engines, prompt(0)) is engines[0]
+    router.charge(one, -one.load)
+    router.charge(two, 1)
+    assert router.choose(prompt(0)) is one
 
 
 @given(st.lists(st.text(max_size=8), min_size=1, max_size=40, unique=True), st.integers(0, 4))
 def test_only_keys_of_a_leaving_engine_move(keys, leaving):
     engines = [Engine(f"engine-{number}", load=number) for number in range(5)]
-    before = {key: Router().choose(engines, [1], key=key).name for key in keys}
-    rest = [engine for engine in engines if engine is not engines[leaving]]
+    router = routed(*engines)
+    before = {key: router.choose([1], key=key) for key in keys}
+    gone = engines[leaving]
+    elsewhere = {key: router.choose([1], lambda each: each is not gone, key=key) for key in keys}
+    router.remove(gone)
     for key in keys:
-        after = Router().choose(rest, [1], key=key).name
-        assert after == before[key] or before[key] == engines[leaving].name
+        after = router.choose([1], key=key)
+        assert after is elsewhere[key]
+        assert after is before[key] or before[key] is gone
+    router.add(gone)
+    assert {key: router.choose([1], key=key) for key in keys} == before
 
 
 def test_keys_spread_over_engines():
-    engines = [Engine(name) for name in "abcd"]
-    assert {Router().choose(engines, [1], key=str(number)).name for number in range(64)} == set("abcd")
+    router, counts = routed(*(Engine(name) for name in "abcd")), Counter[str]()
+    for number in range(4000):
+        counts[router.choose([1], key=str(number)).name] += 1
+    assert min(counts[name] for name in "abcd") > 600
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(-2, 3), st.booleans()), max_size=60), st.data())
+def test_the_least_loaded_engine_that_fits_is_chosen(events, data):
+    engines = [Engine(name) for name in "abcde"]
+    router, there = routed(*engines), set("abcde")
+    for number, work, stays in events:
+        engine = engines[number]
+        router.charge(engine, max(work, -engine.load))
+        (router.add if stays else router.remove)(engine)
+        (there.add if stays else there.discard)(engine.name)
+    fitting = data.draw(st.sets(st.sampled_from("abcde")))
+    able = [engine for engine in engines if engine.name in fitting & there]
+    chosen = router.choose([1], lambda engine: engine.name in fitting)
+    assert (chosen is None) == (not able)
+    assert chosen is None or chosen.load == min(engine.load for engine in able)
+    keyed = router.choose([1], lambda engine: engine.name in fitting, key="a key")
+    assert (keyed is None and not able) or any(keyed is engine for engine in able)
+
+
+def test_a_choice_looks_at_few_of_many_engines():
+    router, looks = routed(*(Engine(f"engine-{number}") for number in range(1000))), Counter[str]()
+
+    def fits(engine: Engine) -> bool:
+        looks[engine.name] += 1
+        return True
+
+    for number in range(200):
+        router.charge(router.choose(prompt(number), fits), 1)
+        router.choose(prompt(number), fits, key=str(number))
+    assert looks.total() <= 3 * 200
 
 
 def test_a_routing_key_holds_in_its_block():
@@ -111,18 +157,17 @@ def test_a_routing_key_holds_in_its_block():
 
 
 def test_the_memory_of_prefixes_is_bounded():
-    router, engines = Router(), [Engine("a"), Engine("b")]
+    router = routed(Engine("a"), Engine("b"))
     for number in range(MAX_PREFIXES // 2 + 10):
-        router.choose(engines, [number, *prompt(0, 2 * PREFIX_BLOCK - 1)])
+        router.choose([number, *prompt(0, 2 * PREFIX_BLOCK - 1)])
     assert len(router.seen) == MAX_PREFIXES
 
 
 def test_a_key_is_any_text():
     engines = [Engine("a"), Engine("b")]
     for key in ("", "\0", "ключ", "\ud800", "x" * (1 << 20)):
-        assert Router().choose(engines, prompt(0), key=key) is Router().choose(
-            engines[::-1], prompt(1), key=key
-        )
+        found = routed(*engines).choose(prompt(0), key=key)
+        assert found is routed(*engines[::-1]).choose(prompt(1), key=key)
 
 
 def one_of(*replies, tp: int = 1):

@@ -1,0 +1,72 @@
+"""A fleet of 50 engines without a model: some die in each phase of an update, while requests wait."""
+
+import asyncio
+import threading
+
+from support.light_engines import INITIAL, LightEngines
+from support.waiting import PATIENCE_S
+
+from caesura.client import SamplingParams
+from caesura.client.group import Fleet
+from caesura.io_struct import (
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    Request,
+    UpdateWeightFromDiskReqInput,
+)
+
+ENGINES, REQUESTS = 50, 300
+PARAMS = SamplingParams(max_new_tokens=6)
+DEATHS: dict[int, type[Request]] = (
+    dict.fromkeys((3, 17), BeginWeightUpdateReqInput)
+    | dict.fromkeys((0, 21, 30, 49), UpdateWeightFromDiskReqInput)
+    | dict.fromkeys((8, 9, 10, 40), EndWeightUpdateReqInput)
+)
+"""Messages of which engines die, by their numbers."""
+
+
+def test_engines_that_die_in_an_update_lose_no_request(tmp_path):
+    armed = threading.Event()
+
+    def dies(number: int, request: Request) -> bool:
+        return armed.is_set() and isinstance(request, DEATHS.get(number, ()))
+
+    async def body(engines: LightEngines, fleet: Fleet) -> None:
+        async with fleet.paused():
+            handles = [
+                await fleet.submit([number], PARAMS, routing_key=str(number) if number % 2 else None)
+                for number in range(REQUESTS)
+            ]
+            armed.set()
+            done = await fleet.update(model_path=tmp_path, weight_version="new")
+            armed.clear()
+            dead = {engines.endpoints[number] for number in DEATHS}
+            assert set(done.fenced) == dead
+            assert len(done.replies) == ENGINES - len(dead)
+            assert {each.name for each in fleet.dispatcher.serving} == set(engines.endpoints) - dead
+        outputs = await asyncio.gather(*(handle.result() for handle in handles))
+        assert [list(output.output_ids) for output in outputs] == [list(range(6))] * REQUESTS
+        assert {(span.version, span.epoch) for each in outputs for span in each.weight_versions} == {
+            ("new", 1)
+        }
+        assert sum(engine.served for engine in engines.engines) == REQUESTS  # none was answered twice
+        assert all(member.load == 0 and not member.attempts for member in fleet.members)
+
+        engines.start(DEATHS)
+        assert {engines.engines[number].label for number in DEATHS} == {INITIAL}
+        assert sorted(await fleet.heal()) == sorted(dead)
+        assert {engine.label for engine in engines.engines} == {"new"}
+        handles = [await fleet.submit([number], PARAMS, min_weights_epoch=1) for number in range(2 * ENGINES)]
+        for output in await asyncio.gather(*(handle.result() for handle in handles)):
+            assert {(span.version, span.epoch) for span in output.weight_versions} == {("new", 1)}
+        assert all(engine.served for engine in engines.engines)
+
+    async def main() -> None:
+        with LightEngines(ENGINES, dies=dies) as engines:
+            async with (
+                asyncio.timeout(PATIENCE_S),
+                Fleet(engines.endpoints, look_interval_s=0, patience_s=None) as fleet,
+            ):
+                await body(engines, fleet)
+
+    asyncio.run(main())
