@@ -38,7 +38,10 @@ from caesura.client.group import Fleet
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 PARAMS = SamplingParams(max_new_tokens=16)
 DYING = 10
-HEADINGS = "engines connect_s pause_ms continue_ms update_ms place_us keyed_us generate_us heal_s join_s fds threads KiB"
+NAMES = (
+    *("engines", "connect_s", "pause_ms", "continue_ms", "update_ms", "place_us", "keyed_us", "generate_us"),
+    *("heal_s", "join_s", "fds", "threads", "KiB"),
+)
 
 
 class Engines:

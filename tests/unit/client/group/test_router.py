@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_scheduler import status_reply
 
@@ -94,6 +94,7 @@ def test_engines_that_lost_their_cache_are_forgotten():
     assert router.choose(prompt(0)) is one
 
 
+@settings(max_examples=20)
 @given(st.lists(st.text(max_size=8), min_size=1, max_size=40, unique=True), st.integers(0, 4))
 def test_only_keys_of_a_leaving_engine_move(keys, leaving):
     engines = [Engine(f"engine-{number}", load=number) for number in range(5)]
@@ -117,6 +118,7 @@ def test_keys_spread_over_engines():
     assert min(counts[name] for name in "abcd") > 600
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(-2, 3), st.booleans()), max_size=60), st.data())
 def test_the_least_loaded_engine_that_fits_is_chosen(events, data):
     engines = [Engine(name) for name in "abcde"]
