@@ -115,6 +115,11 @@ class EngineOptions:
     """
     cuda_graphs: bool = True
     """Capture decode steps as CUDA graphs if the attention backend supports it (flashinfer and triton)."""
+    cuda_graph_max_bs: int | None = None
+    """Maximum number of samples of a decode step that is captured; steps of more are launched kernel by
+    kernel. Fewer take less memory, and less time at start and after a resume. The default is
+    max_running_requests.
+    """
     autotune: bool = True
     """Run warm-up steps at start, which choose kernels and allocate threads, workspaces and the first KV
     pages before the first request.

@@ -35,6 +35,7 @@ from ... import __version__
 from ...io_struct import CaesuraError
 from ...io_struct.field_errors import unknown_name
 from ...process import private_directory
+from ...process.compilers import result_of
 from ...process.contract import EXIT_HUNG
 from ...process.engine_options import EngineOptions
 from ..connection.blocking import ControlClient, SchedulerClient
@@ -174,10 +175,13 @@ class Child:
             thread.start()
 
     def wait_ready(self, timeout: float | None) -> str:
-        """Return the endpoint once the engine serves, or raise its reason; EngineDied without one."""
+        """Return the endpoint once the engine serves, or raise its reason; EngineDied without one.
+
+        Time in which the engine's kernels are compiled does not count.
+        """
         patience = seconds("startup_timeout", timeout)
         try:
-            line = self._ready.result(min(math.inf if patience is None else patience, threading.TIMEOUT_MAX))
+            line = result_of(self._ready, math.inf if patience is None else patience, self.process.pid)
         except TimeoutError:
             raise TimedOut(f"the scheduler was not ready within {timeout} s", timeout=timeout) from None
         if not line.endswith(b"\n"):

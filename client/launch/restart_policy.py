@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import click
 
 from ...io_struct import CaesuraError
+from ...process.compilers import compiler_below
 from ...process.engine_options import EngineOptions
 from ..connection.blocking import ControlClient
 from ..connection.client_options import ConnectionOptions
@@ -109,6 +110,9 @@ def answers_until_it_ends(child: Child, endpoint: str, keys: ConnectionOptions, 
             try:
                 client.status(timeout=each)
             except (TimedOut, EngineDied):
+                if compiler_below(child.process.pid) is not None:
+                    answered, missed = time.monotonic(), 0
+                    continue
                 missed += 1
                 if missed > 1 and time.monotonic() - answered >= patience and not child.wait(0.0):
                     return False

@@ -3,8 +3,8 @@
 - No step is launched while any tag is released. Weights become INVALID before their release, unless they are
   backed up: then they are copied to the host behind the closed gate, and a copy that fails opens it again.
 - A release also drops what depends on the memory: the prefix cache, the record of an uncommitted update,
-  encoded prompts, captured graphs. The resume that makes everything resident captures those again before the
-  next step.
+  encoded prompts. Captured graphs stay, unless their tag is released; the resume that makes everything
+  resident captures them again before the next step if anything has moved.
 - A resume that fails changes nothing. Both commands ignore tags that are as they ask, and ``cuda_graph``
   where no graphs are captured.
 """
@@ -49,7 +49,7 @@ def release_memory(
             engine.updates.forget()
         if engine.prompts is not None and not tags.isdisjoint(("kv_cache", "weights")):
             engine.prompts.clear()
-        if engine.graphs is not None and ("cuda_graph" in tags or engine.residency.moves(tags)):
+        if engine.graphs is not None and "cuda_graph" in tags:
             engine.graphs.drop()
         for tag in sorted(tags):
             freed[tag] = _occupied(engine, tag)

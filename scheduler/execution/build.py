@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..cache.tier import PageStore
 from ..kernels import serving
 from ..layers.lora import AdapterSlots
 from ..memory.device_memory import MinReduce, get_available_memory
-from ..memory.device_module import device_module_for
+from ..memory.device_module import device_module_for, graphs_of
 from ..memory.host import HOST
 from ..memory.offload import ResidentStrategy
 from ..memory.residency import ComponentResidencyManager, nobody
@@ -41,6 +42,7 @@ from ..weights.loader import WeightLoader
 from ..weights.transports.disk import load_from_disk, open_checkpoint
 from ..weights.upload import write_stream_of
 from .forward import AttentionBackend, Runner, StepLimits
+from .graphs import ladder
 from .kernel_report import why_torch
 from .model_runner import ModelRunner
 from .sampler import Sampler
@@ -56,6 +58,8 @@ _STATES_PER_ROW, _STATES_SHARE = 2, 0.5
 """Rows of states for each running request (its own, one kept for a prefix); their most of a pool's memory."""
 _ROWS_IN_FLIGHT, _WIDE_ROWS, _LOGITS = 4, 3, 3
 """Rows of each token as wide as the model, and as a layer at its widest; copies of the logits."""
+_LAYER_GRAPH_BYTES = 256 << 10
+"""Estimate of what the driver and the allocator keep of a layer in one captured step; no card has told."""
 _CPU_WARM_UP_ROWS = 16
 """Kernels are not chosen by the number of rows there: a few rows meet every kernel."""
 
@@ -201,7 +205,8 @@ def build_pool(
         raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="kv_pool_tokens", value=None)
     else:
         usable = config.sizes.rows * pages_for(context_len)
-        share = max(0, left - step_bytes(config, loaded)) * config.sizes.kv_fraction
+        kept_for_steps = step_bytes(config, loaded) + graph_bytes(config, loaded)
+        share = max(0, left - kept_for_steps) * config.sizes.kv_fraction
         if rows:
             rows = max(1, min(rows, int(share * _STATES_SHARE) // row_bytes))
             share = max(0, share - (rows + 1) * row_bytes)
@@ -248,15 +253,32 @@ def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     """Return about the bytes of the largest step: float32 logits, widest activations; 0 on the CPU."""
     if loaded.device.type == "cpu":
         return 0
-    model, sizes = loaded.config, config.sizes
+    rows = config.sizes.rows
+    return _bytes_of_step(loaded, rows + config.sizes.chunk_tokens, rows)
+
+
+def graph_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Return about the bytes that captured decode steps take, or 0 where none are captured.
+
+    All share the temporaries of the largest; each has its launches, and its results.
+    """
+    if not config.cuda_graphs or graphs_of(device_module_for(loaded.device)) is None:
+        return 0
+    sizes = ladder(config.graph_rows)
+    results = sum(sizes) * loaded.config.hidden_size * loaded.dtype.itemsize
+    launches = len(sizes) * loaded.config.num_layers * _LAYER_GRAPH_BYTES
+    return _bytes_of_step(loaded, sizes[-1], sizes[-1]) + results + launches
+
+
+def _bytes_of_step(loaded: LoadedModel, tokens: int, sampled: int) -> int:
+    model = loaded.config
     inner = [model.intermediate_size, model.num_heads * model.head_dim]
     if model.mla is not None:
         inner.append(model.num_heads * model.mla.latent_width)
     if model.moe is not None:
         inner.append(model.moe.top_k * (model.moe.intermediate_size + model.hidden_size))
-    tokens = sizes.rows + sizes.chunk_tokens
     activations = tokens * (_ROWS_IN_FLIGHT * model.hidden_size + _WIDE_ROWS * max(inner))
-    return activations * loaded.dtype.itemsize + _LOGITS * sizes.rows * model.vocab_size * 4
+    return activations * loaded.dtype.itemsize + _LOGITS * sampled * model.vocab_size * 4
 
 
 def make_pool(loaded: LoadedModel, num_pages: int, window_pages: int | None = None) -> MHAPool | MLAPool:
@@ -332,6 +354,8 @@ def build_components(
         adapters = AdapterSlots(count, config.max_lora_rank, experts=experts, memory=memory)
     with residency.component("weights"):
         loaded = load_model(config, folder, parallel, adapters)
+    read_by_steps = ["weights", "kv_cache", *residency.registered.keys() & {ADAPTERS}]
+    loaded = replace(loaded, addresses=partial(residency.addresses, read_by_steps))
     context_len = longest_context(config, loaded)
     with residency.component("kv_cache"):
         kept_free = residency.still_to_come
@@ -394,13 +418,18 @@ def build_runner(
         device_module=device_module_for(loaded.device),
         routing=routing,
         adapters=loaded.adapters,
-        use_graphs=config.cuda_graphs,
+        parallel=loaded.parallel,
+        addresses=loaded.addresses,
+        graph_rows=config.graph_rows if config.cuda_graphs else 0,
     )
     if config.autotune:
         runner.autotune(*warm_up_rows(config, loaded))
     if runner.graphs is not None:
         for _ in runner.graphs.capture():
             pass
+        taken, estimated = runner.graphs.nbytes, graph_bytes(config, loaded)
+        if taken > estimated:
+            logger.warning("captured decode steps take %d bytes instead of about %d", taken, estimated)
     return runner
 
 

@@ -5,11 +5,14 @@ Invariants:
   sampler, which set them. Prefill and mixed steps run eagerly, and so do head and sampler of special rows
   and, without Triton, of filters and raw logprobs.
 - The second graph computes all that the sampler can tell of a row, wanted or not.
-- Weights and KV are read where they were at capture. Weights are updated in place; when a release moves them,
-  graphs are dropped (:meth:`DecodeGraphs.drop`) and captured before the next step.
+- Weights and KV are read where they were at capture. Weights are updated in place; after a release,
+  :meth:`DecodeGraphs.capture` keeps the graphs if everything lies where it did, and else captures anew.
+- A step is padded to less than twice its rows. Sizes at such distances are captured first, largest first, the
+  rest while the device has room; steps that no captured size fits run eagerly.
+- All ranks have graphs of the same sizes: they agree before each, since captures call collectives.
 - Inputs are read where ``staging.py`` puts those of a step of its size, and what attention's ``plan`` writes,
   outside of the graph, in buffers that never move.
-- Steps are padded to the next size of a ladder with rows on the scratch page, for a slot without a request.
+- Steps are padded with rows on the scratch page, for a slot without a request.
 - Slots of adapters are an input like others; if the engine serves adapters, a graph has the factors of all.
 - Whatever a graph reads and has not allocated itself lives as long as the graph.
 - Workspaces that grow have grown before anything is captured: the largest possible step runs first.
@@ -18,17 +21,18 @@ Invariants:
 """
 
 import logging
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..memory.device_memory import DeviceMemoryReading
-from ..memory.device_module import GraphModule
+from ..memory.device_module import GraphModule, free_and_total
+from ..parallel.group import TensorParallel
 from .forward import AttentionBackend, CapturableBackend, ForwardBatch, StepLimits
 from .sampler import Sampler, SamplerOutput
 from .scratch_steps import scratch_decode, scratch_prefill
@@ -41,6 +45,9 @@ Forward = Callable[[ForwardBatch, AttentionBackend], Tensor]
 Head = Callable[[ForwardBatch, Tensor], tuple[SamplerOutput, Tensor]]
 """Samples from the hidden states; returns the logits, too."""
 
+_KEPT_FREE = 64 << 20
+"""Bytes of the device that captures leave to libraries and the driver."""
+
 _Result = TypeVar("_Result")
 
 
@@ -51,6 +58,17 @@ def ladder(largest: int) -> list[int]:
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 64, 64)]
     return [size for size in sizes if size < largest] + [largest]
+
+
+def coarse_first(sizes: Sequence[int]) -> list[int]:
+    """Return ``sizes`` in the order of capture: down from the largest at most by half each, then the rest.
+
+    Large ones come first, so that later ones find their temporaries' memory.
+    """
+    coarse = [sizes[-1]]
+    while coarse[-1] > sizes[0]:
+        coarse.append(min(size for size in sizes if 2 * size >= coarse[-1]))
+    return coarse + sorted(set(sizes) - set(coarse), reverse=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +102,17 @@ class DecodeGraphs:
         staging: InputStaging,
         *,
         limits: StepLimits,
+        largest: int,
         device: torch.device,
         device_module: GraphModule,
         on_stream: Callable[[], AbstractContextManager[Any]],
+        parallel: TensorParallel,
+        addresses: Callable[[], tuple[int, ...]],
     ) -> None:
-        """``sampler`` is the one that ``head`` uses; ``on_stream`` enters the forward stream."""
+        """``sampler`` is the one that ``head`` uses; ``on_stream`` enters the forward stream.
+
+        ``largest`` is the most rows of a captured step; ``addresses`` as in ``LoadedModel``.
+        """
         self._forward, self._head, self._sampler = forward, head, sampler
         self.backend = backend
         self._staging = staging
@@ -96,9 +120,13 @@ class DecodeGraphs:
         self._device = device
         self._module = device_module
         self._on_stream = on_stream
+        self._parallel = parallel
+        self._addresses = addresses
+        self._captured_at: tuple[int, ...] = ()
+        """``addresses`` when the graphs were captured."""
         self.captured: dict[int, _Captured] = {}
         self._failed = self._head_failed = False
-        self.sizes = ladder(limits.rows)
+        self.sizes = ladder(largest)
         self.nbytes = 0
         """Bytes that the last capture has taken from the device."""
 
@@ -109,12 +137,14 @@ class DecodeGraphs:
     def serves(self, batch: ForwardBatch) -> bool:
         """Return True if :meth:`replay` can compute this step."""
         decodes = batch.num_decode == batch.num_rows == len(batch.sample_tokens)
-        return self.are_captured and decodes and batch.hidden is None
+        return decodes and batch.hidden is None and self._size_for(batch.num_rows) is not None
 
     def replay(self, batch: ForwardBatch) -> tuple[ForwardBatch, Tensor]:
         """Launch a decode-only step; return it, padded, and [S, hidden], valid until the next step."""
         rows = batch.num_rows
-        size, captured = self._for(rows)
+        size = self._size_for(rows)
+        assert size is not None, "not captured"
+        captured = self.captured[size]
         with self._staging.staged(batch, size, table=captured.attention.reads_page_table) as staged:
             captured.attention.plan(staged)
         captured.graph.replay()
@@ -122,11 +152,11 @@ class DecodeGraphs:
 
     def samples(self, batch: ForwardBatch) -> bool:
         """Return True if :meth:`sample` can follow :meth:`replay`; else head and sampler run eagerly."""
-        return self._for(batch.num_rows)[1].head is not None and self._sampler.graph_serves(batch.sampling)
+        return self._head_for(batch.num_rows) is not None and self._sampler.graph_serves(batch.sampling)
 
     def sample(self, batch: ForwardBatch) -> SamplerOutput:
         """Launch head and sampler of the step just replayed; the results are valid until the next step."""
-        head = self._for(batch.num_rows)[1].head
+        head = self._head_for(batch.num_rows)
         assert head is not None, "not captured"
         head.graph.replay()
         wanted, found, rows = batch.sampling, head.sampled, slice(batch.num_rows)
@@ -139,41 +169,83 @@ class DecodeGraphs:
             sampled_logprobs=None if sampled is None else sampled[rows],
         )
 
-    def _for(self, rows: int) -> tuple[int, _Captured]:
-        size = self.sizes[bisect_left(self.sizes, rows)]
-        return size, self.captured[size]
+    def _size_for(self, rows: int) -> int | None:
+        size = min((size for size in self.captured if size >= rows), default=None)
+        return size if size is not None and size < 2 * rows else None
+
+    def _head_for(self, rows: int) -> "_CapturedHead | None":
+        size = self._size_for(rows)
+        return None if size is None else self.captured[size].head
 
     def drop(self) -> None:
         """Give the graphs and their memory back to the allocator. The device is idle."""
         self.captured.clear()
 
     def capture(self) -> Iterator[None]:
-        """Capture the ladder, largest first, to share memory; yield between sizes (no step may launch)."""
-        if self.captured or self._failed:
+        """Capture what is not captured where memory lies now; yield between sizes (no step may launch).
+
+        All ranks call this at the same time.
+        """
+        addresses = self._addresses()
+        if self._agree(self.are_captured and self._captured_at == addresses):
+            return
+        self.drop()
+        if not self._agree(not self._failed):
             return
         self._module.synchronize()
         before = DeviceMemoryReading.of(self._module).reserved
-        try:
-            with torch.inference_mode(), self._on_stream():
-                self._run_largest()
-            pool = self._module.graph_pool_handle()
-            for size in reversed(self.sizes):
+        failure: Exception | None = None
+        pool, rest, needed = None, coarse_first(self.sizes), 0
+        while self._agree(failure is None and bool(rest) and self._free() >= needed):
+            size, free = rest.pop(0), self._free()
+            try:
                 with torch.inference_mode(), self._on_stream():
+                    if pool is None:
+                        self._run_largest()
+                        pool = self._module.graph_pool_handle()
                     self.captured[size] = self._capture(size, pool)
-                yield
-        # Compilers of kernels raise other errors than RuntimeError, and eager steps serve instead.
-        except Exception as error:  # noqa: BLE001
+            # Compilers of kernels raise other errors than RuntimeError, and eager steps serve instead.
+            except Exception as error:  # noqa: BLE001
+                failure = error
+                continue
+            # The first has grown what all share; its successors take less and less.
+            needed = _KEPT_FREE + (0 if len(self.captured) == 1 else max(0, free - self._free()))
+            yield
+        self._captured_at = addresses
+        if not self._agree(failure is None):
             self.drop()
             # Out of memory may pass; what cannot be captured never can.
-            self._failed = not isinstance(error, torch.OutOfMemoryError)
-            logger.warning("decode steps are launched kernel by kernel: capturing them failed: %s", error)
+            self._failed = failure is not None and not isinstance(failure, torch.OutOfMemoryError)
+            logger.warning(
+                "decode steps are launched kernel by kernel: capturing them failed: %s",
+                failure or "on another rank",
+            )
             return
         self._module.synchronize()
         self.nbytes = DeviceMemoryReading.of(self._module).reserved - before
+        if rest:
+            logger.warning(
+                "%d of %d sizes of decode steps are not captured: the device's memory is short",
+                len(rest), len(self.sizes),
+            )  # fmt: skip
         logger.info(
             "captured decode steps of %d sizes up to %d in %.1f MiB",
-            len(self.sizes), self.sizes[-1], self.nbytes / 2**20,
+            len(self.captured), self.sizes[-1], self.nbytes / 2**20,
         )  # fmt: skip
+
+    def _free(self) -> float:
+        """Return the bytes that the device has left; infinite where it does not tell."""
+        known = free_and_total(self._module)
+        return inf if known is None else known[0]
+
+    def _agree(self, here: bool) -> bool:
+        """Return True if ``here`` is True on every rank."""
+        if self._parallel.size == 1:
+            return here
+        with self._on_stream():
+            refusals = torch.full((1,), float(not here), device=self._device)
+            self._parallel.all_reduce(refusals)
+            return refusals.item() == 0
 
     def _run_largest(self) -> None:
         """Run the largest possible prefill: workspaces reach their size, libraries choose kernels."""

@@ -11,7 +11,7 @@ Invariants:
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -28,6 +28,7 @@ from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import DeviceModule, graphs_of, streams_of
 from ..models.causal_lm import CausalLM
 from ..observability.stage_profiler import StageProfiler
+from ..parallel.group import SINGLE, TensorParallel
 from .forward import AttentionBackend, CapturableBackend, ForwardBatch, ForwardOutput, HostOutput, StepLimits
 from .graphs import DecodeGraphs
 from .logit_edits import SpecialSampler, input_logprobs
@@ -63,9 +64,15 @@ class ModelRunner:
         device_module: DeviceModule,
         routing: RoutingPool | None = None,
         adapters: AdapterSlots | None = None,
-        use_graphs: bool = True,
+        parallel: TensorParallel = SINGLE,
+        addresses: Callable[[], tuple[int, ...]] = tuple,
+        graph_rows: int | None = None,
     ) -> None:
-        """Run on a stream of ``device_module`` if it has any; ``routing`` stores the experts chosen."""
+        """Run on a stream of ``device_module`` if it has any; ``routing`` stores the experts chosen.
+
+        ``addresses`` as in ``LoadedModel``. Decode steps of more than ``graph_rows`` rows are not captured;
+        None limits nothing, and 0 captures none.
+        """
         self.model = model
         self.stages = StageProfiler()
         self._routing = routing
@@ -84,7 +91,8 @@ class ModelRunner:
             self._outputs = OutputStaging(limits, device=device, device_module=self._streams)
             self._inputs = InputStaging(limits, device=device, device_module=self._streams)
             graphs = graphs_of(device_module)
-            if use_graphs and graphs is not None and isinstance(backend, CapturableBackend):
+            graph_rows = limits.rows if graph_rows is None else graph_rows
+            if graph_rows and graphs is not None and isinstance(backend, CapturableBackend):
                 self.graphs = DecodeGraphs(
                     self._forward,
                     self._sample_tokens,
@@ -92,9 +100,12 @@ class ModelRunner:
                     backend,
                     self._inputs,
                     limits=limits,
+                    largest=graph_rows,
                     device=device,
                     device_module=graphs,
                     on_stream=self.on_stream,
+                    parallel=parallel,
+                    addresses=addresses,
                 )
 
     def on_stream(self) -> AbstractContextManager[Any]:

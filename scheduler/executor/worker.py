@@ -115,7 +115,7 @@ class Worker:
         yield from ()
 
     def release(self, tags: list[MemoryTag]) -> Operation:
-        if self._graphs is not None and ("cuda_graph" in tags or self._residency.moves(tags)):
+        if self._graphs is not None and "cuda_graph" in tags:
             self._graphs.drop()
         if "weights" in tags:
             self._loaded.loader.forget_written()

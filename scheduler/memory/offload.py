@@ -148,6 +148,10 @@ class OffloadableComponent:
         return self._units
 
     @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor, _ in self._pieces]
+
+    @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor, _ in self._pieces)
 

@@ -170,9 +170,10 @@ class ComponentResidencyManager:
         """Bytes that registered components may take beyond what they have, which must be left free."""
         return sum(max(0, c.strategy.peak_bytes(c) - c.device_bytes) for c in self.registered.values())
 
-    def moves(self, tags: Collection[MemoryTag]) -> bool:
-        """Return True if a release of ``tags`` may change addresses."""
-        return any(self.components[tag].moves for tag in tags if self.components[tag].nbytes)
+    def addresses(self, names: Iterable[str]) -> tuple[int, ...]:
+        """Return where the tensors of components lie, in the order of their allocation."""
+        components = (self.registered.get(name) or self.components[name] for name in names)
+        return tuple(tensor.data_ptr() for component in components for tensor in component.tensors)
 
     def bring(self, names: Iterable[str]) -> Iterator[None]:
         """Bring what the next stage needs; raises ``out_of_memory``, and what did not fit is not there."""

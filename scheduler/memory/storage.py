@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 from math import prod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,9 +29,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class Component(ABC):
-    moves: ClassVar[bool]
-    """True if tensors may have other addresses after a resume."""
-
     def __init__(self, tag: MemoryTag | None) -> None:
         self.tag = tag
         self.tensors: list[Tensor] = []
@@ -65,8 +61,6 @@ class MappedComponent(Component):
     Untouched pages, and those given back (MADV_DONTNEED), are zero: resuming does nothing. Huge pages release
     and fill weights several times faster (docs/explanation/memory.md).
     """
-
-    moves = False
 
     def __init__(self, tag: MemoryTag | None) -> None:
         super().__init__(tag)
@@ -103,8 +97,6 @@ class MappedComponent(Component):
 class StorageComponent(Component):
     """Any device: storages resized to nothing, by torch's allocator, and back. Addresses change."""
 
-    moves = True
-
     def occupied_bytes(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
@@ -126,8 +118,6 @@ class SavedComponent(Component):
     Its C library ends the process when it cannot map, hence the manager's check before. torch's counters keep
     counting what is unmapped. What is mapped again is undefined, so it is zeroed.
     """
-
-    moves = False
 
     def __init__(self, tag: MemoryTag | None) -> None:
         super().__init__(tag)

@@ -108,6 +108,11 @@ class EngineConfig(EngineOptions):
         usual = _PIPELINE_SIZES if is_pipeline(self.model_path) else _usual_sizes(self.device)
         return Sizes(rows or usual.rows, chunk or usual.chunk_tokens, fraction or usual.kv_fraction)
 
+    @property
+    def graph_rows(self) -> int:
+        """Rows of the largest captured decode step."""
+        return min(self.sizes.rows, self.cuda_graph_max_bs or self.sizes.rows)
+
     def resolve(self) -> "EngineConfig":
         device = self.device
         if device == "auto":
@@ -160,6 +165,7 @@ def _usual_sizes(device: str) -> Sizes:
 _LEAST = {
     **dict.fromkeys(("tp", "num_threads", "context_len", "kv_pool_tokens", "reference_pool_tokens"), 1),
     **dict.fromkeys(("max_running_requests", "max_waiting_requests", "chunked_prefill_size"), 1),
+    **dict.fromkeys(("cuda_graph_max_bs",), 1),
     **dict.fromkeys(("load_bucket_bytes", "max_loras", "max_lora_rank"), 1),
     **dict.fromkeys(("autotune_lm_head_rows", "prompt_cache_bytes", "result_bytes", "result_ttl_s"), 0),
     **dict.fromkeys(("idle_empty_s", "log_stats_interval_s", "session_deadline_s", "session_orphan_s"), 0),

@@ -1,8 +1,9 @@
 """The engine's only hang detector: ends the process when the loop hangs, after printing all stacks.
 
 Invariants:
-- The loop pays three attribute writes per tick. Time in ``poll`` and in operations declared as long does not
-  count; that of a stopped process (SIGSTOP) does, that of a suspended machine does not.
+- The loop pays three attribute writes per tick. Time in ``poll``, in operations declared as long and in
+  which compilers run below the process does not count; that of a stopped process (SIGSTOP) does, that of a
+  suspended machine does not.
 - After half of the timeout the stacks are printed to stderr; after all of it the process exits with
   :data:`EXIT_HUNG`, a status that no other exit has. Both happen even if a C call holds the GIL forever: the
   thread keeps postponing faulthandler's thread and a kernel timer, at whose expiry glibc calls ``_exit``.
@@ -21,6 +22,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from ...process import log
+from ...process.compilers import compiler_below
 from ...process.contract import EXIT_HUNG
 
 logger = logging.getLogger(__name__)
@@ -113,6 +115,10 @@ class Watchdog:
         heartbeat = self._heartbeat
         ticked, heartbeat.ticked = heartbeat.ticked, False
         if ticked or not heartbeat.is_due or not self._timeout_s:
+            self._put_off()
+            return
+        if (compiler := compiler_below(os.getpid())) is not None:
+            logger.info("the loop waits for kernels that %s compiles", compiler)
             self._put_off()
             return
         silent = monotonic() - self._alive_at

@@ -1,5 +1,6 @@
 """A model with its weights in, as the start of an engine hands it on."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,8 @@ class LoadedModel(LoadedWeights):
     model: CausalLM
     parallel: TensorParallel = SINGLE
     adapters: AdapterSlots | None = None
+    addresses: Callable[[], tuple[int, ...]] = tuple
+    """Returns where the memory lies that steps read and that a release may move."""
 
     @property
     def num_heads(self) -> int:

@@ -1,6 +1,7 @@
 """A whole engine whose decode steps are captured graphs, against one without."""
 
 import pytest
+import torch
 from support import fake_elementwise, fake_flashinfer
 from support.checkpoints import make_checkpoint
 from support.faults import Fault
@@ -11,6 +12,9 @@ from support.scripted import EngineDriver, tokens_of
 from caesura.client.connection.results import read_floats
 from caesura.io_struct import GenerateReqOutput, LoadAdapterReqInput, SamplingParams, UnloadAdapterReqInput
 from caesura.scheduler.attention import backends, fused_store
+from caesura.scheduler.execution.build import ADAPTERS
+from caesura.scheduler.memory import residency
+from caesura.scheduler.memory.storage import StorageComponent
 from caesura.scheduler.scheduling.speculation import Speculation
 
 PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(45)], [9], [11, 3, 96, 40, 12, 4, 8, 31, 60, 2]]
@@ -112,24 +116,71 @@ def test_captured_steps_have_adapters_as_eager_ones_do(paths, device, tmp_path):
     assert found[True][0] != found[True][3]
 
 
-def test_graphs_are_captured_again_once_everything_is_back(paths, expected, device, backend):
+class Elsewhere(StorageComponent):
+    """Memory that comes back at other addresses."""
+
+    def release(self):
+        self._places, self._occupied = [tensor.data_ptr() for tensor in self.tensors], []
+        yield from super().release()
+
+    def resume(self):
+        for tensor, place in zip(self.tensors, self._places, strict=True):
+            storage, nbytes = tensor.untyped_storage(), tensor.nbytes
+            while not storage.nbytes() or tensor.data_ptr() == place:
+                storage.resize_(0)
+                self._occupied.append(torch.empty(nbytes, dtype=torch.uint8))
+                storage.resize_(nbytes)
+            tensor.zero_()
+            yield
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_only_memory_that_moved_is_captured_again(paths, expected, device, monkeypatch, moves):
+    if moves:
+        monkeypatch.setattr(residency, "_plain", lambda device: Elsewhere)
     with driver_of(paths[0], pipeline_depth=1) as driver:
-        moves = driver.engine.residency.moves(["weights", "kv_cache"])
         driver.finish(submit(driver))
         driver.pause("abort")
-        driver.release("weights", "kv_cache")
-        graphs = driver.engine.runner.graphs
-        assert graphs.are_captured is not moves
-        driver.resume("weights")
-        assert graphs.are_captured is not moves, "the KV pool is still away"
+        for first, second in (("weights", "kv_cache"), ("kv_cache", "weights")):
+            driver.release(first, second)
+            driver.resume(first)
+            driver.resume(second)
+        driver.release("kv_cache")
         driver.resume("kv_cache")
-        assert graphs.are_captured
-        assert device.captures == GRAPHS * (2 if moves else 1)
+        assert driver.engine.runner.graphs.are_captured
+        assert device.captures == GRAPHS * (4 if moves else 1)
         driver.update(paths[1])
         driver.go_on()
         replays = device.replays
         assert_same(driver.finish(submit(driver)), expected[1])
         assert device.replays > replays + 30
+
+
+def test_steps_above_the_largest_captured_size_run_eagerly(paths, expected, device):
+    with driver_of(paths[0], cuda_graph_max_bs=4) as driver:
+        assert device.captures == 2 * len((1, 2, 4))
+        rids = [rid for _ in range(2) for rid in submit(driver)]
+        driver.tick(12)
+        assert device.replays == 0
+        assert_same(driver.finish(rids), expected[0] * 2)
+        assert_same(driver.finish(submit(driver)), expected[0])
+        assert device.replays > 30
+
+
+def test_adapters_that_moved_are_captured_again(paths, device, monkeypatch):
+    monkeypatch.setattr(residency, "_plain", lambda device: Elsewhere)
+    with driver_of(paths[0], enable_lora=True) as driver:
+        memory = driver.engine.residency
+        before = driver.engine.loaded.addresses()
+        factors = [tensor.data_ptr() for tensor in memory.registered[ADAPTERS].tensors]
+        assert factors
+        assert before[-len(factors) :] == tuple(factors)
+        driver.pause("abort")
+        driver.release("weights")
+        driver.resume("weights")
+        after = driver.engine.loaded.addresses()
+        assert not any(old == new for old, new in zip(before, after, strict=True) if old in factors)
+        assert device.captures == 2 * GRAPHS
 
 
 def test_the_tag_of_graphs_releases_and_resumes_them(paths, expected, device):

@@ -5,6 +5,7 @@ import logging
 import os
 import queue
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -34,11 +35,13 @@ from caesura.client import (
     WeightMismatch,
     launch_scheduler,
 )
+from caesura.client.launch import restart_policy
 from caesura.client.launch.launcher import Child, LaunchedScheduler, _command_line, how_it_ended
 from caesura.client.launch.notify import notify, watchdog_interval_s
-from caesura.client.launch.restart_policy import RestartPolicy
+from caesura.client.launch.restart_policy import RestartPolicy, answers_until_it_ends
 from caesura.client.launch.supervise import GAVE_UP_STATUS, status_of
 from caesura.client.launch.supervisor import Down, Ended, Serving, Supervisor
+from caesura.process.compilers import compiler_below
 
 RUN = f"import runpy; runpy.run_path({support.fake_scheduler.__file__!r}, run_name='__main__')"
 FAKE = [sys.executable, "-c", RUN]
@@ -396,6 +399,29 @@ def test_a_stopped_process_is_killed_and_replaced(watch):
     assert "did not answer its status for 1 s" in watched.next(Down).reason
     assert watched.next(Serving).pid != first.pid
     assert not psutil.pid_exists(first.pid)
+
+
+def test_an_engine_that_compiles_kernels_is_not_killed(directory, tmp_path, monkeypatch):
+    (tmp_path / "nvcc").symlink_to(shutil.which("cat"))
+    os.mkfifo(tmp_path / "input")
+    script = f"{tmp_path}/nvcc <{tmp_path}/input; exec sleep 3600"
+    child, looks, answered = Child(["sh", "-c", script], directory), [], queue.Queue()
+
+    def counted(pid: int) -> str | None:
+        looks.append(pid)
+        return compiler_below(pid)
+
+    monkeypatch.setattr(restart_policy, "compiler_below", counted)
+    try:
+        with (tmp_path / "input").open("w"):
+            eventually(lambda: compiler_below(child.process.pid) == "nvcc")
+            probe = lambda: answered.put(answers_until_it_ends(child, f"ipc://{directory}/s", {}, 0.2))  # noqa: E731
+            threading.Thread(target=probe).start()
+            eventually(lambda: len(looks) >= 8)
+            assert answered.empty()
+        assert answered.get(timeout=PATIENCE) is False
+    finally:
+        child.end()
 
 
 def test_hang_timeout_0_disables_the_probe(watch):

@@ -15,7 +15,7 @@ from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
 from caesura.scheduler.execution.forward import ForwardBatch, StepLimits
-from caesura.scheduler.execution.graphs import ladder
+from caesura.scheduler.execution.graphs import coarse_first, ladder
 from caesura.scheduler.execution.model_runner import ModelRunner
 from caesura.scheduler.execution.sampler import Sampler
 from caesura.scheduler.executor.executor import Pending
@@ -23,6 +23,7 @@ from caesura.scheduler.executor.parallel_runner import ParallelRunner
 from caesura.scheduler.executor.rpc import Answer, Failure
 from caesura.scheduler.memory.host import HOST
 from caesura.scheduler.memory.residency import ComponentResidencyManager, StorageComponent
+from caesura.scheduler.parallel.group import SINGLE, TensorParallel
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits.of(max_rows=11, chunk_tokens=260, context_len=120)
@@ -60,7 +61,13 @@ class Engine:
     device: RecordingDevice | None = None
 
 
-def engine(path: str, *, captured: bool) -> Engine:
+def engine(
+    path: str,
+    *,
+    captured: bool,
+    parallel: TensorParallel = SINGLE,
+    make_device: type[RecordingDevice] = RecordingDevice,
+) -> Engine:
     """``captured``: on a device of graphs, with FlashInfer; else on the host, by torch."""
     model = load_model(path, torch.float32)
     config = model.config
@@ -77,7 +84,7 @@ def engine(path: str, *, captured: bool) -> Engine:
         for storage in pool.layer(layer):
             storage[1:] = torch.nan
     shape = attention_shape(pool, config.num_heads)
-    device = RecordingDevice() if captured else None
+    device = make_device() if captured else None
     backend = SdpaBackend(pool, shape)
     if captured:
         backend = FlashInferBackend(pool, shape, LIMITS, fake_flashinfer)
@@ -88,6 +95,7 @@ def engine(path: str, *, captured: bool) -> Engine:
         limits=LIMITS,
         device=CPU,
         device_module=device or HOST,
+        parallel=parallel,
     )
     return Engine(runner, pool, memory, device)
 
@@ -163,6 +171,66 @@ def test_the_ladder():
         sizes = ladder(largest)
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == largest
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 11, 100, 256, 1000])
+def test_coarse_sizes_alone_pad_no_step_to_twice_its_rows(largest):
+    sizes = ladder(largest)
+    order = coarse_first(sizes)
+    assert sorted(order) == sizes
+    coarse = order[: order.index(1) + 1]
+    assert coarse[0] == largest
+    assert len(coarse) <= largest.bit_length() + 1
+    for rows in range(1, largest + 1):
+        assert min(size for size in coarse if size >= rows) < max(2 * rows, 2)
+
+
+class CrowdedDevice(RecordingDevice):
+    """Each capture takes a tenth of its memory."""
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return (1 << 30) - self.captures * (1 << 30) // 10, 1 << 30
+
+
+def test_sizes_that_do_not_fit_the_device_run_eagerly(checkpoints, caplog):
+    one = engine(checkpoints[0], captured=True, make_device=CrowdedDevice)
+    reference = engine(checkpoints[0], captured=False)
+    assert capture(one) == 4
+    assert "1 of 5 sizes of decode steps are not captured: the device's memory is short" in caplog.text
+    assert list(one.runner.graphs.captured) == [11, 8, 4, 2]
+    assert capture(one) == 0, "it is not tried again"
+    for count, replayed in ((3, 2), (1, 0)):
+        some, before = requests(count), one.device.replays
+        run_both([one, reference], step([], some), some)
+        run_both([one, reference], step(some, []), some)
+        assert one.device.replays == before + replayed
+
+
+class RefusingGroup(TensorParallel):
+    """Two ranks, of which the other refuses the agreements of these numbers."""
+
+    def __init__(self, *refused: int) -> None:
+        super().__init__(0, 2)
+        self.refused, self.asked = refused, 0
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        x += self.asked in self.refused
+        self.asked += 1
+
+
+@pytest.mark.parametrize(
+    ("refused", "sizes"),
+    [((), [11, 8, 4, 2, 1]), ((1,), []), ((4,), [11, 8]), ((8,), []), ((100,), [11, 8, 4, 2, 1])],
+    ids=["none", "failed before", "third size", "failed", "memory moved"],
+)
+def test_ranks_capture_the_same_sizes(checkpoints, refused, sizes):
+    group = RefusingGroup(*refused)
+    one = engine(checkpoints[0], captured=True, parallel=group)
+    capture(one)
+    assert list(one.runner.graphs.captured) == sizes
+    before, group.asked = one.device.captures, 100
+    capture(one)
+    assert (one.device.captures > before) == (100 in refused or not sizes)
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 11])
@@ -431,6 +499,6 @@ def test_graphs_need_a_capable_backend_and_the_option(checkpoints):
     shape = attention_shape(pool, 4)
     able = FlashInferBackend(pool, shape, limits, fake_flashinfer)
     assert graphs(able, device_module=RecordingDevice()) is not None
-    assert graphs(able, device_module=RecordingDevice(), use_graphs=False) is None
+    assert graphs(able, device_module=RecordingDevice(), graph_rows=0) is None
     assert graphs(able, device_module=HOST) is None
     assert graphs(SdpaBackend(pool, shape), device_module=RecordingDevice()) is None

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from support.checkpoints import make_checkpoint
+from support.recorded_graphs import RecordingDevice
 from support.workspaces import memory_of
 from torch.overrides import TorchFunctionMode
 
@@ -14,6 +15,7 @@ from caesura.io_struct import CaesuraError
 from caesura.scheduler.cache.layer_ledgers import storage_pages
 from caesura.scheduler.execution import build
 from caesura.scheduler.execution.build import build_pool, kv_bytes_per_token, load_model, step_bytes
+from caesura.scheduler.memory.host import HOST
 from caesura.scheduler.memory.workspace import ALIGNMENT, Workspace
 from caesura.scheduler.runtime.engine_config import PAGE_SIZE, EngineConfig
 
@@ -38,10 +40,19 @@ def test_a_step_has_room_beside_the_pool(tmp_path, monkeypatch, memory_has, fami
     )
     loaded = load_model(config)
     there = dataclasses.replace(loaded, device=torch.device("meta"))
+    modules = {"cpu": HOST, "meta": RecordingDevice()}
+    monkeypatch.setattr(build, "device_module_for", lambda device: modules[device.type])
     assert step_bytes(config, loaded) == 0
     needed = step_bytes(config, there)
     logits = 5000 * loaded.config.vocab_size * 4
     assert needed > logits + 13192 * loaded.config.hidden_size * loaded.dtype.itemsize
+    graphs = build.graph_bytes(config, there)
+    assert graphs > logits + 5000 * loaded.config.hidden_size * loaded.dtype.itemsize
+    few = dataclasses.replace(config, cuda_graph_max_bs=64)
+    assert 0 < build.graph_bytes(few, there) < graphs / 10
+    none = dataclasses.replace(config, cuda_graphs=False)
+    assert build.graph_bytes(none, there) == build.graph_bytes(config, loaded) == 0
+    needed += graphs
     made = []
     monkeypatch.setattr(build, "make_pool", lambda loaded, num_pages, windows: made.append(num_pages - 1))
     memory_has(needed + (64 << 20))

@@ -1,6 +1,7 @@
 """A loop that hangs ends its process, and only then. Each case is a process of its own."""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -85,6 +86,19 @@ KEEPS_THE_GIL = "ctypes.PyDLL(None).usleep(900_000), ctypes.PyDLL(None).usleep(9
 def test_watchdog_spares_a_loop_that_ticks_or_need_not(alive):
     done = run(f"{alive}\nwatchdog.close()\nwatchdog._thread.join()\nsys.exit(7)")
     assert (done.returncode, done.stderr) == (7, "")
+
+
+def test_watchdog_spares_a_loop_that_compiles(tmp_path):
+    (tmp_path / "nvcc").symlink_to(shutil.which("cat"))
+    compiling = f"""
+import subprocess
+compiler = subprocess.Popen(["{tmp_path}/nvcc"], stdin=subprocess.PIPE)
+wait_for_looks(20)
+compiler.communicate()
+threading.Event().wait()"""
+    done = run(compiling)
+    assert "the loop waits for kernels that nvcc compiles" in done.stderr
+    assert done.returncode == EXIT_HUNG
 
 
 def test_an_unread_stderr_does_not_keep_a_hung_process():
