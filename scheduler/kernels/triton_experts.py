@@ -153,6 +153,24 @@ def _combine_kernel(
     tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _bias_kernel(
+    y, ends, bias, y_row, experts: tl.constexpr, width: tl.constexpr, size: tl.constexpr, block: tl.constexpr
+):
+    """Add the bias of one row's expert, unless the row is behind the rows of all."""
+    row = tl.program_id(0)
+    expert = tl.arange(0, width)
+    before = tl.load(ends + expert, mask=expert < experts, other=0x7FFFFFFF) <= row
+    own = tl.sum(before.to(tl.int32), 0)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = (column < size) & (own < experts)
+    target = y + row.to(tl.int64) * y_row + column
+    addend = tl.load(bias + own.to(tl.int64) * size + column, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(target, mask=inside, other=0.0).to(tl.float32) + addend
+    tl.store(target, total.to(y.dtype.element_ty), mask=inside)
+
+
+_launch_bias = Launcher(_bias_kernel, tensors=3, numbers=1)
 _launch_route = Launcher(_route_kernel, tensors=5, numbers=3)
 _launch_sort = Launcher(_sort_kernel, tensors=5, numbers=2)
 _launch_combine = Launcher(_combine_kernel, tensors=5, numbers=2)
@@ -227,3 +245,16 @@ def combine(y: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = 
         strides = y.stride(0), shared.stride(0)
         _launch_combine(grid, tensors, strides, (top_k, size, _SUMMED, addend is not None), 4)
     return out
+
+
+def add_biases(y: Tensor, ends: Tensor, bias: Tensor) -> Tensor:
+    """Add to each row of ``y`` [pairs, size], in place, its expert's row of ``bias`` [experts, size].
+
+    ``ends``: int32 [experts], each expert's end among the rows; those behind the last stay as they are.
+    """
+    rows, size = y.shape
+    if rows:
+        experts = len(ends)
+        constants = experts, triton.next_power_of_2(experts), size, _SUMMED
+        _launch_bias((rows, triton.cdiv(size, _SUMMED), 1), (y, ends, bias), (y.stride(0),), constants, 4)
+    return y

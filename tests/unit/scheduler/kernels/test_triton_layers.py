@@ -6,6 +6,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -261,6 +262,21 @@ def test_rows_are_sorted_and_summed_as_torch_does(dtype, tokens, top_k, experts,
     apart = torch.cat((rows, rows), 1)[:, :size]  # rows apart in memory
     assert_rounded_alike(triton_experts.combine(apart, places, weights), summed)
     assert_rounded_alike(triton_experts.combine(rows, places, weights, addend), summed + addend)
+
+
+@computed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("ends", "rows", "size"), [([2, 2, 7], 7, 50), ([0, 3, 3, 4, 4], 9, 1030), ([1], 1, 8)]
+)
+def test_biases_of_experts_are_added_as_torch_does(dtype, ends, rows, size):
+    y, bias = torch.randn(rows, size + 3).to(dtype)[:, :size], torch.randn(len(ends), size).to(dtype)
+    expected = y.clone()
+    for expert, (start, end) in enumerate(pairwise([0, *ends])):
+        expected[start:end] += bias[expert]
+    found = triton_experts.add_biases(y, torch.tensor(ends, dtype=torch.int32), bias)
+    assert found is y
+    assert torch.equal(y, expected)
 
 
 # Models
