@@ -1,24 +1,24 @@
-"""torch's module for a kind of device, bound to one device of that kind, and what it can do.
+"""Memory, streams and graphs of one device, whatever its kind.
 
-torch answers for its *current* device, the first one by default, and each thread has its own; a bound module
-answers for the bound device in every thread. A figure that a backend does not give is 0. The protocols are
-the parts of ``torch.cuda`` and its siblings that are used here.
+Invariants:
+- ``torch.accelerator`` has one set of names for CUDA, ROCm, XPU, MTIA and private backends. It answers for
+  the device that it is given, in every thread; without an index for the thread's current one.
+- A device of a kind that it does not serve here is refused by name. Graphs have names of their own yet: those
+  of the kind's module.
 """
 
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, cast
 
 import torch
 
+from ...io_struct import CaesuraError, ErrorCode
 from .host import HOST
-
-_TAKE_DEVICE = ("current_stream", "mem_get_info", "memory_allocated", "memory_reserved", "synchronize")
-"""Functions whose first parameter is the device, on CUDA, ROCm, XPU, NPU and MUSA alike."""
 
 
 class DeviceModule(Protocol):
-    """``torch.cuda``, ``torch.xpu``, ``torch.npu``, …, or ``host.HOST`` for the CPU."""
+    """:class:`Accelerator`, or ``host.HOST`` for the CPU."""
 
     def memory_reserved(self) -> int: ...
 
@@ -46,33 +46,59 @@ class GraphModule(StreamModule, Protocol):
     def graph_pool_handle(self) -> object: ...
 
 
-class BoundDeviceModule:
-    def __init__(self, module: Any, device: torch.device) -> None:
-        self.module = module
+class Accelerator:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    def empty_cache(self) -> None:
+        torch.accelerator.empty_cache()
+
     def memory_reserved(self) -> int:
-        return self._figure("memory_reserved")
+        return torch.accelerator.memory_reserved(self.device)
 
     def memory_allocated(self) -> int:
-        return self._figure("memory_allocated")
+        return torch.accelerator.memory_allocated(self.device)
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return torch.accelerator.get_memory_info(self.device)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+    def Stream(self) -> torch.Stream:  # noqa: N802 (torch's name)
+        return torch.Stream(self.device)
+
+    def Event(self) -> torch.Event:  # noqa: N802 (torch's name)
+        return torch.Event(self.device)
+
+    def current_stream(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.device)
+
+    @contextmanager
+    def stream(self, stream: torch.Stream) -> Iterator[None]:
+        """Make ``stream`` the current one inside; unlike ``with stream``, within itself, too."""
+        before = self.current_stream()
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.module, name)
-        if ":" not in str(self.device):  # none in particular: torch answers for its current one
-            return found
-        if name in _TAKE_DEVICE:
-            return partial(found, self.device)
-        return partial(found, device=self.device) if name == "Stream" else found
-
-    def _figure(self, name: str) -> int:
-        return int(self.__getattr__(name)()) if hasattr(self.module, name) else 0
+        return getattr(torch.get_device_module(self.device), name)
 
 
 def device_module_for(device: torch.device | str) -> DeviceModule:
-    """Return the module of ``device``; raises RuntimeError if torch knows no such device."""
+    """Return the module of ``device``; CaesuraError (UNSUPPORTED) if torch does not serve its kind here."""
     device = torch.device(device)
-    return HOST if device.type == "cpu" else BoundDeviceModule(torch.get_device_module(device), device)
+    if device.type == "cpu":
+        return HOST
+    served = torch.accelerator.current_accelerator()
+    if served is None or served.type != device.type:
+        kind = "no accelerator" if served is None else served.type
+        reason = f"device {device} is not served: this torch serves {kind}"
+        raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="device", value=str(device))
+    return Accelerator(device)
 
 
 def nvidia_generation(device: torch.device) -> int | None:
@@ -94,12 +120,15 @@ def free_and_total(module: DeviceModule) -> tuple[int, int] | None:
     """Return the bytes that the system has left, and has; None if the backend does not tell."""
     if not hasattr(module, "mem_get_info"):
         return None
-    free, total = module.mem_get_info()
+    try:
+        free, total = module.mem_get_info()
+    except NotImplementedError:  # torch's word for an allocator that cannot tell
+        return None
     return int(free), int(total)
 
 
 def use_device(device: str) -> None:
     """Make ``device`` the current one of this thread, so that kernels, which name none, run there."""
-    set_device = getattr(torch.get_device_module(device), "set_device", None)
-    if set_device is not None and ":" in device:
-        set_device(torch.device(device))
+    index = torch.device(device).index
+    if index is not None and torch.device(device).type != "cpu":
+        torch.accelerator.set_device_index(index)

@@ -22,7 +22,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import prod
@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from caesura import scheduler
+from caesura.scheduler.memory.device_module import Accelerator
 
 DEVICE = torch.device("cuda:0")
 _PRODUCT = os.path.join(scheduler.__path__[0], "")
@@ -327,17 +328,26 @@ def _device_module(tracer: Tracer) -> SimpleNamespace:
         Event=_Event,
         Stream=lambda device=None: _Stream(tracer),
         CUDAGraph=lambda: FakeGraph(tracer),
-        stream=lambda stream: nullcontext(),
-        current_stream=lambda device=None: _Stream(tracer),
-        synchronize=lambda device=None: tracer.waited("synchronize"),
         graph_pool_handle=object,
         current_device=lambda: 0,
         get_device_capability=lambda device=None: (9, 0),
         get_device_name=lambda device=None: "fake",
         get_device_properties=lambda device=None: properties,
         mem_get_info=lambda device=None: (100 << 30, 140 << 30),
-        memory_reserved=lambda device=None: 0,
-        memory_allocated=lambda device=None: 0,
+    )
+
+
+def _accelerator(tracer: Tracer) -> SimpleNamespace:
+    """Return the part of ``torch.accelerator`` that the scheduler uses."""
+    return SimpleNamespace(
+        current_accelerator=lambda: DEVICE,
+        current_stream=lambda device: _Stream(tracer),
+        set_stream=lambda stream: None,
+        synchronize=lambda device: tracer.waited("synchronize"),
+        empty_cache=lambda: None,
+        get_memory_info=lambda device: (100 << 30, 140 << 30),
+        memory_reserved=lambda device: 0,
+        memory_allocated=lambda device: 0,
     )
 
 
@@ -348,6 +358,9 @@ def fake_cuda() -> Iterator[Tracer]:
     device = _device_module(tracer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_device_module", lambda device_=None: device)
+        patch.setattr(torch, "accelerator", _accelerator(tracer))
+        patch.setattr(Accelerator, "Stream", lambda self: _Stream(tracer))
+        patch.setattr(Accelerator, "Event", lambda self: _Event())
         for name in ("get_device_capability", "get_device_name", "get_device_properties", "current_device"):
             patch.setattr(torch.cuda, name, getattr(device, name))
         if find_spec("triton") is not None:

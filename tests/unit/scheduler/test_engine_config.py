@@ -31,17 +31,11 @@ def test_an_impossible_value_is_refused_by_name():
 class SecondOfTwo:
     """Stand-in for ``torch.cuda`` with two devices, the second one current."""
 
-    def __init__(self) -> None:
-        self.chosen: list[torch.device] = []
-
     def current_device(self) -> int:
         return 1
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         return 1 << 30, 1 << 30
-
-    def set_device(self, device: torch.device) -> None:
-        self.chosen.append(device)
 
 
 def test_mps_is_refused_by_name_and_never_chosen(monkeypatch):
@@ -88,11 +82,13 @@ def sizes_on(device: str, **options: object) -> Sizes:
 @pytest.mark.parametrize(
     ("device", "one"), [("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("xpu", "xpu"), ("cpu", "cpu")]
 )
-def test_a_device_is_one_device(module_of, device, one):
+def test_a_device_is_one_device(module_of, monkeypatch, device, one):
+    chosen = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     module_of["cuda"] = SecondOfTwo()
     assert resolved(device).device == one
     use_device(one)
-    assert module_of["cuda"].chosen == ([torch.device(one)] if device.startswith("cuda") else [])
+    assert chosen == ([torch.device(one).index] if device.startswith("cuda") else [])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,12 @@ from caesura.scheduler.memory.device_memory import (
     get_available_memory,
     refuse_defeating_settings,
 )
-from caesura.scheduler.memory.device_module import device_module_for, free_and_total, streams_of
+from caesura.scheduler.memory.device_module import (
+    device_module_for,
+    free_and_total,
+    graphs_of,
+    streams_of,
+)
 from caesura.scheduler.memory.host import HOST, GlibcHostDevice, HostDevice
 
 MIB = 1 << 20
@@ -27,37 +32,47 @@ needs_glibc = pytest.mark.skipif(
 
 
 class CachingDevice:
-    """A device module with the names of torch.cuda, torch.xpu and torch.npu over a real ledger."""
+    """``torch.accelerator`` on a device of some kind, over a real ledger."""
 
-    def __init__(self, allocated: int, cached: int, total: int) -> None:
-        self.allocated, self.cached, self.total = allocated, cached, total
+    def __init__(self, kind: str, *, allocated: int, cached: int, total: int) -> None:
+        self.kind, self.allocated, self.cached, self.total = kind, allocated, cached, total
         self.calls: list[str] = []
+        self.streams = ["default"]
+
+    def current_accelerator(self) -> torch.device:
+        return torch.device(self.kind)
 
     def empty_cache(self) -> None:
         self.calls.append("empty_cache")
         self.cached = 0
 
-    def memory_reserved(self, device: object = "current") -> int:
+    def memory_reserved(self, device: torch.device) -> int:
         self.calls.append(f"memory_reserved {device}")
         return self.allocated + self.cached
 
-    def memory_allocated(self, device: object = "current") -> int:
+    def memory_allocated(self, device: torch.device) -> int:
         self.calls.append(f"memory_allocated {device}")
         return self.allocated
 
-    def mem_get_info(self, device: object = "current") -> tuple[int, int]:
-        self.calls.append(f"mem_get_info {device}")
+    def get_memory_info(self, device: torch.device) -> tuple[int, int]:
+        self.calls.append(f"get_memory_info {device}")
         return self.total - self.allocated - self.cached, self.total
 
-    def synchronize(self, device: object = "current") -> None:
+    def synchronize(self, device: torch.device) -> None:
         self.calls.append(f"synchronize {device}")
 
-    def Stream(self, device: object = "current") -> str:  # noqa: N802  torch's name
-        return f"stream on {device}"
+    def current_stream(self, device: torch.device) -> str:
+        return self.streams[-1]
+
+    def set_stream(self, stream: str) -> None:
+        self.streams.append(stream)
 
 
-class NoCache:
-    """A module without an allocator of its own, as torch.cpu."""
+class SilentDevice(CachingDevice):
+    """One whose allocator does not tell what the system has."""
+
+    def get_memory_info(self, device: torch.device) -> tuple[int, int]:
+        raise NotImplementedError("getMemoryInfo is not implemented for this allocator yet.")
 
 
 class ScriptedGroup:
@@ -69,32 +84,56 @@ class ScriptedGroup:
 
 
 @pytest.fixture
-def device_modules(monkeypatch):
-    modules: dict[str, object] = {}
+def accelerator(monkeypatch):
+    def use(kind: str, made: type[CachingDevice] = CachingDevice) -> CachingDevice:
+        device = made(kind, allocated=100, cached=40, total=1000)
+        monkeypatch.setattr(torch, "accelerator", device)
+        return device
 
-    def get_device_module(device):
-        return modules[torch.device(device).type]
-
-    monkeypatch.setattr(torch, "get_device_module", get_device_module)
-    return modules
+    return use
 
 
-@pytest.mark.parametrize("kind", ["cuda", "xpu", "privateuseone"])
-def test_caching_devices_are_emptied_alike(device_modules, kind):
-    module = device_modules[kind] = CachingDevice(allocated=100, cached=40, total=1000)
-    assert device_module_for(kind).module is module
-    assert empty_device_cache(device_module_for(f"{kind}:0")) is True
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mtia", "privateuseone"])
+def test_caching_devices_are_emptied_alike(accelerator, kind):
+    accelerator(kind)
+    module = device_module_for(f"{kind}:0")
+    assert DeviceMemoryReading.of(module) == DeviceMemoryReading(reserved=140, allocated=100)
+    assert empty_device_cache(module) is True
     assert DeviceMemoryReading.of(module) == DeviceMemoryReading(reserved=100, allocated=100)
 
 
-def test_a_module_without_a_cache_says_so(device_modules):
-    device_modules["xpu"] = NoCache()
+def test_free_memory_that_is_not_told_is_unknown(accelerator):
+    accelerator("xpu", SilentDevice)
     silent = device_module_for("xpu")
-    assert empty_device_cache(silent) is False
-    assert DeviceMemoryReading.of(silent) == DeviceMemoryReading(0, 0)
-    assert DeviceCache(silent).empty("idle") == EmptyCacheReport(0, 0)
+    assert DeviceCache(silent).empty("idle") == EmptyCacheReport(140, 100)
     assert get_available_memory("xpu") is free_and_total(silent) is None
-    assert streams_of(silent) is None
+
+
+def test_devices_of_another_kind_are_refused_by_name(accelerator):
+    with pytest.raises(CaesuraError, match="device cuda:1 is not served: this torch serves no accelerator"):
+        device_module_for("cuda:1")
+    accelerator("xpu")
+    with pytest.raises(CaesuraError, match="device cuda is not served: this torch serves xpu") as refused:
+        device_module_for("cuda")
+    assert (refused.value.code, refused.value.detail["field"]) == ("unsupported", "device")
+
+
+def test_streams_nest_also_within_themselves(accelerator):
+    device = accelerator("cuda")
+    bound = device_module_for("cuda:0")
+    with bound.stream("forward"), bound.stream("forward"):
+        assert bound.current_stream() == "forward"
+    assert device.streams == ["default", "forward", "forward", "forward", "default"]
+
+
+def test_graphs_are_those_of_the_kind(accelerator, monkeypatch):
+    accelerator("cuda")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: {"cuda:1": torch.cuda}[str(device)])
+    bound = device_module_for("cuda:1")
+    assert graphs_of(bound) is streams_of(bound) is bound
+    assert bound.CUDAGraph is torch.cuda.CUDAGraph
+    monkeypatch.setattr(torch, "get_device_module", lambda device: torch.mtia)
+    assert graphs_of(bound) is None
 
 
 def test_cpu_is_the_host_and_not_torch_cpu():
@@ -102,15 +141,14 @@ def test_cpu_is_the_host_and_not_torch_cpu():
     assert device_module_for(torch.device("cpu", 0)) is HOST
 
 
-def test_figures_and_streams_are_of_the_bound_device(device_modules):
-    module = device_modules["cuda"] = CachingDevice(allocated=100, cached=40, total=1000)
+def test_figures_are_of_the_bound_device(accelerator):
+    device = accelerator("cuda")
     bound = device_module_for("cuda:1")
     assert DeviceMemoryReading.of(bound) == DeviceMemoryReading(reserved=140, allocated=100)
     assert get_available_memory("cuda:1") == 860
     bound.synchronize()
-    assert bound.Stream() == "stream on cuda:1"
-    assert module.calls == [
-        "memory_reserved cuda:1", "memory_allocated cuda:1", "mem_get_info cuda:1", "synchronize cuda:1",
+    assert device.calls == [
+        "memory_reserved cuda:1", "memory_allocated cuda:1", "get_memory_info cuda:1", "synchronize cuda:1",
     ]  # fmt: skip
 
 
@@ -129,12 +167,12 @@ def test_report_line(before, after, line):
     assert report.freed == max(0, before - after)
 
 
-def test_available_memory_empties_the_cache_only_on_request(device_modules):
-    module = device_modules["cuda"] = CachingDevice(allocated=100, cached=40, total=1000)
+def test_available_memory_empties_the_cache_only_on_request(accelerator):
+    device = accelerator("cuda")
     assert get_available_memory("cuda") == 860
     assert get_available_memory("cuda", group=ScriptedGroup(2000, 500)) == 500
     assert get_available_memory("cuda", group=ScriptedGroup(2000)) == 860
-    assert "empty_cache" not in module.calls
+    assert "empty_cache" not in device.calls
     assert get_available_memory("cuda", empty_cache=True) == 900
 
 
