@@ -98,7 +98,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/pause_cycles.py --modes in_place --cycles 50
 	$(BIN)/python benchmarks/check_baselines.py
 
-# Everything that a CPU cannot show, on a card of this machine and without a network: ten minutes, build/gpu.json.
+# Everything that a CPU cannot show, on a card of this machine and without a network: a session of ten minutes, build/gpu.json.
 # Where the machine reaches no registry, `make gpu-wheels` on another one first, and carry build/gpu-wheels along.
 gpu:
 	PYTHON='$(PYTHON)' sh benchmarks/gpu/install_wheels.sh

@@ -28,7 +28,10 @@ Output = tuple[list[int], list[float]]
 
 
 def graphs(run: Run) -> dict[str, Any]:
-    """Compare tokens and logprobs of captured and eager steps, with other allocations between the steps."""
+    """Compare tokens and logprobs of captured and eager steps, with other allocations between the steps.
+
+    The small model and Triton: neither a compiler of CUDA nor much memory is needed.
+    """
     eager = _outputs(run, cuda_graphs=False)
     captured = _outputs(run, cuda_graphs=True)
     found: dict[str, Any] = {"is_captured": captured["is_captured"], "graphs_bytes": captured["graphs_bytes"]}
@@ -89,12 +92,14 @@ def _engine(run: Run, *, folder: Any = None, **options: Any) -> EngineDriver:
         max_running_requests=plan.rows,
         chunked_prefill_size=plan.chunk_tokens,
         prefix_cache=False,
-        **options,
+        **{"attention_backend": run.attention, **options},
     )
 
 
 def _outputs(run: Run, **options: Any) -> dict[str, Any]:
-    with _engine(run, **options) as engine:
+    with _engine(
+        run, folder=run.small(), attention_backend="triton" if run.on_card else "auto", **options
+    ) as engine:
         held = getattr(engine.engine.runner, "graphs", None)
         found: dict[str, Any] = {str(batch): _generate(run, engine, batch) for batch in run.plan.compared}
         found["is_captured"] = held is not None and held.are_captured

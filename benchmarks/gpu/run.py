@@ -1,9 +1,10 @@
 """One run: its sections, what they found, and the file that has it.
 
 Invariants:
-- The file is written again after every section: a run that is killed leaves the sections it had done.
-- A section that fails says why, and the next one runs. One that takes too long is interrupted, and one that
-  would start after the time is up is left out; both say so.
+- The file is written again before and after every section: a run that is killed leaves the sections it had
+  done, and the name of the one that it was at.
+- A section that fails says why, and the next one runs. One that takes longer than its limit is interrupted,
+  and one that would start after the time is up is left out; both say so.
 - A failure may leave the device useless to this process (an illegal access does): whoever runs the sections
   is told, since only a new process can go on.
 """
@@ -31,9 +32,15 @@ from rich.console import Console
 
 from caesura.client import LaunchedScheduler, launch_scheduler
 
-Section = Callable[["Run"], Any]
-SECTION_S = 240
-"""Longest time for one section."""
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    work: Callable[["Run"], Any]
+    limit_s: int
+    """Longest time for it."""
+
+
+LATE = {"left_out": "the time was up"}
 
 
 class DeviceLostError(Exception):
@@ -58,7 +65,7 @@ class Run:
         plan: Plan,
         device: torch.device,
         work: Path,
-        json_path: Path | None,
+        json_path: Path,
         budget_s: float = 600.0,
         peer_timeout_s: float = 150.0,
     ) -> None:
@@ -79,26 +86,37 @@ class Run:
         return max(0.0, self._until - time.monotonic())
 
     @property
+    def attention(self) -> str:
+        """Attention backend of engines: FlashInfer only once its kernels have been built and tried."""
+        return "auto" if not self.on_card or "tokens" in self.found.get("flashinfer", {}) else "triton"
+
+    @property
     def on_card(self) -> bool:
         """True on a card, False in a trial on the CPU."""
         return self.device.type == "cuda"
 
-    def section(self, name: str, work: Section) -> None:
+    def section(self, name: str, section: Section) -> None:
         """Run a section and keep what it returns, or why it failed."""
-        if time.monotonic() > self._until:
-            self.record(name, {"left_out": "the time was up"})
+        limit_s = min(section.limit_s, int(self.left_s()))
+        if limit_s < 1:
+            self.record(name, LATE)
             return
         self.console.print(f"[dim]{name} …[/dim]")
-        started = time.perf_counter()
+        began, cut = time.time(), limit_s < section.limit_s
+        running = {"section": name, "began": began, "until": began + limit_s, "cut": cut}
+        self.record("running", running)
         failed = False
         try:
-            with _limited(SECTION_S):
-                found = work(self)
+            with _limited(limit_s):
+                found = section.work(self)
         except Exception as error:  # noqa: BLE001  whatever it is, the file says it and the run goes on
             failed, lines = True, traceback.format_exception(error)
             found = {"error": f"{type(error).__name__}: {error}"[:2000], "traceback": "".join(lines)[-4000:]}
             self.console.print(f"[red]{name}: {found['error']}[/red]", markup=True)
-        self.found["seconds"][name] = time.perf_counter() - started
+            if is_late(running):
+                found = LATE
+        self.found["seconds"][name] = time.time() - began
+        del self.found["running"]
         self.record(name, found)
         if failed and self.on_card:
             self._require_device(name)
@@ -106,7 +124,7 @@ class Run:
 
     def take_over(self, found: dict[str, Any]) -> None:
         """Take over what a process before this one had found."""
-        self.found = found
+        self.found |= found
         known = found.get("ceilings", {})
         if "flops" in known:
             self.ceilings = Ceilings(known["read_bytes_per_s"], known["copy_bytes_per_s"], known["flops"])
@@ -121,10 +139,7 @@ class Run:
     def record(self, name: str, value: Any) -> None:
         """Keep ``value`` and write everything so far; the file is replaced and always complete."""
         self.found[name] = value
-        if self._json_path is not None:
-            beside = self._json_path.with_name(f".{self._json_path.name}.new")
-            beside.write_text(json.dumps(self.found, indent=2) + "\n", encoding="utf-8")
-            os.replace(beside, self._json_path)
+        write(self._json_path, self.found)
 
     def free(self) -> None:
         """Give the device's memory back between two sections."""
@@ -158,6 +173,7 @@ class Run:
             "max_running_requests": self.plan.rows,
             "chunked_prefill_size": self.plan.chunk_tokens,
             "prefix_cache": False,
+            "attention_backend": self.attention,
         }
         return launch_scheduler(
             folder,
@@ -177,6 +193,24 @@ class Run:
         rng = random.Random(seed)
         size = (shape or self.plan.shape).tensor_shapes()["model.embed_tokens.weight"][0]
         return [[rng.randrange(size) for _ in range(length)] for _ in range(count)]
+
+
+def is_late(running: dict[str, Any]) -> bool:
+    """Return True if a section had less than its time, and has used that up."""
+    return bool(running["cut"] and time.time() >= running["until"])
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return what a file of findings has; nothing if there is none."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
+def write(path: Path, found: dict[str, Any]) -> None:
+    """Replace a file of findings, which is always complete."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    os.replace(beside, path)
 
 
 @contextmanager

@@ -5,12 +5,14 @@ from typing import Any
 
 from harness.limits import Ceilings
 from harness.report import DASH
+from rich.markup import escape
 from rich.table import Table
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """Return tables of decoding, updates, and the rest."""
-    return [table for table in (_decode(found), _transports(found), _rest(found)) if table.row_count]
+    """Return tables of decoding, updates, the rest, and how each section ended."""
+    made = (_decode(found), _transports(found), _rest(found), _sections(found))
+    return [table for table in made if table.row_count]
 
 
 def _decode(found: dict[str, Any]) -> Table:
@@ -75,9 +77,21 @@ def _rest(found: dict[str, Any]) -> Table:
             "a step",
             f"{seen['kernels_per_step']:.0f} kernels, {seen['waits_per_step']:.1f} waits, idle {idle}",
         )
+    return table
+
+
+def _sections(found: dict[str, Any]) -> Table:
+    table = Table("section", "seconds", "result", title="sections", title_justify="left")
     for name, value in found.items():
-        if isinstance(value, dict) and ("error" in value or "left_out" in value):
-            table.add_row(f"[red]{name}[/red]", str(value.get("error") or value["left_out"])[:200])
+        if name in ("machine", "seconds"):
+            continue
+        seconds, end = found["seconds"].get(name), "done"
+        if isinstance(value, dict):
+            end = next(
+                (f"{key}: {value[key]}"[:200] for key in ("error", "left_out", "why_not") if key in value),
+                end,
+            )
+        table.add_row(name, DASH if seconds is None else f"{seconds:.1f}", escape(end))
     return table
 
 

@@ -14,8 +14,10 @@ import torch
 from architectures import ARCHITECTURES
 from checkpoints import Shape
 from gpu import captured, fetch_wheels, limits
+from gpu.__main__ import SECTIONS
 from gpu.plan import SMOKE, OnDevice, step_bytes
-from gpu.run import DeviceLostError, Run
+from gpu.run import DeviceLostError, Run, Section
+from gpu.session import is_due, run_session
 from gpu.tables import tables
 from harness.limits import Ceilings, kv_bytes_per_token, least_seconds, prefill_flops, streamed_weight_bytes
 from harness.workload import WORKLOADS
@@ -126,23 +128,22 @@ def make_run(tmp_path: Path, **options: float) -> Run:
     return Run(SMOKE, torch.device("cpu"), tmp_path, tmp_path / "found.json", **options)
 
 
-def test_the_next_section_runs_after_a_failure_or_a_timeout(tmp_path, monkeypatch):
+def test_the_next_section_runs_after_a_failure_or_a_timeout(tmp_path):
     run, never = make_run(tmp_path), threading.Event()
-    monkeypatch.setattr("gpu.run.SECTION_S", 1)
-    run.section("breaks", lambda run: 1 // 0)
-    run.section("hangs", lambda run: never.wait())
-    run.section("works", lambda run: {"found": 1})
+    run.section("breaks", Section(lambda run: 1 // 0, 60))
+    run.section("hangs", Section(lambda run: never.wait(), 1))
+    run.section("works", Section(lambda run: {"found": 1}, 60))
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["breaks"]["error"].startswith("ZeroDivisionError")
     assert "1 // 0" in found["breaks"]["traceback"]
     assert found["hangs"]["error"] == "TimeoutError: not done after 1 s"
     assert found["works"] == {"found": 1}
-    assert any("ZeroDivisionError" in cell for cell in tables(found)[-1].columns[1]._cells)
+    assert any("ZeroDivisionError" in cell for cell in tables(found)[-1].columns[2]._cells)
 
 
 def test_a_section_after_the_time_is_left_out(tmp_path):
     run = make_run(tmp_path, budget_s=0.0)
-    run.section("late", lambda run: pytest.fail("it was run"))
+    run.section("late", Section(lambda run: pytest.fail("it was run"), 60))
     assert run.found["late"] == {"left_out": "the time was up"}
 
 
@@ -157,14 +158,87 @@ def test_a_run_that_is_killed_leaves_the_sections_it_had_done(tmp_path):
     assert json.loads(json_path.read_text())["ceilings"]["flops"] > 0
 
 
+PARTS = """
+import os, signal, sys, threading
+from pathlib import Path
+import torch
+from gpu.plan import SMOKE
+from gpu.run import Run, Section, read
+
+path = Path(sys.argv[1])
+
+def crash(run):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def hang(run):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    threading.Event().wait()
+
+def leave(run):
+    os._exit(3)
+
+run = Run(SMOKE, torch.device("cpu"), path.parent, path)
+run.take_over(read(path))
+for name, section in {
+    "first": Section(lambda run: {"found": os.getpid()}, 60),
+    "crashes": Section(crash, 60),
+    "hangs": Section(hang, 1),
+    "leaves": Section(leave, 60),
+    "last": Section(lambda run: {"found": os.getpid()}, 60),
+}.items():
+    if name not in run.found:
+        run.section(name, section)
+"""
+
+
+def test_sections_after_one_that_ends_the_process_run(tmp_path):
+    (tmp_path / "parts.py").write_text(f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\n{PARTS}")
+    json_path = tmp_path / "found.json"
+    command = [sys.executable, str(tmp_path / "parts.py"), str(json_path)]
+    found = run_session(command, json_path, grace_s=0.2)
+    assert found == json.loads(json_path.read_text())
+    assert found["crashes"] == {"error": "its process was killed by SIGSEGV"}
+    assert found["leaves"] == {"error": "its process ended with status 3"}
+    assert found["hangs"] == {"error": "killed 0.2 s after its time was up"}
+    assert found["first"]["found"] != found["last"]["found"]
+    assert set(found["seconds"]) == {"first", "crashes", "hangs", "leaves", "last"}
+    assert "running" not in found
+    assert "error: its process was killed by SIGSEGV" in tables(found)[-1].columns[2]._cells
+
+
+def test_a_section_cut_by_the_end_of_a_session_is_due(tmp_path):
+    run, never = make_run(tmp_path, budget_s=3.0), threading.Event()
+    run.section("cut", Section(lambda run: never.wait(), 60))
+    assert run.found["cut"] == {"left_out": "the time was up"}
+    assert is_due(run.found, "cut")
+
+
+def test_a_process_that_runs_no_section_ends_the_session(tmp_path):
+    found = run_session([sys.executable, "-c", "import no_such_module"], tmp_path / "found.json")
+    assert found == {"session": {"error": "its process ended with status 1"}, "seconds": {}}
+
+
+def test_a_further_session_runs_what_was_left_out(tmp_path):
+    before = {"versions": {"found": "kept"}, "ceilings": {"left_out": "the time was up"}, "seconds": {}}
+    killed = {"running": {"section": "tests", "began": 0, "until": 1, "cut": False}}
+    (tmp_path / "found.json").write_text(json.dumps(before | killed))
+    others = [name for name in SECTIONS if name not in ("versions", "ceilings", "tests")]
+    further = [*smoking(tmp_path)[:-1], "--resume", "--skip", *others]
+    subprocess.run(further, check=True, capture_output=True)
+    again = json.loads((tmp_path / "found.json").read_text())
+    assert again["ceilings"]["flops"] > 0
+    assert again["versions"]["found"] == "kept"
+    assert again["tests"] == {"error": "the session ended in it"}
+
+
 def test_a_lost_device_is_noticed_and_earlier_findings_are_kept(tmp_path, monkeypatch):
     first = make_run(tmp_path)
-    first.section("ceilings", limits.ceilings)
+    first.section("ceilings", Section(limits.ceilings, 600))
     first.small()
     first.device = torch.device("meta")  # of which nothing can be read
     monkeypatch.setattr(Run, "on_card", True)
     with pytest.raises(DeviceLostError, match="after breaks"):
-        first.section("breaks", lambda run: 1 // 0)
+        first.section("breaks", Section(lambda run: 1 // 0, 60))
     monkeypatch.undo()
     second = make_run(tmp_path)
     second.take_over(json.loads((tmp_path / "found.json").read_text()))
@@ -230,11 +304,11 @@ def smoke(tmp_path: Path, *sections: str) -> tuple[dict[str, Any], str]:
 
 @pytest.mark.slow
 def test_the_smoke_run_covers_the_installed_parts(tmp_path):
-    found, _ = smoke(tmp_path, "versions", "ceilings", "plans", "tests")
+    found, _ = smoke(tmp_path, "versions", "ceilings", "sdpa", "flashinfer", "tests")
     assert found["versions"]["packages"]["torch"] == torch.__version__
     assert found["versions"]["why_not"]["triton"]
-    assert found["plans"]["sdpa"]["tokens"] == found["plans"]["auto"]["tokens"] == 8
-    assert "flashinfer" in found["plans"]["flashinfer"]["why_not"]
+    assert found["sdpa"]["tokens"] == 8
+    assert "flashinfer" in found["flashinfer"]["why_not"]
     assert found["ceilings"]["host_to_device"] > 0
     assert found["tests"]["exit_status"] == 0
 
