@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...io_struct import CaesuraError, ErrorCode
-from ..kernels import self_test
+from ..kernels import TRITON, best, self_test
 from ..memory.device_module import nvidia_generation
 from ..memory.workspace import Workspace
 
@@ -48,20 +49,50 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     return (tiles / factors).to(torch.float8_e4m3fn).flatten(1), factors.squeeze(2)
 
 
+@cache
+def _kernels(device: torch.device) -> ModuleType | None:
+    """Return ``kernels/triton_fp8.py`` if it serves on ``device``: there its values are torch's."""
+    if best("elementwise", device, torch.bfloat16) != TRITON:
+        return None
+    found = import_module("..kernels.triton_fp8", __package__)
+
+    def attempt() -> Iterator[float]:
+        x = torch.linspace(-9, 9, 15 * BLOCK, device=device).bfloat16().view(5, -1)
+        for ours, theirs in zip(found.quantize(x, 5), quantize_tokens(x), strict=True):
+            yield float((ours.float() - theirs.float()).abs().max())
+
+    failure = self_test.failure(attempt, 0.0, "quantising in Triton")
+    if failure is not None:
+        logger.warning("activations are quantised by torch, in more launches: %s", failure)
+    return found if failure is None else None
+
+
+def _quantized(x: Tensor, rows: int, *, columns_contiguous: bool = False) -> tuple[Tensor, Tensor]:
+    """Return :func:`quantize_tokens` of ``x``, padded to ``rows``; or scales whose columns are contiguous."""
+    kernels = _kernels(x.device)
+    if kernels is not None:
+        values, factors = kernels.quantize(x, rows, columns_contiguous=columns_contiguous)
+        return values, factors
+    added = rows - x.shape[0]
+    values, factors = quantize_tokens(functional.pad(x, (0, 0, 0, added)) if added else x)
+    return values, factors.t().contiguous().t() if columns_contiguous else factors
+
+
 # Dense: ``x @ (weight * scales).T`` for bfloat16 ``x`` [T, in]
 
 
 def torch_hopper(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """Multiply by torch's scaled matmul (cuBLASLt's block scaling): outputs in multiples of 128."""
     tokens = x.shape[0]
-    quantized, factors = quantize_tokens(_padded(x))
+    quantized, factors = _quantized(x, _multiple_of(_ROWS, tokens), columns_contiguous=True)
+    added = -scales.shape[1] % 4
     recipes = functional.ScalingType
     out: Tensor = functional.scaled_mm(
         quantized,
         weight.t(),
-        factors.t().contiguous().t(),  # columns contiguous
+        factors,
         recipes.BlockWise1x128,
-        functional.pad(scales, (0, -scales.shape[1] % 4)).t(),
+        (functional.pad(scales, (0, added)) if added else scales).t(),
         recipes.BlockWise128x128,
         output_dtype=x.dtype,
     )
@@ -79,16 +110,15 @@ def flashinfer_hopper(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 def flashinfer_blackwell(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """Multiply by FlashInfer: outputs in multiples of 64."""
     tokens = x.shape[0]
-    quantized, factors = quantize_tokens(_padded(x))
+    quantized, factors = _quantized(x, _multiple_of(_ROWS, tokens))
     out: Tensor = import_module("flashinfer.gemm").gemm_fp8_nt_groupwise(
         quantized, weight, factors, scales, scale_major_mode="K", out_dtype=x.dtype
     )
     return out[:tokens]
 
 
-def _padded(x: Tensor) -> Tensor:
-    added = -x.shape[0] % _ROWS
-    return functional.pad(x, (0, 0, 0, added)) if added else x
+def _multiple_of(divisor: int, count: int) -> int:
+    return -(-count // divisor) * divisor
 
 
 # Grouped: rows [pairs, in] sorted by expert, times their expert's weight; weights [experts, out, in]
@@ -98,8 +128,7 @@ Grouped = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def flashinfer_grouped(x: Tensor, ends: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    rows, padded_ends, places = spread(x, ends, FLASHINFER_ROWS)
-    quantized, factors = quantize_tokens(rows)
+    (quantized, factors), padded_ends, _, places = _spread_quantized(x, ends, FLASHINFER_ROWS)
     out = import_module("flashinfer.gemm").group_gemm_fp8_nt_groupwise(
         quantized,
         weight,
@@ -113,16 +142,30 @@ def flashinfer_grouped(x: Tensor, ends: Tensor, weight: Tensor, scales: Tensor) 
 
 
 def deep_gemm_grouped(x: Tensor, ends: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    rows, padded_ends, places = spread(x, ends, DEEP_GEMM_ROWS)
-    quantized, factors = quantize_tokens(rows)
-    row = torch.arange(len(rows), dtype=torch.int32, device=x.device)
-    expert = torch.searchsorted(padded_ends, row, right=True, out_int32=True)
-    expert.masked_fill_(expert == len(ends), -1)
-    out = x.new_empty((len(rows), weight.shape[1]))
-    import_module("deep_gemm").m_grouped_fp8_gemm_nt_contiguous(
-        (quantized, factors), (weight, scales), out, expert
-    )
+    quantized, _, owners, places = _spread_quantized(x, ends, DEEP_GEMM_ROWS)
+    out = x.new_empty((len(owners), weight.shape[1]))
+    import_module("deep_gemm").m_grouped_fp8_gemm_nt_contiguous(quantized, (weight, scales), out, owners)
     return torch.index_select(out, 0, places)
+
+
+def _spread_quantized(
+    x: Tensor, ends: Tensor, multiple: int
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor, Tensor]:
+    """Return quantised rows of :func:`spread`, ends, each row's expert (int32, -1 without), and places."""
+    kernels = _kernels(x.device)
+    if kernels is not None:
+        found: tuple[tuple[Tensor, Tensor], Tensor, Tensor, Tensor]
+        found = kernels.spread(x, ends, multiple, _most_rows(x.shape[0], len(ends), multiple))
+        return found
+    rows, padded_ends, places = spread(x, ends, multiple)
+    row = torch.arange(len(rows), dtype=torch.int32, device=x.device)
+    owners = torch.searchsorted(padded_ends, row, right=True, out_int32=True)
+    owners.masked_fill_(owners == len(ends), -1)
+    return quantize_tokens(rows), padded_ends, owners, places
+
+
+def _most_rows(pairs: int, experts: int, multiple: int) -> int:
+    return _multiple_of(multiple, pairs + min(experts, pairs) * (multiple - 1))
 
 
 def spread(x: Tensor, ends: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,8 +180,7 @@ def spread(x: Tensor, ends: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tens
     pair = torch.arange(pairs, device=x.device)
     expert = torch.searchsorted(ends, pair, right=True)
     places = torch.index_select(added - padding, 0, expert) + pair
-    room = pairs + min(experts, pairs) * (multiple - 1)
-    rows = x.new_zeros((-(-room // multiple) * multiple, x.shape[1]))
+    rows = x.new_zeros((_most_rows(pairs, experts, multiple), x.shape[1]))
     return rows.index_copy_(0, places, x), ends + added, places
 
 

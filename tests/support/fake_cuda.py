@@ -21,7 +21,7 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -337,18 +337,18 @@ def _device_module(tracer: Tracer) -> SimpleNamespace:
     )
 
 
-def _accelerator(tracer: Tracer) -> SimpleNamespace:
-    """Return the part of ``torch.accelerator`` that the scheduler uses."""
-    return SimpleNamespace(
-        current_accelerator=lambda: DEVICE,
-        current_stream=lambda device: _Stream(tracer),
-        set_stream=lambda stream: None,
-        synchronize=lambda device: tracer.waited("synchronize"),
-        empty_cache=lambda: None,
-        get_memory_info=lambda device: (100 << 30, 140 << 30),
-        memory_reserved=lambda device: 0,
-        memory_allocated=lambda device: 0,
-    )
+def _accelerator(tracer: Tracer) -> dict[str, Callable[..., object]]:
+    """Return the functions of ``torch.accelerator`` that the scheduler uses."""
+    return {
+        "current_accelerator": lambda check_available=False: DEVICE,
+        "current_stream": lambda device: _Stream(tracer),
+        "set_stream": lambda stream: None,
+        "synchronize": lambda device: tracer.waited("synchronize"),
+        "empty_cache": lambda: None,
+        "get_memory_info": lambda device: (100 << 30, 140 << 30),
+        "memory_reserved": lambda device: 0,
+        "memory_allocated": lambda device: 0,
+    }
 
 
 @contextmanager
@@ -358,7 +358,8 @@ def fake_cuda() -> Iterator[Tracer]:
     device = _device_module(tracer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_device_module", lambda device_=None: device)
-        patch.setattr(torch, "accelerator", _accelerator(tracer))
+        for name, function in _accelerator(tracer).items():
+            patch.setattr(torch.accelerator, name, function)
         patch.setattr(Accelerator, "Stream", lambda self: _Stream(tracer))
         patch.setattr(Accelerator, "Event", lambda self: _Event())
         for name in ("get_device_capability", "get_device_name", "get_device_properties", "current_device"):

@@ -99,7 +99,15 @@ def sums() -> None:
         combine(rows, places, zeros(3, top_k, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("launch", [norms, gates, rotations, latents, choices, sums])
+def fp8_rows() -> None:
+    from caesura.scheduler.kernels.triton_fp8 import quantize, spread
+
+    for hidden in (2048, 7168):
+        quantize(zeros(3, hidden), 4, columns_contiguous=True)
+        spread(zeros(3, hidden), zeros(128, dtype=torch.int32), 128, 512)
+
+
+@pytest.mark.parametrize("launch", [norms, gates, rotations, latents, choices, sums, fp8_rows])
 def test_kernel_compiles_for_hopper_within_its_registers(launch, tmp_path):
     with compiling(tmp_path) as found:
         launch()
@@ -128,7 +136,7 @@ def test_the_sampler_compiles_for_hopper(dtype, tmp_path):
 
 
 def launches(tokens: int) -> None:
-    from caesura.scheduler.kernels import triton_elementwise, triton_experts
+    from caesura.scheduler.kernels import triton_elementwise, triton_experts, triton_fp8
 
     angles = triton_elementwise.angles(
         zeros(tokens, dtype=torch.int64), zeros(32, dtype=torch.float32), 1.0, BF16
@@ -147,6 +155,8 @@ def launches(tokens: int) -> None:
     rows, places, ends = triton_experts.sort_rows(queries[:, 0], ids, 8)
     triton_experts.add_biases(rows, ends, zeros(8, rows.shape[1]))
     triton_experts.combine(rows, places, weights, queries[:, 0])
+    triton_fp8.quantize(zeros(tokens, 256), tokens + 3)
+    triton_fp8.spread(zeros(tokens, 256), ends, 4, tokens + 24)
 
 
 def test_no_number_of_tokens_has_a_variant_of_its_own(tmp_path):

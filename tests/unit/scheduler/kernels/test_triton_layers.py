@@ -27,7 +27,7 @@ from caesura.scheduler.kernels import native
 from caesura.scheduler.kernels.attention_form import HeadNorms
 from caesura.scheduler.kernels.decoder_layers import GroupRouting
 from caesura.scheduler.layers import experts as experts_module
-from caesura.scheduler.layers import moe
+from caesura.scheduler.layers import fp8_products, moe
 from caesura.scheduler.layers.mlp import bent
 from caesura.scheduler.layers.moe import Router
 from caesura.scheduler.layers.parameters import Placement
@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarni
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 if RUNS:
-    from caesura.scheduler.kernels import triton_elementwise, triton_experts
+    from caesura.scheduler.kernels import triton_elementwise, triton_experts, triton_fp8
 
 
 @pytest.fixture(autouse=True)
@@ -277,6 +277,53 @@ def test_biases_of_experts_are_added_as_torch_does(dtype, ends, rows, size):
     found = triton_experts.add_biases(y, torch.tensor(ends, dtype=torch.int32), bias)
     assert found is y
     assert torch.equal(y, expected)
+
+
+@pytest.fixture
+def not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep quantised values in float32: Triton's interpreter does not round to FP8 as devices do."""
+    if INTERPRETS:
+        monkeypatch.setattr(triton_fp8, "FP8", torch.float32)
+
+
+@computed
+@pytest.mark.usefixtures("not_rounded")
+@pytest.mark.parametrize(("tokens", "rows", "size"), [(3, 4, 128), (5, 8, 1152), (1, 1, 2048)])
+@pytest.mark.parametrize("columns_contiguous", [False, True])
+def test_tokens_are_quantised_as_torch_does(tokens, rows, size, columns_contiguous):
+    x = (torch.randn(tokens, size + 8) * 10 ** torch.randn(tokens, 1)).bfloat16()[:, :size]
+    x[0, :128] = 0
+    padded = functional.pad(x, (0, 0, 0, rows - tokens))
+    values, factors = triton_fp8.quantize(x, rows, columns_contiguous=columns_contiguous)
+    expected, expected_factors = fp8_products.quantize_tokens(padded)
+    assert torch.equal(values.to(torch.float8_e4m3fn).float(), expected.float())
+    assert torch.equal(factors, expected_factors)
+    assert (factors.stride(0) == 1) == (columns_contiguous or factors.shape[1] == 1)
+
+
+@computed
+@pytest.mark.usefixtures("not_rounded")
+@pytest.mark.parametrize("multiple", [4, 128])
+@pytest.mark.parametrize(
+    ("ends", "pairs"), [([2, 2, 7], 7), ([0, 3, 3, 4, 4], 9), ([1], 1), ([5, 5, 300], 300)]
+)
+def test_rows_are_spread_as_torch_does(multiple, ends, pairs):
+    x, ends = torch.randn(pairs, 256).bfloat16(), torch.tensor(ends, dtype=torch.int32)
+    own, rows = int(ends[-1]), fp8_products._most_rows(pairs, len(ends), multiple)
+    _, padded_ends, places = fp8_products.spread(x[:own], ends, multiple)
+    (values, factors), found_ends, owners, found_places = triton_fp8.spread(x, ends, multiple, rows)
+    assert torch.equal(found_ends, padded_ends)
+    assert torch.equal(found_places[:own], places)
+    assert min(found_places[own:].tolist(), default=rows) >= padded_ends[-1], (
+        "rows behind all experts stay there"
+    )
+    assert len(set(found_places.tolist())) == pairs
+    expected, expected_factors = fp8_products.quantize_tokens(x)
+    assert torch.equal(values[found_places].to(torch.float8_e4m3fn).float(), expected.float())
+    assert torch.equal(factors[found_places], expected_factors)
+    starts = [0, *padded_ends.tolist()]
+    of_experts = [expert for expert, (start, end) in enumerate(pairwise(starts)) for _ in range(start, end)]
+    assert owners.tolist() == [*of_experts, *[-1] * (rows - starts[-1])]
 
 
 # Models

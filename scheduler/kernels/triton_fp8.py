@@ -1,0 +1,135 @@
+"""FP8 activations for products by block on CUDA, in Triton: quantised, and moved to where experts begin.
+
+Invariants:
+- Values are those of torch's operations (``layers/fp8_products.py``), bit for bit: divisions are exact.
+- Nothing waits for the device; a step's only arguments are tensors, numbers of rows (which have no variants)
+  and the size of the grid.
+- Rows behind the last expert's end are moved behind all experts, and of no expert.
+
+Imported only with Triton. Tested in Triton's interpreter; not run on a GPU.
+"""
+
+# Triton reads the annotations of a kernel's arguments, and knows only its own.
+# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_launch import Launcher
+
+BLOCK = 128
+"""Columns that share a scale."""
+FP8 = torch.float8_e4m3fn
+_MOVED = 8
+"""Scales of a row that a program computes together."""
+_OWNERS = 64
+"""Moved rows whose experts a program finds together."""
+_MAX: tl.constexpr = tl.constexpr(torch.finfo(FP8).max)
+_TINY: tl.constexpr = tl.constexpr(1e-12)
+
+
+@triton.jit
+def _quantize(x, values, factors, factors_column, first, inside, size: tl.constexpr, tiles: tl.constexpr,
+              block: tl.constexpr):  # fmt: skip
+    """Quantise ``tiles`` times ``block`` elements of one row, from tile ``first`` on; zeros if not inside."""
+    tile = first + tl.arange(0, tiles)
+    column = tile[:, None] * block + tl.arange(0, block)[None, :]
+    value = tl.load(x + column, mask=inside & (column < size), other=0.0).to(tl.float32)
+    factor = tl.div_rn(tl.maximum(tl.max(tl.abs(value), 1), _TINY), tl.full([tiles], _MAX, tl.float32))
+    scaled = tl.div_rn(value, tl.broadcast_to(factor[:, None], [tiles, block]))
+    tl.store(values + column, scaled.to(values.dtype.element_ty), mask=column < size)
+    tl.store(factors + tile * factors_column, factor, mask=tile * block < size)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _quantize_kernel(
+    x, values, factors, x_row, factors_row, factors_column, tokens,
+    size: tl.constexpr, tiles: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    _quantize(
+        x + row * x_row, values + row * size, factors + row * factors_row, factors_column,
+        tl.program_id(1) * tiles, row < tokens, size, tiles, block,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["pairs", "total"])
+def _spread_kernel(
+    x, ends, values, factors, places, padded_ends, owners, x_row, factors_row, pairs, total,
+    experts: tl.constexpr, width: tl.constexpr, multiple: tl.constexpr, size: tl.constexpr,
+    tiles: tl.constexpr, block: tl.constexpr, looked_at: tl.constexpr,
+):  # fmt: skip
+    """Quantise one row to its place, or, behind the rows, find the experts of some moved rows."""
+    item = tl.program_id(0)
+    expert = tl.arange(0, width)
+    known = expert < experts
+    end = tl.load(ends + expert, mask=known, other=0)
+    start = tl.load(ends + expert - 1, mask=known & (expert > 0), other=0)
+    padding = tl.where(known, (multiple - (end - start) % multiple) % multiple, 0)
+    if item < pairs:
+        before = known & (end <= item)
+        place = (item + tl.sum(tl.where(before, padding, 0), 0)).to(tl.int64)
+        tl.store(places + item, place)
+        for first in range(0, tl.cdiv(size, block), tiles):
+            _quantize(
+                x + item.to(tl.int64) * x_row, values + place * size, factors + place * factors_row, 1,
+                first, True, size, tiles, block,
+            )  # fmt: skip
+    else:
+        padded_end = end + tl.cumsum(padding, 0)
+        tl.store(padded_ends + expert, padded_end, mask=known & (item == pairs))
+        row = (item - pairs) * looked_at + tl.arange(0, looked_at)
+        owner = tl.sum((known[None, :] & (padded_end[None, :] <= row[:, None])).to(tl.int32), 1)
+        tl.store(owners + row, tl.where(owner < experts, owner, -1), mask=row < total)
+
+
+_launch_quantize = Launcher(_quantize_kernel, tensors=3, numbers=4)
+_launch_spread = Launcher(_spread_kernel, tensors=7, numbers=4)
+
+
+def quantize(x: Tensor, rows: int, *, columns_contiguous: bool = False) -> tuple[Tensor, Tensor]:
+    """Return FP8 [rows, size], and float32 scales [rows, size / 128], of ``x`` [T, size] and zeros below."""
+    tokens, size = x.shape
+    blocks = size // BLOCK
+    values = torch.empty((rows, size), dtype=FP8, device=x.device)
+    if columns_contiguous:
+        factors = torch.empty((blocks, rows), dtype=torch.float32, device=x.device).t()
+    else:
+        factors = torch.empty((rows, blocks), dtype=torch.float32, device=x.device)
+    if rows:
+        _launch_quantize(
+            (rows, triton.cdiv(blocks, _MOVED), 1),
+            (x, values, factors),
+            (x.stride(0), factors.stride(0), factors.stride(1), tokens),
+            (size, _MOVED, BLOCK),
+            4,
+        )
+    return values, factors
+
+
+def spread(
+    x: Tensor, ends: Tensor, multiple: int, rows: int
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor, Tensor]:
+    """Quantise rows [pairs, size] by expert to places where each expert begins at a multiple of ``multiple``.
+
+    ``ends``: int32 [experts]. ``rows``: at least as many as the places reach. Return FP8 and scales, of which
+    those between the experts' rows are undefined; each expert's end and each row's expert or -1, int32; each
+    pair's place, int64.
+    """
+    pairs, size = x.shape
+    experts, blocks = len(ends), size // BLOCK
+    values = torch.empty((rows, size), dtype=FP8, device=x.device)
+    factors = torch.empty((rows, blocks), dtype=torch.float32, device=x.device)
+    places = torch.empty(pairs, dtype=torch.int64, device=x.device)
+    padded_ends, owners = torch.empty_like(ends), torch.empty(rows, dtype=torch.int32, device=x.device)
+    _launch_spread(
+        (pairs + max(1, triton.cdiv(rows, _OWNERS)), 1, 1),
+        (x, ends, values, factors, places, padded_ends, owners),
+        (x.stride(0), factors.stride(0), pairs, rows),
+        (experts, triton.next_power_of_2(experts), multiple, size, _MOVED, BLOCK, _OWNERS),
+        4,
+    )
+    return (values, factors), padded_ends, owners, places
