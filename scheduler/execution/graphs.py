@@ -195,7 +195,7 @@ class DecodeGraphs:
         self._module.synchronize()
         before = DeviceMemoryReading.of(self._module).reserved
         failure: Exception | None = None
-        pool, rest, needed = None, coarse_first(self.sizes), 0
+        pool, rest, needed = None, coarse_first(self.sizes), 0.0
         while self._agree(failure is None and bool(rest) and self._free() >= needed):
             size, free = rest.pop(0), self._free()
             try:
