@@ -184,16 +184,15 @@ PRELOADED = {"LD_PRELOAD": "/lib/torch_memory_saver_hook_mode_preload.abi3.so"}
 
 
 def test_the_saver_is_used_where_it_is_active(saver):
-    chosen = ComponentResidencyManager("cuda", environ=PRELOADED).components["weights"]
-    assert isinstance(chosen, SavedComponent)
+    def component(device: str, environ: dict[str, str]) -> object:
+        manager = ComponentResidencyManager(device, device_module=HOST, environ=environ)
+        return manager.components["weights"]
+
+    assert isinstance(component("cuda", PRELOADED), SavedComponent)
     for device, environ in (("cuda", {}), ("cpu", PRELOADED), ("xpu", PRELOADED)):
-        assert not isinstance(
-            ComponentResidencyManager(device, environ=environ).components["weights"], SavedComponent
-        )
+        assert not isinstance(component(device, environ), SavedComponent)
     with pytest.raises(CaesuraError, match="PYTORCH_CUDA_ALLOC_CONF sets expandable_segments"):
-        ComponentResidencyManager(
-            "cuda", environ=PRELOADED | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        )
+        component("cuda", PRELOADED | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
 
 
 def test_the_saver_is_asked_once_per_component(saver):
