@@ -3,12 +3,12 @@
 import asyncio
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 from support.steered_model import ANSWER, ARGUMENTS, QUESTION
 
 interception = pytest.importorskip("verifiers.v1.interception", exc_type=ImportError)
+anthropic = pytest.importorskip("anthropic")
+openai = pytest.importorskip("openai")
 v1 = pytest.importorskip("verifiers.v1")
 clients = pytest.importorskip("verifiers.v1.clients")
 session_of = pytest.importorskip("verifiers.v1.session").RolloutSession

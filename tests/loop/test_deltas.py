@@ -1,5 +1,6 @@
 """Deltas of weights: staged while steps go on, swapped in by a commit, and undone."""
 
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from support.buckets_by_hand import Sender
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint, write_like
 from support.deltas import ROADS, SentDelta, by_disk, by_tensor, some_changed
-from support.lanes import quick
+from support.lanes import every
 from support.lora import ALL_LINEAR, make_adapter
 from support.properties import examples
 from support.scripted import EngineDriver, assert_error, ok, one_piece_per_slice
@@ -84,8 +85,8 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", quick(FAMILIES, 3))
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "tp"), every(product(FAMILIES, (1, 2)), 3))
 def test_a_delta_is_a_cold_load_and_can_be_undone(name, tp, tmp_path):
     family, options = FAMILIES[name]
     versions = Versions(tmp_path, family, **options)

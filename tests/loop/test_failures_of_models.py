@@ -93,7 +93,7 @@ def fail_at(driver: EngineDriver, stage: tuple[object, str], numbers: tuple[int,
 @pytest.mark.parametrize("stage", every(HOST_STAGES, 2))
 def test_a_stage_without_memory(model, stage, depth):
     with EngineDriver(model, scripted=False, pipeline_depth=depth, chunked_prefill_size=32) as driver:
-        fail_at(driver, HOST_STAGES[stage](driver), (0, 1, 2, 9))
+        fail_at(driver, HOST_STAGES[stage](driver), (0, 2, 9))
 
 
 @pytest.mark.parametrize("stage", HOST_STAGES)
@@ -131,7 +131,7 @@ DEVICE_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
 }
 
 
-@pytest.mark.parametrize("stage", every(DEVICE_STAGES, 3))
+@pytest.mark.parametrize("stage", every(DEVICE_STAGES, 6))
 def test_a_stage_of_an_accelerator_without_memory(model, monkeypatch, stage):
     record_graphs(monkeypatch)
     options = {"max_running_requests": 10, "chunked_prefill_size": 32, "pipeline_depth": 1}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.checkpoints import edit_config, make_checkpoint, make_dequantized_checkpoint, make_fp8_checkpoint
 from support.faults import NO_MEMORY, Fault
+from support.lanes import quick
 from support.scripted import EngineDriver, tokens_of, vocabulary_of
 
 from caesura.io_struct import CaesuraError
@@ -199,8 +200,11 @@ def test_a_step_that_ran_out_of_memory_between_two_layers(models):
     assert sum(driver.result(rid).num_retractions for rid in rids) == 2
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("family", "plain"), [("qwen3-next", ["ba"]), ("qwen3.5", ["b", "a"])])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "plain", "tp"),
+    quick([("qwen3-next", ["ba"], 1), ("qwen3.5", ["b", "a"], 2), ("qwen3-next", ["ba"], 2)], 2),
+)
 def test_fp8_checkpoints_with_plain_narrow_projections(family, plain, tp, tmp_path):
     blocks, skipped = (2, 4), (*(f"in_proj_{name}" for name in plain), "mlp.shared_expert_gate")
     make_checkpoint(tmp_path / "plain", family, dtype=torch.bfloat16)

@@ -387,7 +387,7 @@ def rolled_out(driver: EngineDriver, waves: list, other: Path, sent: SentDelta, 
 
 
 @same_bits
-@settings(max_examples=examples(24), suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15), suppress_health_check=list(HealthCheck))
 @given(waves=WAVES, pool=st.sampled_from([176, 240, 1024]), rows=st.sampled_from([3, 12, 200]))
 def test_no_result_differs_by_the_tier(base, other, tmp_path_factory, waves, pool, rows):
     folder = tmp_path_factory.mktemp("deltas")

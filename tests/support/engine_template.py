@@ -31,9 +31,10 @@ from caesura.scheduler.executor import workers
 
 VARIABLE = "CAESURA_TEST_FORK"
 """Variable that enables forks; unset or empty, every process is executed."""
-READ_LATER = frozenset(
-    {"PYTEST_CURRENT_TEST", "CAESURA_KERNELS", "CAESURA_API_KEY", "CAESURA_ADMIN_KEY", VARIABLE}
-)
+READ_LATER = frozenset({
+    VARIABLE, "CAESURA_ADMIN_KEY", "CAESURA_API_KEY", "CAESURA_KERNELS", "NOTIFY_SOCKET",
+    "PYTEST_CURRENT_TEST", "TMPDIR", "TRL_EXPERIMENTAL_SILENCE", "WATCHDOG_USEC",
+})  # fmt: skip
 """Variables that nothing reads while it is imported."""
 MODULE, CODE = "-m", "-c"
 LARGEST = 160_000

@@ -26,6 +26,7 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from io import TextIOWrapper
@@ -146,6 +147,7 @@ def _place(request: dict[str, Any], descriptors: list[int]) -> int:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # the folder of this environment
     for limit, *values in request["limits"]:
         if resource.getrlimit(limit) != tuple(values):
             resource.setrlimit(limit, values)

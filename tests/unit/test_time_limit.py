@@ -27,7 +27,7 @@ def pytest_on(tmp_path: Path, source: str) -> subprocess.Popen:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stopped_machine_does_not_count_against_the_limit(tmp_path):
     source = (
         "import os, signal\n"

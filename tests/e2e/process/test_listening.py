@@ -14,7 +14,6 @@ from support.lanes import quick
 from caesura.client import EngineDied, InvalidRequest, SamplingParams, SchedulerClient, launch_scheduler
 from caesura.client.keygen import keygen
 
-pytestmark = pytest.mark.executed
 _ACCEPTS = 0x10000  # __SO_ACCEPTCON of /proc/net/unix
 
 
@@ -56,6 +55,7 @@ def generate(client: SchedulerClient) -> None:
     assert len(client.generate([5, 6], params).output_ids) == 4
 
 
+@pytest.mark.executed
 @pytest.mark.parametrize("endpoint", quick([None, "tcp://127.0.0.1:0"]))
 def test_a_scheduler_listens_on_its_endpoint_alone(tiny_model, endpoint):
     launched = launch_scheduler(str(tiny_model), endpoint=endpoint, kv_pool_tokens=1024)

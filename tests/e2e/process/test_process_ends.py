@@ -12,6 +12,7 @@ from contextlib import chdir, contextmanager
 from pathlib import Path
 
 import pytest
+from support.engine_template import Process
 from support.lanes import quick
 from support.raw_client import RawClient
 from support.waiting import PATIENCE_S as PATIENCE
@@ -22,7 +23,7 @@ from caesura.client.connection.client_options import this_process
 from caesura.io_struct import ShutdownReqInput
 from caesura.process.contract import EXIT_HUNG
 
-pytestmark = [pytest.mark.slow, pytest.mark.executed]  # its engines take seconds to start
+pytestmark = pytest.mark.slow
 
 ENDLESS = SamplingParams(max_new_tokens=240, temperature=0.0, ignore_eos=True)
 MAIN = "from caesura.scheduler.__main__ import main; main()"
@@ -40,7 +41,7 @@ class Started:
         command += ["--model", str(model), "--num-threads", "1", "--kv-pool-tokens", "2048", "--no-autotune"]
         command += [*options, "--ready-fd", str(writer)]
         command += [] if lifeline is None else ["--lifeline-fd", str(lifeline)]
-        self.process = subprocess.Popen(
+        self.process = Process(
             command, stderr=subprocess.PIPE, text=True, pass_fds=inherited, process_group=0, **popen
         )
         os.close(writer)
@@ -92,6 +93,7 @@ def held(client: SchedulerClient):
     return handle
 
 
+@pytest.mark.executed
 @pytest.mark.parametrize("number", quick([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 def test_a_signal_ends_every_request_and_leaves_no_socket(tiny_model, endpoint, number):
     with started(tiny_model, "--endpoint", endpoint) as engine:

@@ -16,7 +16,7 @@ from support.lanes import quick
 from support.supervised import PATIENCE, supervised
 from support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.executed]  # its engines take seconds to start
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 UNITS = sorted((ROOT / "examples/systemd").glob("*.service"))

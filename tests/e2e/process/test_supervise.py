@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from support.http_serve import served
+from support.lanes import quick
 from support.lora import ATTENTION, make_adapter
 from support.supervised import PATIENCE, Supervised, supervised
 from support.waiting import eventually
@@ -115,7 +116,7 @@ def test_a_state_file_that_cannot_be_written_is_waited_for(tiny_model, other_mod
         assert running.end() == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", quick([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 def test_a_signal_ends_both_in_order(tiny_model, number):
     with supervised("--model", str(tiny_model)) as running, running.client() as client:
         pid = client.status(timeout=PATIENCE).pid

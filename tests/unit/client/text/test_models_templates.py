@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.chat_shapes import Talk, chat_prompts, make_backend, sample
+from support.lanes import every
 from tokenizers import AddedToken
 
 from caesura.client.text.sessions import SessionStore
@@ -44,7 +45,7 @@ def tokenizer_of(name: str) -> TextTokenizer:
 
 @pytest.mark.skipif(TRL is None, reason="models' chat templates come with trl")
 @pytest.mark.parametrize("traces", [3, pytest.param(1000, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ALL + ONE_CALL + NO_TOOLS)
+@pytest.mark.parametrize("name", every(ALL + ONE_CALL + NO_TOOLS, 2))
 def test_every_turn_extends_the_ids_before_it(name, traces):
     tokenizer, store = tokenizer_of(name), SessionStore()
     for seed in range(traces):

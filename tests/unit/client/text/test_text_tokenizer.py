@@ -13,7 +13,7 @@ import pytest
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from support.lanes import quick
+from support.lanes import every, quick
 from support.signals import blocked
 from support.tokenizers import CHAT_TEMPLATE, LINES, SPECIALS, make_byte_level, make_sentencepiece
 from support.waiting import eventually
@@ -197,27 +197,24 @@ ENDLESS = [
     BIG,
 ]
 """Templates that run into the limit of CPU time, two seconds."""
+GROWING = [
+    "{{ 'x' * 10**9 }}",
+    "{{ ['x'] * 10**9 }}",
+    "{{ ('x' * 10**6) * 10**6 }}",
+    growing("+"),
+    growing("~"),
+    "{{ '%1000000000d' % 1 }}",
+    "{{ '{:1000000000}'.format(1) }}",
+    "{{ 'x'|center(1000000000) }}",
+    "{{ 'x'|indent(1000000000, true) }}",
+    "{{ ('x' * 1000000).replace('x', 'y' * 1000000) }}",
+    "{{ 'aaaaaaaaaa'.translate({97: 'x' * 10**8}) }}",
+    "{{ {'a': 1}|tojson(indent=1000000000) }}",
+    "{{ 'x' * 17 * 2**20 }}",
+]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        *quick(ENDLESS, 2),
-        "{{ 'x' * 10**9 }}",
-        "{{ ['x'] * 10**9 }}",
-        "{{ ('x' * 10**6) * 10**6 }}",
-        growing("+"),
-        growing("~"),
-        "{{ '%1000000000d' % 1 }}",
-        "{{ '{:1000000000}'.format(1) }}",
-        "{{ 'x'|center(1000000000) }}",
-        "{{ 'x'|indent(1000000000, true) }}",
-        "{{ ('x' * 1000000).replace('x', 'y' * 1000000) }}",
-        "{{ 'aaaaaaaaaa'.translate({97: 'x' * 10**8}) }}",
-        "{{ {'a': 1}|tojson(indent=1000000000) }}",
-        "{{ 'x' * 17 * 2**20 }}",
-    ],
-)
+@pytest.mark.parametrize("source", quick(ENDLESS, 1) + every(GROWING, 3))
 def test_endless_and_growing_templates_are_refused(source):
     template = ChatTemplate(
         {"default": "{% if messages[0].harm %}" + source + "{% else %}fine{% endif %}"}, {}

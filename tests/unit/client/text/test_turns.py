@@ -10,7 +10,7 @@ from caesura.client.exceptions import InvalidRequest, SessionGone
 from caesura.client.text.sessions import Kept, SessionStore
 from caesura.client.text.tokenizer import TextTokenizer
 
-TRACES = 40  # `pytest -m long` has a thousand
+TRACES = 12  # `pytest -m long` has a thousand
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.lanes import quick
 from support.raw_client import RawClient
 from support.waiting import eventually
 
@@ -24,7 +25,7 @@ ENOUGH = 2 * MAX_RESERVE
 CHILD = Path(__file__).parents[3] / "support" / "crowded_router.py"
 
 
-@pytest.fixture(params=["ipc", "tcp"])
+@pytest.fixture(params=quick(["ipc", "tcp"]))
 def endpoint(request, tmp_path):
     return f"ipc://{tmp_path}/s.sock" if request.param == "ipc" else "tcp://127.0.0.1:0"
 

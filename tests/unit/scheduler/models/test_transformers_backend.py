@@ -1,8 +1,6 @@
 """Models that transformers has and the engine has no file for."""
 
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from support import engine_template
 from support.architectures import ARCHITECTURES, REFUSED, tiny_config, tiny_model
 from support.checkpoints import edit_config, make_checkpoint
 from support.foreign_comparison import WAYS, compare, prompt
@@ -315,7 +314,7 @@ def test_native_models_import_nothing_of_transformers(tmp_path: Path) -> None:
         f"build_model(load_model_config({str(tmp_path)!r}, 'auto'), torch.float32, torch.device('cpu'))\n"
         "assert not [name for name in sys.modules if name.partition('.')[0] == 'transformers']\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert engine_template.run(code).returncode == 0
 
 
 def test_the_page_names_what_is_compared() -> None:
