@@ -8,6 +8,7 @@ cgroup-v1/memory.rst.
 
 import ctypes
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ _LOOKED_AT = 1 << 20
 """Most pages whose residency is looked at."""
 _STRETCH = 1 << 20
 """Bytes looked at in one go where not all pages are."""
+_KB_FIELD = re.compile(r"^([^:\n]+):\s+(\d+) kB$", re.MULTILINE)
+_NO_LIMIT = 1 << 62
+"""Least bytes that a cgroup of version 1 states where it has no limit."""
 
 
 class HostDevice:
@@ -145,26 +149,19 @@ def _read_text(path: Path) -> str:
 
 
 def _read_kb_fields(path: Path) -> dict[str, int]:
-    fields = {}
-    for line in _read_text(path).splitlines():
-        name, _, value = line.partition(":")
-        number, _, unit = value.strip().partition(" ")
-        if unit == "kB" and number.isdigit():
-            fields[name] = int(number) << 10
-    return fields
+    return {name: int(number) << 10 for name, number in _KB_FIELD.findall(_read_text(path))}
 
 
 def _cgroup_limit(folder: Path, limit: str, usage: str, reclaimable: str) -> tuple[int, int] | None:
     """Return (limit, usage without inactive page cache) of one cgroup, or None without a limit."""
-    limit_text, usage_text = _read_text(folder / limit).strip(), _read_text(folder / usage).strip()
-    if not limit_text.isdigit() or not usage_text.isdigit():  # "max": no limit
+    limit_text = _read_text(folder / limit).strip()
+    if not limit_text.isdigit() or int(limit_text) >= _NO_LIMIT:  # "max": no limit
         return None
-    cached = 0
-    for line in _read_text(folder / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name == reclaimable and value.isdigit():
-            cached = int(value)
-    return int(limit_text), max(0, int(usage_text) - cached)
+    usage_text = _read_text(folder / usage).strip()
+    if not usage_text.isdigit():
+        return None
+    cached = re.search(rf"^{reclaimable} (\d+)$", _read_text(folder / "memory.stat"), re.MULTILINE)
+    return int(limit_text), max(0, int(usage_text) - int(cached[1] if cached else 0))
 
 
 _mincore: Any = getattr(_libc(), "mincore", None) if sys.platform == "linux" else None

@@ -97,6 +97,7 @@ def test_wrong_weights_of_the_engine_are_found(models, samples, fault):
     assert report.state == "limit"
 
 
+@pytest.mark.long
 def test_the_command_follows_the_weight_version(engine, models):
     engine.update_weights_from_disk(models["right"], weight_version="transposed")
     eventually(lambda: len(engine.drift_samples(8).samples) == 3)  # scored by the new weights
@@ -128,6 +129,7 @@ def test_watching_checks_again_after_each_update(engine, models):
     assert (states, watching.wait()) == (["ok", "limit"], 130), said
 
 
+@pytest.mark.long
 def test_a_reference_is_bounded(samples, models):
     with pytest.raises(TimedOut, match=r"within 0\.01 s"):
         reference_logprobs(models["right"], samples, timeout=0.01)
