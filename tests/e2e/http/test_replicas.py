@@ -104,6 +104,7 @@ def in_flight(pair: ServedEngine, ids: list[int], *chosen: str) -> Iterator[list
 
     def follow(number: int, key: str) -> None:
         body = {"input_ids": [*ids, number], "sampling_params": SAMPLED, "stream": True}
+        body["stream_interval"] = 50  # an event has all tokens so far
         headers = {"X-SMG-Routing-Key": key}
         with pair.http.stream("POST", "/generate", json=body, headers=headers, timeout=PATIENCE_S) as stream:
             for line in stream.iter_lines():

@@ -171,7 +171,8 @@ CALLS = [
 
 
 @pytest.mark.parametrize(
-    ("at", "how"), [*((at, "waiting") for at in CALLS), *every(((at, "sending") for at in CALLS), 4)]
+    ("at", "how"),
+    [*every(((at, "waiting") for at in CALLS), 2), *every(((at, "sending") for at in CALLS), 5)],
 )
 def test_a_trainer_that_dies_in_a_call(engine, weights, expected, at, how):
     number = next(NUMBERS)
