@@ -28,6 +28,7 @@ from typing import Any
 
 from caesura.client.launch import launcher as engines
 from caesura.scheduler.executor import workers
+from caesura.scheduler.runtime import libraries
 
 VARIABLE = "CAESURA_TEST_FORK"
 """Variable that enables forks; unset or empty, every process is executed."""
@@ -270,4 +271,5 @@ def _inherited() -> tuple[object, ...]:
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name not in READ_LATER}
+    read = {**libraries._SETTINGS, **environment}  # with which a template loads libraries, as an engine does
+    return {name: value for name, value in read.items() if name not in READ_LATER}
