@@ -31,6 +31,7 @@ from caesura.integrations.vllm import TrainerEngine, TrainerInitInfo
 
 LONG = 1000
 SAMPLED = {"temperature": 1.0, "sampling_seed": 5, "max_new_tokens": LONG, "ignore_eos": True}
+SAMPLED["stream_interval"] = 50  # an event has all tokens so far
 PREFIX = list(range(5, 105))
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 OCTETS = {"content-type": "application/octet-stream"}
@@ -104,7 +105,6 @@ def in_flight(pair: ServedEngine, ids: list[int], *chosen: str) -> Iterator[list
 
     def follow(number: int, key: str) -> None:
         body = {"input_ids": [*ids, number], "sampling_params": SAMPLED, "stream": True}
-        body["stream_interval"] = 50  # an event has all tokens so far
         headers = {"X-SMG-Routing-Key": key}
         with pair.http.stream("POST", "/generate", json=body, headers=headers, timeout=PATIENCE_S) as stream:
             for line in stream.iter_lines():

@@ -6,9 +6,6 @@ from typing import get_args
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.properties import examples
 from support.record_frames import FOLDER
 
 from caesura.io_struct import (
@@ -19,7 +16,6 @@ from caesura.io_struct import (
     ErrorCode,
     ErrorReply,
     GetStatusReqInput,
-    Message,
     SamplingParams,
     SdeParams,
     ToClient,
@@ -123,27 +119,6 @@ def test_refusing_takes_no_more_memory_than_the_frame(type_):
     finally:
         tracemalloc.stop()
     assert peak < 2 * len(frame)
-
-
-def message_or_error(frame: bytes) -> None:
-    try:
-        assert isinstance(decode_request(frame), Message)
-    except CaesuraError as error:
-        decode_reply(encode(error.to_reply(str(error.detail["id"]))))
-
-
-@settings(max_examples=examples(120))
-@given(
-    st.sampled_from(REQUESTS),
-    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=4),
-    st.integers(0, 400),
-)
-def test_any_damage_to_a_real_message(request_, flips, cut):
-    frame = bytearray(encode(request_))
-    for position, value in flips:
-        frame[position % len(frame)] = value
-    message_or_error(bytes(frame))
-    message_or_error(bytes(frame[: cut % (len(frame) + 1)]))
 
 
 @pytest.mark.parametrize(

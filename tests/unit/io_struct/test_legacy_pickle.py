@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import pickletools
 import struct
 import sys
 import tracemalloc
@@ -10,9 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.properties import examples
 
 from caesura.io_struct import CaesuraError
 from caesura.transfer.legacy_pickle import MAX_BYTES, MAX_DEPTH, Call, Global, parse
@@ -204,20 +202,3 @@ def test_every_truncation_is_refused():
     data = pickle.dumps([{"name": "a", "dtype": torch.float32, "shape": torch.Size([4]), "offset": 1 << 40}])
     for end in range(len(data)):
         refused(data[:end])
-
-
-CODES = [ord(opcode.code) for opcode in pickletools.opcodes]
-GARBAGE = st.binary(max_size=60) | st.lists(st.sampled_from(CODES) | st.integers(0, 255), max_size=60).map(
-    bytes
-)
-
-
-@settings(max_examples=examples(600))
-@given(GARBAGE)
-@example(b"")
-def test_garbage_is_refused_or_plain(data):
-    for message in (data, b"\x80\x04" + data, data + b"."):
-        try:
-            repr(parse(message))
-        except CaesuraError as error:
-            assert error.code == "malformed_message"
