@@ -12,9 +12,8 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # As in an engine (scheduler/runtime/libraries.py): tests count the memory of this process, too.
 os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
-# An empty store: reading the system's certificates costs each client of httpx 60 ms, also for http.
-os.environ.pop("SSL_CERT_FILE", None)
-os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+# Of an authority without a key: reading the system's costs each client of httpx 60 ms, also for http.
+os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "support" / "nobody.pem")
 
 import pytest
 import torch

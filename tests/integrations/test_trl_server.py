@@ -162,6 +162,7 @@ def run(folder: Path, script: str, *arguments: object) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.long
 def test_the_async_trainers_weight_transfer(engine, models, recorded, tmp_path):
     before = engine.get("/weight_version").json()["weights_epoch"]
     run(tmp_path, ASYNC, recorded("TRL, asynchronous", "trl", engine.url), models[1])

@@ -28,7 +28,7 @@ from typing import Any
 
 from caesura.client.launch import launcher as engines
 from caesura.scheduler.executor import workers
-from caesura.scheduler.runtime import libraries
+from caesura.scheduler.runtime.libraries import settings
 
 VARIABLE = "CAESURA_TEST_FORK"
 """Variable that enables forks; unset or empty, every process is executed."""
@@ -271,5 +271,5 @@ def _inherited() -> tuple[object, ...]:
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    read = {**libraries._SETTINGS, **environment}  # with which a template loads libraries, as an engine does
+    read = {**settings(), **environment}  # a template loads libraries with these, as an engine does
     return {name: value for name, value in read.items() if name not in READ_LATER}

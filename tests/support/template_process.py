@@ -147,7 +147,7 @@ def _place(request: dict[str, Any], descriptors: list[int]) -> int:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    tempfile.tempdir = None  # the folder of this environment
+    tempfile.tempdir = None  # may have been looked up in the template's environment
     for limit, *values in request["limits"]:
         if resource.getrlimit(limit) != tuple(values):
             resource.setrlimit(limit, values)
