@@ -242,20 +242,21 @@ class Experts:
         return y
 
     def _plain(self, rows: Tensor, ends: Tensor, adapted: "AdaptedPairs | None") -> Tensor:
-        experts = None
-        if self._biases is not None:
-            pairs = torch.arange(rows.shape[0], dtype=ends.dtype, device=ends.device)
-            experts = torch.searchsorted(ends, pairs, right=True)
-        gate_up = self._biased(self._gate_up.plain_product(rows, ends), experts, 0)
+        gate_up = self._biased(self._gate_up.plain_product(rows, ends), ends, 0)
         gated = self._gate(self._adapt(0, rows, gate_up, adapted))
-        y = self._biased(self._down.plain_product(gated, ends), experts, 1)
+        y = self._biased(self._down.plain_product(gated, ends), ends, 1)
         return self._adapt(1, gated, y, adapted)
 
-    def _biased(self, y: Tensor, experts: Tensor | None, product: int) -> Tensor:
+    def _biased(self, y: Tensor, ends: Tensor, product: int) -> Tensor:
         """Add the bias of each row's expert to ``y`` in place; that of sums over ranks on rank 0."""
-        if self._biases is None or experts is None or (product == 1 and not self._is_first):
+        bias = self._added_biases[product]
+        if bias is None:
             return y
-        return y.add_(self._biases[product].data.index_select(0, experts))
+        if self._triton is not None:
+            added: Tensor = self._triton.add_biases(y, ends, bias)
+            return added
+        pairs = torch.arange(y.shape[0], dtype=ends.dtype, device=ends.device)
+        return y.add_(bias.index_select(0, torch.searchsorted(ends, pairs, right=True)))
 
     def _gate(self, gate_up: Tensor) -> Tensor:
         if self._triton is not None and self._elementwise is not None:

@@ -55,7 +55,7 @@ BUDGETS = {
     "qwen3_moe fp8/flashinfer":           (10, 11, 17,  0,  2,  2),
     "qwen3_moe fp8 deep_gemm/flashinfer": (17, 18, 24,  0,  2,  2),
     "qwen3_moe fp8 blackwell/flashinfer": (21, 22, 28,  0,  2,  2),
-    "gpt_oss/flashinfer":                 (20, 22, 27,  0,  3,  3),
+    "gpt_oss/flashinfer":                 (16, 17, 23,  0,  3,  3),
     "qwen3/triton":                       (10, 30, 16,  2,  1,  4),
     "qwen3/sdpa":                         (28, 38, 33,  8,  4,  4),
     "deepseek_v2/flashinfer":             (19, 20, 19,  0,  2,  2),

@@ -355,7 +355,7 @@ def logits_of(model: Any, backend: type | None) -> list[Tensor]:
 @interpreted
 @pytest.mark.parametrize("family,backend", [
     ("qwen2", FlashInferBackend), ("qwen3-moe", FlashInferBackend), ("qwen3", PagedTritonBackend),
-    ("deepseek-v2", None), ("deepseek-v3", None),
+    ("deepseek-v2", None), ("deepseek-v3", None), ("gpt-oss", None),
 ])  # fmt: skip
 def test_models_compute_the_same(family, backend, tmp_path, request):
     make_checkpoint(tmp_path, family)
