@@ -58,18 +58,24 @@ class StopStrings:
 
     def find(self, text: str, at: int) -> tuple[int, str]:
         """Return where the first stop string after ``at`` begins, and it; or where one may, and nothing."""
-        state = 0
+        end, state = self.search(text, at)
+        if length := self.longest[state]:
+            return end - length, text[end - length : end]
+        return end - self.depth[state], ""
+
+    def search(self, text: str, at: int = 0, state: int = 0) -> tuple[int, int]:
+        """Return where the first stop string ends, or the end of ``text``, and the state there."""
         while at < len(text):
             if not state:  # the common case: nothing has begun
                 begin = self.first.search(text, at)
                 if begin is None:
-                    return len(text), ""
+                    return len(text), 0
                 at = begin.start()
             state = self.step(state, text[at])
             at += 1
-            if length := self.longest[state]:
-                return at - length, text[at - length : at]
-        return len(text) - self.depth[state], ""
+            if self.longest[state]:
+                break
+        return at, state
 
     def step(self, state: int, character: str) -> int:
         """Return the state after one more character."""
@@ -116,17 +122,10 @@ class StopMatcher:
         """Add text; return what is before a :attr:`match`, or before where one can begin."""
         if self.match is not None:
             return ""
-        stops, state, at = self._stops, self._state, 0
-        while at < len(text):
-            if not state:  # the common case: nothing has begun
-                begin = stops.first.search(text, at)
-                if begin is None:
-                    break
-                at = begin.start()
-            state = stops.step(state, text[at])
-            at += 1
-            if stops.longest[state]:
-                return self._found(text[:at], stops.longest[state])
+        stops = self._stops
+        end, state = stops.search(text, 0, self._state)
+        if length := stops.longest[state]:
+            return self._found(text[:end], length)
         buffer = self._held + text
         clear = len(buffer) - stops.depth[state]
         self._state, self._held = state, buffer[clear:]
