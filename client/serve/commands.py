@@ -1,7 +1,7 @@
 """Routes that are commands to the engine; :func:`timed` times and counts every one."""
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -64,15 +64,20 @@ def command(
     name: str | None = None,
     size: str = "",
     access: str = "admin",
+    query: bool = False,
+    lists: Collection[str] = (),
 ) -> Callable[[Callable[[FrontEnd, BodyT], Awaitable[Any]]], HTTPRouteHandler]:
-    """Make a function and a body a route (POST by default); ``name`` is for metrics, ``size`` its limit."""
+    """Make a function and a body a route (POST by default); ``name`` is for metrics, ``size`` its limit.
+
+    ``query`` and ``lists`` are as of :func:`read_control`.
+    """
     called = name or (path if isinstance(path, str) else path[0]).strip("/")
 
     def decorate(work: Callable[[FrontEnd, BodyT], Awaitable[Any]]) -> HTTPRouteHandler:
         kind: type[BodyT] = work.__annotations__["body"]
 
         async def handle(request: HTTPRequest, front: Front) -> Response[bytes]:
-            body = in_session(request, await read_control(request, kind))
+            body = in_session(request, await read_control(request, kind, query=query, lists=lists))
             return await answered(front, called, form, body, work(front, body))
 
         handle.__doc__ = work.__doc__

@@ -98,16 +98,13 @@ class AbortBody(Strict, kw_only=True):
     request_ids: list[str] | None = None
 
 
-@post(ABORT_PATHS, status_code=200, opt={"access": "user", "struct": AbortBody})
-async def abort_requests(request: HTTPRequest, front: Front) -> Response[bytes]:
+_ABORTED = Form(lambda _, count: {"status": "aborted", "aborted": count}, refused)
+
+
+@command(ABORT_PATHS, _ABORTED, name="abort_request", access="user")
+async def abort_requests(front: FrontEnd, body: AbortBody) -> int:
     """Abort the generations of these ids, or all without ids, and go on with the others."""
-    body = await read_control(request, AbortBody)
-
-    async def aborted() -> int:
-        return (await front.client.abort(body.request_ids, abort_all=not body.request_ids)).aborted
-
-    form = Form(lambda _, count: {"status": "aborted", "aborted": count}, refused)
-    return await answered(front, "abort_request", form, body, aborted())
+    return (await front.client.abort(body.request_ids, abort_all=not body.request_ids)).aborted
 
 
 class WorldSizeQuery(Strict, kw_only=True):
@@ -131,44 +128,40 @@ class SleepOptions(Strict, kw_only=True):
     """SkyRL's: the memory to release; null: all."""
 
 
-@post("/sleep", status_code=200, opt={"access": "admin", "struct": SleepOptions})
-async def sleep(request: HTTPRequest, front: Front) -> Response[bytes]:
+_SLEEPS = Form(lambda options, _: {"status": "sleeping", "level": options.level}, refused)
+
+
+@command("/sleep", _SLEEPS, query=True, lists=["tags"])
+async def sleep(front: FrontEnd, body: SleepOptions) -> None:
     """Pause and release the engine's memory, until ``/wake_up``."""
-    options = await read_control(request, SleepOptions, query=True, lists=["tags"])
-    form = _status("sleeping", level=options.level)
-    return await answered(front, "sleep", form, options, _sleep(front, options))
-
-
-async def _sleep(front: FrontEnd, options: SleepOptions) -> None:
-    if options.level:
+    if body.level:
         if not front.options.enable_memory_saver:
             raise Unsupported("releasing memory is off: start the server with --enable-memory-saver")
-        weights_go = options.tags is None or "weights" in options.tags
-        if options.level == 1 and weights_go and not (await front.health.status()).weights_cpu_backup:
+        weights_go = body.tags is None or "weights" in body.tags
+        if body.level == 1 and weights_go and not (await front.health.status()).weights_cpu_backup:
             raise Unsupported(
                 "level 1 keeps a copy of the weights: start the server with --enable-weights-cpu-backup, or "
                 "sleep at level 2 and update the weights after waking up",
                 field="level",
                 value=1,
             )
-    await _pause(front, PauseOptions(mode=options.mode, clear_cache=options.level > 0))
-    if options.level:
-        await front.client.release_memory(options.tags)
+    await _pause(front, PauseOptions(mode=body.mode, clear_cache=body.level > 0))
+    if body.level:
+        await front.client.release_memory(body.tags)
 
 
 class WakeOptions(Strict, kw_only=True):
     tags: list[WakeTag] | None = None
 
 
-@post("/wake_up", status_code=200, opt={"access": "admin", "struct": WakeOptions})
-async def wake_up(request: HTTPRequest, front: Front) -> Response[bytes]:
+def _woken(body: WakeOptions, awake: bool) -> dict[str, Any]:
+    return {"status": "awake" if awake else "sleeping", "tags": body.tags}
+
+
+@command("/wake_up", Form(_woken, refused), query=True, lists=["tags"])
+async def wake_up(front: FrontEnd, body: WakeOptions) -> bool:
     """Bring back memory by tag; with the last of it, and weights that are valid, generation goes on."""
-    body = await read_control(request, WakeOptions, query=True, lists=["tags"])
-    form = Form(lambda _, awake: {"status": "awake" if awake else "sleeping", "tags": body.tags}, refused)
-    return await answered(front, "wake_up", form, body, _wake(front, body.tags))
-
-
-async def _wake(front: FrontEnd, tags: list[WakeTag] | None) -> bool:
+    tags = body.tags
     memory: list[MemoryTag] = [tag for tag in tags or () if tag != "scheduling"]
     if tags is None or memory:
         released = (await front.health.status()).released_tags
@@ -206,16 +199,13 @@ class ResetOptions(Strict, kw_only=True):
     reset_external: bool = False
 
 
-@post("/reset_prefix_cache", status_code=200, opt={"access": "admin", "struct": ResetOptions})
-async def reset_prefix_cache(request: HTTPRequest, front: Front) -> Response[bytes]:
+_RESET = Form(lambda _, success: {"success": success}, refused)
+
+
+@command("/reset_prefix_cache", _RESET, name="flush_cache", query=True)
+async def reset_prefix_cache(front: FrontEnd, body: ResetOptions) -> bool:
     """Empty the prefix cache; false while requests hold KV."""
-    options = await read_control(request, ResetOptions, query=True)
-    form = Form(lambda _, success: {"success": success}, refused)
-    return await answered(front, "flush_cache", form, options, _reset(front, options))
-
-
-async def _reset(front: FrontEnd, options: ResetOptions) -> bool:
-    pauses = options.reset_running_requests and (await front.health.status()).generation == "running"
+    pauses = body.reset_running_requests and (await front.health.status()).generation == "running"
     if pauses:
         await front.client.pause("retract")
     try:
