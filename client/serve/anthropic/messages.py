@@ -24,7 +24,15 @@ from ..middleware import generating
 from ..openai.answers import sample_fields, token_fields
 from ..openai.blocks import Block, Blocks, Step
 from ..openai.common import IGNORED_KEYS, REFUSED, CommonRequest, decode_request, error_body, read_request
-from ..openai.conversation import Conversation, Exchange, conversation_of, planned_exchange, whole_chunk
+from ..openai.conversation import (
+    Conversation,
+    Exchange,
+    conversation_of,
+    joined_text,
+    planned_exchange,
+    refuse_several,
+    whole_chunk,
+)
 
 IGNORED = {
     "anthropic_version": "there is one",
@@ -85,11 +93,7 @@ _decoder = msgspec.json.Decoder(MessagesRequest, strict=False)
 
 def decode_messages(body: bytes) -> MessagesRequest:
     request = decode_request(_decoder.decode, body, MessagesRequest)
-    if (request.n or 1) > 1:
-        raise InvalidRequest("n is not supported above 1: a message has one answer", field="n")
-    if request.prompt_logprobs is not None:
-        reason = "prompt_logprobs is not supported: call /v1/chat/completions"
-        raise InvalidRequest(reason, field="prompt_logprobs")
+    refuse_several(request, "a message")
     return request
 
 
@@ -123,7 +127,8 @@ def planned_messages(
 
 
 def conversation(asked: MessagesRequest) -> Conversation:
-    system = [{"role": "system", "content": _text("system", asked.system, "\n")}] if asked.system else []
+    rules = joined_text("system", asked.system or "", "\n")
+    system = [{"role": "system", "content": rules}] if asked.system else []
     found = system + [
         each
         for position, message in enumerate(asked.messages)
@@ -157,14 +162,14 @@ def _openai_messages(name: str, message: Mapping[str, Any]) -> Iterator[dict[str
     if role not in ("user", "assistant", "system"):
         raise InvalidRequest(f"{name}.role is {role!r}; known are user and assistant", field="messages")
     if not isinstance(content, list):
-        yield {"role": role, "content": _text(f"{name}.content", content, "")}
+        yield {"role": role, "content": joined_text(f"{name}.content", content, "")}
         return
     texts: list[Any] = []
     answer: dict[str, Any] = {"role": role}
     for position, block in enumerate(content):
         at, kind = f"{name}.content[{position}]", block.get("type") if isinstance(block, dict) else None
         if kind == "tool_result" and role == "user":
-            text = _text(f"{at}.content", block.get("content") or "", "\n")
+            text = joined_text(f"{at}.content", block.get("content") or "", "\n")
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
         elif kind == "tool_use" and role == "assistant":
             arguments = msgspec.json.encode(block.get("input") or {}).decode()
@@ -175,24 +180,11 @@ def _openai_messages(name: str, message: Mapping[str, Any]) -> Iterator[dict[str
         elif kind == "thinking" and role == "assistant":
             answer["reasoning_content"] = answer.get("reasoning_content", "") + str(block.get("thinking", ""))
         else:
-            texts.append(_text(at, [block], ""))
+            texts.append(joined_text(at, [block], ""))
     if role == "assistant":
         yield {**answer, "content": "".join(texts)}
     elif texts:
         yield {"role": role, "content": "\n".join(texts)}
-
-
-def _text(name: str, content: Any, between: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for position, block in enumerate(content if isinstance(content, list) else [content]):
-        text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
-        if not isinstance(text, str):
-            kind = block.get("type") if isinstance(block, dict) else type(block).__name__
-            raise InvalidRequest(f"{name}[{position}] is {kind!r}; only text is supported", field="messages")
-        texts.append(text)
-    return between.join(texts)
 
 
 def _tool(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,8 +217,6 @@ def _response_format(form: Any) -> Any:
 
 
 class MessageEvents:
-    """The events of one message."""
-
     def __init__(
         self, front: FrontEnd, asked: MessagesRequest, generation: GenerationRequest, exchange: Exchange
     ) -> None:

@@ -188,7 +188,6 @@ def conversation_of(request: CommonRequest, **fields: Any) -> Conversation:
 
 
 def whole_chunk(sample: Sample) -> Chunk:
-    """Return a sample as the one chunk of its stream."""
     return Chunk(
         index=sample.index,
         rid=sample.rid,
@@ -361,7 +360,7 @@ def _message(name: str, message: Mapping[str, Any]) -> dict[str, Any]:
     given = present(message)
     content = given.get("content", "")
     if isinstance(content, list):
-        content = "\n".join(_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
+        content = joined_text(f"{name}.content", content, "\n")
     if not isinstance(content, str):
         raise InvalidRequest(f"{name}.content must be text or a list of text parts", field="messages")
     given["content"] = content
@@ -370,12 +369,38 @@ def _message(name: str, message: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _part(name: str, part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get("text") if kind == "text" else None
-    if not isinstance(text, str):
-        raise InvalidRequest(f"{name} is {kind!r}; only text parts are supported", field="messages")
-    return text
+def _text_of(part: Mapping[str, Any]) -> Any:
+    return part.get("text") if part.get("type") == "text" else None
+
+
+def joined_text(
+    name: str,
+    content: Any,
+    between: str,
+    *,
+    field: str = "messages",
+    text_of: Callable[[Mapping[str, Any]], Any] = _text_of,
+) -> str:
+    """Return a text, or those of a list of parts, of which each must have one."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for position, part in enumerate(content if isinstance(content, list) else [content]):
+        text = text_of(part) if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise InvalidRequest(f"{name}[{position}] is {kind!r}; only text is supported", field=field)
+        texts.append(text)
+    return between.join(texts)
+
+
+def refuse_several(request: CommonRequest, what: str) -> None:
+    """Refuse what only answers of several choices have."""
+    if (request.n or 1) > 1:
+        raise InvalidRequest(f"n is not supported above 1: {what} has one answer", field="n")
+    if request.prompt_logprobs is not None:
+        reason = "prompt_logprobs is not supported: call /v1/chat/completions"
+        raise InvalidRequest(reason, field="prompt_logprobs")
 
 
 def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:

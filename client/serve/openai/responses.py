@@ -43,7 +43,9 @@ from .conversation import (
     Conversation,
     Exchange,
     conversation_of,
+    joined_text,
     planned_exchange,
+    refuse_several,
     whole_chunk,
 )
 
@@ -104,12 +106,7 @@ _encode = msgspec.json.Encoder().encode
 
 def decode_responses(body: bytes) -> ResponsesRequest:
     request = decode_request(_decoder.decode, body, ResponsesRequest)
-    if (request.n or 1) > 1:
-        raise InvalidRequest("n is not supported above 1: a response has one answer", field="n")
-    if request.prompt_logprobs is not None:
-        raise InvalidRequest(
-            "prompt_logprobs is not supported: call /v1/chat/completions", field="prompt_logprobs"
-        )
+    refuse_several(request, "a response")
     return request
 
 
@@ -287,22 +284,13 @@ def _answer(messages: list[dict[str, Any]], *without: str) -> dict[str, Any]:
 
 
 def _text(name: str, content: Any, between: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for position, part in enumerate(content if isinstance(content, list) else [content]):
-        key = "refusal" if isinstance(part, dict) and part.get("type") == "refusal" else "text"
-        text = part.get(key) if isinstance(part, dict) else None
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise InvalidRequest(f"{name}[{position}] is {kind!r}; only text is supported", field="input")
-        texts.append(text)
-    return between.join(texts)
+    def text_of(part: Mapping[str, Any]) -> Any:
+        return part.get("refusal" if part.get("type") == "refusal" else "text")
+
+    return joined_text(name, content, between, field="input", text_of=text_of)
 
 
 class ResponseEvents:
-    """The events of one response, of which the last has all of it."""
-
     def __init__(
         self,
         front: FrontEnd,
@@ -409,12 +397,8 @@ class ResponseEvents:
         """Return the event of new text, of which all but the text is written once for a block."""
         block = step.block
         if (head := self._heads.get(block.index)) is None:
-            kind, prefix = _KINDS[block.kind]
-            name = f"response.{kind}.delta"
-            place: dict[str, Any] = {"output_index": block.index, "item_id": prefix + block.id}
-            if block.call is None:
-                place["content_index"] = 0
-            head = b"event: %b\ndata: %b" % (name.encode(), _encode({"type": name, **place})[:-1])
+            name = f"response.{_EVENTS[block.kind]}.delta"
+            head = b"event: %b\ndata: %b" % (name.encode(), _encode({"type": name, **_place(block)})[:-1])
             self._heads[block.index] = head
         number, self._number = self._number, self._number + 1
         text = _encode(step.text)
@@ -425,11 +409,7 @@ class ResponseEvents:
 
     def _step(self, step: Step, status: str) -> Iterator[bytes]:
         """Yield the events of a block that begins, or ends as completely as a response of this ``status``."""
-        block = step.block
-        kind, prefix = _KINDS[block.kind]
-        place: dict[str, Any] = {"output_index": block.index, "item_id": prefix + block.id}
-        if block.call is None:
-            place["content_index"] = 0
+        block, place, kind = step.block, _place(step.block), _EVENTS[step.block.kind]
         if step.what == "begin":
             item = self._item(block, "in_progress") | ({"content": []} if block.call is None else {})
             yield self._event("response.output_item.added", output_index=block.index, item=item)
@@ -454,24 +434,14 @@ class ResponseEvents:
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         status = "incomplete" if status == "cancelled" else status
+        name = _item_id(block)
         if block.call is not None:
             call = {"call_id": block.call.id, "name": block.call.name, "arguments": block.text}
-            return {"id": _KINDS[block.kind][1] + block.id, "type": "function_call", "status": status, **call}
+            return {"id": name, "type": "function_call", "status": status, **call}
         content = [self._part(block)]
         if block.kind == "reasoning":
-            return {
-                "id": _KINDS[block.kind][1] + block.id,
-                "type": "reasoning",
-                "summary": [],
-                "content": content,
-            }
-        head = {
-            "id": _KINDS[block.kind][1] + block.id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-        }
-        return {**head, "content": content}
+            return {"id": name, "type": "reasoning", "summary": [], "content": content}
+        return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
 
     def _part(self, block: Block) -> dict[str, Any]:
         if block.kind == "reasoning":
@@ -522,9 +492,14 @@ class ResponseEvents:
         return body
 
 
-_KINDS = {
-    "content": ("output_text", "msg_"),
-    "reasoning": ("reasoning_text", "rs_"),
-    "call": ("function_call_arguments", "fc_"),
-}
-"""Name of a block's events, and prefix of its item's id."""
+_EVENTS = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
+_PREFIXES = {"content": "msg_", "reasoning": "rs_", "call": "fc_"}
+
+
+def _item_id(block: Block) -> str:
+    return _PREFIXES[block.kind] + block.id
+
+
+def _place(block: Block) -> dict[str, Any]:
+    place = {"output_index": block.index, "item_id": _item_id(block)}
+    return place if block.call is not None else {**place, "content_index": 0}

@@ -395,7 +395,9 @@ async def generate(request: HTTPRequest, front: Front) -> Response[Any]:
         body = job.body
         session = body.session_params.id if body.session_params is not None else body.session_id
         with routed_by(routing_key(body.routing_key or session)):
-            return await (_streamed if job.body.stream else _whole)(request, front, job)
+            if body.stream:
+                return await streamed(request, front, job.requests, _Events(front, job), _stream_error)
+            return await _whole(request, front, job)
     except ClientLeft:
         return client_left()
     except CaesuraError as error:
@@ -474,10 +476,6 @@ async def _whole(request: HTTPRequest, front: FrontEnd, job: Job) -> Response[by
     pairs = ((sample, each) for samples, each in zip(found, job.requests, strict=True) for sample in samples)
     body = [_encode(answer.of(sample, each)) async for sample, each in in_slices(pairs)]
     return json_bytes(b"[" + b",".join(body) + b"]" if job.as_list else body[0])
-
-
-async def _streamed(request: HTTPRequest, front: FrontEnd, job: Job) -> Response[Any]:
-    return await streamed(request, front, job.requests, _Events(front, job), _stream_error)
 
 
 def _stream_error(error: CaesuraError) -> bytes:
