@@ -62,14 +62,17 @@ async def _sglang(front: FrontEnd, reply: object) -> dict[str, Any]:
     return {"success": True, "status": "ok", **reply_fields(reply), "loaded_adapters": loaded}
 
 
-class LoadBody(Strict, kw_only=True):
+class NamedBody(Strict, kw_only=True):
     lora_name: Label
+    # accepted and ignored
+    lora_id: str | None = None
+
+
+class LoadBody(NamedBody, kw_only=True):
     lora_path: str
     pinned: bool = False
     upsert: bool = True
     """miles' field; false: a name that is loaded is refused."""
-    # accepted and ignored
-    lora_id: str | None = None
 
 
 @command("/load_lora_adapter", _SGLANG)
@@ -79,20 +82,40 @@ async def load_lora_adapter(front: FrontEnd, body: LoadBody) -> dict[str, Any]:
     return await _sglang(front, await loading)
 
 
-class TensorsBody(Strict, kw_only=True):
-    lora_name: Label
+class SentBody(NamedBody, kw_only=True):
+    """Of an adapter whose tensors are sent."""
+
     config_dict: dict[str, Any]
-    serialized_named_tensors: list[str]
-    """One base64 pickle of ``[(name, tensor), …]``, parsed and never unpickled."""
     pinned: bool = False
     upsert: bool = True
+    expected_checksums: dict[str, str] | None = None
+    """SHA-256 of each tensor's bytes, in hex; Caesura's own where tensors are broadcast."""
+    added_tokens_config: dict[str, Any] | None = None
+
+    def request(self, specs: list[TensorSpec], group_name: str | None = None) -> LoadAdapterReqInput:
+        return LoadAdapterReqInput(
+            id=id_of(None),
+            name=self.lora_name,
+            config=self.config_dict,
+            specs=specs,
+            group_name=group_name,
+            expected_checksums=self.expected_checksums,
+            pinned=self.pinned,
+            replace=self.upsert,
+        )
+
+
+def _check_sent(front: FrontEnd, body: SentBody) -> None:
+    if body.added_tokens_config:
+        raise Unsupported("added_tokens_config is not supported", field="added_tokens_config")
+    _check_name(front, body.lora_name)
+
+
+class TensorsBody(SentBody, kw_only=True):
+    serialized_named_tensors: list[str]
+    """One base64 pickle of ``[(name, tensor), …]``, parsed and never unpickled."""
     load_format: str | None = None
     """Null or ``flattened_bucket``."""
-    expected_checksums: dict[str, str] | None = None
-    """SHA-256 of each tensor's bytes, in hex."""
-    added_tokens_config: dict[str, Any] | None = None
-    # accepted and ignored
-    lora_id: str | None = None
 
 
 @command("/load_lora_adapter_from_tensors", _SGLANG, size="weights")
@@ -100,61 +123,28 @@ async def load_lora_adapter_from_tensors(front: FrontEnd, body: TensorsBody) -> 
     """Load or replace an adapter whose tensors are in the body."""
     if not front.options.allow_pickled_tensors:
         raise Unsupported("pickled tensors are off: start the server with --allow-pickled-tensors")
-    _refuse_tokens(body.added_tokens_config)
     flattened = check_load_format(body.load_format, FLATTENED) is not None
-    _check_name(front, body.lora_name)
+    _check_sent(front, body)
     parts = await asyncio.to_thread(read_pickled, body.serialized_named_tensors, flattened=flattened)
     frames = _joined(parts)
-    request = LoadAdapterReqInput(
-        id=id_of(None),
-        name=body.lora_name,
-        config=body.config_dict,
-        specs=frames.specs,
-        expected_checksums=body.expected_checksums,
-        pinned=body.pinned,
-        replace=body.upsert,
-    )
+    request = body.request(frames.specs)
     reply = await asyncio.shield(front.client.start(request, LoadAdapterReqOutput, frames.buffers))
     return await _sglang(front, reply)
 
 
-class DistributedBody(Strict, kw_only=True):
-    lora_name: Label
-    config_dict: dict[str, Any]
+class DistributedBody(SentBody, kw_only=True):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
     group_name: Label = DEFAULT_GROUP_NAME
-    pinned: bool = False
-    upsert: bool = True
-    expected_checksums: dict[str, str] | None = None
-    """Caesura's own: SHA-256 of each tensor's bytes, in hex."""
-    added_tokens_config: dict[str, Any] | None = None
-    # accepted and ignored
-    lora_id: str | None = None
 
 
 @command("/load_lora_adapter_from_distributed", _SGLANG, size="specs")
 async def load_lora_adapter_from_distributed(front: FrontEnd, body: DistributedBody) -> dict[str, Any]:
     """Load or replace an adapter that rank 0 of a group broadcasts meanwhile, one tensor after the other."""
-    _refuse_tokens(body.added_tokens_config)
-    _check_name(front, body.lora_name)
-    request = LoadAdapterReqInput(
-        id=id_of(None),
-        name=body.lora_name,
-        config=body.config_dict,
-        specs=broadcast_specs(body.names, body.dtypes, body.shapes),
-        group_name=body.group_name,
-        expected_checksums=body.expected_checksums,
-        pinned=body.pinned,
-        replace=body.upsert,
-    )
+    _check_sent(front, body)
+    request = body.request(broadcast_specs(body.names, body.dtypes, body.shapes), body.group_name)
     return await _sglang(front, await asyncio.shield(front.client.start(request, LoadAdapterReqOutput)))
-
-
-def _refuse_tokens(config: object) -> None:
-    if config:
-        raise Unsupported("added_tokens_config is not supported", field="added_tokens_config")
 
 
 def _joined(parts: Sequence[Part]) -> Frames:
@@ -169,10 +159,8 @@ def _joined(parts: Sequence[Part]) -> Frames:
     return Frames(specs, buffers)
 
 
-class UnloadBody(Strict, kw_only=True):
-    lora_name: Label
+class UnloadBody(NamedBody, kw_only=True):
     # accepted and ignored
-    lora_id: str | None = None
     lora_int_id: int | None = None
 
 
