@@ -19,11 +19,11 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .... import io_struct as wire
 from ....io_struct import CaesuraError, ErrorCode
+from ....transfer.process_group import broadcast_options
 from ....transfer.weight_delta import nbytes_of as nbytes_of_tensor
 from ...runtime.background import Task
 from ...runtime.dtypes import DTYPES
@@ -96,13 +96,6 @@ class Received:
     """uint8, one for each."""
     arrived: torch.Event | None
     """None on the host, where they have arrived."""
-
-
-def broadcast_options(timeout: timedelta) -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
-    options.timeout = timeout
-    return options
 
 
 def plans_of(sizes: Sequence[int], shared_bytes: int) -> Iterator[Plan]:
