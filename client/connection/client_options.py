@@ -11,7 +11,7 @@ from typing import Any, Self, TypedDict
 
 from ...io_struct import BeginWeightUpdateReqOutput, TensorSpec, WeightUpdateReqOutput, new_id
 from ...io_struct.base import MAX_LABEL_LENGTH
-from ...io_struct.field_errors import nearest, one_of, shown
+from ...io_struct.field_errors import shown, unknown_name
 from ...io_struct.weights import ReportKind
 from ..exceptions import InvalidRequest
 from .endpoints import ClientKeys, KeyOrFile
@@ -156,9 +156,7 @@ def require_known(kind: str, given: Mapping[str, Any], options: type) -> None:
     """Raise a TypeError that says what was meant by keywords that ``options``, a TypedDict, has not."""
     known = sorted(options.__annotations__)
     if unknown := sorted(given.keys() - set(known)):
-        near = nearest(unknown[0], known)
-        hint = "" if near is None else f" (did you mean {near}?)"
-        raise TypeError(f"unknown {kind} option {unknown[0]}{hint}; options are {one_of(known)}")
+        raise TypeError(f"{kind} option {unknown[0]} {unknown_name(unknown[0], known)}")
 
 
 def seconds(name: str, value: Any) -> float | None:
