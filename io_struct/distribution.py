@@ -46,7 +46,6 @@ class Histogram:
         return sum(self._counts)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count ``value`` ``times`` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 

@@ -70,7 +70,6 @@ def position_dtype(elements: int) -> torch.dtype:
 
 
 def as_words(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor as flat integers of its element size."""
     return tensor.reshape(-1).view(_WORDS[tensor.element_size()])
 
 

@@ -33,8 +33,6 @@ _TOKENIZES = "tokenize it first, or give text to caesura.client.text.TextClient 
 
 
 class Array(Protocol):
-    """A tensor or an array."""
-
     def tolist(self) -> Any: ...
 
 

@@ -115,8 +115,6 @@ def _finder(marks: AbstractSet[str]) -> StopStrings | None:
 
 
 class AnswerParser:
-    """Parser of one sample's text."""
-
     def __init__(
         self, form: AnswerFormat, tools: Tools, *, in_reasoning: bool = False, separate: bool = True
     ) -> None:
@@ -147,7 +145,6 @@ class AnswerParser:
 
     @property
     def answer(self) -> ParsedAnswer:
-        """Everything so far."""
         content, reasoning = ("".join(self._shown[kind]) for kind in ("content", "reasoning"))
         return ParsedAnswer(content, reasoning, list(self.calls), list(self._malformed))
 

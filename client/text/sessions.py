@@ -66,8 +66,6 @@ class ChatPrompts:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Node:
-    """One recorded sample."""
-
     turn: int
     index: int
     parent: "Node | None"

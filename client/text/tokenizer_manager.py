@@ -309,7 +309,6 @@ class Flow:
         return waiter.done()
 
     def close(self) -> None:
-        """Abort what is still generated."""
         if not self.generation.waiter.done():
             _abort(self._channel, self.generation)
 

@@ -220,7 +220,6 @@ class Adapters:
 
     @contextmanager
     def staying(self, versions: Iterable[Adapter]) -> Iterator[None]:
-        """Let versions keep their slots."""
         self._staying.update(versions)
         try:
             yield
@@ -288,7 +287,6 @@ class Adapters:
         return version
 
     def count_from(self, epoch: int) -> None:
-        """Count later versions from above ``epoch``."""
         self._epoch = max(self._epoch, epoch)
 
     def _came_to(self, slot: int, version: Adapter) -> None:

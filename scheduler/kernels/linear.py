@@ -47,8 +47,6 @@ _WORD = 4
 
 
 class Scales(NamedTuple):
-    """Scales of a weight in FP8 or int8."""
-
     lines: Tensor
     """float32 of :func:`scales_shape`, contiguous: a row of every output's scale per block of inputs."""
     columns: int

@@ -165,7 +165,6 @@ class DecoderForCausalLM(CausalLM):
         self.forms = [block.form for block in attention if block.form is not None]
 
     def attention_blocks(self, config: ModelConfig, place: Placement) -> Sequence[AttentionBlock]:
-        """Return the attention of every layer."""
         shape = self.attention_shape(config)
         return [
             Attention(

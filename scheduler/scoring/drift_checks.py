@@ -217,7 +217,6 @@ class Drift:
         return []
 
     def scored(self, check: Check, result: wire.GenerateReqOutput) -> None:
-        """Take in the result of a check."""
         reason, job = result.finish_reason, check.message
         found = None
         if reason.type in ("stop", "length"):

@@ -139,7 +139,6 @@ class WeightLoader:
     def _walk(
         self, spec: TensorSpec, tensor: TensorSlot | Stack, coverage: Coverage, disorder: Mismatches
     ) -> None:
-        """Walk the slots that a write of ``spec`` would fill."""
         if spec.count is not None:
             disorder.add(spec.name, reason="is sparse, and the update says no base (delta)")
             return

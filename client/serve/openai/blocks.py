@@ -51,6 +51,5 @@ class Blocks:
             yield Step("add", last, text)
 
     def end(self) -> Iterator[Step]:
-        """End the last block."""
         if self.all:
             yield Step("end", self.all[-1])

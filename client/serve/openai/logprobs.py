@@ -110,7 +110,6 @@ class Offsets:
         self._count = -1 if leading_space_cut else 0
 
     def advance(self, token: int) -> int:
-        """Return the offset of the next token, ``token``."""
         offset = max(self._count, 0)
         if token not in self._skipped:
             self._count += len(self._decoder.decode(self._tokens.data(token)))

@@ -34,7 +34,6 @@ def _modified(model_path: str) -> int:
 
 
 async def _cards(front: FrontEnd) -> list[dict[str, Any]]:
-    """Return the model and its adapters."""
     card = _card(front)
     if not front.options.max_loras:
         return [card]

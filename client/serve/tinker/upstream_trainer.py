@@ -34,7 +34,6 @@ class UpstreamTrainer:
         self._http = httpx.AsyncClient(timeout=PATIENCE_S, limits=limits)
 
     async def pass_on(self, request: HTTPRequest) -> Response[bytes]:
-        """Return the trainer's answer to a request."""
         headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
         path, query = request.scope["raw_path"], request.scope["query_string"]
         if {".", ".."} & {*unquote(path.decode("latin-1")).split("/")}:
