@@ -6,11 +6,12 @@ its authenticator leaves a handshake unanswered when its callback raises.
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from ..io_struct.errors import CaesuraError, ErrorCode
 logger = logging.getLogger(__name__)
 MAX_FILE_BYTES = 1 << 20
 PUBLIC_SUFFIX, SECRET_SUFFIX = ".key", ".key_secret"
+NODES_VARIABLE = "CAESURA_NODES_SECRET"
+_LEAST_SECRET = 32
+"""Minimum characters of a secret: who has recorded a handshake can try short ones."""
 
 _Z85 = r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}"
 _ENTRY = re.compile(rf'^\s*(public|secret)-key\s*=\s*"({_Z85})"\s*$', re.MULTILINE)
@@ -54,6 +58,18 @@ def read_key_pair(path: AnyPath, name: str) -> KeyPair:
         reason = "does not hold a public and a secret key (caesura keygen writes such files)"
         raise _refused(path, name, reason)
     return KeyPair(entries["public"], entries["secret"])
+
+
+def shared_key_pair(environment: Mapping[str, str] = os.environ) -> KeyPair | None:
+    """Return the key pair of all ranks of an engine, if the environment has the secret that it is made of."""
+    secret = environment.get(NODES_VARIABLE)
+    if not secret:
+        return None
+    if len(secret) < _LEAST_SECRET:
+        reason = f"{NODES_VARIABLE} needs {_LEAST_SECRET} characters or more: openssl rand -hex 32"
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field=NODES_VARIABLE)
+    key = z85.encode(hashlib.sha256(b"caesura nodes\0" + secret.encode()).digest())
+    return KeyPair(zmq.curve_public(key), key)
 
 
 def read_public_keys(path: AnyPath, name: str) -> frozenset[bytes]:

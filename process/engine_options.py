@@ -65,6 +65,19 @@ class EngineOptions:
     """tcp:// address where workers join. Addresses beyond loopback need CURVE keys. The default is a private
     socket, which only workers of this host reach.
     """
+    nnodes: int | None = None
+    """Number of nodes that share the ranks equally. The same command runs on each, with another node_rank. By
+    default the environment says it if tp is above 1: torchrun's, srun's or LeaderWorkerSet's; else 1.
+    """
+    node_rank: int | None = None
+    """Number of this node, from 0. Node 0 has the scheduler; on others the command runs ranks, until the
+    engine has been shut down. The default is as for nnodes.
+    """
+    master_addr: str | None = None
+    """HOST or HOST:PORT of node 0, where the ranks of other nodes join; the default port is 29600. Addresses
+    beyond loopback need CURVE keys, or a secret in the variable CAESURA_NODES_SECRET. The default is as for
+    nnodes.
+    """
     context_len: int | None = None
     """Maximum length of prompt plus output, in tokens. The default is the model's."""
     kv_pool_tokens: int | None = None

@@ -25,11 +25,13 @@ from ..io_struct import CaesuraError
 from ..io_struct.field_errors import advice, other_name
 from ..process import log
 from ..process.engine_options import EngineOptions
+from ..process.placement import place_of
+from .executor.node import run_node
 from .runtime.engine_config import EngineConfig
 from .runtime.process import refusal, run, tell
 
 _RENAMED = {"model_path": "model"}
-_ALSO = {"weights_cpu_backup": "--enable-weights-cpu-backup"}
+_ALSO = {"weights_cpu_backup": "--enable-weights-cpu-backup", "master_addr": "--dist-init-addr"}
 """SGLang's spelling, where it is another one."""
 
 
@@ -52,8 +54,9 @@ def _option(field: dataclasses.Field[Any], annotation: Any, text: str) -> click.
     name = "--" + _RENAMED.get(field.name, field.name).replace("_", "-")
     required = field.default is dataclasses.MISSING
     choices = get_args(annotation) if get_origin(annotation) is Literal else ()
+    also = filter(None, [_ALSO.get(field.name)])
     if annotation is bool:
-        names = [f"{name}/--no-{name[2:]}", *filter(None, [_ALSO.get(field.name)]), field.name]
+        names = [f"{name}/--no-{name[2:]}", *also, field.name]
         return click.Option(names, default=field.default, show_default=True, help=text)
     kind = next((k for k in get_args(annotation) if k is not type(None)), annotation)
     # An explicit default of None would satisfy click in place of a required value.
@@ -61,16 +64,21 @@ def _option(field: dataclasses.Field[Any], annotation: Any, text: str) -> click.
         {} if required else {"default": field.default, "show_default": field.default is not None}
     )
     type_ = click.Choice(choices) if choices else kind
-    return click.Option([name, field.name], type=type_, required=required, help=text, **default)
+    return click.Option([name, *also, field.name], type=type_, required=required, help=text, **default)
 
 
 def _serve(ready_fd: int | None, lifeline_fd: int | None, **fields: Any) -> None:
     try:
-        config = EngineConfig(**fields)
+        # who launches an engine says all itself: its environment is about its own processes
+        place = place_of(fields, os.environ if ready_fd is None else {})
+        config = EngineConfig(**fields if place is None else fields | place.options(fields["tp"]))
     except CaesuraError as error:
         tell(ready_fd, refusal(error))
         raise click.UsageError(str(error)) from error
-    sys.exit(run(config, ready_fd, lifeline_fd))
+    if place is None or place.node_rank == 0:
+        sys.exit(run(config, ready_fd, lifeline_fd))
+    tell(ready_fd, {"ready": True, "endpoint": "", "pid": os.getpid()})
+    sys.exit(run_node(config, place, lifeline_fd))
 
 
 class _Command(click.Command):

@@ -29,7 +29,7 @@ SHARED_FRACTION = 0.5
 """Share of the free memory that all replicas which share it plan for their KV pools together."""
 PER_CORE = 4
 """Maximum number of ranks for each core, if they have no devices: more only wait for each other."""
-_OWN = ("--endpoint", "--state-file", "--tp-joined", "--tp-address")
+_OWN = ("--endpoint", "--state-file", "--tp-joined", "--tp-address", "--nnodes")
 
 
 class ReplicaProcesses:

@@ -4,7 +4,8 @@ Invariants:
 - Ray carries addresses, keys and lifetimes; tokens, commands and weights go to the engines directly.
 - Actors and placement groups end with :meth:`RolloutFleet.close`; without a name, also with the Ray job. With
   one they are detached, and a fleet of that name in another process can adopt them.
-- Engine and actor end together: either takes the other with it, and Ray restarts both.
+- Engine and actor end together: either takes the other with it, and Ray restarts both. Actors of an engine's
+  other nodes are that actor's own, and end with it.
 - Beyond its own host an engine listens with CURVE keys only. Its secret key is made and stays with its actor.
 """
 
@@ -12,6 +13,7 @@ import asyncio
 import logging
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,9 +26,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...process import private_directory
-from ...process.curve import PUBLIC_SUFFIX, SECRET_SUFFIX, key_file
+from ...process.curve import NODES_VARIABLE, PUBLIC_SUFFIX, SECRET_SUFFIX, key_file
+from ...process.engine_options import EngineOptions
 from ..exceptions import EngineDied, EngineError, InvalidRequest, TimedOut
-from ..launch.launcher import launch_scheduler
+from ..launch.launcher import Child, command_line, engine_command, launch_scheduler
 from .fleet import Fleet, FleetOptions
 from .members import EngineAddress, Member
 
@@ -45,11 +48,13 @@ NAMESPACE = "caesura"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Resources of one replica, and how Ray spreads replicas over nodes."""
+    """Resources of the bundles of a placement group, and how Ray spreads them over nodes."""
 
     num_cpus: float = 1.0
     num_gpus: float = 0.0
-    """Number of devices of one replica; Ray sets ``CUDA_VISIBLE_DEVICES`` accordingly."""
+    """Number of devices of a bundle; Ray sets ``CUDA_VISIBLE_DEVICES`` accordingly."""
+    bundles: int = 1
+    """Number of bundles of one replica, which share its ranks (``tp``) equally."""
     resources: Mapping[str, float] = field(default_factory=dict)
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     runtime_env: Mapping[str, Any] | None = None
@@ -58,6 +63,20 @@ class Placement:
     def bundle(self) -> dict[str, float]:
         given = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         return {name: amount for name, amount in given.items() if amount}
+
+    def options(self, group: PlacementGroup, index: int) -> dict[str, Any]:
+        """Return the options of an actor in a bundle."""
+        options: dict[str, Any] = {
+            "num_cpus": self.num_cpus,
+            "num_gpus": self.num_gpus,
+            "resources": dict(self.resources),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=index
+            ),
+        }
+        if self.runtime_env is not None:
+            options["runtime_env"] = dict(self.runtime_env)
+        return options
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +92,13 @@ class Replica:
     node_ip: str
 
 
+class NodeActor:
+    """Runs the ranks of one further bundle of an engine."""
+
+    def __init__(self, arguments: list[str], secret: str) -> None:
+        self._child = Child(engine_command(*arguments), environment={NODES_VARIABLE: secret})
+
+
 class EngineActor:
     """Starts an engine on the node where Ray has placed it, and watches it."""
 
@@ -81,6 +107,8 @@ class EngineActor:
         model: str,
         options: Mapping[str, Any],
         *,
+        placement: Placement,
+        bundle: int,
         client_key: str,
         driver_ip: str,
         startup_timeout: float,
@@ -109,7 +137,9 @@ class EngineActor:
                 "curve_client_key_file": folder / f"actor{SECRET_SUFFIX}",
             }
         try:
-            self._engine = launch_scheduler(model, startup_timeout=startup_timeout, **listening, **options)
+            nodes = self._start_nodes(model, placement, bundle, options)
+            launching = {**listening, **options, **nodes}
+            self._engine = launch_scheduler(model, startup_timeout=startup_timeout, **launching)
         except BaseException:
             self._remove_keys()
             raise
@@ -118,6 +148,26 @@ class EngineActor:
         self._replica = Replica(engine.endpoint, server_key, engine.pid, start, node_ip)
         self._ends = False
         threading.Thread(target=self._watch, name="caesura-replica", daemon=True).start()
+
+    def _start_nodes(
+        self, model: str, placement: Placement, bundle: int, options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Have Ray start the ranks of the other bundles, with a new secret; return node 0's options."""
+        if placement.bundles == 1:
+            return {}
+        with socket.create_server((ray.util.get_node_ip_address(), 0)) as free:
+            host, port = free.getsockname()[:2]
+        place = {"nnodes": placement.bundles, "master_addr": f"{host}:{port}"}
+        os.environ[NODES_VARIABLE] = secret = secrets.token_hex(32)
+        group = ray.util.get_current_placement_group()
+        engine = {name: value for name, value in options.items() if name in EngineOptions.__annotations__}
+        self._nodes = [
+            ray.remote(NodeActor)
+            .options(**placement.options(group, bundle + index))
+            .remote(command_line(model, {**engine, **place, "node_rank": index}), secret)
+            for index in range(1, placement.bundles)
+        ]
+        return {**place, "node_rank": 0}
 
     def replica(self, client_key: str) -> Replica:
         """Return the engine's address, and have it accept ``client_key`` instead of a former fleet's."""
@@ -306,32 +356,26 @@ class RolloutFleet(Fleet):
         placement = self._placement
         files = self._listen == "auto" and self._name is None  # who adopts them may be on another node
         lifetime = None if self._name is None else "detached"
-        group = placement_group([placement.bundle] * count, strategy=placement.strategy, lifetime=lifetime)
+        bundles = [placement.bundle] * (count * placement.bundles)
+        group = placement_group(bundles, strategy=placement.strategy, lifetime=lifetime)
         slots = []
         for index in range(count):
             name = f"replica-{self._count}"
             self._count += 1
-            options: dict[str, Any] = {
-                "num_cpus": placement.num_cpus,
-                "num_gpus": placement.num_gpus,
-                "resources": dict(placement.resources),
-                "max_restarts": -1,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=index
-                ),
-            }
+            bundle = index * placement.bundles
+            options = placement.options(group, bundle) | {"max_restarts": -1}
             if self._name is not None:
                 options |= {
                     "name": f"{self._name}/{name}", "namespace": NAMESPACE, "lifetime": "detached",
                 }  # fmt: skip
-            if placement.runtime_env is not None:
-                options["runtime_env"] = dict(placement.runtime_env)
             actor = (
                 ray.remote(EngineActor)
                 .options(**options)
                 .remote(
                     self._model,
                     self._engine_options,
+                    placement=placement,
+                    bundle=bundle,
                     client_key=self._client_key,
                     driver_ip=ray.util.get_node_ip_address() if files else "",
                     startup_timeout=self._start_timeout,

@@ -42,7 +42,7 @@ from ..connection.blocking import ControlClient, SchedulerClient
 from ..connection.client_options import ConnectionOptions, seconds
 from ..connection.endpoints import ClientKeys, KeyOrFile
 from ..connection.fork import Process, close_sign_of_life, keep_from_children, not_forking
-from ..exceptions import EngineDied, TimedOut, error_for
+from ..exceptions import EngineDied, InvalidRequest, TimedOut, error_for
 
 logger = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
@@ -361,12 +361,15 @@ def launch_scheduler(given: dict[str, Any]) -> LaunchedScheduler:
     launched = {name: given.pop(name) for name in LaunchOptions.__annotations__ if name in given}
     seconds("startup_timeout", launched.get("startup_timeout", 0.0))  # refused before anything is made
     model, directory = os.fspath(launched.pop("model")), None
+    if node_rank := given.get("node_rank"):
+        reason = "has no client: a launched engine is node 0, and caesura scheduler runs the others"
+        raise InvalidRequest(f"node_rank = {node_rank} {reason}", field="node_rank")
     endpoint = given.pop("endpoint", None)
     if endpoint is None:
         directory = private_directory.make()
         endpoint = f"ipc://{directory}/{private_directory.SOCKET}"
-    options = {name: value for name, value in given.items() if value is not None}
-    return LaunchedScheduler(_command_line(model, endpoint, options), directory=directory, **launched)
+    command = engine_command(*command_line(model, {"endpoint": endpoint, **given}))
+    return LaunchedScheduler(command, directory=directory, **launched)
 
 
 def engine_command(*arguments: str) -> list[str]:
@@ -388,9 +391,12 @@ def worker_command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "caesura.scheduler.executor", *arguments]
 
 
-def _command_line(model: str, endpoint: str, options: dict[str, Any]) -> list[str]:
-    command = engine_command("--model", model, "--endpoint", endpoint)
+def command_line(model: str, options: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of ``caesura scheduler`` for these keywords of :func:`launch_scheduler`."""
+    command = ["--model", model]
     for name, value in options.items():
+        if value is None:
+            continue
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             command.append(f"--{flag}" if value else f"--no-{flag}")

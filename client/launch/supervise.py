@@ -5,18 +5,21 @@ up. Signals and states of the supervisor meet in one queue, which the main threa
 """
 
 import logging
+import os
 import queue
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import click
 
+from ...io_struct import CaesuraError
 from ...process.log import server_log
+from ...process.placement import Placement, place_of
 from ..connection.endpoints import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from ..exceptions import EngineDied, EngineError
-from .launcher import USAGE_STATUS
+from .launcher import USAGE_STATUS, engine_command, option_value
 from .notify import notify, watchdog_interval_s
 from .restart_policy import RestartPolicy
 from .supervisor import Down, Ended, Serving, State, Supervisor
@@ -101,10 +104,15 @@ def supervise(
     All other options are passed on to the scheduler: see `caesura scheduler --help`. A restarted scheduler
     loads the weights that were committed last if they came from disk; after any other update it serves
     nothing until the next complete one. The record of this is deleted when this command ends, unless
-    --state-file is given.
+    --state-file is given. On the other nodes of an engine (--nnodes) the command runs their ranks.
     """
+    arguments = [*context.args, "--log-format", log_format]
+    if (place := _place(arguments)) is not None:
+        if place.node_rank:  # restarts its ranks itself
+            os.execv(sys.executable, engine_command(*arguments))  # noqa: S606  (our own interpreter and module)
+        arguments += ["--nnodes", str(place.nnodes), "--node-rank", "0", "--master-addr", place.master_addr]
     supervisor = Supervisor(
-        [*context.args, "--log-format", log_format],
+        arguments,
         endpoint,
         RestartPolicy(**policy),
         curve_server_key=curve_server_key,
@@ -114,6 +122,22 @@ def supervise(
         logging.getLogger(__package__).setLevel(logging.INFO)
         error = _until_ended(supervisor)
     context.exit(status_of(error))
+
+
+def _place(arguments: Sequence[str]) -> Placement | None:
+    """Return the place of a scheduler with these arguments, which itself reads no environment."""
+    options: dict[str, Any] = {"master_addr": option_value(arguments, "--master-addr")}
+    if options["master_addr"] is None:
+        options["master_addr"] = option_value(arguments, "--dist-init-addr")
+    try:
+        for name, default in (("tp", 1), ("nnodes", None), ("node_rank", None)):
+            value = option_value(arguments, f"--{name.replace('_', '-')}")
+            options[name] = default if value is None else int(value)
+        return place_of(options, os.environ)
+    except ValueError:  # the scheduler refuses it
+        return None
+    except CaesuraError as error:
+        raise click.UsageError(str(error)) from error
 
 
 def _until_ended(supervisor: Supervisor) -> EngineError | None:

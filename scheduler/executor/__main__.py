@@ -11,7 +11,7 @@ from ..runtime.libraries import settings
 os.environ.update(settings())
 
 from ...io_struct import CaesuraError
-from ...process.curve import read_key_pair, server_key
+from ...process.curve import read_key_pair, server_key, shared_key_pair
 from .worker_process import Connection, end, run
 
 
@@ -19,6 +19,11 @@ from .worker_process import Connection, end, run
 @click.option("--join", required=True, help="Address of rank 0: the engine's tp_address, tcp://HOST:PORT.")
 @click.option("--rank", type=click.IntRange(min=1), required=True, help="Which rank this worker is, from 1.")
 @click.option("--device", help="Device of this rank. The default is the engine's own.")
+@click.option(
+    "--local-rank",
+    type=click.IntRange(min=0),
+    help="Number of this rank on its host; the device is the engine's, counted on by it.",
+)
 @click.option("--curve-server-key", help="The engine's public CURVE key, or the file that holds it.")
 @click.option(
     "--curve-client-key-file", help="File with this worker's CURVE key pair, as caesura keygen writes it."
@@ -28,6 +33,7 @@ def worker(
     join: str,
     rank: int,
     device: str | None,
+    local_rank: int | None,
     curve_server_key: str | None,
     curve_client_key_file: str | None,
     lifeline_fd: int | None,
@@ -40,9 +46,11 @@ def worker(
             keys = (server, read_key_pair(Path(curve_client_key_file), "curve_client_key_file"))
         elif curve_server_key is not None or curve_client_key_file is not None:
             raise click.UsageError("--curve-server-key and --curve-client-key-file belong together")
+        elif join.startswith("tcp:") and (shared := shared_key_pair()) is not None:
+            keys = (shared.public, shared)
     except CaesuraError as error:
         raise click.UsageError(str(error)) from error
-    end(run(Connection(join, rank, keys, lifeline_fd), device))
+    end(run(Connection(join, rank, keys, lifeline_fd), device, local_rank))
 
 
 if __name__ == "__main__":

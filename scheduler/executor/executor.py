@@ -114,6 +114,8 @@ class Executor:
         self.answers: dict[int, dict[int, Answer]] = {}
         """Answers to each call that somebody waits for, by rank."""
         self._memory: dict[int, Memory] = {}
+        self.ends_for_good = False
+        """True once the engine has been shut down: its workers on other nodes wait for no other rank 0."""
 
     @property
     def heard(self) -> Mapping[Any, Callable[[], None]]:
@@ -165,7 +167,7 @@ class Executor:
             devices=[worker_rendezvous.device_of(config, rank) for rank in range(config.tp)],
             folder=folder,
             group=address,
-            local_ranks=self.sharing,
+            sharing=self._connection.sharing,
         )
         started = self.call("start", start)
         try:
@@ -183,7 +185,8 @@ class Executor:
 
     @property
     def sharing(self) -> int:
-        return self._config.tp - self._config.tp_joined
+        """Number of ranks on the host of rank 0, once all have joined."""
+        return 1 if self._connection is None else self._connection.sharing[0]
 
     def all_reduce_min(self, value: int) -> int:
         offers: list[int] = self.call("offer", reply=int).wait(until_failure=True)
@@ -296,5 +299,5 @@ class Executor:
 
     def close(self) -> None:
         if self._connection is not None:
-            self._connection.close()
+            self._connection.close(for_good=self.ends_for_good)
         self.parallel.close()

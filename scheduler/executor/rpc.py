@@ -77,8 +77,8 @@ class Start(msgspec.Struct, kw_only=True):
     folder: str | None
     group: str
     """Address at which the ranks meet (``worker_rendezvous.py``)."""
-    local_ranks: int
-    """Ranks on the host of rank 0, which are the first ones; others have a host each."""
+    sharing: list[int]
+    """Number of ranks on the host of each rank, itself included."""
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -53,9 +53,8 @@ class Worker:
         self._residency = ComponentResidencyManager(
             config.device, device_cache=self._device_cache, backed_up=backed_up
         )
-        sharing = start.local_ranks if rank < start.local_ranks else 1
         loaded, pool, routing, _ = build_components(
-            config, self._residency, start.folder, self.parallel, sizes, sharing
+            config, self._residency, start.folder, self.parallel, sizes, start.sharing[rank]
         )
         runner = build_runner(config, loaded, pool, routing)
         self._loaded, self._runner, self._graphs = loaded, runner, runner.graphs

@@ -16,11 +16,9 @@ import logging
 import os
 import select
 import signal
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
-from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -36,20 +34,22 @@ from ...process.curve import KeyPair
 from ..runtime.background import Wakeup
 from .rpc import Answer, Call, Join, Start, decode_call, encode, failure_of, methods_of
 from .worker import Worker
+from .worker_rendezvous import device_at
 from .worker_socket import DEAD_HOST_MS, HEARTBEAT_MS
 from .worker_updates import Operation
-from .workers import identity_of
+from .workers import JOIN_S, here, identity_of
 
 if TYPE_CHECKING:
     from ..execution.forward import ForwardOutput
 
 logger = logging.getLogger(__name__)
 
+LOST_STATUS = os.EX_TEMPFAIL
+"""Exit status of a worker whose engine has failed: another one may come."""
 _LAST_WORDS_S = 0.5
 _WAITING_POLL_MS = 5
 """Interval at which a waiting operation is looked at."""
 _READ_S = 1.0
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CONCURRENT = {"join_group", "leave_group"}
 """Methods that wait for others than rank 0, and hold nothing up."""
 
@@ -83,12 +83,19 @@ class Connection:
         self.socket.connect(address)
 
     def join(self) -> None:
-        boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-        host = f"{socket.gethostname()}/{boot}"
-        self.socket.send(encode(Join(rank=self.rank, pid=os.getpid(), host=host, version=__version__)))
+        self.socket.send(encode(Join(rank=self.rank, pid=os.getpid(), host=here(), version=__version__)))
 
     def answer(self, answer: Answer) -> None:
         self.socket.send(encode(answer))
+
+    def await_start(self) -> Call:
+        """Wait for the call that starts this worker, or that ends it. Raises RankZeroGoneError."""
+        deadline = monotonic() + JOIN_S
+        while self.socket.poll(max(0, round(1000 * (deadline - monotonic())))):
+            call, _ = self.next_call()
+            if call.method != "wait":
+                return call
+        raise RankZeroGoneError(f"no rank 0 has started this worker within {JOIN_S:g} s")
 
     def next_call(self) -> tuple[Call, list[memoryview]]:
         """Wait for a call and its frames. Raises RankZeroGoneError if this worker is not wanted."""
@@ -113,8 +120,11 @@ class Connection:
         return call
 
 
-def run(connection: Connection, device: str | None) -> int:
-    """Be a worker, on ``device`` or that which rank 0 names, until rank 0 ends; return the exit status."""
+def run(connection: Connection, device: str | None, local_rank: int | None = None) -> int:
+    """Be a worker, on ``device`` or that which rank 0 names, until rank 0 ends; return the exit status.
+
+    ``local_rank``: the device is rank 0's by kind, and counted from its index on.
+    """
     faulthandler.enable()
     log.configure("INFO", connection.rank)
     if connection.lifeline_fd is not None:
@@ -124,14 +134,16 @@ def run(connection: Connection, device: str | None) -> int:
     connection.join()
     worker: Worker | None = None
     try:
-        call, _ = connection.next_call()
+        call = connection.await_start()
         if call.method != "start":
-            return 0
+            return 0 if _is_for_good(call) else 1
         (start,) = msgspec.msgpack.decode(call.arguments, type=tuple[Start])
         config = start.config
         log.configure(config.log_level, connection.rank, log_format=config.log_format, name=config.log_name)
         wakeup = Wakeup()
         try:
+            if device is None and local_rank is not None:
+                device = device_at(config.device, local_rank, config.tp)
             worker = Worker(start, connection.rank, device, connection, wakeup.set)
         except (CaesuraError, MemoryError, RuntimeError, OSError, ValueError) as error:
             logger.error("rank %d cannot start: %s", connection.rank, error)
@@ -140,19 +152,24 @@ def run(connection: Connection, device: str | None) -> int:
                 connection.answer(Answer(number=call.number, failure=failure))
                 call, _ = connection.next_call()
             return 1
-        watch.on_gone = worker.parallel.abort
+        watch.on_gone, watch.status = worker.parallel.abort, LOST_STATUS
         gc.freeze()
         logger.info("rank %d is built (%d threads)", connection.rank, torch.get_num_threads())
         connection.answer(Answer(number=call.number, memory=worker.memory()))
-        _Loop(connection, worker, wakeup).run()
+        stop = _Loop(connection, worker, wakeup).run()
         watch.ends_in_order = True
+        return 0 if _is_for_good(stop) else LOST_STATUS
     except RankZeroGoneError as gone:
         logger.warning("%s", gone)
         return 1
     finally:
         if worker is not None:
             worker.parallel.abort()
-    return 0
+
+
+def _is_for_good(stop: Call) -> bool:
+    (for_good,) = msgspec.msgpack.decode(stop.arguments, type=tuple[bool])
+    return for_good
 
 
 def end(status: int) -> None:
@@ -166,6 +183,8 @@ class _Watch:
         self.on_gone: Callable[[], None] = lambda: None
         self.ends_in_order = False
         """True once rank 0 has told this worker to stop, however long it takes to."""
+        self.status = 1
+        """Exit status when rank 0 ends."""
         self._connection = connection
         threading.Thread(target=self._run, name="caesura-rank-zero", daemon=True).start()
 
@@ -183,7 +202,7 @@ class _Watch:
             self.on_gone()
         select.select([], [], [], _LAST_WORDS_S)
         if not self.ends_in_order:
-            end(1)
+            end(self.status)
 
 
 class _Loop:
@@ -202,12 +221,13 @@ class _Loop:
         for each in (connection.socket, wakeup.fd):
             self._poller.register(each, zmq.POLLIN)
 
-    def run(self) -> None:
+    def run(self) -> Call:
+        """Execute calls until one tells to stop; return that."""
         while True:
             if self._connection.socket in self._events():
                 call, frames = self._connection.next_call()
                 if call.method == "stop":
-                    return
+                    return call
                 self._take(call, frames)
             elif self._steps:
                 self._finish_step()

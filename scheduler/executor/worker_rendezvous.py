@@ -57,14 +57,18 @@ def _enter(store: Store | str, config: EngineConfig, rank: int) -> TensorParalle
 
 def device_of(config: EngineConfig, rank: int) -> str:
     """Return a rank's device: rank 0's, or a next accelerator of the host; raises ``invalid_request``."""
-    kind, _, first = config.device.partition(":")
-    if kind == "cpu" or rank >= config.tp - config.tp_joined:
-        return config.device
-    index, count = int(first or 0) + rank, torch.get_device_module(kind).device_count()
+    return (
+        config.device if rank >= config.tp - config.tp_joined else device_at(config.device, rank, config.tp)
+    )
+
+
+def device_at(first: str, offset: int, tp: int) -> str:
+    """Return the accelerator ``offset`` behind ``first`` on this host; raises ``invalid_request``."""
+    kind, _, start = first.partition(":")
+    if kind == "cpu":
+        return first
+    index, count = int(start or 0) + offset, torch.get_device_module(kind).device_count()
     if index >= count:
-        reason = (
-            f"tp = {config.tp} from {config.device} on needs {kind}:{index}, "
-            f"and this host has {count} devices"
-        )
-        raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="tp", value=config.tp)
+        reason = f"tp = {tp} from {first} on needs {kind}:{index}, and this host has {count} devices"
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="tp", value=tp)
     return f"{kind}:{index}"

@@ -3,7 +3,8 @@
 Invariants:
 - Workers of this host come over a socket in a private directory, which is removed when all are there.
 - Workers of other hosts come over tcp; beyond loopback only with CURVE keys: the socket's own, and those that
-  clients of the engine may have. With keys, connections are accepted in
+  clients of the engine may have. The socket's own are made of a secret in the environment of all nodes, or
+  are the engine's. With keys, connections are accepted in
   :meth:`WorkerSocket.answer_handshakes` alone, so never after :meth:`WorkerSocket.shut`.
 - A thread tells of a connection that breaks afterwards: at once when a process ends, by ZeroMQ's heartbeats
   when a host does.
@@ -22,7 +23,14 @@ from zmq.utils.monitor import parse_monitor_message
 from ...io_struct import CaesuraError, ErrorCode
 from ...process import private_directory
 from ...process.contract import is_loopback
-from ...process.curve import Handshakes, KeyPair, read_key_pair, read_public_keys
+from ...process.curve import (
+    NODES_VARIABLE,
+    Handshakes,
+    KeyPair,
+    read_key_pair,
+    read_public_keys,
+    shared_key_pair,
+)
 from ..runtime.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -39,8 +47,10 @@ class WorkerSocket:
         self._authorized = config.curve_authorized_clients
         self._keys: KeyPair | None = None
         self._key_file = config.curve_secret_key_file
-        if config.tp_address is not None and self._key_file is not None:
-            self._keys = read_key_pair(self._key_file, "curve_secret_key_file")
+        if config.tp_address is not None:
+            self._keys = shared_key_pair()
+            if self._keys is None and self._key_file is not None:
+                self._keys = read_key_pair(self._key_file, "curve_secret_key_file")
         self._expected = 0
         self._handshakes: Handshakes | None = None
         self._directory: str | None = None
@@ -57,6 +67,7 @@ class WorkerSocket:
         self.socket = self._context.socket(zmq.ROUTER)
         self._cleanup.callback(self.socket.close, _LINGER_MS)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a crashed host seems to be there for a while
         self.socket.setsockopt(zmq.SNDHWM, 0)  # what is under way is bounded by who waits for the answers
         self.socket.setsockopt(zmq.RCVHWM, 0)
         if config.tp_address is None:
@@ -76,13 +87,13 @@ class WorkerSocket:
         except zmq.ZMQError as error:
             reason = f"workers cannot join at {self.address}: {error}"
             raise CaesuraError(ErrorCode.ENDPOINT_IN_USE, reason) from error
-        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        given, self.address = self.address, self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        if _is_reached_here_alone(self.address) and not _is_reached_here_alone(given):
+            problem = f"is {self.address} on this host, where no other one reaches it: give a number"
+            raise _invalid(given, problem)
 
     def command(self) -> list[str]:
-        keys = []
-        if self._keys is not None and self._key_file is not None:
-            keys = ["--curve-server-key", self._key_file, "--curve-client-key-file", self._key_file]
-        return [sys.executable, "-P", "-m", __package__, "--join", self.address, *keys]
+        return worker_command(self.address, None if self._keys is None else self._key_file)
 
     def answer_handshakes(self) -> None:
         """Accept the connections whose keys are authorized now (RFC 27, ZAP)."""
@@ -92,6 +103,7 @@ class WorkerSocket:
     def shut(self, workers: int) -> None:
         """Take no connection beside those of ``workers``, and tell of each that breaks."""
         self._expected = workers
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         if self._directory is not None:
             private_directory.remove(self._directory)
 
@@ -135,6 +147,14 @@ class WorkerSocket:
                     self._on_lost("the connection to a worker has ended")
 
 
+def worker_command(address: str, key_file: str | None) -> list[str]:
+    """Return the command of a worker with the engine's own keys, but for its rank."""
+    keys = []
+    if key_file is not None and shared_key_pair() is None:
+        keys = ["--curve-server-key", key_file, "--curve-client-key-file", key_file]
+    return [sys.executable, "-P", "-m", __package__, "--join", address, *keys]
+
+
 def _checked(address: str, *, has_keys: bool) -> str:
     parts = urlsplit(address)
     host = parts.hostname or ""
@@ -142,8 +162,19 @@ def _checked(address: str, *, has_keys: bool) -> str:
     if parts.scheme != "tcp" or not host or parts.port is None:
         problem = "is no address tcp://HOST:PORT"
     elif not is_loopback(host) and not has_keys:
-        problem = "is open to others: it needs curve_secret_key_file and curve_authorized_clients"
+        problem = (
+            "is open to others: it needs curve_secret_key_file and curve_authorized_clients, or a secret in "
+            f"{NODES_VARIABLE}"
+        )
     if problem is None:
         return address
+    raise _invalid(address, problem)
+
+
+def _is_reached_here_alone(address: str) -> bool:
+    return is_loopback(urlsplit(address).hostname or "localhost")
+
+
+def _invalid(address: str, problem: str) -> CaesuraError:
     reason = f"tp_address = {address!r} {problem}"
-    raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="tp_address", value=address)
+    return CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="tp_address", value=address)

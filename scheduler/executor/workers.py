@@ -2,6 +2,7 @@
 
 Invariants:
 - One socket sends, so every worker gets the same messages in the same order.
+- Until all have joined, the last process that joins as a rank is that rank, and one that ends can come again.
 - A worker that ends is noticed by a thread within milliseconds: collectives that wait for it are broken off,
   the loop is woken, and :class:`~..runtime.guard.EngineEndsError` is raised wherever rank 0 waits or looks.
 - Nothing of the connection has a name after the last worker has come. Nothing waits for ever.
@@ -11,8 +12,10 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from subprocess import DEVNULL, Popen
 from time import monotonic
 
@@ -33,6 +36,7 @@ JOIN_S = 600.0
 """Longest wait until every worker has come, in seconds."""
 _CLOSE_S = 2.0
 _SAYS_MORE_S = 0.3
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Workers:
@@ -68,10 +72,29 @@ class Workers:
     def await_all(self) -> None:
         """Return when every worker has joined; from then on nobody else can. Raises as :meth:`wait`."""
         deadline = monotonic() + JOIN_S
-        while missing := set(self._ranks) - self.joined.keys():
+        while missing := set(self._ranks) - self.joined.keys() or self._gone():
             self.wait(deadline, "join", missing)
             self.receive()
         self._listener.shut(len(self._ranks))
+
+    @property
+    def sharing(self) -> list[int]:
+        """Number of ranks on the host of each rank, once all have joined."""
+        hosts = [host_of(each) for each in (here(), *(self.joined[rank].host for rank in self._ranks))]
+        return [hosts.count(host) for host in hosts]
+
+    def _gone(self) -> set[int]:
+        """Forget the workers that have joined and ended since; return their ranks."""
+        gone = set()
+        for rank in self._ranks:
+            try:
+                self.socket.send_multipart([identity_of(rank), encode((0, "wait", ()))])
+            except zmq.ZMQError:
+                gone.add(rank)
+                logger.warning(
+                    "rank %d (pid %d) has ended before all were there", rank, self.joined.pop(rank).pid
+                )
+        return gone
 
     def send(self, frames: Sequence[bytes | memoryview]) -> None:
         self.require_all()
@@ -99,14 +122,17 @@ class Workers:
         self.require_all()
         self._listener.answer_handshakes()
 
-    def close(self) -> None:
-        """End the workers, by force where they do not end by themselves. Idempotent."""
+    def close(self, *, for_good: bool = False) -> None:
+        """End the workers, by force where they do not end by themselves. Idempotent.
+
+        Those of other nodes that do not end ``for_good`` are started again there.
+        """
         if self._closing:
             return
         with self._lock:
             self._closing = True
         with contextlib.suppress(zmq.ZMQError, EngineEndsError):
-            self.send([encode((0, "stop", ()))])
+            self.send([encode((0, "stop", (for_good,)))])
         self._listener.close()
         deadline = monotonic() + _CLOSE_S
         for worker in self._launched:
@@ -131,13 +157,14 @@ class Workers:
             problem = f"it is caesura {join.version}, and rank 0 is {__version__}"
         elif join.rank not in self._ranks or identity != identity_of(join.rank):
             problem = f"there are ranks 1 to {len(self._ranks)} beside rank 0"
-        elif join.rank in self.joined:
-            problem = "that rank has joined"
         if problem is not None:
             logger.warning("refused a worker that wants to be rank %d: %s", join.rank, problem)
             with contextlib.suppress(zmq.ZMQError):  # it has gone
                 self.socket.send_multipart([identity, encode((0, "refuse", (problem,)))])
             return
+        if (before := self.joined.get(join.rank)) is not None:
+            name = before.host.partition("/")[0]
+            logger.warning("rank %d joins again, instead of pid %d on %s", join.rank, before.pid, name)
         self.joined[join.rank] = join
         logger.info("rank %d has joined: pid %d on %s", join.rank, join.pid, join.host.partition("/")[0])
 
@@ -203,6 +230,17 @@ class LaunchedWorker:
             except ValueError:
                 how = f"was killed by signal {-status}"
         on_end(f"rank {self._rank} (pid {self.process.pid}) {how}")
+
+
+def here() -> str:
+    """Return the name of this host and what tells it from others of that name."""
+    return f"{socket.gethostname()}/{_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ''}"
+
+
+def host_of(name: str) -> str:
+    """Return the machine of a host named by :func:`here`; containers have names of their own."""
+    host, _, boot = name.partition("/")
+    return boot or host
 
 
 def identity_of(rank: int) -> bytes:

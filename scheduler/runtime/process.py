@@ -105,6 +105,7 @@ def _serve(engine: Engine, shutdown: Shutdown, watchdog_timeout_s: float) -> int
         watchdog.close()
         exit_within(END_S)
     status = 1 if failed else 0
+    engine.executor.ends_for_good = not failed
     logger.info("the engine ends: %s (exit status %d)", failed[0] if failed else shutdown.reason, status)
     return status
 

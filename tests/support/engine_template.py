@@ -33,7 +33,8 @@ from caesura.scheduler.runtime.libraries import settings
 VARIABLE = "CAESURA_TEST_FORK"
 """Variable that enables forks; unset or empty, every process is executed."""
 READ_LATER = frozenset({
-    VARIABLE, "CAESURA_ADMIN_KEY", "CAESURA_API_KEY", "CAESURA_KERNELS", "NOTIFY_SOCKET",
+    VARIABLE, "CAESURA_ADMIN_KEY", "CAESURA_API_KEY", "CAESURA_KERNELS", "CAESURA_NODES_SECRET",
+    "NOTIFY_SOCKET",
     "PYTEST_CURRENT_TEST", "TMPDIR", "TRL_EXPERIMENTAL_SILENCE", "WATCHDOG_USEC",
 })  # fmt: skip
 """Variables that nothing reads while it is imported."""

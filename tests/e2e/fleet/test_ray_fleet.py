@@ -6,6 +6,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+import psutil
 import pytest
 from support.fleet_owner import ENGINE, killed_owner
 from support.plain_trainer import weights_of
@@ -110,6 +111,26 @@ def test_replicas_of_other_hosts_are_reached_with_keys(tiny_model):
         lambda: RolloutFleet(tiny_model, 1, placement={"num_cpus": 1}, engine_options=ENGINE, listen="tcp"),
         body,
     )
+
+
+@pytest.mark.parametrize("strategy", ["STRICT_PACK", "SPREAD"])
+def test_an_engine_over_two_bundles_comes_back(tiny_model, strategy):
+    placement = Placement(num_cpus=1, bundles=2, strategy=strategy)
+
+    async def body(fleet: RolloutFleet) -> None:
+        before = await fleet.generate(PROMPT, LONG)
+        (group,) = [each for each in ray.util.placement_group_table().values() if each["state"] == "CREATED"]
+        assert len(group["bundles"]) == 2
+        (member,) = fleet.members
+        engine, (rank,) = fleet.replica(member.name).pid, (await member.client.status()).ranks
+        assert engine not in {parent.pid for parent in psutil.Process(rank.pid).parents()}
+        os.kill(rank.pid, signal.SIGKILL)
+        while fleet.replica(member.name).pid == engine or not fleet.members:  # noqa: ASYNC110  (Ray's work)
+            await asyncio.sleep(0.1)
+        await whole(fleet, 1)
+        assert (await fleet.generate(PROMPT, LONG)).output_ids == before.output_ids
+
+    run(lambda: RolloutFleet(tiny_model, 1, placement=placement, engine_options=ENGINE | {"tp": 2}), body)
 
 
 def test_a_named_fleet_is_adopted_by_its_name(tiny_model, other_model):

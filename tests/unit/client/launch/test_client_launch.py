@@ -36,7 +36,7 @@ from caesura.client import (
     launch_scheduler,
 )
 from caesura.client.launch import restart_policy
-from caesura.client.launch.launcher import Child, LaunchedScheduler, _command_line, how_it_ended
+from caesura.client.launch.launcher import Child, LaunchedScheduler, command_line, how_it_ended
 from caesura.client.launch.notify import notify, watchdog_interval_s
 from caesura.client.launch.restart_policy import RestartPolicy, answers_until_it_ends
 from caesura.client.launch.supervise import GAVE_UP_STATUS, status_of
@@ -241,10 +241,9 @@ def test_a_child_ends_with_a_parent_that_did_not_close(directory):
 
 
 def test_options_become_the_schedulers_arguments():
-    given = {"dtype": "float32", "prefix_cache": False, "check_ledger": True, "context_len": 64}
-    assert _command_line("m", "ipc:///x/y", given)[1:] == [
-        *("-P", "-m", "caesura.scheduler", "--model", "m", "--endpoint", "ipc:///x/y", "--dtype", "float32"),
-        *("--no-prefix-cache", "--check-ledger", "--context-len", "64"),
+    given = {"dtype": "float32", "prefix_cache": False, "check_ledger": True, "context_len": 64, "tp": None}
+    assert command_line("m", given) == [
+        *("--model", "m", "--dtype", "float32", "--no-prefix-cache", "--check-ledger", "--context-len", "64"),
     ]
 
 
@@ -254,6 +253,7 @@ def test_options_become_the_schedulers_arguments():
         (None, {}, pytest.raises(TypeError, match="PathLike")),
         (3, {}, pytest.raises(TypeError, match="PathLike")),
         ("/model", {"startup_timeout": float("nan")}, pytest.raises(InvalidRequest, match="startup_timeout")),
+        ("/model", {"node_rank": 1}, pytest.raises(InvalidRequest, match="node_rank = 1 has no client")),
     ],
 )
 def test_a_wrong_argument_makes_nothing(model, options, error, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """A step is the same on both ends of the line, and only workers that fit join it."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.lora import make_adapter
 from support.plain_trainer import free_port
 from support.scripted import EngineDriver, compile_grammars_at_once, prompt_of
 from support.tokenizers import make_byte_level
+from support.waiting import eventually
 
 from caesura import __version__
 from caesura.io_struct import CaesuraError, LoadAdapterReqInput, SamplingParams
@@ -125,12 +127,12 @@ DEEP = b"\x82\xa4type\xa6Answer\xa5value" + b"\x91" * 100_000
 """An answer whose value is lists within lists."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def address() -> str:
     return f"tcp://127.0.0.1:{free_port()}"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def workers(address) -> Iterator[Workers]:
     workers = Workers(EngineConfig(model_path="", tp=3, tp_joined=2, tp_address=address))
     yield workers
@@ -177,6 +179,30 @@ def test_only_workers_that_fit_join(workers, connect):
         assert socket.poll(None)
         assert decode_call(socket.recv()).method == "refuse"
     assert workers.joined == {}
+
+
+def test_a_rank_that_ends_before_all_are_there_joins_again(workers, connect):
+    first = connect(identity_of(1))
+    first.send(encode(join(1)))
+    heard_by(workers)
+    first.close(0)
+    connect(identity_of(2)).send(encode(join(2)))
+    with ThreadPoolExecutor(1) as thread:
+        all_there = thread.submit(workers.await_all)
+        eventually(lambda: 2 in workers.joined and 1 not in workers.joined)
+        assert not all_there.done()
+        connect(identity_of(1)).send(encode(join(1)))
+        all_there.result()
+    assert sorted(workers.joined) == [1, 2]
+
+
+def test_the_last_process_that_joins_is_the_rank(workers, connect):
+    first, second = connect(identity_of(1)), connect(identity_of(1))
+    for socket in (first, second):
+        socket.send(encode(join(1)))
+        heard_by(workers)
+    workers.send_to(1, [b"wait"])
+    assert second.poll(None)
 
 
 def test_refusing_a_worker_that_has_gone_is_no_error(workers):
