@@ -70,8 +70,9 @@ def place_of(options: Mapping[str, Any], environment: Mapping[str, str]) -> Plac
     """
     tp = options["tp"]
     given = {name: options[name] for name in _NEEDED if options[name] is not None}
+    by_hand = [name for name in ("tp_joined", "tp_address") if options.get(name)]
     started = None
-    if tp > 1 and given.get("nnodes") != 1 and len(given) < len(_NEEDED):
+    if tp > 1 and not by_hand and given.get("nnodes") != 1 and len(given) < len(_NEEDED):
         started = _torchrun(environment) or _slurm(environment) or _leader_worker_set(environment)
     if started is None and given.get("nnodes", 1) == 1:
         _refuse_others(given)
@@ -86,9 +87,8 @@ def place_of(options: Mapping[str, Any], environment: Mapping[str, str]) -> Plac
         raise _refused("nnodes", count, f"must divide tp = {tp}")
     if not 0 <= index < count:
         raise _refused("node_rank", index, f"must be from 0 to {count - 1} with nnodes = {count}")
-    for name in ("tp_joined", "tp_address"):
-        if options.get(name):
-            raise _refused(name, options[name], "is for workers that are started by hand, without nnodes")
+    for name in by_hand:
+        raise _refused(name, options[name], "is for workers that are started by hand, without nnodes")
     return Placement(**place | {"master_addr": _with_port(place["master_addr"])})
 
 

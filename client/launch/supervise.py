@@ -126,11 +126,13 @@ def supervise(
 
 def _place(arguments: Sequence[str]) -> Placement | None:
     """Return the place of a scheduler with these arguments, which itself reads no environment."""
-    options: dict[str, Any] = {"master_addr": option_value(arguments, "--master-addr")}
-    if options["master_addr"] is None:
-        options["master_addr"] = option_value(arguments, "--dist-init-addr")
+    options: dict[str, Any] = {
+        "master_addr": option_value(arguments, "--master-addr")
+        or option_value(arguments, "--dist-init-addr"),
+        "tp_address": option_value(arguments, "--tp-address"),
+    }
     try:
-        for name, default in (("tp", 1), ("nnodes", None), ("node_rank", None)):
+        for name, default in (("tp", 1), ("tp_joined", 0), ("nnodes", None), ("node_rank", None)):
             value = option_value(arguments, f"--{name.replace('_', '-')}")
             options[name] = default if value is None else int(value)
         return place_of(options, os.environ)

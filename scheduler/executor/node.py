@@ -14,6 +14,7 @@ import time
 from functools import partial
 from select import select
 
+from ...io_struct import CaesuraError
 from ...process import log
 from ...process.placement import Placement
 from ..runtime.engine_config import EngineConfig
@@ -38,7 +39,11 @@ def run_node(config: EngineConfig, place: Placement, lifeline_fd: int | None) ->
         watch = threading.Thread(target=_wait, args=(lifeline_fd, ends), name="caesura-lifeline", daemon=True)
         watch.start()
     ranks = place.ranks(config.tp)
-    command = worker_command(f"tcp://{place.master_addr}", config.curve_secret_key_file)
+    try:
+        command = worker_command(f"tcp://{place.master_addr}", config.curve_secret_key_file)
+    except CaesuraError as error:
+        logger.error("the node ends: %s", error)
+        return _USAGE_STATUS
     logger.info(
         "node %d of %d: ranks %s join at %s", place.node_rank, place.nnodes, list(ranks), place.master_addr
     )

@@ -1,9 +1,11 @@
 """A fleet on a real Ray cluster of this machine: placed, killed, restarted and scaled by Ray."""
 
+import ast
 import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,6 +22,7 @@ from caesura.client.group.ray_fleet import Placement, RolloutFleet  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
 
+PAGE = Path(__file__).parents[3] / "docs" / "howto" / "nodes.md"
 PROMPT = [5, 6, 7]
 LONG = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
 
@@ -113,9 +116,23 @@ def test_replicas_of_other_hosts_are_reached_with_keys(tiny_model):
     )
 
 
-@pytest.mark.parametrize("strategy", ["STRICT_PACK", "SPREAD"])
-def test_an_engine_over_two_bundles_comes_back(tiny_model, strategy):
-    placement = Placement(num_cpus=1, bundles=2, strategy=strategy)
+def test_the_example_has_an_engine_over_two_bundles(tiny_model):
+    program = PAGE.read_text(encoding="utf-8").split("\n## Ray\n")[1].split("```python\n")[1].split("```")[0]
+    for there, here in (
+        ("num_cpus=64, num_gpus=8", "num_cpus=1"),
+        ('"/shared/model", 4', f"{str(tiny_model)!r}, 1"),
+        ('{"tp": 16}', '{**ENGINE, "tp": 2}'),
+    ):
+        assert there in program
+        program = program.replace(there, here)
+    names: dict[str, Any] = {"ENGINE": ENGINE, "prompts": [PROMPT], "params": LONG}
+    code = compile(program, PAGE, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    asyncio.run(eval(code, names))
+    assert [len(output.output_ids) for output in names["outputs"]] == [200]
+
+
+def test_an_engine_over_two_bundles_comes_back(tiny_model):
+    placement = Placement(num_cpus=1, bundles=2, strategy="STRICT_PACK")
 
     async def body(fleet: RolloutFleet) -> None:
         before = await fleet.generate(PROMPT, LONG)

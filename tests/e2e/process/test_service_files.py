@@ -1,6 +1,7 @@
 """Files of operators (systemd, compose, Prometheus, Grafana): what they say is right, what they run works."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -12,6 +13,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.http_serve import served
+from support.kubernetes import read
 from support.lanes import quick
 from support.supervised import PATIENCE, supervised
 from support.waiting import eventually
@@ -75,6 +77,35 @@ def test_compose_health_checks_tell_well_from_ill(tiny_model):
         assert ask[-1] != command[-1]
         assert subprocess.run(ask, capture_output=True, timeout=PATIENCE).returncode == 0
     assert subprocess.run(ask, capture_output=True, timeout=PATIENCE).returncode == 1
+
+
+@pytest.mark.long
+def test_probes_of_the_set_tell_well_from_ill(tiny_model):
+    found, _ = read(ROOT / "examples" / "cluster" / "leaderworkerset.yaml")
+    engine, http = found.spec.leader_worker_template.leader_template.spec.containers
+    keys = {each.name: "a key of the manifest's secret" for each in http.env}
+    code = "from caesura.client.cli import main; main()"
+    with supervised("--model", str(tiny_model)) as running:
+
+        def asked() -> set[int]:
+            environment = {**os.environ, "CAESURA_ENDPOINT": running.endpoint}
+            commands = [probe.exec.command for probe in engine.probes]
+            assert {command[0] for command in commands} == {"caesura"}
+            python = [sys.executable, "-c", code]
+            run = [
+                subprocess.run([*python, *each[1:]], env=environment, timeout=PATIENCE) for each in commands
+            ]
+            return {done.returncode for done in run}
+
+        with served("--endpoint", running.endpoint, env=keys) as server:
+
+            def got() -> set[int]:
+                return {httpx.get(server.url + probe.http_get.path).status_code for probe in http.probes}
+
+            assert (asked(), got()) == ({0}, {200})
+            running.end()
+            assert asked() == {1}
+            eventually(lambda: got() == {503})
 
 
 def dockerfile() -> list[str]:

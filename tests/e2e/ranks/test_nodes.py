@@ -1,6 +1,7 @@
 """Engines over several nodes: processes of this host that know of each other by an address alone."""
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -25,11 +26,32 @@ pytestmark = pytest.mark.slow
 
 OPTIONS = {"tp": 2, "dtype": "float32", "num_threads": 1, "kv_pool_tokens": 4096}
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
+PAGE = Path(__file__).parents[3] / "docs" / "howto" / "nodes.md"
 Start = Callable[..., "subprocess.Popen[Any]"]
 
 
 def flags(**options: Any) -> list[str]:
     return [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def commands_of(heading: str) -> list[list[str]]:
+    """Return the commands in the first block of shell below a heading of the page about nodes."""
+    section = PAGE.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    block = section.split("```sh\n")[1].split("```")[0].replace("\\\n", "")
+    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
+    return [command for command in commands if command[0] != "export"]
+
+
+def adapted(command: list[str], values: dict[str, Any]) -> list[str]:
+    """Return a command for two ranks here, with other values; an option whose value is empty is left out."""
+    values = {"--tp": 2, **values}
+    found: list[str] = []
+    options = iter(command)
+    for each in options:
+        value = str(values.get(each, next(options))) if each.startswith("--") else None
+        if value != "":
+            found += [each] if value is None else [each, value]
+    return found
 
 
 @pytest.fixture
@@ -67,15 +89,11 @@ def test_a_node_joins_with_the_secret_until_shutdown(tiny_model, start, secret):
 
 @pytest.mark.long
 def test_nodes_come_back_whichever_is_killed(tiny_model, start, secret):
-    place = {"nnodes": 2, "master_addr": f"127.0.0.1:{free_port()}"}
-    model = ["--model", str(tiny_model)]
-    options = {name: value for name, value in OPTIONS.items() if name != "num_threads"} | place
-    other = engine_command(*model, *flags(**options, num_threads=1, node_rank=1))
+    place = {"--master-addr": f"127.0.0.1:{free_port()}", "--model": str(tiny_model), "--endpoint": ""}
+    zero, one = (adapted(command, place) for command in commands_of("The same command on each node"))
+    other = [sys.executable, "-c", engine_template.CLI, *one[1:], "--num-threads", "1"]
     node = start(*other)
-    with (
-        supervised(*model, *flags(**options, node_rank=0), "--max-restarts", "9") as running,
-        running.client() as client,
-    ):
+    with supervised(*zero[2:], "--max-restarts", "9") as running, running.client() as client:
         expected = client.generate([5, 6, 7], PARAMS).output_ids
 
         def serves_again(before: int) -> None:
@@ -108,16 +126,19 @@ def test_nodes_come_back_whichever_is_killed(tiny_model, start, secret):
 
 
 def torchrun(rank: int, port: int) -> tuple[list[str], dict[str, str]]:
-    options = flags(nnodes=2, node_rank=rank, nproc_per_node=1, master_addr="127.0.0.1", master_port=port)
-    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", "caesura.scheduler"], {}
+    (command,) = commands_of("torchrun")
+    place = {"--node-rank": rank, "--nproc-per-node": 1, "--master-addr": "127.0.0.1", "--master-port": port}
+    return [sys.executable, "-m", "torch.distributed.run", *adapted(command[1:], place)], {}
 
 
 def srun(rank: int, port: int) -> tuple[list[str], dict[str, str]]:
     """Return the command of a task and the variables that srun documents; Slurm itself is not here."""
+    _, command = commands_of("Slurm")
+    scheduler = command.index("caesura") + 1
     step = {"NUM_TASKS": "2", "NUM_NODES": "2", "NODELIST": "localhost,elsewhere", "ID": "0"}
     environment = {f"SLURM_STEP_{name}": value for name, value in step.items()}
     environment |= {"SLURM_JOB_ID": str(port - 20_000), "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"}
-    return engine_command(), environment
+    return [sys.executable, "-c", engine_template.CLI, *adapted(command[scheduler:], {})], environment
 
 
 def slurm_port() -> int:
@@ -138,8 +159,8 @@ def test_a_launcher_starts_all_ranks(tiny_model, tmp_path, start, launcher, port
     processes = []
     for rank in (1, 0):
         command, environment = launcher(rank, number)
-        options = flags(**OPTIONS, model=tiny_model, endpoint=endpoint)
-        processes.append(start(*command, *options, **environment))
+        given = flags(num_threads=1, model=tiny_model, endpoint=endpoint)
+        processes.append(start(*command, *given, **environment))
     with SchedulerClient(endpoint, connect_timeout=PATIENCE_S) as client:
         eventually(Path(endpoint.removeprefix("ipc://")).exists)
         (rank,) = client.status(timeout=PATIENCE_S).ranks

@@ -64,6 +64,7 @@ def place(tp: int = 8, environment: dict[str, str] | None = None, **given: objec
         (TORCHRUN, {"node_rank": 2}, Placement(8, 2, "node0:29501", 1)),
         (TORCHRUN, {"nnodes": 1}, None),
         (TORCHRUN, {"tp": 1}, None),
+        (TORCHRUN, {"tp_joined": 4, "tp_address": "tcp://a:1"}, None),
         (
             TORCHRUN,
             {"nnodes": 2, "node_rank": 1, "master_addr": "10.0.0.1:5"},
