@@ -57,6 +57,10 @@ class EngineOptions:
     """Tensor parallelism: the number of ranks that share every layer. Ranks beyond the first are worker
     processes, which are started here unless tp_joined says otherwise; each takes the next device.
     """
+    ep: int = 1
+    """Expert parallelism: the number of groups that the tp ranks form to divide routed experts, whole ones to
+    each group. Ranks of a group divide the width of theirs; with ep equal to tp there is nothing to divide.
+    """
     tp_joined: int = 0
     """Number of ranks, the last ones, that are started by hand on other hosts (caesura worker --join ADDRESS
     --rank R).

@@ -90,7 +90,8 @@ def load_model(
         )
     dtype = model_config.dtype if config.dtype == "auto" else by_torch_name(config.dtype)
     device = torch.device(config.device)
-    model = build_model(model_config, dtype, device, parallel, adapters)
+    ep = min(config.ep, parallel.size)  # the reference model is one rank's
+    model = build_model(model_config, dtype, device, parallel, adapters, ep=ep)
     if config.quantization_skipped:
         _require_modules(model, model_config)
     loader = WeightLoader(model, WeightDigests(parallel.rank) if config.weights_digest else None)

@@ -109,6 +109,8 @@ class ExpertsForm:
     """A layer's experts; sizes are this rank's."""
 
     count: int
+    held: range
+    """Experts whose weights this rank has."""
     top_k: int
     size: int
     bend: Bend
@@ -136,6 +138,7 @@ class LayerKind:
         )
         if experts is not None:
             form.experts, form.top_k, form.expert_size = experts.count, experts.top_k, experts.size
+            form.first_expert, form.held_experts = experts.held.start, len(experts.held)
             form.expert_bend, form.normalize = BENDS[experts.bend], experts.normalize
             if record is not None:
                 form.record_row, form.record_bytes = record.stride(0), record.element_size()
@@ -203,8 +206,8 @@ class LayerShape:
         if experts is not None:
             products |= {
                 "router": (1, experts.count, hidden),
-                "experts_gate_up": (experts.count, 2 * experts.size, hidden),
-                "experts_down": (experts.count, hidden, experts.size),
+                "experts_gate_up": (len(experts.held), 2 * experts.size, hidden),
+                "experts_down": (len(experts.held), hidden, experts.size),
                 "shared_gate": (1, 1, hidden),
             }
         if latent is not None:
@@ -232,8 +235,8 @@ class LayerShape:
         if experts is not None:
             vectors |= {
                 "router_bias": (experts.count,),
-                "experts_gate_up_bias": (experts.count, 2 * experts.size),
-                "experts_down_bias": (experts.count, hidden),
+                "experts_gate_up_bias": (len(experts.held), 2 * experts.size),
+                "experts_down_bias": (len(experts.held), hidden),
             }
         return vectors
 
@@ -281,7 +284,8 @@ class LayerShape:
         if experts is None:
             fits = kind.intermediate > 0
         else:
-            fits = 0 < experts.top_k <= experts.count
+            held = experts.held
+            fits = 0 < experts.top_k <= experts.count and 0 <= held.start < held.stop <= experts.count
             if experts.in_groups is not None:
                 fits = fits and experts.in_groups.serves(experts.count, experts.top_k)
         if not fits:

@@ -22,7 +22,7 @@ _COMBINE = native.by_dtype("caesura_combine", *[POINTER] * 4, *[SIZE] * 3, INT)
 _ROUTE_IN_GROUPS = native.function(
     "caesura_route_in_groups", *[POINTER] * 4, *[SIZE] * 5, INT, INT, INT, FLOAT, INT
 )
-_group = native.function("caesura_group", POINTER, *[SIZE] * 3, *[POINTER] * 5, result=SIZE)
+_group = native.function("caesura_group", POINTER, *[SIZE] * 5, *[POINTER] * 5, result=SIZE)
 
 
 def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -68,31 +68,42 @@ def route_in_groups(
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Pairs of a token and one of its experts, sorted by expert."""
+    """Pairs of a token and one of its experts that is held, sorted by expert."""
 
     tokens: Tensor
     """int64 [pairs]: the token of each sorted pair."""
     places: Tensor
-    """int64 [T, k]: the place of each pair."""
+    """int64 [T, k]: the place of each pair; -1 for experts that are not held."""
     experts: Tensor
-    """int64 [experts]: expert of each group; only the first ``count`` are valid."""
+    """int64 [experts]: expert of each group, counted from the first held; only ``count`` are valid."""
     starts: Tensor
     """int64 [experts + 1]: the first sorted pair of each group, and the end of the last."""
     count: int
 
+    @property
+    def of_rows(self) -> Tensor:
+        """int64 [pairs]: the expert of each sorted pair, counted as in ``experts``."""
+        return self.experts[: self.count].repeat_interleave(self.starts[: self.count + 1].diff())
 
-def group(ids: Tensor, num_experts: int) -> Groups:
-    """Sort the pairs of ``ids`` int64 [T, k]; IndexError: an id outside [0, num_experts)."""
+
+def group(ids: Tensor, num_experts: int, held: range | None = None) -> Groups:
+    """Sort the pairs of ``ids`` int64 [T, k], those of experts ``held`` (None: all) alone.
+
+    IndexError: an id outside [0, num_experts).
+    """
     if ids.dtype != torch.int64 or ids.dim() != 2 or not ids.is_contiguous():
         raise native.misfit("ids are", ids)
+    held = range(num_experts) if held is None else held
     tokens, places = torch.empty(ids.numel(), dtype=torch.int64), torch.empty_like(ids)
-    experts, starts, scratch = torch.empty((3, num_experts + 1), dtype=torch.int64)
+    experts, starts, scratch = torch.empty((3, len(held) + 1), dtype=torch.int64)
     count = _group(
-        ids.data_ptr(), ids.numel(), ids.shape[1], num_experts, tokens.data_ptr(), places.data_ptr(),
-        experts.data_ptr(), starts.data_ptr(), scratch.data_ptr(),
+        ids.data_ptr(), ids.numel(), ids.shape[1], num_experts, held.start, len(held), tokens.data_ptr(),
+        places.data_ptr(), experts.data_ptr(), starts.data_ptr(), scratch.data_ptr(),
     )  # fmt: skip
     if count < 0:
         raise IndexError(f"expert ids beyond [0, {num_experts})")
+    if len(held) < num_experts:
+        tokens = tokens[: int(starts[count])]
     return Groups(tokens, places, experts, starts, count)
 
 
@@ -134,7 +145,7 @@ def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
         and weights.dtype == torch.float32
         and weights.is_contiguous()
         and y.dim() == 2
-        and y.shape[0] == tokens * k
+        and y.shape[0] == len(groups.tokens)
         and y.dtype in _COMBINE
         and y.is_contiguous()
     ):

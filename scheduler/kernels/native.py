@@ -42,7 +42,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 NO_AVX2 = "this processor has no AVX2 with FMA and F16C"
 """The one reason of :func:`why_not` that is not the installation's."""
 
-_ABI = 17
+_ABI = 18
 """Version of the C interface, equal to native.cpp's; both rise when an argument of a kernel changes."""
 
 POINTER = ctypes.c_void_p
@@ -62,6 +62,7 @@ class LayerForm(ctypes.Structure):
     _fields_ = [
         *_all(SIZE, "intermediate bend window"),
         *_all(SIZE, "experts top_k expert_size expert_bend normalize record_row record_bytes"),
+        *_all(SIZE, "first_expert held_experts"),
         *_all(SIZE, "groups top_groups sigmoid best_two"),
         *_all(FLOAT, "route_scale scale softcap reserved"),
     ]

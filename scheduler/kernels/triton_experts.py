@@ -3,7 +3,8 @@
 Invariants:
 - Nothing waits for the device, and a token's results depend on that token alone.
 - Whatever the logits are, NaN included, ids are of experts, each at most once: choosing compares integers.
-- A token's sum is taken in float32 in the order of its experts and rounded once.
+- A token's sum is taken in float32 in the order of its experts and rounded once. Pairs of experts that are
+  not held lie behind all ends, and count in no sum.
 - A step's only arguments are tensors, their number of pairs (which has no variants) and the size of the grid.
 
 Imported only with Triton. Compiled for sm_90 and tested in Triton's interpreter; not run on a GPU.
@@ -106,20 +107,28 @@ def _route_kernel(
         tl.store(record + token * record_row + rank, chosen.to(record.dtype.element_ty), mask=kept)
 
 
+@triton.jit
+def _number(ids, first: tl.constexpr, experts: tl.constexpr):
+    """Count experts from the first one held; all others have the number behind the last one."""
+    return tl.where((ids >= first) & (ids < first + experts), ids - first, experts)
+
+
 @triton.jit(do_not_specialize=["pairs"])
 def _sort_kernel(
     x, ids, rows, places, ends, x_row, pairs,
-    experts: tl.constexpr, top_k: tl.constexpr, size: tl.constexpr, block: tl.constexpr,
+    first: tl.constexpr, experts: tl.constexpr, top_k: tl.constexpr, size: tl.constexpr, block: tl.constexpr,
     looked_at: tl.constexpr, copied: tl.constexpr,
 ):  # fmt: skip
     """Copy some pairs' rows to their places, or, behind the pairs, write the ends of some experts' rows."""
     item = tl.program_id(0) * block + tl.arange(0, block)
     is_pair = item < pairs
-    limit = tl.where(is_pair, tl.load(ids + item, mask=is_pair, other=0), item - pairs)[:, None]
+    number = _number(tl.load(ids + item, mask=is_pair, other=0), first, experts)
+    limit = tl.where(is_pair, number, item - pairs)[:, None]
     before = tl.zeros([block, looked_at], tl.int32)
     for start in range(0, pairs, looked_at):
         other = (start + tl.arange(0, looked_at))[None, :]
         its = tl.load(ids + other, mask=other < pairs, other=0x7FFFFFFF)
+        its = tl.where(other < pairs, _number(its, first, experts), its)
         # Equal ids stay in their order; an expert's end, whose item is behind all pairs, is behind all of its
         # own.
         before += ((its < limit) | ((its == limit) & (other < item[:, None]))).to(tl.int32)
@@ -136,8 +145,8 @@ def _sort_kernel(
 
 @triton.jit
 def _combine_kernel(
-    y, places, weights, addend, out, y_row, addend_row,
-    top_k: tl.constexpr, size: tl.constexpr, block: tl.constexpr, added: tl.constexpr,
+    y, places, weights, addend, ends, out, y_row, addend_row,
+    top_k: tl.constexpr, size: tl.constexpr, block: tl.constexpr, added: tl.constexpr, experts: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
@@ -146,7 +155,10 @@ def _combine_kernel(
     for i in range(top_k):
         place = tl.load(places + token * top_k + i)
         weight = tl.load(weights + token * top_k + i).to(tl.float32)
-        total += weight * tl.load(y + place * y_row + column, mask=inside, other=0.0).to(tl.float32)
+        read = inside
+        if experts:
+            read = inside & (place < tl.load(ends + experts - 1))
+        total += weight * tl.load(y + place * y_row + column, mask=read, other=0.0).to(tl.float32)
     if added:
         total = total.to(out.dtype.element_ty).to(tl.float32)
         total += tl.load(addend + token * addend_row + column, mask=inside, other=0.0).to(tl.float32)
@@ -173,7 +185,7 @@ def _bias_kernel(
 _launch_bias = Launcher(_bias_kernel, tensors=3, numbers=1)
 _launch_route = Launcher(_route_kernel, tensors=5, numbers=3)
 _launch_sort = Launcher(_sort_kernel, tensors=5, numbers=2)
-_launch_combine = Launcher(_combine_kernel, tensors=5, numbers=2)
+_launch_combine = Launcher(_combine_kernel, tensors=6, numbers=2)
 
 
 def route(
@@ -210,40 +222,44 @@ def route(
     return ids, weights
 
 
-def sort_rows(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_rows(x: Tensor, expert_ids: Tensor, held: range) -> tuple[Tensor, Tensor, Tensor]:
     """Copy the rows of ``x`` [T, size] once for each of their experts, sorted by expert, in order within one.
 
-    ``expert_ids``: int64 [T, k], 1 to :data:`MAX_PAIRS`. Return rows [T * k, size]; each pair's place, int64
-    [T, k]; each expert's end, int32 [experts].
+    ``expert_ids``: int64 [T, k], 1 to :data:`MAX_PAIRS`; those not ``held`` come last. Return rows
+    [T * k, size]; each pair's place, int64 [T, k]; the end of each expert held, int32.
     """
     (tokens, top_k), size = expert_ids.shape, x.shape[1]
     pairs = tokens * top_k
     rows = torch.empty((pairs, size), dtype=x.dtype, device=x.device)
     places = torch.empty((tokens, top_k), dtype=torch.int64, device=x.device)
-    ends = torch.empty(num_experts, dtype=torch.int32, device=x.device)
+    ends = torch.empty(len(held), dtype=torch.int32, device=x.device)
     _launch_sort(
-        (triton.cdiv(pairs + num_experts, _SORTED), 1, 1),
+        (triton.cdiv(pairs + len(held), _SORTED), 1, 1),
         (x, expert_ids, rows, places, ends),
         (x.stride(0), pairs),
-        (num_experts, top_k, size, _SORTED, _LOOKED_AT, _COPIED),
+        (held.start, len(held), top_k, size, _SORTED, _LOOKED_AT, _COPIED),
         4,
     )
     return rows, places, ends
 
 
-def combine(y: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
+def combine(
+    y: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = None, ends: Tensor | None = None
+) -> Tensor:
     """Return sums [T, size] of float32 ``weights`` [T, k] times rows ``places`` of ``y`` [pairs, size].
 
-    ``addend``: [T, size], elements of a row contiguous, added to the rounded sum; or None.
+    ``addend``: [T, size], elements of a row contiguous, added to the rounded sum; or None. ``ends``: int32,
+    the last one ends the rows that are read; None: all are.
     """
     (tokens, top_k), size = places.shape, y.shape[1]
     out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)
     shared = out if addend is None else addend
     if tokens:
         grid = tokens, triton.cdiv(size, _SUMMED), 1
-        tensors = y, places, weights, shared, out
+        tensors = y, places, weights, shared, places if ends is None else ends, out
         strides = y.stride(0), shared.stride(0)
-        _launch_combine(grid, tensors, strides, (top_k, size, _SUMMED, addend is not None), 4)
+        experts = 0 if ends is None else len(ends)
+        _launch_combine(grid, tensors, strides, (top_k, size, _SUMMED, addend is not None, experts), 4)
     return out
 
 

@@ -4,10 +4,12 @@ Shazeer et al., 2017, arXiv:1701.06538. Invariants:
 - One parameter for each projection holds all experts, written in place from per-expert checkpoint tensors.
 - Pairs of a token and an expert are sorted by expert; one product goes over all experts: no loop over tokens,
   and none over experts where there is a grouped product for the shape.
-- Each rank computes all pairs with a part of every expert's width: with whole experts on one rank, sizes of
-  products would depend on the routing. Ranks divide the width, in whole blocks if weights are FP8.
-- A token's sum is taken in float32 in the order of its ``expert_ids`` and rounded once. With compiled kernels
-  its bits depend on the token alone, unless weights are FP8 that cannot be packed.
+- Ranks are ``Placement.ep`` groups. Each holds whole experts, and its ranks divide their width, in whole
+  blocks if weights are FP8. A rank computes the pairs of its experts alone, sorted in front of all others:
+  rows behind them are not computed, may be NaN, and count in no sum.
+- A token's sum over a rank's experts is taken in float32 in the order of its ``expert_ids`` and rounded once.
+  With compiled kernels its bits depend on the token alone, unless weights are FP8 that cannot be packed.
+  Sums over ranks are rounded once more, so bits depend on ``tp`` and ``ep``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,13 +26,14 @@ from ..kernels import TORCH, TRITON, best, elementwise, elementwise_for, triton_
 from ..kernels import experts as kernel
 from ..kernels.attention_form import Bend
 from ..kernels.linear import packable
+from ..parallel.group import TensorParallel
 from .fp8_products import experts_for
 from .linear import PackedTensors, divided, scale_blocks
 from .matrix import Stored, packs
 from .mlp import bent
 from .parameters import Parameter, Placement, ScaleBlocks, WeightSlot
 from .scaled_blocks import ScaledExpertMatrix
-from .sharding import Window, even, require_borders
+from .sharding import Window, even, require_borders, sharded
 from .stacked_experts import StackedBiasSlot, StackedSlot
 
 if TYPE_CHECKING:
@@ -93,6 +96,8 @@ class ExpertModules:
 
     prefix: str
     count: int
+    held: range
+    """Experts that this rank holds, of ``count``."""
     names: ExpertNames
     """If stacked, a parameter has rows of gate and up by turns, else those of gate first."""
     hidden: int
@@ -129,14 +134,18 @@ class Experts:
         bend: Bend = "silu",
         place: Placement,
     ) -> None:
-        """Refuse ranks that do not divide the width, or cut a block of an FP8 weight (UNSUPPORTED_MODEL).
+        """Refuse ranks that do not divide experts or width, or cut a block of FP8 (UNSUPPORTED_MODEL).
 
         ``prefix``: the checkpoint's module, which holds the projections of ``names`` for each expert.
         """
         self._prefix, self.count = prefix, num_experts
         self._names, self.bend = names, bend
-        self._window = even(intermediate_size, place.parallel, "moe_intermediate_size")
-        self._is_first = place.parallel.rank == 0
+        ranks = place.parallel.size // place.ep
+        group, rank = divmod(place.parallel.rank, ranks)
+        self._experts = even(num_experts, TensorParallel(group, place.ep), "num_experts")
+        self.held = range(self._experts.start, self._experts.stop)
+        self._window = even(intermediate_size, TensorParallel(rank, ranks), "moe_intermediate_size")
+        self._first_rank, self._adds_bias = group * ranks, rank == 0
         intermediate_size = self._window.length
         self._hidden, self.width = hidden_size, intermediate_size
         self._blocks: ScaleBlocks | None = None
@@ -154,7 +163,7 @@ class Experts:
         if bias:
             sizes = {"gate_up": 2 * intermediate_size, "down": hidden_size}
             gate_up_bias, down_bias = (
-                Parameter(f"{name}.{part}_bias", (num_experts, size), place.dtype, place.device)
+                Parameter(f"{name}.{part}_bias", (len(self.held), size), place.dtype, place.device)
                 for part, size in sizes.items()
             )
             self._biases = gate_up_bias, down_bias
@@ -165,6 +174,7 @@ class Experts:
                 ExpertModules(
                     prefix=prefix,
                     count=num_experts,
+                    held=self.held,
                     names=names,
                     hidden=hidden_size,
                     width=self._window.total,
@@ -185,13 +195,12 @@ class Experts:
                 require_borders(self._prefix, "moe_intermediate_size", self._window, block)
             found = experts_for(place.device)
             if found is not None and found.fused is not None and self._fused_fp8 is None:
-                self._fused_fp8 = found.fused(place.workspace)
+                group = self.held.start // len(self.held)
+                self._fused_fp8 = found.fused(place.workspace, place.ep, group)
             if not (self._compiled and packs(in_features, place, blocks)):
-                return ScaledExpertMatrix(name, self.count, part_rows, in_features, blocks, place)
-        packed = self._compiled
-        return ExpertMatrix(
-            name, self.count, sum(part_rows), in_features, place, packed=packed, blocks=blocks
-        )
+                return ScaledExpertMatrix(name, len(self.held), part_rows, in_features, blocks, place)
+        shape = len(self.held), sum(part_rows), in_features
+        return ExpertMatrix(name, *shape, place, packed=self._compiled, blocks=blocks)
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
         """Map [T, hidden] to [T, hidden], in fresh memory; the sum over all ranks is the result.
@@ -206,57 +215,70 @@ class Experts:
             return out if addend is None else out.add_(addend)
         if self._triton is not None:
             rows, places, ends = self._sorted(x, expert_ids, self._triton)
-            y = self._plain(rows, ends, self._adapted(places, expert_ids))
-            summed: Tensor = self._triton.combine(y, places, weights, addend)
+            y = self._plain(rows, places, ends)
+            computed = None if self._experts.is_whole else ends
+            summed: Tensor = self._triton.combine(y, places, weights, addend, computed)
             return summed
         if self._compiled:
             out = self._forward_compiled(x, expert_ids, weights)
         else:
-            tokens, places, ends = sort_by_expert(expert_ids, self.count)
-            y = self._plain(x.index_select(0, tokens), ends, self._adapted(places, expert_ids))
+            tokens, places, ends = sort_by_expert(self._numbered(expert_ids), len(self.held))
+            y = self._plain(x.index_select(0, tokens), places, ends)
+            if not self._experts.is_whole:
+                pairs = torch.arange(len(y), device=y.device)
+                y.masked_fill_((pairs >= ends[-1]).unsqueeze(1), 0)
             out = combine(y, places, weights)
         return out if addend is None else out.add_(addend)
+
+    def _numbered(self, expert_ids: Tensor) -> Tensor:
+        """Count experts from the first one held; all others have the number behind the last one."""
+        if self._experts.is_whole:
+            return expert_ids
+        numbers, count = expert_ids - self.held.start, len(self.held)
+        return numbers.where((numbers >= 0) & (numbers < count), count)
 
     def _sorted(self, x: Tensor, expert_ids: Tensor, triton: ModuleType) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows by expert, the place of each pair, and the ends, from one kernel if pairs are few."""
         if 0 < expert_ids.numel() <= triton.MAX_PAIRS:
-            found: tuple[Tensor, Tensor, Tensor] = triton.sort_rows(x, expert_ids, self.count)
+            found: tuple[Tensor, Tensor, Tensor] = triton.sort_rows(x, expert_ids, self.held)
             return found
-        tokens, places, ends = sort_by_expert(expert_ids, self.count)
+        tokens, places, ends = sort_by_expert(self._numbered(expert_ids), len(self.held))
         return x.index_select(0, tokens), places, ends
 
-    def _adapted(self, places: Tensor, expert_ids: Tensor) -> "AdaptedPairs | None":
-        """Return the pairs that adapters change; ``places`` [T, k]: where each pair was sorted to."""
-        if self._slots is None or self._adapters is None or self._slots.rows is None:
-            return None
-        index, ids = places.flatten(), expert_ids.flatten()
-        number = torch.arange(len(ids), device=ids.device)
-        tokens, experts = (
-            torch.empty_like(ids).index_copy_(0, index, of) for of in (number // expert_ids.shape[1], ids)
-        )
-        return self._slots.pairs(tokens, experts, self.count, self._adapters, packed=self._compiled)
+    @property
+    def _adapts(self) -> bool:
+        return self._slots is not None and self._adapters is not None and self._slots.rows is not None
+
+    def _adapted(self, tokens: Tensor, experts: Tensor) -> "AdaptedPairs | None":
+        """Return which of the sorted pairs adapters change; ``experts`` are counted as :meth:`_numbered`."""
+        assert self._slots is not None and self._adapters is not None
+        return self._slots.pairs(tokens, experts, len(self.held), self._adapters, packed=self._compiled)
 
     def _adapt(self, product: int, x: Tensor, y: Tensor, pairs: "AdaptedPairs | None") -> Tensor:
         if pairs is not None and self._adapters is not None:
             self._adapters[product].add(x, y, pairs)
         return y
 
-    def _plain(self, rows: Tensor, ends: Tensor, adapted: "AdaptedPairs | None") -> Tensor:
+    def _plain(self, rows: Tensor, places: Tensor, ends: Tensor) -> Tensor:
+        adapted = None
+        if self._adapts:
+            pairs = torch.arange(len(rows), device=rows.device)
+            tokens = torch.empty_like(pairs).index_copy_(0, places.flatten(), pairs // places.shape[1])
+            adapted = self._adapted(tokens, _of_rows(ends, len(rows)))
         gate_up = self._biased(self._gate_up.plain_product(rows, ends), ends, 0)
         gated = self._gate(self._adapt(0, rows, gate_up, adapted))
         y = self._biased(self._down.plain_product(gated, ends), ends, 1)
         return self._adapt(1, gated, y, adapted)
 
     def _biased(self, y: Tensor, ends: Tensor, product: int) -> Tensor:
-        """Add the bias of each row's expert to ``y`` in place; that of sums over ranks on rank 0."""
+        """Add the bias of each row's expert to ``y`` in place; that of sums over ranks on one of them."""
         bias = self._added_biases[product]
         if bias is None:
             return y
         if self._triton is not None:
             added: Tensor = self._triton.add_biases(y, ends, bias)
             return added
-        pairs = torch.arange(y.shape[0], dtype=ends.dtype, device=ends.device)
-        return y.add_(bias.index_select(0, torch.searchsorted(ends, pairs, right=True)))
+        return y.add_(bias.index_select(0, _of_rows(ends, len(y)).clamp_max(len(bias) - 1)))
 
     def _gate(self, gate_up: Tensor) -> Tensor:
         if self._triton is not None and self._elementwise is not None:
@@ -270,7 +292,7 @@ class Experts:
         if self._biases is None:
             return None, None
         gate_up, down = (bias.data for bias in self._biases)
-        return gate_up, down if self._is_first else None
+        return gate_up, down if self._adds_bias else None
 
     @property
     def packed(self) -> PackedTensors | None:
@@ -284,52 +306,65 @@ class Experts:
         return found
 
     def _forward_compiled(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        groups = kernel.group(expert_ids.contiguous(), self.count)
-        rows = torch.index_select(x, 0, groups.tokens, out=self._take("rows", expert_ids, self._hidden, x))
-        gate_up = self._take("gate_up", expert_ids, 2 * self.width, x)
+        groups = kernel.group(expert_ids.contiguous(), self.count, self.held)
+        pairs = len(groups.tokens)
+        rows = torch.index_select(x, 0, groups.tokens, out=self._take("rows", pairs, self._hidden, x))
+        gate_up = self._take("gate_up", pairs, 2 * self.width, x)
         biases = self._added_biases
         self._gate_up.packed_product(rows, groups, gate_up, biases[0])
-        adapted = self._adapted(groups.places, expert_ids)
+        adapted = self._adapted(groups.tokens, groups.of_rows) if self._adapts else None
         self._adapt(0, rows, gate_up, adapted)
-        gated = elementwise.gate_mul(gate_up, self._take("gated", expert_ids, self.width, x), bend=self.bend)
+        gated = elementwise.gate_mul(gate_up, self._take("gated", pairs, self.width, x), bend=self.bend)
         y = self._down.packed_product(gated, groups, rows, biases[1])  # whose inputs are no longer needed
         self._adapt(1, gated, y, adapted)
         return kernel.combine(y, groups, weights.float().contiguous())
 
-    def _take(self, purpose: str, expert_ids: Tensor, width: int, x: Tensor) -> Tensor:
-        return self._workspace.take(f"experts.{purpose}", (expert_ids.numel(), width), x.dtype, x.device)
+    def _take(self, purpose: str, pairs: int, width: int, x: Tensor) -> Tensor:
+        return self._workspace.take(f"experts.{purpose}", (pairs, width), x.dtype, x.device)
 
     def slots(self) -> Iterator[WeightSlot]:
-        experts = [self._expert_slots(expert) for expert in range(self.count)]
+        """Yield the slots of all experts; of those that are not held they keep nothing."""
         if not self._names.stacked:
-            for parts in experts:
-                yield from chain.from_iterable(parts)
+            for expert in range(self.count):
+                yield from chain.from_iterable(self._expert_slots(expert))
             return
+        experts = [self._expert_slots(expert) for expert in self.held]
         gate_up, down = [gate + up for gate, up, _ in experts], [down for _, _, down in experts]
         for number, (part, slots) in enumerate((("gate_up", gate_up), ("down", down))):
             name = f"{self._prefix}.{part}_proj"
-            yield StackedSlot(name, slots[0][0].parameter, slots)
+            weight = StackedSlot(name, slots[0][0].parameter, slots, self._experts)
+            yield sharded(weight, self._experts, first_rank=self._first_rank)
             if self._biases is not None:
                 bias = self._biases[number]
                 held = Window.whole(self._hidden) if number else self._window
-                yield StackedBiasSlot(f"{name}_bias", bias.name, bias.data, len(slots[0]), held)
+                of_held = StackedBiasSlot(f"{name}_bias", bias.name, bias.data, len(slots[0]), held)
+                yield sharded(of_held, self._experts, first_rank=self._first_rank)
 
     def _expert_slots(self, expert: int) -> tuple[list[WeightSlot], list[WeightSlot], list[WeightSlot]]:
         gate, up = (0, self.width) if self._fused_fp8 is None else (self.width, 0)
         module, names, hidden = f"{self._prefix}.{expert}", self._names, Window.whole(self._hidden)
-        gates = self._gate_up.slots(f"{module}.{names.gate}", gate, self.width, expert)
-        ups = self._gate_up.slots(f"{module}.{names.up}", up, self.width, expert)
-        downs = self._down.slots(f"{module}.{names.down}", 0, self._hidden, expert)
+        number, width, outputs = expert - self.held.start, self._window, hidden
+        if expert not in self.held:
+            number, width, outputs = 0, Window(0, 0, width.total), Window(0, 0, self._hidden)
+        gates = self._gate_up.slots(f"{module}.{names.gate}", gate, width.length, number)
+        ups = self._gate_up.slots(f"{module}.{names.up}", up, width.length, number)
+        downs = self._down.slots(f"{module}.{names.down}", 0, outputs.length, number)
+        blocks, first_rank = self._blocks, self._first_rank
         return (
-            list(divided(gates, self._window, hidden, self._blocks)),
-            list(divided(ups, self._window, hidden, self._blocks)),
-            list(divided(downs, hidden, self._window, self._blocks)),
+            list(divided(gates, width, hidden, blocks, first_rank)),
+            list(divided(ups, width, hidden, blocks, first_rank)),
+            list(divided(downs, outputs, self._window, blocks, first_rank)),
         )
 
     def parameters(self) -> Iterator[Parameter]:
         yield from self._gate_up.parameters()
         yield from self._down.parameters()
         yield from self._biases or ()
+
+
+def _of_rows(ends: Tensor, rows: int) -> Tensor:
+    """Return the expert of each of ``rows`` rows, int64; behind all ``ends`` it is their number."""
+    return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -171,17 +171,18 @@ def _most_rows(pairs: int, experts: int, multiple: int) -> int:
 def spread(x: Tensor, ends: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
     """Move rows of each expert to where a multiple of ``multiple`` begins, zeros between them.
 
-    Return as many rows as there can be, each expert's end, int32 [experts], and each pair's place, int64.
+    Return as many rows as there can be, each expert's end, int32 [experts], and each pair's place, int64;
+    those of no expert are behind all ends.
     """
     pairs, experts = x.shape[0], len(ends)
-    starts = functional.pad(ends[:-1], (1, 0))
-    padding = (starts - ends).remainder_(multiple)
+    edges = torch.cat([ends.new_zeros(1), ends, ends[-1:]])
+    padding = (edges[:-1] - edges[1:]).remainder_(multiple)
     added = torch.cumsum(padding, 0, dtype=torch.int32)
     pair = torch.arange(pairs, device=x.device)
     expert = torch.searchsorted(ends, pair, right=True)
     places = torch.index_select(added - padding, 0, expert) + pair
     rows = x.new_zeros((_most_rows(pairs, experts, multiple), x.shape[1]))
-    return rows.index_copy_(0, places, x), ends + added, places
+    return rows.index_copy_(0, places, x), ends + added[:-1], places
 
 
 # Whole blocks of experts: gate and up, their product, down, and each token's sum
@@ -190,8 +191,10 @@ def spread(x: Tensor, ends: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tens
 class FlashInferExperts:
     """FlashInfer's fused experts on Hopper; ``gate_up`` has up before gate."""
 
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self, workspace: Workspace, ep: int = 1, group: int = 0) -> None:
+        """Take the weights of the experts of one ``group`` of ``ep``."""
         self._workspace = workspace
+        self._groups = {"ep_size": ep, "ep_rank": group}
         self._sizes: dict[tuple[int, ...], int] = {}
 
     def __call__(
@@ -213,6 +216,7 @@ class FlashInferExperts:
             down[0],
             x.dtype,
             quant_scales=[gate_up[1], down[1]],
+            **self._groups,
             use_deepseek_fp8_block_scale=True,
             output=out,
             profile_ids=[-1, -1],  # the kernels follow from the shapes; nothing is looked up
@@ -228,11 +232,12 @@ class FlashInferExperts:
                 tokens,
                 down.shape[1],
                 down.shape[2],
-                down.shape[0],
+                down.shape[0] * self._groups["ep_size"],
                 top_k,
                 x_dtype=x.dtype,
                 weight_dtype=down.dtype,
                 output_dtype=x.dtype,
+                **self._groups,
                 use_deepseek_fp8_block_scale=True,
                 device=x.device,
             )
@@ -268,7 +273,7 @@ class Experts:
 
     by: str
     grouped: Grouped | None = None
-    fused: Callable[[Workspace], FlashInferExperts] | None = None
+    fused: type[FlashInferExperts] | None = None
     """Whole block; its ``gate_up`` has up before gate."""
 
 

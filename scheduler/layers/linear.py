@@ -114,16 +114,23 @@ def _length(windows: Iterable[Window]) -> int:
 
 
 def divided(
-    slots: Iterable[WeightSlot], rows: Window | Sequence[Window], columns: Window, blocks: ScaleBlocks | None
+    slots: Iterable[WeightSlot],
+    rows: Window | Sequence[Window],
+    columns: Window,
+    blocks: ScaleBlocks | None,
+    first_rank: int | None = None,
 ) -> Iterator[WeightSlot]:
-    """Yield the slots of a part of a weight as those of the whole; with ``blocks``, those of scales, too."""
+    """Yield the slots of a part of a weight as those of the whole; with ``blocks``, those of scales, too.
+
+    ``first_rank``: the first of some ranks that hold the weight alone.
+    """
     rows = (rows,) if isinstance(rows, Window) else rows
     for number, slot in enumerate(slots):
         if blocks is not None and number:
             grid = [window.in_blocks(blocks.rows) for window in rows]
-            yield sharded(slot, grid, columns.in_blocks(blocks.columns))
+            yield sharded(slot, grid, columns.in_blocks(blocks.columns), first_rank)
         else:
-            yield sharded(slot, rows, columns)
+            yield sharded(slot, rows, columns, first_rank)
 
 
 def scale_blocks(modules: Iterable[str], place: Placement) -> ScaleBlocks | None:

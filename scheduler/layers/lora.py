@@ -226,7 +226,7 @@ class ExpertAdapters:
         """``windows``: rows of each part, and columns."""
         self._slots, self._modules, self._parts = slots, modules, parts
         self._rows, self._columns = windows
-        self._rank, count = slots.width, slots.count * modules.count
+        self._rank, count = slots.width, slots.count * len(modules.held)
         shape = len(parts) * self._rank, self._columns.length
         self._shrink = ExpertMatrix(f"{name}.lora_A", count, *shape, place, packed=packed)
         shape = self._rows.length, self._rank
@@ -248,11 +248,10 @@ class ExpertAdapters:
         self._changes[slot] = any(name in factors for name, _ in self.shapes())
         if not (before or self._changes[slot]):
             return
-        for expert in range(self._modules.count):
+        for number, expert in enumerate(self._modules.held, slot * len(self._modules.held)):
             names = [self._modules.name(expert, part) for part in self._parts]
             given = [(factors.get(name), [self._rows]) for name in names]
             a, b = _own(given, self._columns, self._rank)
-            number = slot * self._modules.count + expert
             for matrix, rows in zip((self._shrink, *self._expand), (a, *b), strict=True):
                 matrix.slot("", number=number).write(rows, 0)
 
@@ -332,14 +331,17 @@ class AdapterSlots:
     def pairs(
         self, tokens: Tensor, experts: Tensor, count: int, adapters: Sequence[ExpertAdapters], *, packed: bool
     ) -> AdaptedPairs | None:
-        """Sort pairs of int64 ``tokens`` and ``experts``, of ``count``; None if no adapter changes any."""
+        """Sort pairs of int64 ``tokens`` and ``experts``, of ``count``; None if no adapter changes any.
+
+        Unless ``packed``, pairs of higher experts have no adapter.
+        """
         if self.rows is None:
             return None
         if not packed:
             slots = self.rows.slots.index_select(0, tokens)
-            key = slots.clamp_min(0) * count + experts
+            key = slots.clamp_min(0) * count + experts.clamp_max(count - 1)
             order, _, ends = sort_by_expert(key.unsqueeze(1), self.count * count)
-            without = (slots == NO_ADAPTER).index_select(0, order).unsqueeze(1)
+            without = ((slots == NO_ADAPTER) | (experts >= count)).index_select(0, order).unsqueeze(1)
             return AdaptedPairs(order, ends=ends, without=without)
         used = [slot for slot, _ in self.rows.groups]
         if not any(each.changed_by(used) for each in adapters):

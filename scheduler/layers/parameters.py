@@ -77,6 +77,8 @@ class Placement:
     blocks: ScaleBlocks | None = None
     workspace: Workspace = field(default_factory=Workspace, compare=False, repr=False)
     parallel: TensorParallel = SINGLE
+    ep: int = 1
+    """Groups of ranks; each holds whole experts of its own, whose width its ranks divide."""
     adapters: "AdapterSlots | None" = field(default=None, compare=False, repr=False)
     """Slots for adapters of the products, or None if the model serves none."""
 
@@ -99,6 +101,11 @@ class TensorSlot(ABC):
     def owned(self) -> tuple[range, ...]:
         """Rows that this rank holds, ascending; the others are dropped if they come."""
         return (range(self.shape[0] if self.shape else 1),)
+
+    @property
+    def digested_by(self) -> int | None:
+        """Rank that digests the rows that this rank holds; None: each rank does that holds some."""
+        return 0 if sum(map(len, self.owned)) == prod(self.shape[:1]) else None
 
     @property
     def halves(self) -> tuple["HalfSlot", ...]:
@@ -132,7 +139,7 @@ class HalfSlot(TensorSlot):
     ``forget`` drops the data that waits for ``other``; ``make_room`` keeps a small share of it at most.
     """
 
-    __slots__ = ("_take", "forget", "make_room", "other", "whole")
+    __slots__ = ("_held", "_take", "forget", "make_room", "other", "whole")
 
     def __init__(
         self,
@@ -142,14 +149,23 @@ class HalfSlot(TensorSlot):
         take: Callable[..., bool],
         forget: Callable[[], None],
         make_room: Callable[[], None],
+        held: range,
     ) -> None:
-        """``names``: its own, the other's, and that of the whole; ``take`` does an update."""
+        """``names``: its own, the other's, and that of the whole; ``take`` updates ``held`` rows."""
         name, self.other, self.whole = names
         super().__init__(name, parameter, shape, torch.uint8)
-        self._take, self.forget, self.make_room = take, forget, make_room
+        self._take, self.forget, self.make_room, self._held = take, forget, make_room, held
+
+    @property
+    def owned(self) -> tuple[range, ...]:
+        return (self._held,)
 
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
-        return self._take(rows, start, compare=compare)
+        held = self._held
+        first, last = max(start, held.start), min(start + len(rows), held.stop)
+        if first >= last:
+            return not compare
+        return self._take(rows[first - start : last - start], first - held.start, compare=compare)
 
 
 class WeightSlot(TensorSlot):

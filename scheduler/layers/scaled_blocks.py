@@ -195,11 +195,11 @@ class ScaledMatrix:
         self._scales = Parameter(
             f"{name}_scale_inv", (self._grid_height * count, grids[0][1]), torch.float32, place.device
         )
-        self._parts: dict[int, tuple[int, int]] = {}  # first row to the rows of the grid
+        self._parts: dict[int, int] = {}  # first row to that of the grid
         of_row = []
         start = first = 0
         for rows, (length, _) in zip(part_rows, grids, strict=True):
-            self._parts[start] = first, length
+            self._parts[start] = first
             of_row.append(first + torch.arange(rows, dtype=torch.int32) // blocks.rows)
             start, first = start + rows, first + length
         self._scale_of_row = torch.cat(of_row).to(place.device)  # of the first of ``count``
@@ -257,8 +257,8 @@ class ScaledMatrix:
 
     def slots(self, module: str, start: int, length: int, number: int = 0) -> Iterator[WeightSlot]:
         """Yield weight and scales of the part that begins at row ``start`` of one weight."""
-        first, grid_rows = self._parts[start]
-        first, start = first + number * self._grid_height, start + number * self._height
+        first, grid_rows = self._parts[start] + number * self._grid_height, -(-length // self._blocks.rows)
+        start += number * self._height
         scales = self._scales.slot(f"{module}.weight_scale_inv", first, grid_rows)
         weight = self._weight.slot(f"{module}.weight", start, length)
         yield ScaledSlot(weight, scales, self._blocks, self._place)
@@ -300,7 +300,7 @@ class ScaledExpertMatrix(ScaledMatrix):
         self._by_expert(x, experts.tolist(), starts.tolist(), out)
         if bias is None:
             return out
-        return out.add_(bias.index_select(0, experts.repeat_interleave(starts.diff())))
+        return out.add_(bias.index_select(0, groups.of_rows))
 
     def plain_product(self, x: Tensor, ends: Tensor) -> Tensor:
         """Return the same in fresh memory; ``ends`` [experts]: the end of each expert's sorted rows."""

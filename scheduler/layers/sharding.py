@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..parallel.group import TensorParallel
-from .parameters import DelegatingSlot, Place, WeightSlot
+from .parameters import DelegatingSlot, HalfSlot, Place, WeightSlot
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """``[start, stop)`` of ``total`` rows or columns."""
+    """``[start, stop)`` of ``total`` rows, columns or experts."""
 
     start: int
     stop: int
@@ -122,16 +122,22 @@ def _indivisible(field: str, value: int, size: int, reason: str) -> CaesuraError
 class ShardedSlot(DelegatingSlot):
     """A checkpoint tensor of which this rank holds ``rows`` and, of these, ``columns``."""
 
-    __slots__ = ("_columns", "_inner", "_rows")
+    __slots__ = ("_columns", "_first_rank", "_inner", "_rows")
 
-    def __init__(self, inner: WeightSlot, rows: Sequence[Window], columns: Window | None) -> None:
-        """``inner``: slot of the part, the ascending ``rows``. ``columns`` None: all of a row is held."""
+    def __init__(
+        self, inner: WeightSlot, rows: Sequence[Window], columns: Window | None, first_rank: int | None
+    ) -> None:
+        """``inner``: slot of the part, the ascending ``rows``. ``columns`` None: all of a row is held.
+
+        ``first_rank``: the first of some ranks that hold the tensor alone, or None if all ranks hold it.
+        """
         total = rows[0].total
         shape = (total, *inner.shape[1:]) if columns is None else (total, columns.total)
         assert inner.shape == (sum(window.length for window in rows), *inner.shape[1:]), inner.name
         assert columns is None or inner.shape[1] == columns.length, inner.name
         super().__init__(inner.name, inner.parameter, shape, inner.dtype)
         self._inner, self._rows, self._columns = inner, rows, columns
+        self._first_rank = first_rank
 
     @property
     def owned(self) -> tuple[range, ...]:
@@ -140,6 +146,17 @@ class ShardedSlot(DelegatingSlot):
     @property
     def owned_columns(self) -> range | None:
         return None if self._columns is None else range(self._columns.start, self._columns.stop)
+
+    @property
+    def digested_by(self) -> int | None:
+        divides_rows = self._columns is not None or not self._inner.is_whole
+        if self._first_rank is None or not (divides_rows or self.is_whole):
+            return super().digested_by
+        return self._first_rank
+
+    @property
+    def halves(self) -> tuple[HalfSlot, ...]:
+        return self._inner.halves
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return self._inner.accepts(dtype)
@@ -198,9 +215,19 @@ def parts_with(positions: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, T
             yield number, torch.arange(first, last), positions[first:last] - begin
 
 
-def sharded(slot: WeightSlot, rows: Window | Sequence[Window], columns: Window | None = None) -> WeightSlot:
-    """Return ``slot``, of the part that this rank holds, as one of the whole tensor."""
+def sharded(
+    slot: WeightSlot,
+    rows: Window | Sequence[Window],
+    columns: Window | None = None,
+    first_rank: int | None = None,
+) -> WeightSlot:
+    """Return ``slot``, of the part that this rank holds, as one of the whole tensor.
+
+    ``first_rank``: the first of some ranks that hold the tensor alone.
+    """
     rows = (rows,) if isinstance(rows, Window) else rows
     if columns is not None and columns.is_whole:
         columns = None
-    return slot if rows[0].is_whole and columns is None else ShardedSlot(slot, rows, columns)
+    if rows[0].is_whole and columns is None and not first_rank:
+        return slot
+    return ShardedSlot(slot, rows, columns, first_rank)

@@ -3,7 +3,8 @@
 Invariants:
 - Storage is that of per-expert checkpoints: gate above up, rows along the product's output. Only slots know
   the other layout: [experts, in, out], with alternating columns of gate and up.
-- Each rank holds a part of the width, and a slot reads that part alone: neither rows nor a range of columns.
+- Each rank holds some experts, of each a part of the width, and a slot reads that part alone: neither rows
+  nor a range of columns.
 - A piece is some whole experts; each is transposed and written by itself.
 
 MXFP4 (OCP Microscaling Formats 1.0, 2023, sections 5 and 6) is read into wider floats: ``X_blocks`` uint8
@@ -42,8 +43,13 @@ class StackedSlot(DelegatingSlot):
 
     __slots__ = ("_pair", "_parts")
 
-    def __init__(self, name: str, parameter: str, experts: Sequence[Sequence[WeightSlot]]) -> None:
-        """Take for each expert the slots [n, in] that its columns belong to in turn."""
+    def __init__(
+        self, name: str, parameter: str, experts: Sequence[Sequence[WeightSlot]], held: Window
+    ) -> None:
+        """Take for each expert ``held`` the slots [n, in] that its columns belong to in turn.
+
+        The slot is that of these experts; :attr:`halves` are of all.
+        """
         outputs = sum(slot.shape[0] for slot in experts[0])
         shape = len(experts), experts[0][0].shape[1], outputs
         super().__init__(name, parameter, shape, experts[0][0].dtype)
@@ -52,7 +58,7 @@ class StackedSlot(DelegatingSlot):
         if shape[1] % GROUP == 0:
             device = experts[0][0].read(0, 0).device
             turned = shape[0], shape[2], shape[1]
-            self._pair = Mxfp4Pair(name, parameter, turned, self.dtype, device, _Rows(experts))
+            self._pair = Mxfp4Pair(name, parameter, turned, held, self.dtype, device, _Rows(experts))
 
     @property
     def halves(self) -> tuple[HalfSlot, ...]:
@@ -219,17 +225,19 @@ class Mxfp4Pair:
         name: str,
         parameter: str,
         shape: tuple[int, int, int],
+        held: Window,
         dtype: torch.dtype,
         device: torch.device,
         target: "_Rows",
     ) -> None:
-        """``shape``: [experts, out, in] of all that is written to ``target`` as ``dtype``."""
+        """``shape``: [experts, out, in] of the experts ``held``, written to ``target`` as ``dtype``."""
         self._dtype, self._device, self._target = dtype, device, target
         experts, outputs, inputs = shape
-        groups = experts, outputs, inputs // GROUP
+        self._groups = experts, outputs, inputs // GROUP
         blocks, scales = f"{name}_blocks", f"{name}_scales"
+        groups = held.total, *self._groups[1:]
         packed = (*groups, _BYTES)
-        waiting = self.forget, self.make_room
+        waiting = self.forget, self.make_room, range(held.start, held.stop)
         self.blocks = HalfSlot((blocks, scales, name), parameter, packed, self.take_blocks, *waiting)
         self.scales = HalfSlot((scales, blocks, name), parameter, groups, self.take_scales, *waiting)
         self._blocks: _Waiting | None = None
@@ -261,13 +269,13 @@ class Mxfp4Pair:
                 self._scales = None
             return changed
         if self._blocks is None:
-            self._blocks = _Waiting(self.blocks.shape, self._device)
+            self._blocks = _Waiting((*self._groups, _BYTES), self._device)
         self._blocks.add(rows, start)
         return not compare
 
     def take_scales(self, rows: Tensor, start: int, *, compare: bool) -> bool:
         if start == 0 or self._scales is None:
-            self._scales = _Waiting(self.scales.shape, self._device)
+            self._scales = _Waiting(self._groups, self._device)
         self._scales.add(rows, start)
         scales = self._scales.whole
         blocks = None if self._blocks is None else self._blocks.whole

@@ -205,6 +205,7 @@ def _of_block(block: object) -> tuple[PackedTensors, int, ExpertsForm | None]:
     tensors = _there(block.router.packed) | _there(block.experts.packed)
     form = ExpertsForm(
         count=block.experts.count,
+        held=block.experts.held,
         top_k=block.router.top_k,
         size=block.experts.width,
         bend=block.experts.bend,

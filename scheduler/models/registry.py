@@ -38,7 +38,7 @@ def families() -> Mapping[str, Family]:
     return {name: module.FAMILIES[name] for name, module in _modules().items()}
 
 
-def require_ranks(config: "ModelConfig", ranks: int) -> None:
+def require_ranks(config: "ModelConfig", ranks: int, ep: int = 1) -> None:
     """Refuse (UNSUPPORTED_MODEL) sizes that ranks cannot divide, before workers start, without memory."""
     if ranks == 1:
         return
@@ -48,7 +48,7 @@ def require_ranks(config: "ModelConfig", ranks: int) -> None:
             "ranks: start it with tp = 1"
         )
         raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["architectures"], ranks=ranks)
-    build_model(config, config.dtype, torch.device("meta"), TensorParallel(ranks - 1, ranks))
+    build_model(config, config.dtype, torch.device("meta"), TensorParallel(ranks - 1, ranks), ep=ep)
 
 
 def build_model(
@@ -57,9 +57,14 @@ def build_model(
     device: torch.device,
     parallel: TensorParallel = SINGLE,
     adapters: AdapterSlots | None = None,
+    *,
+    ep: int = 1,
 ) -> "CausalLM":
     """Allocate a model, or this rank's shard, without values; UNSUPPORTED_MODEL: ranks do not divide it."""
-    place = Placement(dtype, device, config.quantization, parallel=parallel, adapters=adapters)
+    if ep > 1 and config.moe is None:
+        reason = f"{config.architecture} has no routed experts to divide among {ep} groups: leave out ep"
+        raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["architectures"], ep=ep)
+    place = Placement(dtype, device, config.quantization, parallel=parallel, ep=ep, adapters=adapters)
     if config.transformers_config is not None:
         require_ranks(config, parallel.size)
         foreign = import_module(".transformers_backend.model", package=__package__)

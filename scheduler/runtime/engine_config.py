@@ -68,6 +68,8 @@ class EngineConfig(EngineOptions):
                 raise _invalid(name, getattr(self, name), reason)
         if not 0 <= self.tp_joined < self.tp:
             raise _invalid("tp_joined", self.tp_joined, f"must be at least 0 and below tp = {self.tp}")
+        if self.tp % self.ep:
+            raise _invalid("ep", self.ep, f"must divide tp = {self.tp}")
         if self.tp_joined and self.tp_address is None:
             raise _invalid("tp_address", None, "must say where the workers of other hosts join")
         if (fraction := self.kv_memory_fraction) is not None and not 0.0 < fraction < 1.0:
@@ -163,7 +165,7 @@ def _usual_sizes(device: str) -> Sizes:
 
 
 _LEAST = {
-    **dict.fromkeys(("tp", "num_threads", "context_len", "kv_pool_tokens", "reference_pool_tokens"), 1),
+    **dict.fromkeys(("tp", "ep", "num_threads", "context_len", "kv_pool_tokens", "reference_pool_tokens"), 1),
     **dict.fromkeys(("max_running_requests", "max_waiting_requests", "chunked_prefill_size"), 1),
     **dict.fromkeys(("cuda_graph_max_bs",), 1),
     **dict.fromkeys(("load_bucket_bytes", "max_loras", "max_lora_rank"), 1),

@@ -2,8 +2,8 @@
 
 - The values that came are digested, cast as they are stored, so a digest depends on neither transport
   nor layout. A tensor that is quantised on writing is digested as it came.
-- Each rank digests the rows that it holds. Rows that several hold count once; a tensor of which every rank
-  holds all rows is left to rank 0.
+- Each rank digests the rows that it holds. Rows that several hold count once; those that a group of ranks
+  holds alike are left to its first rank (``TensorSlot.digested_by``).
 - A complete tensor's digest is never changed, but replaced: a copy of the whole costs a dictionary.
 """
 
@@ -69,7 +69,7 @@ class WeightDigests:
                 digest.add(first * width, part.to(stored))
 
     def _counts(self, slot: TensorSlot, held: range) -> bool:
-        return bool(held) and (self._rank == 0 or len(held) < num_rows(slot.shape))
+        return bool(held) and slot.digested_by in (None, self._rank)
 
     def finish(self, slot: TensorSlot, dtype: torch.dtype) -> None:
         """Record that ``slot`` is complete, written from ``dtype``; what it replaces has no digest now."""

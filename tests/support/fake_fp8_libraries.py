@@ -103,6 +103,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
 @takes(
     "cutlass_fused_moe_workspace_size",
     output_dtype=torch.bfloat16,
+    ep_size=1,
+    ep_rank=0,
     use_deepseek_fp8_block_scale=False,
     device=None,
 )
@@ -110,12 +112,15 @@ def cutlass_fused_moe_workspace_size(given: Any) -> int:
     assert given.use_deepseek_fp8_block_scale
     dtypes = given.x_dtype, given.weight_dtype, given.output_dtype
     assert dtypes == (torch.bfloat16, FP8, torch.bfloat16)
+    assert given.num_experts_total % given.ep_size == 0
     row = given.hidden_size + given.intermediate_size
     return given.max_num_tokens * given.top_k * row + given.num_experts_total
 
 
 @takes(
     "cutlass_fused_moe",
+    ep_size=1,
+    ep_rank=0,
     use_deepseek_fp8_block_scale=False,
     output=None,
     profile_ids=None,
@@ -132,17 +137,20 @@ def cutlass_fused_moe(given: Any) -> list[Tensor]:
     experts, hidden, width = given.fc2_expert_weights.shape
     assert given.fc1_expert_weights.shape == (experts, 2 * width, hidden)
     assert given.workspace_buffer.dtype == torch.uint8
-    assert given.workspace_buffer.numel() >= tokens * top_k * (hidden + width) + experts
+    assert given.workspace_buffer.numel() >= tokens * top_k * (hidden + width) + experts * given.ep_size
     weights = given.fc1_expert_weights, given.fc2_expert_weights
     assert len(given.quant_scales) == len(weights)
     first, second = map(_weights, weights, given.quant_scales)
-    ids = _packed(chosen, (tokens, top_k)).long()
+    ids = _packed(chosen, (tokens, top_k)).long() - experts * given.ep_rank
+    is_held = (ids >= 0) & (ids < experts)
+    ids = ids.clamp(0, experts - 1)
     x = _rounded(_packed(given.input, (tokens, hidden)))
     up, gate = torch.einsum("th,tkwh->tkw", x, first[ids]).chunk(2, dim=-1)
     gated = _rounded((functional.silu(gate) * up).bfloat16().flatten(0, 1)).view(tokens, top_k, width)
     each = torch.einsum("tkw,tkhw->tkh", gated, second[ids])
     assert given.output.is_contiguous()
-    given.output.copy_((each * _packed(factors, (tokens, top_k)).double()[..., None]).sum(1))
+    held = _packed(factors, (tokens, top_k)).double().masked_fill(~is_held, 0)
+    given.output.copy_((each * held[..., None]).sum(1))
     return [given.output]
 
 

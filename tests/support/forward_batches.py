@@ -139,12 +139,13 @@ def load_model(
     backend: ModelBackend = "native",
     adapters: AdapterSlots | None = None,
     int8: bool = False,
+    ep: int = 1,
 ) -> CausalLM:
     """Return a loaded model on the CPU, or this rank's shard of one."""
     config = load_model_config(path, backend)
     if int8:
         config = quantized(config, EngineConfig(model_path=path, device="cpu", quantization="int8"))
-    model = build_model(config, dtype, torch.device("cpu"), parallel, adapters)
+    model = build_model(config, dtype, torch.device("cpu"), parallel, adapters, ep=ep)
     load_from_disk(WeightLoader(model), open_checkpoint(path), bucket_bytes)
     model.finalize_weights()
     return model

@@ -17,10 +17,10 @@ from caesura.scheduler.runtime.engine_config import EngineConfig
 
 
 def logits_of(
-    group: TensorParallel, path: str, dtype: torch.dtype, tokens: list[int], compiled: bool
+    group: TensorParallel, path: str, dtype: torch.dtype, tokens: list[int], compiled: bool, ep: int = 1
 ) -> Tensor:
     """Return logits [T, vocab] of a prompt in two chunks and then token by token, beside a second request."""
-    model = load_model(path, dtype, 4096, group)
+    model = load_model(path, dtype, 4096, group, ep=ep)
     paged = PagedModel(model, dtype, parallel=group, compiled=compiled)
     sequence, other = Sequence(tokens), Sequence(tokens[::-1])
     found = paged.step([], [(sequence, 9), (other, 5)])[:1]
@@ -101,11 +101,13 @@ def barrier(group: TensorParallel) -> None:
     group.barrier()
 
 
-def bits_each_way(group: TensorParallel, path: str, dtype: torch.dtype, length: int) -> list[Tensor]:
+def bits_each_way(
+    group: TensorParallel, path: str, dtype: torch.dtype, length: int, ep: int = 1
+) -> list[Tensor]:
     """Return logits of a prompt and two tokens: all layers in one call, by three threads, layer by layer."""
     found = []
     for threads, at_once in ((1, True), (3, True), (1, False)):
-        model = load_model(path, dtype, 1 << 20, group)
+        model = load_model(path, dtype, 1 << 20, group, ep=ep)
         assert model._kernel is not None
         if not at_once:
             model._kernel = None
@@ -121,9 +123,11 @@ def bits_each_way(group: TensorParallel, path: str, dtype: torch.dtype, length: 
     return found
 
 
-def alone_and_beside_others(group: TensorParallel, path: str, dtype: torch.dtype) -> list[Tensor]:
+def alone_and_beside_others(
+    group: TensorParallel, path: str, dtype: torch.dtype, ep: int = 1
+) -> list[Tensor]:
     """Return logits of a request alone, with its prompt in other chunks, and beside other requests."""
-    model = load_model(path, dtype, 1 << 20, group)
+    model = load_model(path, dtype, 1 << 20, group, ep=ep)
     found = []
     for chunks, others in (((30,), 0), ((1, 16, 13), 0), ((7, 23), 5)):
         paged = PagedModel(model, dtype, parallel=group, compiled=True)

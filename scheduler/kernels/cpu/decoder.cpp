@@ -148,7 +148,7 @@ struct Parts {
 
     // s.x to s.update, which it adds to where every token goes through something beside the experts.
     void experts() const {
-        const int64_t I = form.expert_size, k = form.top_k, pairs = T * k;
+        const int64_t I = form.expert_size, k = form.top_k;
         if (w.shared_gate) {
             product(s.x, H, {w.shared_gate, w.shared_gate_scales}, nullptr, s.gates, 1);
             sigmoid_mul({s.update, s.gates, T, H}, team, E());
@@ -162,8 +162,9 @@ struct Parts {
                grouped ? (const float*)w.router_bias : nullptr, form.route_scale}, team, E());
         int64_t *hit = (int64_t*)s.hit + number * s.groups_row, *starts = (int64_t*)s.starts + number * s.groups_row;
         int64_t* count = (int64_t*)s.count + number;
-        sort_pairs({(int64_t*)s.ids, pairs, k, form.experts, (int64_t*)s.pair_tokens, (int64_t*)s.places, hit, starts,
-                    (int64_t*)s.next, count}, team);
+        sort_pairs({(int64_t*)s.ids, T * k, k, form.first_expert, form.held_experts, (int64_t*)s.pair_tokens, (int64_t*)s.places,
+                    hit, starts, (int64_t*)s.next, count}, team);
+        const int64_t pairs = starts[*count];
         gather_pairs({s.x, (int64_t*)s.pair_tokens, s.rows, pairs, H * (int64_t)sizeof(E)}, team);
         const Groups groups = {hit, starts, count};
         const Weight gate_up = {w.experts_gate_up, w.experts_gate_up_scales}, down = {w.experts_down, w.experts_down_scales};

@@ -25,7 +25,9 @@ constexpr int64_t PARALLEL = 1 << 15;
 void caesura::sort_pairs(const Sorting& a, Team& team) {
     team.each(1, [&](int64_t, int64_t) {
         for (int64_t expert = 0; expert < a.experts; expert++) a.next[expert] = 0;
-        for (int64_t pair = 0; pair < a.pairs; pair++) a.next[a.ids[pair]]++;
+        const auto is_held = [&](int64_t id) { return id >= a.first && id < a.first + a.experts; };
+        for (int64_t pair = 0; pair < a.pairs; pair++)
+            if (is_held(a.ids[pair])) a.next[a.ids[pair] - a.first]++;
         int64_t groups = 0, start = 0;
         for (int64_t expert = 0; expert < a.experts; expert++) {
             const int64_t count = a.next[expert];
@@ -35,8 +37,9 @@ void caesura::sort_pairs(const Sorting& a, Team& team) {
         }
         a.starts[groups] = start;
         for (int64_t pair = 0; pair < a.pairs; pair++) {
-            a.places[pair] = a.next[a.ids[pair]]++;
-            a.tokens[a.places[pair]] = pair / a.k;
+            const bool held = is_held(a.ids[pair]);
+            a.places[pair] = held ? a.next[a.ids[pair] - a.first]++ : -1;
+            if (held) a.tokens[a.places[pair]] = pair / a.k;
         }
         *a.count = groups;
     });
@@ -49,14 +52,14 @@ void caesura::gather_pairs(const PairRows& a, Team& team) {
 }
 
 // `tokens` and `places` [pairs]: the token of each sorted pair, and where each pair went. `hit` [experts] and `starts`
-// [experts + 1]: the groups, each the expert and its first sorted pair, and the end of all. Returns how many groups; -1 where an
-// id is not one of an expert.
-CAESURA_API int64_t caesura_group(const int64_t* ids, int64_t pairs, int64_t k, int64_t experts, int64_t* tokens,
-                                  int64_t* places, int64_t* hit, int64_t* starts, int64_t* next) {
+// [experts + 1]: the groups, each the expert (from `first` on) and its first sorted pair, and the end of all. Returns how many
+// groups; -1 where an id is not one of `total` experts.
+CAESURA_API int64_t caesura_group(const int64_t* ids, int64_t pairs, int64_t k, int64_t total, int64_t first, int64_t experts,
+                                  int64_t* tokens, int64_t* places, int64_t* hit, int64_t* starts, int64_t* next) {
     for (int64_t pair = 0; pair < pairs; pair++)
-        if (ids[pair] < 0 || ids[pair] >= experts) return -1;
+        if (ids[pair] < 0 || ids[pair] >= total) return -1;
     int64_t count;
-    const Sorting a = {ids, pairs, k, experts, tokens, places, hit, starts, next, &count};
+    const Sorting a = {ids, pairs, k, first, experts, tokens, places, hit, starts, next, &count};
     run_team(1, false, [&](Team& team) { sort_pairs(a, team); });
     return count;
 }
@@ -209,6 +212,7 @@ static void combine_token(const Combine& a, int64_t token) {
         const int64_t n = smaller(a.size - i, LANES);
         F sum = zero();
         for (int64_t j = 0; j < a.k; j++) {
+            if (places[j] < 0) continue;
             const E* p = y + places[j] * a.size + i;
             sum = fma(set1(weights[j]), n == LANES ? load(p) : load(p, n), sum);
         }

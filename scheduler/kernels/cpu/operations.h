@@ -165,10 +165,11 @@ struct Route {
 
 constexpr int64_t MAX_GROUPS = 64;
 
-// Pairs of a token and one of its k experts, sorted by expert: kernels/experts.py describes the results.
+// Pairs of a token and one of its k experts, sorted by expert: kernels/experts.py describes the results. Only pairs of the
+// `experts` from number `first` on, which this process holds, have a place; their number is starts[*count].
 struct Sorting {
     const int64_t* ids;  // [pairs]
-    int64_t pairs, k, experts;
+    int64_t pairs, k, first, experts;
     int64_t *tokens, *places, *hit, *starts, *next, *count;
 };
 
@@ -183,7 +184,7 @@ struct PairRows {
 // out[token] = sum of weights times rows of y, + out[token] if `adds`.
 struct Combine {
     const void* y;          // [pairs, size], sorted
-    const int64_t* places;  // [tokens, k]: rows of y
+    const int64_t* places;  // [tokens, k]: rows of y; -1: none
     const float* weights;   // [tokens, k]
     void* out;              // [tokens, size]
     int64_t tokens, k, size;
@@ -274,6 +275,7 @@ struct LayerForm {
     int64_t intermediate, bend;  // of the dense block, or of what every token goes through; 0: there is none
     int64_t window;
     int64_t experts, top_k, expert_size, expert_bend, normalize, record_row, record_bytes;  // 0 experts: there are none
+    int64_t first_expert, held_experts;             // whose weights this process has
     int64_t groups, top_groups, sigmoid, best_two;  // of routing by groups
     float route_scale, scale, softcap, reserved;  // scale 0: the step's
 };

@@ -283,7 +283,7 @@ def test_layers_without_the_paged_kernel_go_one_by_one(models):
 
 
 SHAPE = LayerShape(hidden=24, heads=4, kv_heads=2, head_size=8, rotated=8)
-EXPERTS = ExpertsForm(count=3, top_k=2, size=16, bend="silu", normalize=True)
+EXPERTS = ExpertsForm(count=3, held=range(3), top_k=2, size=16, bend="silu", normalize=True)
 GROUPS = GroupRouting(groups=3, top_groups=2, sigmoid=True, best_two=False, scale=1.0)
 
 

@@ -93,7 +93,7 @@ def sums() -> None:
     from caesura.scheduler.kernels.triton_experts import add_biases, combine, sort_rows
 
     for hidden, top_k in ((2048, 8), (7168, 6)):
-        rows, places, ends = sort_rows(zeros(3, hidden), zeros(3, top_k, dtype=torch.int64), 128)
+        rows, places, ends = sort_rows(zeros(3, hidden), zeros(3, top_k, dtype=torch.int64), range(128))
         add_biases(rows, ends, zeros(128, hidden))
         combine(rows, places, zeros(3, top_k, dtype=torch.float32), zeros(3, hidden))
         combine(rows, places, zeros(3, top_k, dtype=torch.float32))
@@ -152,7 +152,7 @@ def launches(tokens: int) -> None:
     )  # fmt: skip
     record = zeros(tokens, 3, 2, dtype=torch.uint8)[:, 1]
     ids, weights = triton_experts.route(zeros(tokens, 8), 2, normalize=True, record=record)
-    rows, places, ends = triton_experts.sort_rows(queries[:, 0], ids, 8)
+    rows, places, ends = triton_experts.sort_rows(queries[:, 0], ids, range(8))
     triton_experts.add_biases(rows, ends, zeros(8, rows.shape[1]))
     triton_experts.combine(rows, places, weights, queries[:, 0])
     triton_fp8.quantize(zeros(tokens, 256), tokens + 3)

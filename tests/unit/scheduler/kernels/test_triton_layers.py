@@ -252,7 +252,7 @@ def test_the_choice_by_groups_is_torchs(sigmoid, bias, groups, top_groups, group
 def test_rows_are_sorted_and_summed_as_torch_does(dtype, tokens, top_k, experts, size):
     ids = torch.rand(tokens, experts).argsort(-1)[:, :top_k].contiguous()
     x = torch.randn(tokens, size + 3).to(dtype)[:, :size]
-    rows, places, ends = triton_experts.sort_rows(x, ids, experts)
+    rows, places, ends = triton_experts.sort_rows(x, ids, range(experts))
     expected_tokens, expected_places, expected_ends = experts_module.sort_by_expert(ids, experts)
     assert torch.equal(rows, x[expected_tokens])
     assert torch.equal(places, expected_places)
@@ -324,6 +324,23 @@ def test_rows_are_spread_as_torch_does(multiple, ends, pairs):
     starts = [0, *padded_ends.tolist()]
     of_experts = [expert for expert, (start, end) in enumerate(pairwise(starts)) for _ in range(start, end)]
     assert owners.tolist() == [*of_experts, *[-1] * (rows - starts[-1])]
+
+
+@computed
+@pytest.mark.parametrize("held", [range(3), range(3, 7), range(8, 9)])
+def test_rows_of_experts_held_come_first_and_count_alone(held):
+    ids = torch.rand(41, 9).argsort(-1)[:, :4].contiguous()
+    x, weights = torch.randn(41, 50), torch.rand(41, 4)
+    rows, places, ends = triton_experts.sort_rows(x, ids, held)
+    numbers = torch.where((ids >= held.start) & (ids < held.stop), ids - held.start, len(held))
+    expected_tokens, expected_places, expected_ends = experts_module.sort_by_expert(numbers, len(held))
+    assert torch.equal(rows, x[expected_tokens])
+    assert torch.equal(places, expected_places)
+    assert torch.equal(ends, expected_ends)
+    clean = rows.clone()
+    rows[ends[-1] :], clean[ends[-1] :] = torch.nan, 0
+    found = triton_experts.combine(rows, places, weights, ends=ends)
+    assert_rounded_alike(found, experts_module.combine(clean, places, weights))
 
 
 # Models

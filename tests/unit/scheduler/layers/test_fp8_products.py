@@ -1,5 +1,6 @@
 """FP8 products on accelerators, by stand-ins that read memory as the libraries do."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from caesura.scheduler.layers.fp8_products import dense_for, experts_for
 from caesura.scheduler.layers.linear import Linear
 from caesura.scheduler.layers.parameters import Placement, ScaleBlocks
 from caesura.scheduler.layers.scaled_blocks import ScaledMatrix
+from caesura.scheduler.parallel.group import TensorParallel
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 DENSE = [kind for _, kind in fp8_products.DENSE]
@@ -237,8 +239,17 @@ def test_routed_experts_are_those_of_dequantised_weights(choose, kind):
     choose(kind)
     count, hidden, width, top_k = 6, 256, 128, 2
     with native.limited_to("torch"):
-        experts = Experts("e", "m", count, hidden, width, place=Placement(torch.bfloat16, CPU, ScaleBlocks()))
+        place = Placement(torch.bfloat16, CPU, ScaleBlocks())
+        experts = Experts("e", "m", count, hidden, width, place=place)
+        ranks = [
+            Experts(
+                "e", "m", count, hidden, width, place=replace(place, parallel=TensorParallel(rank, 3), ep=3)
+            )
+            for rank in range(3)
+        ]
     dense = filled(experts, 3)
+    for rank in ranks:
+        filled(rank, 3)
     generator = torch.Generator().manual_seed(1)
     for tokens in (1, 9, 300):
         x = torch.randn(tokens, hidden, generator=generator).bfloat16()
@@ -254,6 +265,7 @@ def test_routed_experts_are_those_of_dequantised_weights(choose, kind):
         found = experts.forward(x, ids, weights)
         assert found.dtype == torch.bfloat16
         assert off(found, expected) < 0.06
+        assert off(sum(rank.forward(x, ids, weights).float() for rank in ranks), expected) < 0.06
 
 
 def test_rows_are_spread_without_asking_for_their_number():

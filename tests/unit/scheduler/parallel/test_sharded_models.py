@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import make_checkpoint, make_dequantized_checkpoint, make_fp8_checkpoint
+from support.lanes import quick
 from support.rank_jobs import alone_and_beside_others, bits_each_way, logits_of, lost_within_a_step, sampled
 from support.ranks import Ranks
 
 from caesura.io_struct import CaesuraError, ErrorCode
 from caesura.scheduler.kernels import native
 from caesura.scheduler.models.config import load_model_config
-from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.models.registry import build_model, require_ranks
 from caesura.scheduler.parallel.group import SINGLE, TensorParallel
 
 TOLERANCE = 1e-4
@@ -56,9 +57,17 @@ CASES = {
 """Ranks that several share a key head among them, too."""
 
 
+class _Started(dict[int, Ranks]):
+    """Groups by size, each started when it is asked for."""
+
+    def __missing__(self, size: int) -> Ranks:
+        self[size] = Ranks(size)
+        return self[size]
+
+
 @pytest.fixture(scope="module")
 def groups() -> Iterator[dict[int, Ranks]]:
-    found = {size: Ranks(size) for size in (2, 3)}
+    found = _Started()
     yield found
     for ranks in found.values():
         ranks.close()
@@ -83,6 +92,58 @@ def test_logits(name: str, groups: dict[int, Ranks], tmp_path: Path) -> None:
         assert (found[0] - logits_of(SINGLE, *arguments)).abs().max() <= TOLERANCE
         for other in found[1:]:
             assert torch.equal(other, found[0])
+
+
+SIX_EXPERTS = {"num_local_experts": 6}
+GROUPED = {
+    "qwen3-moe": (2, 2, {"num_experts": 6}),
+    "gpt-oss": (3, 3, SIX_EXPERTS | heads(6, 3, 8, 36)),
+    "deepseek-v3": (2, 2, {}),
+    "qwen2-moe": (4, 2, {"num_experts": 6, **heads(4, 4, 12, 40)}),
+    "mixtral": (2, 2, SIX_EXPERTS),
+    "deepseek-v2": (3, 3, heads(6, 6, 6, 36)),
+    "glm4-moe": (4, 2, heads(4, 4, 12, 40)),
+}
+"""Ranks, groups of them that have whole experts, and sizes of a model."""
+
+
+@pytest.mark.parametrize("family", quick(GROUPED, 4))
+def test_logits_of_whole_experts(family: str, groups: dict[int, Ranks], tmp_path: Path) -> None:
+    size, ep, options = GROUPED[family]
+    reference = make_checkpoint(tmp_path, family, seed=len(family), **options)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens()])).logits[0]
+    for compiled in (False, True):
+        found = groups[size].call(logits_of, str(tmp_path), torch.float32, tokens(), compiled, ep)
+        assert (found[0] - expected).abs().max() <= TOLERANCE
+        for other in found[1:]:
+            assert torch.equal(other, found[0])
+
+
+def test_gloo_adds_whole_experts_as_shared_memory_does(groups: dict[int, Ranks], tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3-moe", num_experts=6)
+    ranks, arguments = Ranks(2, gloo=True), (str(tmp_path), torch.float32, tokens(), True, 2)
+    try:
+        found = ranks.call(logits_of, *arguments)
+    finally:
+        ranks.close()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], groups[2].call(logits_of, *arguments)[0])
+
+
+@pytest.mark.parametrize("family", quick(["qwen3-moe", "mixtral", "deepseek-v3"]))
+@pytest.mark.parametrize("dtype", quick([torch.bfloat16, torch.float32]))
+def test_whole_experts_have_the_same_bits_each_way(
+    family: str, dtype: torch.dtype, groups: dict[int, Ranks], tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, family, **GROUPED[family][2])
+    at_once, by_threads, by_layer = groups[2].call(bits_each_way, str(tmp_path), dtype, 37, 2)[1]
+    assert at_once.isfinite().all()
+    assert torch.equal(at_once, by_threads)
+    assert torch.equal(at_once, by_layer)
+    for alone, chunked, beside in groups[2].call(alone_and_beside_others, str(tmp_path), dtype, 2):
+        assert torch.equal(alone, chunked)
+        assert torch.equal(alone, beside)
 
 
 WIDE = {"hidden_size": 1024, "intermediate_size": 48, "max_position_embeddings": 512}
@@ -160,10 +221,11 @@ def test_fp8(family: str, blocks: tuple[int, int], groups: dict[int, Ranks], tmp
     make_checkpoint(plain, family, seed=3, dtype=torch.bfloat16)
     make_fp8_checkpoint(plain, fp8, blocks, ())
     make_dequantized_checkpoint(fp8, dequantized, blocks)
-    found = groups[2].call(logits_of, str(fp8), torch.float32, tokens(), False)
     expected = logits_of(SINGLE, str(dequantized), torch.float32, tokens(), False)
-    assert torch.equal(found[0], found[1])
-    assert (found[0] - expected).abs().max() <= TOLERANCE
+    for ep in (1, 2) if family == "deepseek-v3" else (1,):
+        found = groups[2].call(logits_of, str(fp8), torch.float32, tokens(), False, ep)
+        assert torch.equal(found[0], found[1])
+        assert (found[0] - expected).abs().max() <= TOLERANCE
 
 
 @pytest.mark.parametrize(("family", "ranks", "overrides", "field"), [
@@ -186,6 +248,19 @@ def test_indivisible_sizes_are_refused_by_name(
             build_model(config, torch.float32, torch.device("cpu"), TensorParallel(rank, ranks))
         assert caught.value.code == ErrorCode.UNSUPPORTED_MODEL
         assert caught.value.detail["fields"] == [field]
+
+
+@pytest.mark.parametrize(("family", "ranks", "ep", "reason"), [
+    ("qwen3", 2, 2, "Qwen3ForCausalLM has no routed experts to divide among 2 groups: leave out ep"),
+    ("qwen3-moe", 2, 2, "num_experts = 5 is not a multiple of 2"),
+])  # fmt: skip
+def test_whole_experts_that_no_group_has_are_refused(
+    family: str, ranks: int, ep: int, reason: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, family)
+    with pytest.raises(CaesuraError, match=reason) as caught:
+        require_ranks(load_model_config(tmp_path), ranks, ep)
+    assert caught.value.code == ErrorCode.UNSUPPORTED_MODEL
 
 
 @pytest.mark.parametrize(("family", "module"), [("qwen3", "q_proj"), ("deepseek-v3", "q_b_proj")])

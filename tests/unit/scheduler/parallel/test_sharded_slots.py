@@ -33,9 +33,9 @@ FP8 = torch.float8_e4m3fn
 
 
 def place(
-    rank: int, size: int, dtype: torch.dtype = torch.float32, blocks: ScaleBlocks | None = None
+    rank: int, size: int, dtype: torch.dtype = torch.float32, blocks: ScaleBlocks | None = None, ep: int = 1
 ) -> Placement:
-    return Placement(dtype, CPU, blocks, parallel=TensorParallel(rank, size))
+    return Placement(dtype, CPU, blocks, parallel=TensorParallel(rank, size), ep=ep)
 
 
 def slots_of(layer: Layer) -> dict[str, WeightSlot]:
@@ -203,27 +203,34 @@ class Folder:
     path: Path
     tensors: dict[str, Tensor]
 
+    ep: int = 1
+
     def model(self, rank: int, size: int) -> CausalLM:
-        return build_model(load_model_config(self.path), torch.float32, CPU, TensorParallel(rank, size))
+        config, parallel = load_model_config(self.path), TensorParallel(rank, size)
+        return build_model(config, torch.float32, CPU, parallel, ep=self.ep)
 
 
-BLOCKS = {"qwen3": (12, 12), "qwen3.5": (2, 4)}
+BLOCKS = {"qwen3": (12, 12), "qwen3.5": (2, 4), "deepseek-v3": (4, 4)}
 
 
 @pytest.fixture(
     scope="module",
-    params=["llama-tied", "qwen3-moe", "deepseek-v3", "qwen3-fp8", "qwen3-next", "qwen3.5", "qwen3.5-fp8"],
+    params=[
+        *("llama-tied", "qwen3-moe", "deepseek-v3", "qwen3-fp8", "qwen3-next", "qwen3.5", "qwen3.5-fp8"),
+        *("deepseek-v3-ep", "deepseek-v3-fp8-ep"),
+    ],
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    family, _, _ = request.param.removesuffix("-tied").partition("-fp8")
-    path = tmp_path_factory.mktemp("model")
-    if request.param.endswith("fp8"):
+    name = request.param.removesuffix("-ep")
+    family, _, _ = name.removesuffix("-tied").partition("-fp8")
+    path, ep = tmp_path_factory.mktemp("model"), 1 if name == request.param else 2
+    if name.endswith("fp8"):
         make_checkpoint(path / "plain", family, dtype=torch.bfloat16)
         make_fp8_checkpoint(path / "plain", path / "fp8", BLOCKS[family], ())
         path = path / "fp8"
     else:
-        make_checkpoint(path, family, tied=request.param.endswith("-tied"))
-    return Folder(path, load_file(path / "model.safetensors"))
+        make_checkpoint(path, family, tied=name.endswith("-tied"))
+    return Folder(path, load_file(path / "model.safetensors"), ep)
 
 
 @pytest.mark.parametrize("bucket_bytes", [300, 4096, 1 << 20])
@@ -298,12 +305,15 @@ def test_rows_between_owned_ones_may_be_left_out(tmp_path: Path) -> None:
 
 
 @settings(max_examples=examples(20))
-@given(st.data(), st.integers(1, 3), st.integers(1, 4), DTYPES)
-def test_experts_of_one_tensor(data: st.DataObject, size: int, width: int, sent: torch.dtype) -> None:
-    experts, hidden, total = 3, 5, width * size
-    for rank in range(size):
-        held = slice(width * rank, width * (rank + 1))
-        names, where = ExpertNames(stacked=True), place(rank, size)
+@given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), DTYPES)
+def test_experts_of_one_tensor(
+    data: st.DataObject, size: int, ep: int, width: int, sent: torch.dtype
+) -> None:
+    experts, hidden, total = 3 * ep, 5, width * size
+    for rank in range(size * ep):
+        group, within = divmod(rank, size)
+        held, own = slice(width * within, width * (within + 1)), slice(3 * group, 3 * (group + 1))
+        names, where = ExpertNames(stacked=True), place(rank, size * ep, ep=ep)
         slots = slots_of(Experts("e", "m", experts, hidden, total, names=names, bias=True, place=where))
         shapes = {
             "m.gate_up_proj": (experts, hidden, 2 * total),
@@ -317,9 +327,19 @@ def test_experts_of_one_tensor(data: st.DataObject, size: int, width: int, sent:
             for start, stop in cuts(data, experts):
                 slot.update(value[start:stop], start, compare=data.draw(st.booleans()))
                 assert not slot.differs(value[start:stop], start)
-            expected = value
+            assert [*rows_of(slot)] == [*range(own.start, own.stop)]
+            expected = value[own]
             if "gate_up" in name:
-                expected = value.unflatten(-1, (total, 2))[..., held, :].flatten(-2)
+                expected = expected.unflatten(-1, (total, 2))[..., held, :].flatten(-2)
             elif name == "m.down_proj":
-                expected = value[:, held]
+                expected = expected[:, held]
             assert bits(slot.read()) == bits(expected.to(slot.dtype))
+
+
+@settings(max_examples=examples(20))
+@given(st.data(), st.integers(1, 2), st.integers(1, 3), DTYPES)
+def test_whole_experts(data: st.DataObject, size: int, ep: int, sent: torch.dtype) -> None:
+    ranks = size * ep
+    width = data.draw(st.integers(1, 9)) * size
+    places = [place(rank, ranks, ep=ep) for rank in range(ranks)]
+    Layers([Experts("e", "m", 2 * ep, 7, width, place=each) for each in places]).check(data, sent)
