@@ -9,6 +9,7 @@ threads of two would share the cores.
   has ended
 
     python benchmarks/ranks.py --shape tiny --turns 3 --pauses 200 --kills 20 --json ranks.json
+    python benchmarks/ranks.py --shape moe --pauses 0 --kills 0
 """
 
 import argparse
@@ -28,7 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from checkpoints import SHAPES, write_checkpoint
+from architectures import ARCHITECTURES
+from checkpoints import write_checkpoint
 from harness.cycles import ALLOWANCE_MS, STEPS_BETWEEN, TARGET_STEP_S, distribution
 from harness.load import Load
 from harness.script import begin, in_turns, parser, table, write_json
@@ -47,6 +49,8 @@ class Kind:
     ranks: int
     threads: int
     gloo: bool = False
+    ep: int = 1
+    """Groups of ranks that have whole experts; above 1 for shapes with experts alone."""
 
 
 KINDS = {
@@ -54,6 +58,7 @@ KINDS = {
     "1 rank, 2 threads": Kind(1, 2),
     "2 ranks, shared memory": Kind(2, 1),
     "2 ranks, gloo": Kind(2, 1, gloo=True),
+    "2 ranks, whole experts": Kind(2, 1, ep=2),
 }
 KILLED = "2 ranks, shared memory"
 STATES = ("idle", "stepping", "paused")
@@ -77,6 +82,7 @@ def engine(kind: Kind, folder: Path, workload: Workload) -> Iterator[LaunchedSch
         "dtype": "bfloat16",
         "num_threads": kind.threads,
         "tp": kind.ranks,
+        "ep": kind.ep,
         "context_len": workload.context_len,
         "kv_pool_tokens": workload.kv_tokens,
         "max_running_requests": workload.requests,
@@ -206,12 +212,16 @@ def measure(folder: Path, workload: Workload, options: argparse.Namespace) -> di
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--shape", choices=("tiny", "0.6b"), default="tiny")
-    made.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
+    made.add_argument("--shape", choices=("tiny", "0.6b", "moe", "mla"), default="tiny")
+    made.add_argument("--kinds", nargs="+", choices=tuple(KINDS), help="those that the shape can have")
     made.add_argument("--turns", type=int, default=3, help="0: only kills")
     made.add_argument("--pauses", type=int, default=200, help="of each kind, in all turns (%(default)s)")
     made.add_argument("--kills", type=int, default=20, help="in each state (%(default)s)")
-    return made.parse_args(argv)
+    options = made.parse_args(argv)
+    if options.kinds is None:
+        has_experts = hasattr(ARCHITECTURES[WORKLOADS[options.shape].model], "num_experts_per_tok")
+        options.kinds = [name for name, kind in KINDS.items() if kind.ep == 1 or has_experts]
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -221,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     workload = WORKLOADS[options.shape]
     killed: dict[str, list[tuple[float | None, float]]] = {state: [] for state in STATES if options.kills}
     with tempfile.TemporaryDirectory() as scratch:
-        folder = write_checkpoint(Path(scratch) / "model", SHAPES[workload.model])
+        folder = write_checkpoint(Path(scratch) / "model", ARCHITECTURES[workload.model])
         found = measure(folder, workload, options) if options.turns else {}
         if found:
             console.print(speed_table(found))

@@ -30,6 +30,7 @@ from caesura.io_struct import (
 from caesura.scheduler.weights import source
 from caesura.scheduler.weights.staged_delta import _Elements, _Rows
 from caesura.transfer.weight_delta import DELTA_FILE, DeltaMetadata, write_delta
+from caesura.transfer.weight_digest import digest_of
 
 WEIGHTS = "model.safetensors"
 EPOCH = DeltaBase(base_epoch=0)
@@ -89,9 +90,26 @@ FAMILIES = {
 @pytest.mark.parametrize(("name", "tp"), every(product(FAMILIES, (1, 2)), 3))
 def test_a_delta_is_a_cold_load_and_can_be_undone(name, tp, tmp_path):
     family, options = FAMILIES[name]
-    versions = Versions(tmp_path, family, **options)
-    after, digest = versions.cold_digest(tp=tp)
-    with versions.engine(tp=tp) as driver:
+    check_delta(Versions(tmp_path, family, **options), tmp_path, tp=tp)
+
+
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 36}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "ep", "family", "options"), quick([
+    (4, 2, "gpt-oss", {"num_local_experts": 4, "num_key_value_heads": 4}),
+    (3, 3, "deepseek-v3", {**SIX_HEADS, "dtype": torch.bfloat16}),
+    (2, 2, "deepseek-v3", {"dtype": torch.bfloat16, "fp8": True}),
+]))  # fmt: skip
+def test_a_delta_reaches_whole_experts(tp, ep, family, options, tmp_path):
+    check_delta(Versions(tmp_path, family, **options), tmp_path, tp=tp, ep=ep)
+
+
+def check_delta(versions, tmp_path, **ranks):
+    after, digest = versions.cold_digest(**ranks)
+    assert digest == digest_of(versions.new)
+    with versions.engine(**ranks) as driver:
         before, digest_before = checksums(driver), driver.status().digest
         base = DeltaBase(base_epoch=0, base_digest=digest_before, digest=digest)
         sent = SentDelta(versions.old, versions.new, whole=sorted(versions.new)[::3])

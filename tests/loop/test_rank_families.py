@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from support.checkpoints import make_checkpoint
 from support.faults import BUG, Fault
@@ -16,6 +18,7 @@ from support.scripted import EngineDriver, assert_error, tokens_of
 from caesura.io_struct import DestroyWeightsUpdateGroupReqInput
 from caesura.scheduler.executor.rpc import decode_call, encode
 from caesura.scheduler.executor.workers import Workers
+from caesura.scheduler.runtime.guard import EngineEndsError
 
 pytestmark = pytest.mark.slow  # workers take seconds to start
 LENGTHS = (100, 30, 200, 210, 180, 170, 205, 90)
@@ -52,6 +55,49 @@ def test_layers_with_a_window_have_pages_on_every_rank(family, tmp_path):
     np.testing.assert_allclose(close, logprobs, atol=1e-4)
 
 
+@pytest.mark.parametrize(("family", "tp", "overrides"), quick([
+    ("deepseek-v3", 3, {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 36}),
+    ("qwen3-moe", 2, {"num_experts": 6}),
+    ("qwen2-moe", 4, {"num_experts": 8, "num_key_value_heads": 4}),
+    ("gpt-oss", 2, {"num_local_experts": 4}),
+    ("qwen3-next", 2, {"num_experts": 4}),
+]))  # fmt: skip
+def test_ranks_with_whole_experts_sample_the_tokens_of_one(family, tp, overrides, tmp_path):
+    make_checkpoint(tmp_path, family, seed=1, **overrides)
+    with EngineDriver(str(tmp_path), scripted=False) as driver:
+        tokens, logprobs, routing = with_routing(driver)
+    with EngineDriver(str(tmp_path), scripted=False, tp=tp, ep=tp) as driver:
+        for pause in (None, "in_place", "retract"):
+            found, close, same_routing = with_routing(driver, pause)
+            assert found == tokens
+            assert same_routing == routing
+            np.testing.assert_allclose(close, logprobs, atol=1e-4)
+            driver.flush()
+        (worker, *_) = driver.status().ranks
+        driver.generate([1, 2, 3], 100)
+        driver.tick(3)
+        psutil.Process(worker.pid).kill()
+        with pytest.raises(EngineEndsError, match="was killed by SIGKILL"):
+            driver.engine.scheduler.run()
+
+
+def with_routing(driver: EngineDriver, pause: str | None = None) -> tuple[Any, ...]:
+    """Return tokens, log-probabilities and experts of greedy and sampled requests, paused in their midst."""
+    prompts = [[3 + (7 * token + number) % 90 for token in range(30 + number)] for number in range(4)]
+    rids = [
+        driver.generate(prompt, 20, seed=number or None, return_logprob=True, return_routed_experts=True)
+        for number, prompt in enumerate(prompts)
+    ]
+    driver.tick(6)
+    if pause is not None:
+        driver.pause(pause)
+        driver.go_on()
+    driver.run_until_idle()
+    results = [driver.result(rid) for rid in rids]
+    logprobs = np.stack([np.frombuffer(result.output_logprobs, np.float32) for result in results])
+    return [tokens_of(each) for each in results], logprobs, [each.routed_experts for each in results]
+
+
 @dataclass
 class Engine:
     """An engine of two ranks, and the checkpoint that it is to become."""
@@ -63,15 +109,26 @@ class Engine:
     """Checksums of an engine that was started with the second."""
 
 
-@pytest.fixture(scope="module", params=quick(["qwen3.5", "qwen3-next", "deepseek-v3", "gpt-oss", "gemma3"]))
+UPDATED = {
+    "qwen3.5": {},
+    "deepseek-v3, ep": {},
+    "gpt-oss, ep": {"num_local_experts": 4},
+    "qwen3-moe, ep": {"num_experts": 6},
+    **{family: {} for family in ("qwen3-next", "deepseek-v3", "gpt-oss", "gemma3")},
+}
+
+
+@pytest.fixture(scope="module", params=quick(UPDATED, 2))
 def engine(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
+    family, _, grouped = request.param.partition(", ")
+    options = {"tp": 2, "ep": 2 if grouped else 1, "kv_pool_tokens": 1024}
     paths = [folder / "first", folder / "second"]
     for seed, path in enumerate(paths):
-        make_checkpoint(path, request.param, seed=seed)
-    with EngineDriver(str(paths[1]), scripted=False, tp=2, kv_pool_tokens=1024) as driver:
+        make_checkpoint(path, family, seed=seed, **UPDATED[request.param])
+    with EngineDriver(str(paths[1]), scripted=False, **options) as driver:
         cold = checksums(driver)
-    with EngineDriver(str(paths[0]), scripted=False, tp=2, kv_pool_tokens=1024) as driver:
+    with EngineDriver(str(paths[0]), scripted=False, **options) as driver:
         yield Engine(driver, *paths, cold)
 
 

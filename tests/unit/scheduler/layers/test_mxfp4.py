@@ -44,8 +44,8 @@ def test_transformers_agrees():
     assert same(torch.stack(ours), theirs)
 
 
-def layer(dtype, rank=0, size=1):
-    place = Placement(dtype, torch.device("cpu"), parallel=TensorParallel(rank, size))
+def layer(dtype, rank=0, size=1, ep=1):
+    place = Placement(dtype, torch.device("cpu"), parallel=TensorParallel(rank, size), ep=ep)
     names = ExpertNames(stacked=True)
     return Experts(
         "e", "mlp.experts", EXPERTS, HIDDEN, WIDTH, names=names, bias=True, bend="clamped", place=place
@@ -128,6 +128,24 @@ def test_ranks_keep_their_part_of_the_width(served):
         assert same(first, again)
         assert same(second, once_more)
         assert same(torch.cat([first, second], dim=columns), wide[name].float())
+
+
+def test_ranks_keep_their_experts(served):
+    packed, wide = drawn(4)
+    parts = {name: [] for name in wide}
+    for rank in range(EXPERTS):
+        held, halves = slots_of(layer(torch.float32, rank, EXPERTS, ep=EXPERTS))
+        for early in (True, False):
+            for name in sorted(packed, reverse=early):
+                assert halves[name].shape == packed[name].shape
+                assert halves[name].owned == (range(rank, rank + 1),)
+                for start in range(EXPERTS):
+                    halves[name].update(packed[name][start : start + 1], start)
+                halves[name].make_room()
+        for name in wide:
+            parts[name].append(held[name].read())
+    for name, value in wide.items():
+        assert same(torch.cat(parts[name]), value.float())
 
 
 def test_experts_that_groups_do_not_divide_come_wide():
