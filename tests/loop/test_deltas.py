@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from support.buckets_by_hand import Sender
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint, write_like
 from support.deltas import ROADS, SentDelta, by_disk, by_tensor, some_changed
-from support.lanes import every
-from support.lanes import quick
+from support.lanes import every, quick
 from support.lora import ALL_LINEAR, make_adapter
 from support.properties import examples
 from support.scripted import EngineDriver, assert_error, ok, one_piece_per_slice
