@@ -356,8 +356,8 @@ def try_experts(kind: Experts, device: torch.device) -> Iterator[float]:
             up, gate = torch.einsum("th,tkwh->tkw", x.float(), dequantized(*gate_up)[ids]).chunk(2, dim=-1)
             gated = functional.silu(gate).mul_(up)
             each = torch.einsum("tkw,tkhw->tkh", gated, dequantized(*down)[ids])
-            parts = ((weight[held], scales[held]) for weight, scales in (gate_up, down))
-            found = compute(x, ids, weights, *parts)
+            of_group = ((weight[held], scales[held]) for weight, scales in (gate_up, down))
+            found = compute(x, ids, weights, *of_group)
             counted = weights.masked_fill(ids < held.start, 0)
             yield _off(found, (each * counted[..., None]).sum(1))
 
