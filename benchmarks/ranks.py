@@ -44,19 +44,24 @@ from caesura.client.launch.launcher import worker_command
 
 @dataclass(frozen=True)
 class Kind:
-    """An engine: its ranks, the threads of each, and whether ranks meet as those of two hosts do."""
+    """An engine: its ranks, the threads of each, and whether ranks meet as those of two hosts do.
+
+    With ``dp_attention`` each rank computes attention for requests of its own.
+    """
 
     ranks: int
     threads: int
     gloo: bool = False
     ep: int = 1
     """Groups of ranks that have whole experts; above 1 for shapes with experts alone."""
+    dp_attention: bool = False
 
 
 KINDS = {
     "1 rank, 1 thread": Kind(1, 1),
     "1 rank, 2 threads": Kind(1, 2),
     "2 ranks, shared memory": Kind(2, 1),
+    "2 ranks, dp attention": Kind(2, 1, dp_attention=True),
     "2 ranks, gloo": Kind(2, 1, gloo=True),
     "2 ranks, whole experts": Kind(2, 1, ep=2),
 }
@@ -83,6 +88,7 @@ def engine(kind: Kind, folder: Path, workload: Workload) -> Iterator[LaunchedSch
         "num_threads": kind.threads,
         "tp": kind.ranks,
         "ep": kind.ep,
+        "dp_attention": kind.ranks if kind.dp_attention else 1,
         "context_len": workload.context_len,
         "kv_pool_tokens": workload.kv_tokens,
         "max_running_requests": workload.requests,

@@ -61,6 +61,10 @@ class EngineOptions:
     """Expert parallelism: the number of groups that the tp ranks form to divide routed experts, whole ones to
     each group. Ranks of a group divide the width of theirs; with ep equal to tp there is nothing to divide.
     """
+    dp_attention: int = 1
+    """Data-parallel attention: with as many as tp, each rank computes whole attention for requests of its own
+    and has their KV cache alone, while all other layers stay divided. 1: attention is divided by heads.
+    """
     tp_joined: int = 0
     """Number of ranks, the last ones, that are started by hand on other hosts (caesura worker --join ADDRESS
     --rank R).
@@ -85,8 +89,8 @@ class EngineOptions:
     context_len: int | None = None
     """Maximum length of prompt plus output, in tokens. The default is the model's."""
     kv_pool_tokens: int | None = None
-    """Size of the KV cache pool in tokens. By default, kv_memory_fraction of the memory that is free after
-    loading."""
+    """Size of the KV cache pool in tokens, with dp_attention that of each rank. By default,
+    kv_memory_fraction of the memory that is free after loading."""
     kv_memory_fraction: float | None = None
     """Fraction of the free device memory for the KV cache pool when kv_pool_tokens is not given, or for what
     the running samples of an image pipeline hold. The default is 0.5 on the CPU and for image pipelines, 0.85

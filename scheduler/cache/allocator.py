@@ -1,7 +1,8 @@
 """Free list of KV pages.
 
-Page 0 is scratch: never handed out and not part of :attr:`PageAllocator.total`. Every other page is either
-free, exactly once, or with one caller of :meth:`PageAllocator.allocate`. A refused call changes nothing.
+Page 0 is scratch: never handed out and not part of :attr:`PageAllocator.total`. Every page of the range that
+is handed out is either free, exactly once, or with one caller of :meth:`PageAllocator.allocate`. A refused
+call changes nothing.
 """
 
 from typing import NamedTuple
@@ -25,14 +26,17 @@ class Usage(NamedTuple):
 class PageAllocator:
     """A stack of free page ids. Each call is O(pages in the call), in array operations."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, first: int = 1) -> None:
+        """``num_pages`` counts the scratch page; the others begin at page ``first``."""
         if num_pages < 2:
             raise ValueError(f"num_pages = {num_pages}: need the scratch page and at least one other")
         self.total = num_pages - 1
-        self._stack = np.arange(self.total, 0, -1, dtype=np.int32)  # descending: low pages leave first
+        self.first, self.last = first, first + self.total - 1
+        # Descending: low pages leave first.
+        self._stack = np.arange(self.last, first - 1, -1, dtype=np.int32)
         self._num_free = self.total
-        self._is_free = np.ones(num_pages, dtype=np.bool_)
-        self._is_free[0] = False
+        self._is_free = np.zeros(self.last + 1, dtype=np.bool_)
+        self._is_free[first:] = True
 
     @property
     def num_free(self) -> int:
@@ -56,8 +60,8 @@ class PageAllocator:
         if n == 0:
             return
         ordered = np.sort(pages)
-        if ordered[0] < 1 or ordered[-1] > self.total:
-            raise LedgerError(f"freed pages outside [1, {self.total}]: {_named(pages)}")
+        if ordered[0] < self.first or ordered[-1] > self.last:
+            raise LedgerError(f"freed pages outside [{self.first}, {self.last}]: {_named(pages)}")
         already = self._is_free[pages]
         if already.any():
             raise LedgerError(f"pages freed while free: {_named(pages[already])}")

@@ -11,6 +11,8 @@ Invariants:
   and *held* in the tree and locked, or a request's own. The three are counted apart, so that the equation can
   fail.
 - This is the only module that returns pages to the allocator.
+- With data-parallel attention every rank has pages, a tree and leases of its own (:class:`RankPages`); all
+  pages of a request are one rank's, chosen when it opens.
 - Pages and owners are the same for all layers; windows and states add what ``layer_ledgers.py`` knows, and a
   prefix is shared only as far as they allow.
 - No KV crosses epochs: requests match and donate only under the current epoch, and one that held pages at a
@@ -20,7 +22,7 @@ Invariants:
 - Calls with a closed :class:`RequestKV` raise :class:`LedgerError`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,10 +41,36 @@ _SAVED_PAGES = 32
 """Pages that one step of :meth:`CacheManager.save` copies."""
 
 
+class RankPages:
+    """Pages of one rank, or the same pages of all ranks if attention is divided by heads."""
+
+    def __init__(self, num_pages: int, page_size: int, first: int) -> None:
+        """``num_pages`` counts the scratch page; the others begin at page ``first`` of the ledger."""
+        self.allocator = PageAllocator(num_pages, first)
+        self.tree = RadixTree(page_size)
+        self.leases = PrefixLeases(self.tree, int(LEASED_SHARE * num_pages))
+        self.num_owned = 0
+        """Sum of ``num_pages - num_shared`` over the open requests."""
+        self.num_open = 0
+        """Number of open requests."""
+
+    def available(self) -> int:
+        return self.allocator.num_free + self.tree.num_evictable_pages
+
+    def usage(self) -> Usage:
+        return Usage(
+            free=self.allocator.num_free,
+            cached=self.tree.num_evictable_pages,
+            held=self.num_owned + self.tree.num_locked_pages,
+            total=self.allocator.total,
+        )
+
+
 @dataclass(slots=True, eq=False)
 class RequestKV:
     """KV of one live request; written by :class:`CacheManager` alone. Compared and hashed by identity."""
 
+    home: RankPages
     pages: np.ndarray
     """int32 row of the caller's page table, written in place; [0, num_pages) is valid."""
     num_pages: int
@@ -67,8 +95,14 @@ class CacheManager:
         windows: WindowPages | None = None,
         states: StateRows | None = None,
         tier: KVTier | None = None,
+        ranks: int = 1,
     ) -> None:
-        """``num_pages`` counts the scratch page; without ``prefix_cache`` nothing is matched or stored."""
+        """``num_pages`` counts the scratch page; without ``prefix_cache`` nothing is matched or stored.
+
+        Of several ``ranks`` with pages of their own, each has ``num_pages``, numbered on through all ranks.
+        They go with none of ``windows``, ``states`` and ``tier``.
+        """
+        assert ranks == 1 or not (windows or states or tier)
         self.windows = windows
         self.states = states
         self.epoch = epoch
@@ -81,31 +115,49 @@ class CacheManager:
         # Key of each page of the tree, and its place in its prefix.
         self._keys = [b""] * num_pages if tier is not None else []
         self._depths = np.zeros(len(self._keys), np.int32)
-        self._allocator = PageAllocator(num_pages)
-        self._tree = RadixTree(page_size)
-        self.leases = PrefixLeases(self._tree, int(LEASED_SHARE * num_pages))
+        self.ranks = [RankPages(num_pages, page_size, 1 + rank * (num_pages - 1)) for rank in range(ranks)]
         self._open: dict[RequestKV, None] = {}  # a set that remembers the order
-        self._num_owned = 0  # sum of num_pages - num_shared over the open requests
 
-    def open(self, tokens: np.ndarray, salt: Salt, pages_row: np.ndarray) -> RequestKV:
+    def homes(self, tokens: np.ndarray, salt: Salt, share: int) -> Sequence[RankPages]:
+        """Return the ranks in the order in which a request of ``tokens`` should be opened there.
+
+        First come those with less than ``share`` open requests, as the busiest rank sets the time of a step;
+        of these the one with the longest cached prefix, then the one with the fewest requests.
+        """
+        if len(self.ranks) == 1:
+            return self.ranks
+        prefix = self._sharable(tokens)
+
+        def place(home: RankPages) -> tuple[bool, int, int, int]:
+            cached = len(home.tree.match(self.epoch, salt, prefix)[0]) if len(prefix) else 0
+            return home.num_open >= share, -cached, home.num_open, -home.available()
+
+        return sorted(self.ranks, key=place)
+
+    def open(
+        self, tokens: np.ndarray, salt: Salt, pages_row: np.ndarray, home: RankPages | None = None
+    ) -> RequestKV:
         """Start a request, sharing a cached prefix of at most ``(n - 1) // page_size`` pages.
 
-        :attr:`can_open` must be true. ``pages_row`` is kept and written in place until :meth:`close`.
+        :attr:`can_open` must be true. ``pages_row`` is kept and written in place until :meth:`close`;
+        ``home`` is one of :meth:`homes`, the first rank if None.
         """
         if not self.can_open:
             raise LedgerError("no row of states is left")
-        kv = RequestKV(pages_row, 0, 0, None, self.epoch, False, salt)
-        usable, cached = max(len(tokens) - 1, 0) // self.page_size, 0
-        if self.prefix_cache and usable:
-            pages, node, cached = self._match(salt, tokens[: usable * self.page_size])
+        home = home or self.ranks[0]
+        kv = RequestKV(home, pages_row, 0, 0, None, self.epoch, False, salt)
+        prefix, cached = self._sharable(tokens), 0
+        if len(prefix):
+            pages, node, cached = self._match(home.tree, salt, prefix)
             if len(pages) > len(pages_row):
                 raise LedgerError(f"a prefix of {len(pages)} pages does not fit a row of {len(pages_row)}")
             if node is not None:
-                self._tree.lock(node)
+                home.tree.lock(node)
                 kv.node = node
                 kv.num_pages = kv.num_shared = len(pages)
                 pages_row[: len(pages)] = pages
         self._open[kv] = None
+        home.num_open += 1
         if self.states is not None:
             kv.state = self.states.open(pages_row[: kv.num_shared], cached)
         if self.windows is not None:
@@ -117,14 +169,19 @@ class CacheManager:
     def can_open(self) -> bool:
         return self.states is None or self.states.available > 0
 
-    def _match(self, salt: Salt, tokens: np.ndarray) -> tuple[np.ndarray, Node | None, int]:
-        pages, node = self._tree.match(self.epoch, salt, tokens)
+    def _sharable(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the longest part of a request's tokens that can be a cached prefix."""
+        usable = max(len(tokens) - 1, 0) // self.page_size if self.prefix_cache else 0
+        return tokens[: usable * self.page_size]
+
+    def _match(self, tree: RadixTree, salt: Salt, tokens: np.ndarray) -> tuple[np.ndarray, Node | None, int]:
+        pages, node = tree.match(self.epoch, salt, tokens)
         cached = shareable = len(pages)
         for rooms in (self.windows, self.states):
             if rooms is not None and shareable:
                 shareable = rooms.shareable(pages[:shareable])
         if shareable < cached:
-            pages, node = self._tree.match(self.epoch, salt, tokens[: shareable * self.page_size])
+            pages, node = tree.match(self.epoch, salt, tokens[: shareable * self.page_size])
         return pages, node, cached
 
     def reach(self, kv: RequestKV, num_tokens: int) -> None:
@@ -161,20 +218,21 @@ class CacheManager:
             return True
         if wanted > len(kv.pages):
             raise LedgerError(f"{num_tokens} tokens need {wanted} pages, the row has {len(kv.pages)}")
-        if need > self.available():
+        home = kv.home
+        if need > home.available():
             return False
-        if need > self._allocator.num_free:
-            self.leases.expire()
-            evicted = self._tree.evict(need - self._allocator.num_free)
+        if need > home.allocator.num_free:
+            home.leases.expire()
+            evicted = home.tree.evict(need - home.allocator.num_free)
             if self.tier is not None:
                 self._save(evicted[np.argsort(-self._depths[evicted], kind="stable")])
-            self._free(evicted)
-        pages = self._allocator.allocate(need)
+            self._free(home, evicted)
+        pages = home.allocator.allocate(need)
         if pages is None:
             raise LedgerError(f"the tree counted {need} pages as evictable that it could not evict")
         kv.pages[kv.num_pages : wanted] = pages
         kv.num_pages = wanted
-        self._num_owned += need
+        home.num_owned += need
         return True
 
     def donate(self, kv: RequestKV, tokens: np.ndarray) -> None:
@@ -190,10 +248,11 @@ class CacheManager:
         if self.tier is not None:  # before the tree has them: whatever fails then, no page has another's key
             for at, key in enumerate(self._chain(kv, tokens, first, full), first):
                 self._keys[kv.pages[at]], self._depths[kv.pages[at]] = key, at
-        inserted = self._tree.insert(kv.epoch, kv.salt, run, kv.pages[first:full], after=kv.node)
-        self._tree.lock(inserted.node)
+        home = kv.home
+        inserted = home.tree.insert(kv.epoch, kv.salt, run, kv.pages[first:full], after=kv.node)
+        home.tree.lock(inserted.node)
         if kv.node is not None:
-            self._free(self._tree.unlock(kv.node))
+            self._free(home, home.tree.unlock(kv.node))
         duplicates = kv.pages[first : first + inserted.num_existing].copy()
         if self.windows is not None:
             low, high = max(first, kv.first_in_range), min(first + inserted.num_existing, kv.end_of_range)
@@ -206,8 +265,8 @@ class CacheManager:
         kv.pages[first : first + inserted.num_existing] = inserted.existing
         kv.node = inserted.node
         kv.num_shared = full
-        self._num_owned -= full - first
-        self._free(duplicates)
+        home.num_owned -= full - first
+        self._free(home, duplicates)
 
     def restore(self, kv: RequestKV, tokens: np.ndarray) -> int:
         """Copy what the tier has of a prefix, as :meth:`open` would share it, into the request's own pages.
@@ -234,7 +293,8 @@ class CacheManager:
         """Copy what the prefix tree has to the tier, as far as it has room, the most recently used last."""
         if self.tier is None:
             return
-        nodes = list(self._tree.nodes())[::-1]  # children first
+        (home,) = self.ranks
+        nodes = list(home.tree.nodes())[::-1]  # children first
         used: dict[Node, int] = {}
         for node in nodes:
             used[node] = max(node.last_access, used.get(node, -1))
@@ -260,18 +320,23 @@ class CacheManager:
         if tokens is not None:
             self.donate(kv, tokens)
         if lease is not None and kv.node is not None and not kv.stale and kv.epoch == self.epoch:
-            self.leases.hold(lease[0], kv.node, lease[1])
+            kv.home.leases.hold(lease[0], kv.node, lease[1])
         self._leave(kv, kv.end_of_range)
         if self.states is not None and kv.state is not None:
             self.states.close(kv.state)
-        own = kv.pages[kv.num_shared : kv.num_pages].copy()
-        unlocked = self._tree.unlock(kv.node) if kv.node is not None else NO_PAGES
+        home, own = kv.home, kv.pages[kv.num_shared : kv.num_pages].copy()
+        unlocked = home.tree.unlock(kv.node) if kv.node is not None else NO_PAGES
         del self._open[kv]
-        self._num_owned -= len(own)
+        home.num_open -= 1
+        home.num_owned -= len(own)
         kv.num_pages = kv.num_shared = 0
         kv.node = None
-        self._free(own)
-        self._free(unlocked)
+        self._free(home, own)
+        self._free(home, unlocked)
+
+    def end_lease(self, name: str) -> bool:
+        """End a lease whose prefixes will not be used again; False if there is none."""
+        return sum(home.leases.end(name) for home in self.ranks) > 0
 
     def mark_stale(self, kv: RequestKV) -> None:
         """Keep the KV of one request from others: other weights go on with it."""
@@ -288,13 +353,14 @@ class CacheManager:
         self.epoch = epoch
         self._came_with[epoch] = epoch if same_as is None else self._came_with[same_as]
         self.prompt_logprobs.clear()
-        self.leases.clear()
+        for home in self.ranks:
+            home.leases.clear()
         for kv in self._open:
             if kv.num_pages:
                 kv.stale = True
             else:
                 kv.epoch = epoch
-        return self._free(self._tree.drop_epochs_before(epoch))
+        return sum(self._free(home, home.tree.drop_epochs_before(epoch)) for home in self.ranks)
 
     def keep_epochs(self, epochs: set[int]) -> None:
         """Forget in the tier what only weights of other epochs have computed."""
@@ -307,56 +373,55 @@ class CacheManager:
             raise LedgerError(f"flush while {len(self._open)} requests hold KV")
         if self.tier is not None and not keep_tier:
             self.tier.keep(set())
-        self.prompt_logprobs.clear()
-        self.leases.clear()
-        return self._free(self._tree.clear())
-
-    def available(self) -> int:
-        return self._allocator.num_free + self._tree.num_evictable_pages
+        for home in self.ranks:
+            home.leases.clear()
+        return sum(self._free(home, home.tree.clear()) for home in self.ranks)
 
     def usage(self) -> Usage:
-        return Usage(
-            free=self._allocator.num_free,
-            cached=self._tree.num_evictable_pages,
-            held=self._num_owned + self._tree.num_locked_pages,
-            total=self._allocator.total,
-        )
+        """Return the sums over all ranks."""
+        return Usage(*(sum(column) for column in zip(*(home.usage() for home in self.ranks), strict=True)))
 
     def check(self) -> None:
         """Walk everything and compare with the counters; O(pages), for tests and after errors."""
-        free = self._allocator.free_pages()
-        nodes = list(self._tree.nodes())
-        cached = _joined([node.pages for node in nodes if not node.lock_ref])
-        locked = _joined([node.pages for node in nodes if node.lock_ref])
-        owned = _joined([kv.pages[kv.num_shared : kv.num_pages] for kv in self._open])
-        known = self._allocator.total + 1
-        times = np.bincount(_joined([free, cached, locked, owned]), minlength=known)
-        _refuse("scratch or unknown pages with an owner", [0] if times[0] else [])
-        _refuse("unknown pages with an owner", (np.nonzero(times[known:])[0] + known).tolist())
-        _refuse("pages with several owners", np.nonzero(times > 1)[0].tolist())
-        _refuse("pages with no owner", (np.nonzero(times[1:] == 0)[0] + 1).tolist())
-        leased = sum(len(node.pages) for node in nodes if node.lease_ref)
-        if leased != self._tree.num_leased_pages:
-            raise LedgerError(f"counted {self._tree.num_leased_pages} leased pages, walked {leased}")
-        walked = Usage(len(free), len(cached), len(locked) + len(owned), self._allocator.total)
-        if walked != self.usage():
-            raise LedgerError(f"counted {self.usage()}, walked {walked}")
-        self._check_tree(nodes)
-        if self.windows is not None:
-            ranges = (kv.pages[kv.first_in_range : kv.end_of_range] for kv in self._open)
-            self.windows.check(ranges, _joined([cached, locked]))
-        if self.states is not None:
-            states = (kv.state for kv in self._open if kv.state is not None)
-            self.states.check(states, _joined([cached, locked, owned]))
+        for home in self.ranks:
+            self._check_rank(home, [kv for kv in self._open if kv.home is home])
         for kv in self._open:
             path = _path_pages(kv.node)
             if not np.array_equal(path, kv.pages[: kv.num_shared]):
                 reason = f"row shares {kv.pages[: kv.num_shared].tolist()}, its node has {path.tolist()}"
                 raise LedgerError(reason)
 
-    def _check_tree(self, nodes: list[Node]) -> None:
+    def _check_rank(self, home: RankPages, requests: list[RequestKV]) -> None:
+        free, first = home.allocator.free_pages(), home.allocator.first
+        nodes = list(home.tree.nodes())
+        cached = _joined([node.pages for node in nodes if not node.lock_ref])
+        locked = _joined([node.pages for node in nodes if node.lock_ref])
+        owned = _joined([kv.pages[kv.num_shared : kv.num_pages] for kv in requests])
+        known = home.allocator.last + 1
+        times = np.bincount(_joined([free, cached, locked, owned]), minlength=known)
+        _refuse("scratch or unknown pages with an owner", np.nonzero(times[:first])[0].tolist())
+        _refuse("unknown pages with an owner", (np.nonzero(times[known:])[0] + known).tolist())
+        _refuse("pages with several owners", np.nonzero(times > 1)[0].tolist())
+        _refuse("pages with no owner", (np.nonzero(times[first:] == 0)[0] + first).tolist())
+        leased = sum(len(node.pages) for node in nodes if node.lease_ref)
+        if leased != home.tree.num_leased_pages:
+            raise LedgerError(f"counted {home.tree.num_leased_pages} leased pages, walked {leased}")
+        walked = Usage(len(free), len(cached), len(locked) + len(owned), home.allocator.total)
+        if walked != home.usage():
+            raise LedgerError(f"counted {home.usage()}, walked {walked}")
+        if len(requests) != home.num_open:
+            raise LedgerError(f"counted {home.num_open} open requests, walked {len(requests)}")
+        self._check_tree(nodes, requests)
+        if self.windows is not None:
+            ranges = (kv.pages[kv.first_in_range : kv.end_of_range] for kv in requests)
+            self.windows.check(ranges, _joined([cached, locked]))
+        if self.states is not None:
+            states = (kv.state for kv in requests if kv.state is not None)
+            self.states.check(states, _joined([cached, locked, owned]))
+
+    def _check_tree(self, nodes: list[Node], requests: list[RequestKV]) -> None:
         locks: dict[Node, int] = dict.fromkeys(nodes, 0)
-        for kv in self._open:
+        for kv in requests:
             if kv.node is not None:
                 locks[kv.node] = locks.get(kv.node, 0) + 1
         for node in nodes:
@@ -373,8 +438,8 @@ class CacheManager:
         if kv not in self._open:
             raise LedgerError("this RequestKV is closed")
 
-    def _free(self, pages: np.ndarray) -> int:
-        self._allocator.free(pages)
+    def _free(self, home: RankPages, pages: np.ndarray) -> int:
+        home.allocator.free(pages)
         if self.windows is not None:
             self.windows.drop(pages)
         if self.states is not None:

@@ -90,8 +90,11 @@ def load_model(
         )
     dtype = model_config.dtype if config.dtype == "auto" else by_torch_name(config.dtype)
     device = torch.device(config.device)
-    ep = min(config.ep, parallel.size)  # the reference model is one rank's
-    model = build_model(model_config, dtype, device, parallel, adapters, ep=ep)
+    # The reference model is one rank's.
+    ep, dp_attention = (min(each, parallel.size) for each in (config.ep, config.dp_attention))
+    model = build_model(
+        model_config, dtype, device, parallel, adapters, ep=ep, dp_attention=dp_attention
+    )
     if config.quantization_skipped:
         _require_modules(model, model_config)
     loader = WeightLoader(model, WeightDigests(parallel.rank) if config.weights_digest else None)
@@ -191,7 +194,9 @@ def build_pool(
 
     All ranks of ``group`` have as many pages; on a CPU ``sharing`` of them have the same memory.
     """
-    per_page = (kv_bytes_per_token(loaded) + routing_bytes_per_token(loaded)) * PAGE_SIZE
+    # Chosen experts are stored for the tokens of all ranks.
+    dp = config.dp_attention
+    per_page = (kv_bytes_per_token(loaded) + dp * routing_bytes_per_token(loaded)) * PAGE_SIZE
     per_window_page = _token_bytes(loaded, len(_window_layers(loaded))) * PAGE_SIZE
     most_windows = _window_pages(config, loaded)
     row_bytes = state_row_bytes(loaded)
@@ -205,7 +210,7 @@ def build_pool(
         reason = f"device {config.device} does not report its free memory: set kv_pool_tokens"
         raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="kv_pool_tokens", value=None)
     else:
-        usable = config.sizes.rows * pages_for(context_len)
+        usable = -(-config.sizes.rows // dp) * pages_for(context_len)
         kept_for_steps = step_bytes(config, loaded) + graph_bytes(config, loaded)
         share = max(0, left - kept_for_steps) * config.sizes.kv_fraction
         if rows:
@@ -263,7 +268,7 @@ def graph_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
 
     All share the temporaries of the largest; each has its launches, and its results.
     """
-    if not config.cuda_graphs or graphs_of(device_module_for(loaded.device)) is None:
+    if not config.graph_rows or graphs_of(device_module_for(loaded.device)) is None:
         return 0
     sizes = ladder(config.graph_rows)
     results = sum(sizes) * loaded.config.hidden_size * loaded.dtype.itemsize
@@ -361,7 +366,7 @@ def build_components(
     with residency.component("kv_cache"):
         kept_free = residency.still_to_come
         pool = build_pool(config, loaded, context_len, kept_free=kept_free, group=group, sharing=sharing)
-        routing = build_routing_pool(loaded, pool.num_pages)
+        routing = build_routing_pool(loaded, config.dp_attention * (pool.num_pages - 1) + 1)
     if config.autotune and loaded.device.type == "cpu":
         pool.touch(_TOUCHED_KV_BYTES)
     limits = AdmissionLimits(
@@ -421,7 +426,8 @@ def build_runner(
         adapters=loaded.adapters,
         parallel=loaded.parallel,
         addresses=loaded.addresses,
-        graph_rows=config.graph_rows if config.cuda_graphs else 0,
+        graph_rows=config.graph_rows,
+        pool_pages=pool.num_pages - 1,
     )
     if config.autotune:
         runner.autotune(*warm_up_rows(config, loaded))

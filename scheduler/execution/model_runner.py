@@ -67,15 +67,17 @@ class ModelRunner:
         parallel: TensorParallel = SINGLE,
         addresses: Callable[[], tuple[int, ...]] = tuple,
         graph_rows: int | None = None,
+        pool_pages: int = 0,
     ) -> None:
         """Run on a stream of ``device_module`` if it has any; ``routing`` stores the experts chosen.
 
         ``addresses`` as in ``LoadedModel``. Decode steps of more than ``graph_rows`` rows are not captured;
-        None limits nothing, and 0 captures none.
+        None limits nothing, and 0 captures none. ``pool_pages``: pages of this rank's KV pool, without
+        scratch, for data-parallel attention.
         """
         self.model = model
         self.stages = StageProfiler()
-        self._routing = routing
+        self._routing, self._pool_pages = routing, pool_pages
         self._adapters = adapters
         self.backend = backend
         self.sampler = sampler
@@ -117,7 +119,7 @@ class ModelRunner:
     def execute(self, batch: ForwardBatch) -> ForwardOutput:
         """Enqueue one step; on the CPU it has run when this returns."""
         if self._stream is None:
-            self.backend.plan(batch)
+            self._plan(batch)
             return ReadyOutput(_host_output(self._sample(batch, self._forward(batch, self.backend))))
         with self._waiting_both_ways():
             if batch.known is not None:
@@ -173,7 +175,7 @@ class ModelRunner:
         """Run a decode step up to its logits; return it and its hidden states [rows, hidden]."""
         batch = dummy_decode(batch_size, self.model.config.vocab_size)
         with self._inputs.staged(batch) if self._stream is not None else nullcontext(batch) as staged:
-            self.backend.plan(staged)
+            self._plan(staged)
         hidden = self._forward(staged, self.backend)
         self.model.logits(hidden)
         return staged, hidden
@@ -198,8 +200,15 @@ class ModelRunner:
             with self.stages.stage("sample"):
                 return self.graphs.sample(batch)
         with self._inputs.staged(batch, table=self.backend.reads_page_table) as staged:
-            self.backend.plan(staged)
+            self._plan(staged)
         return self._sample(staged, self._forward(staged, self.backend))
+
+    def _plan(self, batch: ForwardBatch) -> None:
+        """Plan attention for the rows whose KV this rank has."""
+        rows = self.model.attention_rows
+        own = batch if rows is None else rows.divide(batch, self._pool_pages)
+        if own is not None:
+            self.backend.plan(own)
 
     def _forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Compute hidden states [S, hidden] from the slots' last tokens, as a graph captures it."""

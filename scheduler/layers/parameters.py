@@ -11,7 +11,7 @@ Invariants:
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -27,6 +27,7 @@ from ..memory.workspace import ALIGNMENT, Workspace
 from ..parallel.group import SINGLE, TensorParallel
 
 if TYPE_CHECKING:
+    from .attention_rows import AttentionRows
     from .lora import AdapterSlots
 
 _PROBE_ELEMENTS = 1024
@@ -81,6 +82,13 @@ class Placement:
     """Groups of ranks; each holds whole experts of its own, whose width its ranks divide."""
     adapters: "AdapterSlots | None" = field(default=None, compare=False, repr=False)
     """Slots for adapters of the products, or None if the model serves none."""
+    attention_rows: "AttentionRows | None" = field(default=None, compare=False, repr=False)
+    """Rows of data-parallel attention, or None if attention is divided by heads."""
+
+    @property
+    def of_attention(self) -> "Placement":
+        """Return the place of attention's weights: with data-parallel attention every rank has them whole."""
+        return self if self.attention_rows is None else replace(self, parallel=SINGLE)
 
 
 class TensorSlot(ABC):

@@ -239,7 +239,7 @@ def _abort(engine: "Engine", message: wire.AbortReq) -> wire.AbortReqOutput:
 
 
 def _end_leases(engine: "Engine", message: wire.EndPrefixLeasesReqInput) -> wire.EndPrefixLeasesReqOutput:
-    ended = sum(engine.cache.leases.end(name) for name in message.names)
+    ended = sum(engine.cache.end_lease(name) for name in message.names)
     return wire.EndPrefixLeasesReqOutput(id=message.id, ended=ended)
 
 

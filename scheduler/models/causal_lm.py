@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..execution.forward import AttentionBackend, ForwardBatch
 from ..kernels.attention_form import AttentionForm
+from ..layers.attention_rows import AttentionRows
 from ..layers.logits_processor import LogitsProcessor
 from ..layers.moe import RoutedExperts
 from ..layers.parameters import DerivingLayer, Layer, WeightSlot
@@ -79,6 +80,8 @@ class CausalLM(Weights):
     """The fused decoder computes all layers in one call, if the step's attention is compiled, too."""
     has_inner_states = False
     """Hidden states of layers before the last can be taken (``ForwardBatch.hidden``)."""
+    attention_rows: AttentionRows | None = None
+    """Rows of data-parallel attention, or None if attention is divided by heads."""
     torch_experts = False
     """Another library's code computes some of its experts."""
 

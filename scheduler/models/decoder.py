@@ -73,7 +73,7 @@ class DecoderLayer:
             )
 
         self.input_norm = norm("input_norm", "input_layernorm")
-        self.attention = attention
+        self.attention, self._rows = attention, place.attention_rows
         before_mlp = "pre_feedforward_layernorm" if norms_behind else "post_attention_layernorm"
         self.mlp_norm = norm("mlp_norm", before_mlp)
         self.mlp = mlp
@@ -91,9 +91,16 @@ class DecoderLayer:
         rotary: tuple[Tensor, Tensor],
         backend: AttentionBackend,
     ) -> Tensor:
-        """Add ``update`` (None: nothing yet) to ``residual`` [T, hidden]; return the next update."""
+        """Add ``update`` (None: nothing yet) to ``residual`` [T, hidden]; return the next update.
+
+        ``rotary``: of the tokens for which this rank computes attention.
+        """
         x = self.input_norm.forward(residual) if update is None else self.input_norm.add(update, residual)
-        x = self.attention.forward(x, *rotary, backend)
+        if self._rows is None:
+            x = self.attention.forward(x, *rotary, backend)
+        else:
+            own = self._rows.own(x)
+            x = self._rows.gather(self.attention.forward(own, *rotary, backend) if len(own) else own)
         if self.norms_behind is None:
             return self.mlp.forward(self.mlp_norm.add(x, residual))
         behind_attention, behind_mlp = self.norms_behind
@@ -135,7 +142,8 @@ class DecoderForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, *, place: Placement) -> None:
         self.config = config
-        attention = self.attention_blocks(config, place)
+        self.attention_rows = place.attention_rows
+        attention = self.attention_blocks(config, place.of_attention)
         mlp, self.routing = self._mlp_blocks(config, place)
         vocab, hidden, from_one = config.vocab_size, config.hidden_size, self.norm_from_one
         tied = config.tie_word_embeddings
@@ -241,7 +249,9 @@ class DecoderForCausalLM(CausalLM):
         self, batch: ForwardBatch, backend: AttentionBackend
     ) -> Generator[int, None, Tensor]:
         longest = max(batch.kv_lens_host)
-        angles = {rotary: rotary.forward(batch.positions, longest) for rotary in set(self._rotary)}
+        rows = self.attention_rows
+        positions = batch.positions if rows is None else rows.own(batch.positions)
+        angles = {rotary: rotary.forward(positions, longest) for rotary in set(self._rotary)}
         residual = self._embed.forward(batch.input_ids)
         update: Tensor | None = None
         for number, layer in enumerate(self._layers):

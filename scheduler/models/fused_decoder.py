@@ -66,6 +66,8 @@ class FusedDecoder:
         ranks = place.parallel if isinstance(place.parallel, HostGroup) else None
         if best("decoder", place.device, place.dtype) == TORCH or (ranks is None and place.parallel.size > 1):
             return None
+        if place.attention_rows is not None:
+            return None
         try:
             packed = [_of_layer(layer) for layer in layers]
         except _OtherLayerError:

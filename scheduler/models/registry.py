@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode
+from ..layers.attention_rows import AttentionRows
 from ..layers.lora import AdapterSlots
 from ..layers.parameters import Placement
 from ..parallel.group import SINGLE, TensorParallel
@@ -38,7 +39,7 @@ def families() -> Mapping[str, Family]:
     return {name: module.FAMILIES[name] for name, module in _modules().items()}
 
 
-def require_ranks(config: "ModelConfig", ranks: int, ep: int = 1) -> None:
+def require_ranks(config: "ModelConfig", ranks: int, ep: int = 1, dp_attention: int = 1) -> None:
     """Refuse (UNSUPPORTED_MODEL) sizes that ranks cannot divide, before workers start, without memory."""
     if ranks == 1:
         return
@@ -48,7 +49,22 @@ def require_ranks(config: "ModelConfig", ranks: int, ep: int = 1) -> None:
             "ranks: start it with tp = 1"
         )
         raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["architectures"], ranks=ranks)
-    build_model(config, config.dtype, torch.device("meta"), TensorParallel(ranks - 1, ranks), ep=ep)
+    if dp_attention > 1:
+        _require_rows_apart(config)
+    last = TensorParallel(ranks - 1, ranks)
+    build_model(config, config.dtype, torch.device("meta"), last, ep=ep, dp_attention=dp_attention)
+
+
+def _require_rows_apart(config: "ModelConfig") -> None:
+    if config.delta is not None:
+        kept = "a state per sequence"
+    elif any(window is not None for window in config.windows):
+        kept = "a sliding window"
+    else:
+        return
+    reason = f"data-parallel attention does not serve {config.architecture}, whose layers have {kept}"
+    message = f"{reason}: leave dp_attention out"
+    raise CaesuraError(ErrorCode.UNSUPPORTED, message, field="dp_attention")
 
 
 def build_model(
@@ -59,12 +75,22 @@ def build_model(
     adapters: AdapterSlots | None = None,
     *,
     ep: int = 1,
+    dp_attention: int = 1,
 ) -> "CausalLM":
     """Allocate a model, or this rank's shard, without values; UNSUPPORTED_MODEL: ranks do not divide it."""
     if ep > 1 and config.moe is None:
         reason = f"{config.architecture} has no routed experts to divide among {ep} groups: leave out ep"
         raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["architectures"], ep=ep)
-    place = Placement(dtype, device, config.quantization, parallel=parallel, ep=ep, adapters=adapters)
+    rows = AttentionRows(parallel) if dp_attention > 1 else None
+    place = Placement(
+        dtype,
+        device,
+        config.quantization,
+        parallel=parallel,
+        ep=ep,
+        adapters=adapters,
+        attention_rows=rows,
+    )
     if config.transformers_config is not None:
         require_ranks(config, parallel.size)
         foreign = import_module(".transformers_backend.model", package=__package__)

@@ -172,7 +172,8 @@ def _executor(config: EngineConfig) -> Executor:
         if is_pipeline(config.model_path):
             reason = f"tp = {config.tp}: image pipelines have one rank"
             raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="tp", value=config.tp)
-        require_ranks(load_model_config(config.model_path, config.model_backend), config.tp, config.ep)
+        model_config = load_model_config(config.model_path, config.model_backend)
+        require_ranks(model_config, config.tp, config.ep, config.dp_attention)
     return Executor(config)
 
 

@@ -66,12 +66,6 @@ class EngineConfig(EngineOptions):
                 *others, last = (str(choice) for choice in choices if choice is not None)
                 reason = f"must be {', '.join(others)} or {last}"
                 raise _invalid(name, getattr(self, name), reason)
-        if not 0 <= self.tp_joined < self.tp:
-            raise _invalid("tp_joined", self.tp_joined, f"must be at least 0 and below tp = {self.tp}")
-        if self.tp % self.ep:
-            raise _invalid("ep", self.ep, f"must divide tp = {self.tp}")
-        if self.tp_joined and self.tp_address is None:
-            raise _invalid("tp_address", None, "must say where the workers of other hosts join")
         if (fraction := self.kv_memory_fraction) is not None and not 0.0 < fraction < 1.0:
             raise _invalid("kv_memory_fraction", fraction, "must be between 0 and 1")
         interfaces = sorted(name for _, name in socket.if_nameindex())
@@ -80,7 +74,21 @@ class EngineConfig(EngineOptions):
         if self.max_loaded_loras is not None and self.max_loaded_loras < self.max_loras:
             reason = f"must be at least max_loras = {self.max_loras}"
             raise _invalid("max_loaded_loras", self.max_loaded_loras, reason)
+        self._check_ranks()
         self._check_together()
+
+    def _check_ranks(self) -> None:
+        if not 0 <= self.tp_joined < self.tp:
+            raise _invalid("tp_joined", self.tp_joined, f"must be at least 0 and below tp = {self.tp}")
+        if self.tp_joined and self.tp_address is None:
+            raise _invalid("tp_address", None, "must say where the workers of other hosts join")
+        if self.tp % self.ep:
+            raise _invalid("ep", self.ep, f"must divide tp = {self.tp}")
+        if self.dp_attention not in (1, self.tp):
+            raise _invalid("dp_attention", self.dp_attention, f"must be 1 or tp = {self.tp}")
+        for name in ("kv_tier_bytes", "enable_lora"):
+            if self.dp_attention > 1 and (value := getattr(self, name)):
+                raise _invalid(name, value, "does not go with dp_attention")
 
     def _check_together(self) -> None:
         if self.quantization_skipped and self.quantization == "auto":
@@ -112,7 +120,9 @@ class EngineConfig(EngineOptions):
 
     @property
     def graph_rows(self) -> int:
-        """Rows of the largest captured decode step."""
+        """Rows of the largest captured decode step, or 0 where none is captured."""
+        if not self.cuda_graphs or self.dp_attention > 1:
+            return 0
         return min(self.sizes.rows, self.cuda_graph_max_bs or self.sizes.rows)
 
     def resolve(self) -> "EngineConfig":
@@ -167,7 +177,7 @@ def _usual_sizes(device: str) -> Sizes:
 _LEAST = {
     **dict.fromkeys(("tp", "ep", "num_threads", "context_len", "kv_pool_tokens", "reference_pool_tokens"), 1),
     **dict.fromkeys(("max_running_requests", "max_waiting_requests", "chunked_prefill_size"), 1),
-    **dict.fromkeys(("cuda_graph_max_bs",), 1),
+    **dict.fromkeys(("cuda_graph_max_bs", "dp_attention"), 1),
     **dict.fromkeys(("load_bucket_bytes", "max_loras", "max_lora_rank"), 1),
     **dict.fromkeys(("autotune_lm_head_rows", "prompt_cache_bytes", "result_bytes", "result_ttl_s"), 0),
     **dict.fromkeys(("idle_empty_s", "log_stats_interval_s", "session_deadline_s", "session_orphan_s"), 0),

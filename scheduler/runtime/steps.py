@@ -88,6 +88,7 @@ def token_steps(engine: "Engine", make_runner: MakeRunner) -> Steps:
         build_windows(config, loaded, pool),
         build_states(pool),
         None if store is None else KVTier(store, executor.call),
+        ranks=config.dp_attention,
     )
     chunks = ChunkSizer(config.sizes.chunk_tokens, config.target_step_s)
     grammars = Grammars(

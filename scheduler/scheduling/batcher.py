@@ -4,8 +4,8 @@ One step mixes all decoding requests (one token each) with as many prompt tokens
 :class:`~.chunking.ChunkSizer` allows, which keeps it short whatever the prompts are, and so a pause.
 
 - A request gets KV pages for all of its known tokens when it starts, and one more whenever it crosses a page
-  border. One that cannot get its page preempts the request that started last. The oldest request always
-  advances.
+  border. One that cannot get its page preempts the request that started last, of those on the same rank if
+  ranks have pages of their own. The oldest request always advances.
 - A slot whose step is in flight keeps its pages: preemption, retraction and release wait for the step.
 - A prefix is computed once: a request waits while a running request computes the same prompt, then shares its
   pages and, if it wants any, the prompt's log-probabilities.
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..cache.manager import CacheManager
+from ..cache.manager import CacheManager, RankPages, RequestKV
 from ..cache.pool import RoutingPool
 from ..execution.forward import NO_ADAPTER, ForwardBatch
 from ..runtime.engine_config import PAGE_SIZE
@@ -364,8 +364,11 @@ class Batcher:
             while request.kv is not None and not self.cache.extend(request.kv, needed):
                 if self.in_flight:
                     return False
-                self._requeue(self._active[-1], keep_prefix=True)
+                self._requeue(self._youngest(request.kv.home), keep_prefix=True)
         return True
+
+    def _youngest(self, home: RankPages) -> Request:
+        return next(each for each in reversed(self._active) if each.kv is not None and each.kv.home is home)
 
     def _requeue(self, request: Request, *, keep_prefix: bool, count: bool = True) -> None:
         assert not self.table.inflight[request.slot], "a request in flight cannot be retracted"
@@ -505,12 +508,14 @@ class Batcher:
             # A cached prefix yields neither logits nor hidden states, so it ends before the first that are
             # wanted.
             shareable = tokens if first is None else tokens[: first + 1]
-            kv = cache.open(shareable, request.salt, row)
-            # Every running request keeps one page to grow: starting more would only preempt one of them.
-            reserved = len(self._active) + PAGES_PER_SKIPPED_REQUEST * num_skipped
             length = len(tokens) if request.forced is None else request.limit - 1
-            missing = pages_for(length) - kv.num_pages
-            if missing > cache.available() - reserved or not cache.extend(kv, length):
+            for home in cache.homes(shareable, request.salt, self._fair_share()):
+                kv = cache.open(shareable, request.salt, row, home)
+                if self._fits(kv, length, num_skipped):
+                    break
+                cache.close(kv, None)
+                kv = None
+            if kv is None:
                 return False
             if cache.tier is not None:
                 cache.tier.saved_s += cache.restore(kv, shareable) * self._chunk_sizer.token_s
@@ -540,6 +545,19 @@ class Batcher:
         if request.computes_shared_prefix:
             self._prefixes_in_progress[request.prompt_key].append(request)
         return True
+
+    def _fair_share(self) -> int:
+        """Return the requests of each rank, if all that may run soon were divided equally."""
+        return -(-min(self.table.slots, len(self._active) + len(self.waiting)) // len(self.cache.ranks))
+
+    def _fits(self, kv: RequestKV, length: int, num_skipped: int) -> bool:
+        """Extend ``kv`` to ``length`` tokens, if every other request there keeps one page to grow.
+
+        Starting more would only preempt one of them.
+        """
+        reserved = kv.home.num_open - 1 + PAGES_PER_SKIPPED_REQUEST * num_skipped
+        missing = pages_for(length) - kv.num_pages
+        return missing <= kv.home.available() - reserved and self.cache.extend(kv, length)
 
     def _build(
         self, decode: np.ndarray, chunks: list[tuple[Request, int]], drafts: DraftRows | None = None

@@ -43,9 +43,13 @@ class LoadedModel(LoadedWeights):
     @property
     def num_heads(self) -> int:
         """Query heads of this rank."""
-        return self.config.num_heads // self.parallel.size
+        return self.config.num_heads // self._sharing_heads.size
 
     @property
     def num_kv_heads(self) -> int:
         """KV heads that this rank stores; 0 with latent attention."""
-        return head_windows(self.config.num_heads, self.config.num_kv_heads, self.parallel)[1].length
+        return head_windows(self.config.num_heads, self.config.num_kv_heads, self._sharing_heads)[1].length
+
+    @property
+    def _sharing_heads(self) -> TensorParallel:
+        return self.parallel if self.model.attention_rows is None else SINGLE

@@ -25,7 +25,7 @@ def fill(driver, prompts=20):
 
 
 def leases(driver):
-    return driver.engine.cache.leases
+    return driver.engine.cache.ranks[0].leases
 
 
 def test_a_leased_prefix_outlives_others(driver):
@@ -49,7 +49,7 @@ def test_leases_end_by_time_and_hinder_nobody(driver):
     leases(driver)._clock = lambda: 0.0
     for seed in range(20):
         turn(driver, seed, 64, prefix_lease=str(seed), prefix_lease_s=5.0)
-        assert driver.engine.cache._tree.num_leased_pages <= LEASED_SHARE * PAGES + 1
+        assert driver.engine.cache.ranks[0].tree.num_leased_pages <= LEASED_SHARE * PAGES + 1
     assert 0 < len(leases(driver)) < 20
     leases(driver)._clock = lambda: 5.0
     fill(driver)

@@ -30,12 +30,13 @@ def by_ipc(driver: EngineDriver, path: str | Path) -> Any:
 
 
 def by_broadcast(driver: EngineDriver, path: str | Path) -> Any:
-    """Update from a trainer that is rank 0 of three; the engine's ranks are 1 and 2, as in SGLang."""
-    trainer = PlainTrainer(world_size=3)
+    """Update from a trainer that is rank 0; the engine's ranks come behind it, as in SGLang."""
+    world_size = 1 + driver.config.tp
+    trainer = PlainTrainer(world_size=world_size)
     trainer.beside(trainer.join)
     reply = driver.call(trainer.init_message(), max_ticks=100_000)
     trainer.finish()
-    assert (reply.rank, reply.world_size) == (1, 3)
+    assert (reply.rank, reply.world_size) == (1, world_size)
     weights = weights_of(path)
     trainer.beside(lambda: trainer.broadcast_each(weights))
     reply = driver.call(update_message(weights), max_ticks=100_000)

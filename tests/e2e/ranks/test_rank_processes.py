@@ -14,6 +14,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 from support import engine_template
+from support.checkpoints import make_checkpoint
 from support.lanes import quick
 from support.plain_trainer import free_port, weights_of
 from support.waiting import PATIENCE_S, eventually
@@ -77,9 +78,27 @@ def test_server_ends_with_the_engine(joined):
     assert worker.wait() == 0
 
 
-@pytest.fixture
-def launched(tiny_model) -> Iterator[LaunchedScheduler]:
-    launched = launch_scheduler(tiny_model, tp=2, **OPTIONS)
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_data_parallel_attention_over_gloo(tmp_path, size):
+    make_checkpoint(tmp_path, "deepseek-v3")
+    address = f"tcp://127.0.0.1:{free_port()}"
+    worker = engine_template.Process(worker_command("--join", address, "--rank", str(size - 1)))
+    ranks = {"tp": size, "dp_attention": size, "tp_joined": 1, "tp_address": address}
+    prompts = [[5 + number] * (1 + 17 * number) for number in range(2 * size)]
+    with launch_scheduler(tmp_path, **ranks, **OPTIONS) as client:
+        found = client.generate(input_ids=prompts, sampling_params=PARAMS, return_logprob=True)
+    assert worker.wait() == 0
+    with launch_scheduler(tmp_path, **OPTIONS) as client:
+        expected = client.generate(input_ids=prompts, sampling_params=PARAMS, return_logprob=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.output_ids == theirs.output_ids
+        np.testing.assert_allclose(ours.output_logprobs, theirs.output_logprobs, atol=1e-4)
+
+
+@pytest.fixture(params=quick([1, 2]), ids=["heads divided", "rows divided"])
+def launched(tiny_model, request) -> Iterator[LaunchedScheduler]:
+    launched = launch_scheduler(tiny_model, tp=2, dp_attention=request.param, **OPTIONS)
     yield launched
     with suppress(EngineError):
         launched.close()

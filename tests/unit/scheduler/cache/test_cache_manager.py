@@ -43,11 +43,16 @@ class ManagerAgainstContents(RuleBasedStateMachine):
 
     num_pages = 1000
     prefix_cache = True
+    ranks = 1
 
     def __init__(self):
         super().__init__()
         self.manager = CacheManager(
-            self.num_pages, PAGE, self.prefix_cache, windows=self.make_windows(self.num_pages)
+            self.num_pages,
+            PAGE,
+            self.prefix_cache,
+            windows=self.make_windows(self.num_pages),
+            ranks=self.ranks,
         )
         self.requests = []
         self.content = {}
@@ -70,9 +75,11 @@ class ManagerAgainstContents(RuleBasedStateMachine):
             self.donated |= {(request.kv.salt, prefix) for prefix in self.prefixes(computed)}
 
     @precondition(lambda self: len(self.requests) < 6)
-    @rule(tokens=prompts, salt=st.sampled_from(["", "a"]))
-    def open(self, tokens, salt):
-        kv = self.manager.open(array(tokens), salt, np.zeros(ROW, dtype=np.int32))
+    @rule(tokens=prompts, salt=st.sampled_from(["", "a"]), share=st.integers(1, 3))
+    def open(self, tokens, salt, share):
+        homes = self.manager.homes(array(tokens), salt, share)
+        assert len({id(home) for home in homes}) == self.ranks
+        kv = self.manager.open(array(tokens), salt, np.zeros(ROW, dtype=np.int32), homes[0])
         longest = 0
         for prefix in self.prefixes(tokens[:-1]):  # at least one token is left to compute
             if (salt, prefix) not in self.donated:
@@ -92,7 +99,7 @@ class ManagerAgainstContents(RuleBasedStateMachine):
         need = -(-len(target) // PAGE) - kv.num_pages
         before, row = self.manager.usage(), kv.pages.copy()
         if not self.manager.extend(kv, len(target)):
-            assert need > self.manager.available()
+            assert need > kv.home.available()
             assert self.manager.usage() == before
             assert np.array_equal(kv.pages, row)
             return
@@ -132,7 +139,7 @@ class ManagerAgainstContents(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("ab"))
     def end_lease(self, name):
-        self.manager.leases.end(name)
+        self.manager.end_lease(name)
 
     @precondition(lambda self: self.quiet > 8)  # rarely, so that a cache can grow
     @rule(step=st.integers(1, 2))
@@ -167,10 +174,17 @@ class ManagerAgainstContents(RuleBasedStateMachine):
     def ledger(self):
         self.quiet += 1
         self.manager.check()
-        usage = self.manager.usage()
-        assert usage.free + usage.cached + usage.held == usage.total == self.num_pages - 1
-        assert self.manager.available() == usage.free + usage.cached
-        assert usage.held == len({int(p) for r in self.requests for p in r.kv.pages[: r.kv.num_pages]})
+        first = 1
+        for home in self.manager.ranks:
+            usage = home.usage()
+            assert usage.free + usage.cached + usage.held == usage.total == self.num_pages - 1
+            assert home.available() == usage.free + usage.cached
+            rows = [r.kv.pages[: r.kv.num_pages] for r in self.requests if r.kv.home is home]
+            pages = {int(page) for row in rows for page in row}
+            assert usage.held == len(pages)
+            assert pages <= set(range(first, first + usage.total))
+            first += usage.total
+        assert self.manager.usage().total == first - 1
 
     @invariant()
     def every_page_holds_what_its_request_computed(self):
@@ -184,6 +198,11 @@ class ManagerAgainstContents(RuleBasedStateMachine):
 
 class ManagerUnderPressure(ManagerAgainstContents):
     num_pages = 15
+
+
+class ManagerOfThreeRanks(ManagerAgainstContents):
+    num_pages = 15
+    ranks = 3
 
 
 class ManagerWithWindows(ManagerAgainstContents):
@@ -245,6 +264,7 @@ class ManagerWithoutPrefixCache(ManagerAgainstContents):
 for machine, number in (
     (ManagerAgainstContents, 50),
     (ManagerUnderPressure, 50),
+    (ManagerOfThreeRanks, 25),
     (ManagerWithWindows, 25),
     (ManagerWithWindowsUnderPressure, 25),
     (ManagerWithoutPrefixCache, 15),
@@ -252,6 +272,7 @@ for machine, number in (
     machine.TestCase.settings = settings(max_examples=examples(number), stateful_step_count=40)
 TestManagerAgainstContents = ManagerAgainstContents.TestCase
 TestManagerUnderPressure = ManagerUnderPressure.TestCase
+TestManagerOfThreeRanks = ManagerOfThreeRanks.TestCase
 TestManagerWithWindows = ManagerWithWindows.TestCase
 TestManagerWithWindowsUnderPressure = ManagerWithWindowsUnderPressure.TestCase
 TestManagerWithoutPrefixCache = ManagerWithoutPrefixCache.TestCase
@@ -369,7 +390,7 @@ def test_misuse_is_refused_and_changes_nothing():
 @pytest.mark.parametrize("count,more", [(16, ""), (17, r" … \(17 in all\)")])
 def test_check_names_at_most_sixteen_leaked_pages(count, more):
     manager = make()
-    leaked = manager._allocator.allocate(count)
+    leaked = manager.ranks[0].allocator.allocate(count)
     assert leaked is not None
     named = ", ".join(map(str, sorted(leaked)[:16]))
     with pytest.raises(LedgerError, match=rf"no owner: \[{named}\]{more}$"):
@@ -381,19 +402,19 @@ def swap_shared(manager, kv):
 
 
 def drift(manager, kv):
-    manager._num_owned += 1
+    manager.ranks[0].num_owned += 1
 
 
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (lambda manager, kv: manager._allocator.allocate(1), r"no owner: \[4\]"),
+        (lambda manager, kv: manager.ranks[0].allocator.allocate(1), r"no owner: \[4\]"),
         (lambda manager, kv: kv.pages.put(2, kv.pages[0]), r"several owners: \[1\]"),
         (lambda manager, kv: kv.pages.put(2, 0), r"unknown pages with an owner: \[0\]"),
         (lambda manager, kv: kv.pages.put(2, 9), r"unknown pages with an owner: \[9\]"),
         (drift, r"held=4.*held=3"),
         (swap_shared, "row shares"),
-        (lambda manager, kv: manager._tree.lock(kv.node), "locked 2 times, used 1 times"),
+        (lambda manager, kv: manager.ranks[0].tree.lock(kv.node), "locked 2 times, used 1 times"),
     ],
 )
 def test_check_names_every_kind_of_damage(damage, named):
@@ -404,3 +425,29 @@ def test_check_names_every_kind_of_damage(damage, named):
     damage(manager, kv)
     with pytest.raises(LedgerError, match=named):
         manager.check()
+
+
+def test_a_request_goes_where_its_prefix_is_cached():
+    manager = CacheManager(20, PAGE, True, ranks=3)
+    tokens = list(range(9))
+    for home in manager.ranks[:2]:  # the last rank has the longer prefix
+        kv = manager.open(array(tokens), "", np.zeros(ROW, np.int32), home)
+        assert manager.extend(kv, len(tokens))
+        manager.close(kv, array(tokens if home is manager.ranks[1] else tokens[:4]))
+    first, second, third = manager.homes(array(tokens), "", 1)
+    assert [first, second, third] == [manager.ranks[1], manager.ranks[0], manager.ranks[2]]
+    kv = manager.open(array(tokens), "", np.zeros(ROW, np.int32), first)
+    assert kv.num_shared == 4
+    assert manager.homes(array(tokens), "", 2)[0] is first, "it has less than its share"
+    assert manager.homes(array(tokens), "", 1)[0] is second, "it has its share"
+    assert manager.homes(array(tokens), "other", 2)[0] is not first, "nothing is cached: fewest requests"
+    manager.close(kv, None)
+    manager.check()
+
+
+def test_pages_of_another_rank_are_refused():
+    manager = CacheManager(20, PAGE, True, ranks=2)
+    kv = begin(manager, range(4))
+    kv.home = manager.ranks[1]
+    with pytest.raises(LedgerError, match="outside"):
+        manager.close(kv, None)
