@@ -27,10 +27,6 @@ class AttentionRows:
         self._longest = 0
         self._own = self._order = torch.empty(0, dtype=torch.int64)
 
-    @property
-    def ranks(self) -> int:
-        return self._parallel.size
-
     def divide(self, batch: ForwardBatch, pages: int) -> ForwardBatch | None:
         """Begin a step; return this rank's rows for an attention backend to plan, or None if it has none.
 
