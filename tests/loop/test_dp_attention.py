@@ -13,7 +13,7 @@ from support.lanes import quick
 from support.rank_updates import UPDATES, checksums
 from support.scripted import EngineDriver, assert_error, tokens_of
 
-from caesura.io_struct import CaesuraError, GenerateReqOutput, SamplingParams
+from caesura.io_struct import CaesuraError, GenerateReqInput, GenerateReqOutput, SamplingParams
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import require_ranks
 from caesura.scheduler.runtime.engine_config import EngineConfig
@@ -76,7 +76,7 @@ def shared(request, tmp_path_factory) -> Iterator[Pair]:
     family, size = request.param.split()
     path, other = (tmp_path_factory.mktemp(f"model-{seed}") for seed in (0, 1))
     for seed, folder in enumerate((path, other)):
-        make_checkpoint(folder, family, seed=seed)
+        make_checkpoint(folder, family, seed=seed, max_position_embeddings=512)
     with (
         EngineDriver(str(path), tp=int(size), dp_attention=int(size), **OPTIONS) as ranks,
         EngineDriver(str(path), **OPTIONS) as alone,
@@ -124,7 +124,9 @@ def test_ranks_hold_tokens_of_their_own(pair):
     alone.run_until_idle()
     for ours, theirs in zip(rids, expected, strict=True):
         assert tokens_of(ranks.result(ours)) == tokens_of(alone.result(theirs))
-    reply = ranks.replies.pop(ranks.generate([7] * POOL, 2))
+    reply = ranks.call(
+        GenerateReqInput(input_ids=[7] * POOL, sampling_params=SamplingParams(max_new_tokens=2))
+    )
     assert assert_error(reply, "exceeds_kv_pool").detail == {"needed_tokens": POOL + 1, "total_tokens": POOL}
 
 
