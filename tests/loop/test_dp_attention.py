@@ -111,14 +111,14 @@ def test_ranks_hold_tokens_of_their_own(pair):
     assert found.bytes_per_token == single.bytes_per_token
     assert found.total == size * single.total == size * POOL
     before = ranks.engine.batcher.num_retractions
-    messages = [([7 + number] * 235, 20) for number in range(size)]  # 16 pages of the 20 of a rank
+    messages = [([7 + number] * 235, 80) for number in range(size)]  # a rank has room for one of them
     rids = [ranks.generate(*message) for message in messages]
     most = 0
     ranks.tick()
     while ranks.engine.live:
         ranks.tick()
         most = max(most, ranks.engine.cache.usage().held)
-    assert most == size * 16, "all hold theirs at the same time"
+    assert most >= size * 16, "all hold theirs at the same time"
     assert ranks.engine.batcher.num_retractions == before
     expected = [alone.generate(*message) for message in messages]
     alone.run_until_idle()
