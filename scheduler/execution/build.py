@@ -92,9 +92,7 @@ def load_model(
     device = torch.device(config.device)
     # The reference model is one rank's.
     ep, dp_attention = (min(each, parallel.size) for each in (config.ep, config.dp_attention))
-    model = build_model(
-        model_config, dtype, device, parallel, adapters, ep=ep, dp_attention=dp_attention
-    )
+    model = build_model(model_config, dtype, device, parallel, adapters, ep=ep, dp_attention=dp_attention)
     if config.quantization_skipped:
         _require_modules(model, model_config)
     loader = WeightLoader(model, WeightDigests(parallel.rank) if config.weights_digest else None)

@@ -70,15 +70,17 @@ class Pair:
 
 
 @pytest.fixture(
-    scope="module", params=quick(["deepseek-v3 2", "qwen3-moe 3", "qwen3 4", "llama 2", "deepseek-v2 3"])
+    scope="module",
+    params=quick(["deepseek-v3 2 1", "qwen3-moe 3 1", "qwen3 4 1", "llama 2 1", "deepseek-v2 3 3"]),
 )
 def shared(request, tmp_path_factory) -> Iterator[Pair]:
-    family, size = request.param.split()
+    """Family, ranks, and groups of whole experts."""
+    family, size, ep = request.param.split()
     path, other = (tmp_path_factory.mktemp(f"model-{seed}") for seed in (0, 1))
     for seed, folder in enumerate((path, other)):
         make_checkpoint(folder, family, seed=seed, max_position_embeddings=512)
     with (
-        EngineDriver(str(path), tp=int(size), dp_attention=int(size), **OPTIONS) as ranks,
+        EngineDriver(str(path), tp=int(size), dp_attention=int(size), ep=int(ep), **OPTIONS) as ranks,
         EngineDriver(str(path), **OPTIONS) as alone,
     ):
         yield Pair(path, other, ranks, alone, "moe" in family or "deepseek" in family)
@@ -280,7 +282,7 @@ def test_options_that_do_not_go_together_are_refused(tiny_model, field, options)
 def test_layers_that_keep_more_than_pages_are_refused(tmp_path, family, kept):
     make_checkpoint(tmp_path, family)
     with pytest.raises(CaesuraError, match=kept) as caught:
-        require_ranks(load_model_config(str(tmp_path), "auto"), 2, 2)
+        require_ranks(load_model_config(str(tmp_path), "auto"), 2, dp_attention=2)
     assert caught.value.detail["field"] == "dp_attention"
 
 
