@@ -100,6 +100,9 @@ post /add_external_corpus '{"corpus_id": "ids", "token_ids": [[1, 2, 3, 4]]}'
 get /list_external_corpora
 post /remove_external_corpus '{"corpus_id": "ids"}'
 
+# GET /workers lists the engines of a server with --replicas or --worker-urls, and POST /workers adds one:
+# {"url": "tcp://HOST:PORT"}; curl -X DELETE "$URL/workers/x" takes the one with the id x out
+
 # Tinker's API, as its SDK calls it: a session, a sampler, a promise of samples, and its result
 post /api/v1/client/config '{}'
 post /api/v1/client/dynamic_config '{}'

@@ -137,7 +137,7 @@ def _by_field(structs: Sequence[Any], rules: Mapping[str, Callable[[list[Any]], 
     }
 
 
-def combined_answer(answers: Answers, position: Callable[[Member], int], tp: int) -> Any:
+def combined_answer(answers: Answers, positions: Mapping[Member, int], tp: int) -> Any:
     """Return the one reply of all, or raise EngineError for those that refuse or are gone."""
     if answers.failed:
         raise one_error(answers.failed, among=len(answers.failed) + len(answers.replies))
@@ -145,7 +145,7 @@ def combined_answer(answers: Answers, position: Callable[[Member], int], tp: int
         raise EngineRestarting("no replica is there now")
     if not answers.replies:
         raise one_error(answers.out, among=len(answers.out))
-    return combined({position(member): reply for member, reply in answers.replies.items()}, tp)
+    return combined({positions[member]: reply for member, reply in answers.replies.items()}, tp)
 
 
 def uniform(errors: Mapping[Any, EngineError]) -> bool:

@@ -48,8 +48,10 @@ class ProcessGroups:
                 value=request.world_size,
             )
 
+        positions = fleet.positions()
+
         async def join(member: Member) -> Any:
-            rank = request.rank_offset + fleet.position(member) * fleet.tp
+            rank = request.rank_offset + positions[member] * fleet.tp
             own = msgspec.structs.replace(request, rank_offset=rank)
             return await member.client.start(own, wire.InitWeightsUpdateGroupReqOutput)
 
@@ -128,8 +130,8 @@ class ProcessGroups:
         lost = {
             member.name: member.reason or "it was restarted"
             for member in self._fleet.members
-            if member.state == "gone" or member.client.incarnation != joined[member.name]
-        }
+            if member.state == "gone" or member.client.incarnation != joined.get(member.name)
+        } | dict.fromkeys(joined.keys() - self._fleet.dispatcher.members.keys(), "it was removed")
         if lost:
             left = f"{', '.join(lost)} left the group {name!r} ({_told(lost)})"
             raise GroupError(f"{left}: destroy it, and have all replicas join again", members=lost)

@@ -1,4 +1,4 @@
-"""``ReplicaFleet``: the engines of ``caesura serve --replicas N``, which HTTP takes for one engine.
+"""``ReplicaFleet``: the engines of ``caesura serve --replicas N`` or ``--worker-urls``, to HTTP one engine.
 
 Invariants:
 - A dead replica is out at once, one updated or paused on its own socket from the next look on. It serves
@@ -20,7 +20,7 @@ from typing import Any, Self
 from ...io_struct import GetStatusReqOutput, MemoryTag, Message, PauseMode, Request, new_id
 from ...io_struct.control import LeaseAction
 from ..connection.async_channel import wait_for
-from ..exceptions import EngineDied, EngineError, EngineRestarting, WeightsInvalid
+from ..exceptions import Busy, EngineDied, EngineError, EngineRestarting, InvalidRequest, WeightsInvalid
 from ..launch.supervisor import Down, Ended, Serving
 from ..launch.supervisor import State as ProcessState
 from .client import GroupClient
@@ -39,39 +39,50 @@ logger = logging.getLogger(__name__)
 PARTS_S = 5.0
 
 
+def _addresses(processes: ReplicaProcesses) -> list[EngineAddress]:
+    server_key = processes.keys.get("curve_server_key")
+    client_keys = processes.keys.get("curve_client_key_file")
+    return [
+        EngineAddress(replica.endpoint, server_key, client_keys, replica.name)
+        for replica in processes.replicas
+    ]
+
+
 class ReplicaFleet(Fleet):
     """The replicas of one server; ``client`` is used as that of one engine."""
 
-    def __init__(self, processes: ReplicaProcesses, *, owner: str, **options: Any) -> None:
-        """Take ``processes``, which have started; ``options`` are those of :class:`Fleet`."""
+    def __init__(
+        self, engines: ReplicaProcesses | Sequence[EngineAddress], *, owner: str, **options: Any
+    ) -> None:
+        """Take processes that have started here, or engines that run elsewhere and are adopted.
+
+        ``options`` are those of :class:`Fleet`. No pause has a lease but a trainer's own: engines started
+        here end with this process, and others are adopted again.
+        """
+        self._processes = engines if isinstance(engines, ReplicaProcesses) else None
         super().__init__(
-            [
-                EngineAddress(
-                    replica.endpoint,
-                    processes.keys.get("curve_server_key"),
-                    processes.keys.get("curve_client_key_file"),
-                    replica.name,
-                )
-                for replica in processes.replicas
-            ],
+            _addresses(engines) if isinstance(engines, ReplicaProcesses) else engines,
             owner=owner,
-            lease_s=None,  # the engines end with this process; a trainer's pause may have its own
+            lease_s=None,
+            adopt=self._processes is None,
             **options,
         )
         self.client = GroupClient(self)
         self.updates = Updates(self)
         self.groups = ProcessGroups(self)
-        self.size = len(processes.replicas)
-        self.tp = processes.ranks
+        self.tp = 1 if self._processes is None else self._processes.ranks
         self.status_s = 0.6
         """Seconds that a status waits for all replicas; one in a long step then counts as it was."""
         self.released: set[MemoryTag] = set()
         self.lease: PauseLease | None = None
-        self._processes = processes
         self._incarnation = new_id()[:16]
         self._began = self._paused_at = monotonic()
         self._pauses = 0
         self._counters = Counters()
+
+    @property
+    def size(self) -> int:
+        return len(self.dispatcher.members)
 
     @property
     def restarts(self) -> int:
@@ -116,8 +127,22 @@ class ReplicaFleet(Fleet):
             with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(self._on_state, name, state)
 
-        self._processes.follow(hear)
+        if self._processes is not None:
+            self._processes.follow(hear)
+        self.tp = max(1 + len(each.status.ranks) for each in self.members if each.status is not None)
         return self
+
+    async def add(self, address: EngineAddress | str) -> Member:
+        """Add an engine that runs elsewhere, or raise Busy in a weight session or a release of memory."""
+        if self.released or self.awaits_update or self.updates.session is not None:
+            raise Busy("an engine is added when the weight session or the release of memory is over")
+        return await super().add(address)
+
+    async def remove(self, name: str) -> None:
+        """Take out an engine that runs elsewhere; InvalidRequest for one that this process has started."""
+        if self._processes is not None and any(name == each.name for each in self._processes.replicas):
+            raise InvalidRequest(f"{name} was started by this server, and ends with it", field="name")
+        await super().remove(name)
 
     async def close(self) -> None:
         """Close the connections; the processes are their owner's to end. Idempotent."""
@@ -146,10 +171,11 @@ class ReplicaFleet(Fleet):
         return answers
 
     def combine(self, answers: Answers) -> Any:
-        return combined_answer(answers, self.position, self.tp)
+        return combined_answer(answers, self.positions(), self.tp)
 
-    def position(self, member: Member) -> int:
-        return self.members.index(member)
+    def positions(self) -> dict[Member, int]:
+        """Return the members' numbers among all."""
+        return {member: at for at, member in enumerate(self.members)}
 
     def reasons(self) -> str:
         """Return why replicas do not serve, by name; empty if all do."""
@@ -222,9 +248,10 @@ class ReplicaFleet(Fleet):
                 "pause_owner": None if self.lease is None else self.owner,
                 "lease_left_s": None if self.lease is None else self.lease.left_s,
             }
+        at = self.positions()
         combined = combined_status(
-            {self.position(member): status for member, status in known.items() if status is not None},
-            [self.position(member) for member in current or serving],
+            {at[member]: status for member, status in known.items() if status is not None and member in at},
+            [at[member] for member in current or serving],
             counters=self._counters,
             tp=self.tp,
             incarnation=self._incarnation,

@@ -28,6 +28,7 @@ from litestar.handlers import HTTPRouteHandler
 
 from ..connection.async_client import AsyncSchedulerClient
 from ..exceptions import EngineRestarting
+from ..group.members import EngineAddress
 from ..group.processes import ReplicaProcesses
 from ..group.replicas import ReplicaFleet
 from ..launch.launcher import LaunchedScheduler
@@ -37,7 +38,7 @@ from ..launch.supervisor import Down, Serving, Supervisor
 from ..launch.supervisor import State as EngineState
 from ..text.tokenizer import TextTokenizer, TokenizerMissing
 from ..text.tokenizer_manager import TokenizerManager
-from . import drift_routes, lora_routes, session_routes
+from . import drift_routes, lora_routes, session_routes, worker_routes
 from .anthropic import messages
 from .context import OWNER, Front, FrontEnd
 from .error_responses import EXCEPTION_HANDLERS
@@ -73,6 +74,7 @@ def routes_of(*modules: ModuleType) -> list[HTTPRouteHandler]:
 ROUTES = [
     *routes_of(generate, rollout, control, weights, info, tokenize, completions, chat, images, models),
     *routes_of(responses, messages, render, parse, session_routes, external_corpora),
+    *routes_of(worker_routes),
     *routes_of(tokens, vllm_control, vllm_weights, lora_routes, drift_routes, asample, samplers, training),
     *routes_of(metrics, dashboard, openapi),
 ]
@@ -106,6 +108,12 @@ async def _connected(
     if isinstance(launched, ReplicaProcesses):
         async with ReplicaFleet(launched, owner=OWNER) as fleet:
             yield fleet.client, f"{fleet.size} replicas", fleet
+        return
+    if options.worker_urls is not None:
+        keys = options.curve_server_key, options.curve_client_key_file
+        workers = [EngineAddress(url.strip(), *keys) for url in options.worker_urls.split(",")]
+        async with ReplicaFleet(workers, owner=OWNER) as fleet:
+            yield fleet.client, f"{fleet.size} workers", fleet
         return
     endpoint = launched.endpoint if launched is not None else str(options.endpoint)
     async with AsyncSchedulerClient(

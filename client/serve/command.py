@@ -55,11 +55,11 @@ def serve(context: click.Context, /, **given: Any) -> None:
     except ImportError as error:
         raise click.ClickException(f"{_NEEDS_EXTRA} ({error})") from error
     _check_parsers(given)
-    model, endpoint = given["model"], given["endpoint"]
-    if (model is None) == (endpoint is None):
+    model, endpoint = given["model"], given["endpoint"] or given["worker_urls"]
+    if [model, given["endpoint"], given["worker_urls"]].count(None) != 2:
         raise click.UsageError(
             "give either --model or --endpoint: a model folder to serve, or the address of a running "
-            "scheduler"
+            "scheduler; or --worker-urls, the addresses of several"
         )
     if model is not None and os.path.exists(model):  # else the scheduler's refusal quotes what was typed
         given["model"] = os.path.abspath(model)
@@ -69,7 +69,8 @@ def serve(context: click.Context, /, **given: Any) -> None:
     if given["replicas"] > 1 and model is None:
         raise click.UsageError("--replicas needs --model: a scheduler given by --endpoint is one")
     if endpoint is not None and context.args:
-        raise click.UsageError(f"scheduler options cannot be used with --endpoint: {' '.join(context.args)}")
+        option = "--endpoint" if given["worker_urls"] is None else "--worker-urls"
+        raise click.UsageError(f"scheduler options cannot be used with {option}: {' '.join(context.args)}")
     api_key = take_key(API_KEY, given["api_key_file"])
     admin_key = take_key(ADMIN_KEY, given["admin_key_file"])
     check_host(given["host"], api_key, insecure=given["insecure_bind"])

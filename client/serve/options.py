@@ -51,6 +51,9 @@ class CommandLine:
     restarted."""
     endpoint: str | None = _option(None)
     """Address of a running scheduler to serve, instead of starting one."""
+    worker_urls: str | None = _option(None)
+    """Addresses of running schedulers to serve as replicas, with commas between them; more of them can be
+    added over HTTP (/workers)."""
     curve_server_key: str | None = _option(None, envvar=SERVER_KEY_VARIABLE)
     """The scheduler's CURVE public key, or a file that contains it; needed for a scheduler with keys."""
     curve_client_key_file: str | None = _option(None, envvar=CLIENT_KEY_VARIABLE)

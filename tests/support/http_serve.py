@@ -20,7 +20,7 @@ class ServedEngine:
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
         command = [sys.executable, CODE, CLI, "serve", "--port", "0", *arguments]
-        if "--endpoint" not in arguments:
+        if not {"--endpoint", "--worker-urls"} & set(arguments):
             command += ["--num-threads", "1"]
         self.process = Process(
             command,

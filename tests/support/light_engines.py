@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any, Self
 
@@ -33,12 +33,16 @@ Died = Callable[[int, wire.Request], bool]
 class LightEngine:
     """One engine: its socket, and the state behind its answers."""
 
-    def __init__(self, number: int, context: "zmq.Context[Any]", endpoint: str, folder: str) -> None:
+    def __init__(
+        self, number: int, context: "zmq.Context[Any]", endpoint: str, folder: str, secret_key: bytes = b""
+    ) -> None:
         self.number, self.folder = number, folder
         self.incarnation = secrets.token_hex(8)
         self.label, self.epoch, self.weights = INITIAL, 0, "valid"
         self.paused: str | None = None
         self.session: str | None = None
+        self.loaded: str | None = None
+        """Label of the last load."""
         self.written = 0
         self.served = 0
         """Number of finished samples."""
@@ -47,6 +51,9 @@ class LightEngine:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.linger = 0
         self.socket.sndhwm = self.socket.rcvhwm = 0
+        if secret_key:
+            self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
         self.socket.bind(endpoint)
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -105,7 +112,7 @@ class LightEngine:
             case wire.WeightsCheckerReqInput():
                 return reply(wire.WeightsCheckerReqOutput, total=f"{hash(self.label) & (1 << 64) - 1:032x}")
             case wire.BeginWeightUpdateReqInput():
-                self.session, self.written = request.id, 0
+                self.session, self.loaded, self.written = request.id, None, 0
                 return reply(wire.BeginWeightUpdateReqOutput, session_id=request.id, weights_epoch=self.epoch)
             case wire.EndWeightUpdateReqInput():
                 return [self._ended(request)]
@@ -119,7 +126,7 @@ class LightEngine:
         self.written += len(getattr(request, "specs", ())) or 1
         if self.session is None:
             return self._committed(request, request.weight_version)
-        self.weights = "poisoned"
+        self.weights, self.loaded = "poisoned", request.weight_version
         return msgspec.structs.replace(update_reply(request, committed=False), session_id=self.session)
 
     def _ended(self, request: wire.EndWeightUpdateReqInput) -> wire.Message:
@@ -127,7 +134,7 @@ class LightEngine:
             raise _refusal("no_session", f"no session {request.session_id!r} is open")
         self.session = None
         if request.commit:
-            return self._committed(request, request.weight_version)
+            return self._committed(request, request.weight_version or self.loaded)
         return update_reply(request, committed=False)
 
     def _committed(self, request: wire.Request, label: str | None) -> wire.Message:
@@ -201,17 +208,18 @@ class LightEngines:
         *,
         dies: Died = lambda number, request: False,
         folder: str = "/model",
-        endpoints: Sequence[str] = (),
+        curve: bool = False,
     ) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._dies, self._folder = dies, folder
         self._epoll = select.epoll()
         self._by_descriptor: dict[int, LightEngine] = {}
-        self.engines = [
-            self._started(index, endpoints[index] if endpoints else "tcp://127.0.0.1:*")
-            for index in range(number)
-        ]
+        pairs = [zmq.curve_keypair() if curve else (b"", b"") for _ in range(number)]
+        self.server_keys = [public.decode() for public, _ in pairs]
+        """CURVE public keys of the engines, which take any client; empty without keys."""
+        self._secret_keys = [secret for _, secret in pairs]
+        self.engines = [self._started(index, "tcp://127.0.0.1:*") for index in range(number)]
         self.endpoints = [engine.endpoint for engine in self.engines]
         self._work: deque[tuple[Callable[[], Any], threading.Event]] = deque()
         self._waker, self._woken = socket.socketpair()
@@ -244,7 +252,7 @@ class LightEngines:
         self.close()
 
     def _started(self, number: int, endpoint: str) -> LightEngine:
-        engine = LightEngine(number, self._context, endpoint, self._folder)
+        engine = LightEngine(number, self._context, endpoint, self._folder, self._secret_keys[number])
         descriptor = engine.socket.getsockopt(zmq.FD)
         self._epoll.register(descriptor, select.EPOLLIN)
         self._by_descriptor[descriptor] = engine

@@ -14,7 +14,7 @@ from caesura.client.serve.middleware import ACCESS_CLASSES
 CHANGES_THE_ENGINE = re.compile(
     "pause|profile|continue|flush|release|resume|update|begin|/end|init|destroy|weights_checker|post_process"
     "|weight_checker|rollback|pull|fetch_weights|lora|sleep|wake|reset|start|finish|shutdown|collective_rpc"
-    "|external_corp"
+    "|external_corp|workers"
     "|/api/v1/(create_model|save_weights|x$)"
 )
 
