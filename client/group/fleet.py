@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,9 @@ logger = logging.getLogger(__name__)
 LOOK_INTERVAL_S = 1.0
 KEEPALIVE_TIMEOUT_S = 30.0
 LEASE_S = 60.0
+DESCRIPTORS = 4
+"""File descriptors of a connection; an engine has a second one while it is paused with a lease."""
+OTHER_DESCRIPTORS = 64
 HEALED_AT_ONCE = 16
 """Maximum number of members that are brought back at a time."""
 
@@ -189,6 +193,7 @@ class Fleet:
 
     async def open(self) -> Self:
         """Connect to all members and look after them; EngineError if one cannot be reached or differs."""
+        self._require_descriptors()
         try:
             async with self.lock:
                 joining = [self._add(address) for address in self._addresses]
@@ -573,6 +578,16 @@ class Fleet:
     async def copy(self, donor: EngineAddress, target: EngineAddress) -> None:
         """Copy weights and label of ``donor``, which serves on, to ``target``."""
         await asyncio.to_thread(copy_here, donor, target, self.owner)
+
+    def _require_descriptors(self) -> None:
+        needed = OTHER_DESCRIPTORS + len(self._addresses) * DESCRIPTORS * (1 if self._lease_s is None else 2)
+        allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if allowed != resource.RLIM_INFINITY and allowed < needed:
+            raise InvalidRequest(
+                f"{len(self._addresses)} engines need up to {needed} file descriptors, and this process may "
+                f"have {allowed}: run it after `ulimit -n {needed}` (the hard limit is {most})",
+                field="members",
+            )
 
     def _add(self, address: EngineAddress) -> Member:
         member = Member(

@@ -1,12 +1,14 @@
 """A fleet of 50 engines without a model: some die in each phase of an update, while requests wait."""
 
 import asyncio
+import resource
 import threading
 
+import pytest
 from support.light_engines import INITIAL, LightEngines
 from support.waiting import PATIENCE_S
 
-from caesura.client import SamplingParams
+from caesura.client import InvalidRequest, SamplingParams
 from caesura.client.group import Fleet
 from caesura.io_struct import (
     BeginWeightUpdateReqInput,
@@ -69,3 +71,13 @@ def test_engines_that_die_in_an_update_lose_no_request(tmp_path):
                 await body(engines, fleet)
 
     asyncio.run(main())
+
+
+def test_too_few_descriptors_are_refused_with_the_remedy():
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, allowed[1]))
+    try:
+        with pytest.raises(InvalidRequest, match=r"ulimit -n 464 "):
+            asyncio.run(Fleet([f"tcp://127.0.0.1:{port}" for port in range(1, 51)]).open())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
