@@ -55,7 +55,9 @@ def test_engines_that_die_in_an_update_lose_no_request(tmp_path):
 
         engines.start(DEATHS)
         assert {engines.engines[number].label for number in DEATHS} == {INITIAL}
-        assert sorted(await fleet.heal()) == sorted(dead)
+        healed: set[str] = set()
+        while healed != dead:  # a lost connection may be noticed by the first call over it
+            healed |= set(await fleet.heal())
         assert {engine.label for engine in engines.engines} == {"new"}
         handles = [await fleet.submit([number], PARAMS, min_weights_epoch=1) for number in range(2 * ENGINES)]
         for output in await asyncio.gather(*(handle.result() for handle in handles)):
@@ -77,7 +79,7 @@ def test_too_few_descriptors_are_refused_with_the_remedy():
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (400, allowed[1]))
     try:
-        with pytest.raises(InvalidRequest, match=r"ulimit -n 464 "):
+        with pytest.raises(InvalidRequest, match=r"`ulimit -n 464`"):
             asyncio.run(Fleet([f"tcp://127.0.0.1:{port}" for port in range(1, 51)]).open())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
