@@ -373,6 +373,7 @@ class CacheManager:
             raise LedgerError(f"flush while {len(self._open)} requests hold KV")
         if self.tier is not None and not keep_tier:
             self.tier.keep(set())
+        self.prompt_logprobs.clear()
         for home in self.ranks:
             home.leases.clear()
         return sum(self._free(home, home.tree.clear()) for home in self.ranks)
