@@ -109,7 +109,7 @@ def supervise(
     arguments = [*context.args, "--log-format", log_format]
     if (place := _place(arguments)) is not None:
         if place.node_rank:  # restarts its ranks itself
-            os.execv(sys.executable, engine_command(*arguments))  # noqa: S606  (our own interpreter and module)
+            os.execv(sys.executable, engine_command(*arguments))  # noqa: S606  (our own interpreter)
         arguments += ["--nnodes", str(place.nnodes), "--node-rank", "0", "--master-addr", place.master_addr]
     supervisor = Supervisor(
         arguments,

@@ -83,8 +83,6 @@ async def load_lora_adapter(front: FrontEnd, body: LoadBody) -> dict[str, Any]:
 
 
 class SentBody(NamedBody, kw_only=True):
-    """Of an adapter whose tensors are sent."""
-
     config_dict: dict[str, Any]
     pinned: bool = False
     upsert: bool = True

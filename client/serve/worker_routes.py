@@ -30,7 +30,7 @@ class WorkerBody(Strict, kw_only=True):
     url: str
     """``tcp://HOST:PORT`` or ``ipc://PATH`` of a running scheduler."""
     curve_server_key: Annotated[str, _KEY] | None = None
-    """Its CURVE public key. Null: that of ``--curve-server-key``. Caesura's own."""
+    """CURVE public key of the engine; null: that of ``--curve-server-key``. Caesura's own."""
     worker_type: Literal["regular"] | None = None
     # refused unless empty
     bootstrap_port: Any = None

@@ -21,6 +21,7 @@ Invariants:
 """
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -170,7 +171,8 @@ class DecodeGraphs:
         )
 
     def _size_for(self, rows: int) -> int | None:
-        size = min((size for size in self.captured if size >= rows), default=None)
+        larger = self.sizes[bisect_left(self.sizes, rows) :]
+        size = next((size for size in larger if size in self.captured), None)
         return size if size is not None and size < 2 * rows else None
 
     def _head_for(self, rows: int) -> "_CapturedHead | None":

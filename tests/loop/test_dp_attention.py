@@ -180,7 +180,7 @@ def test_released_memory_comes_back_on_every_rank(pair):
 
 @dataclass
 class Story:
-    """What happens to an engine whose ranks have little room, drawn from a seed."""
+    """Events of an engine whose ranks have little room, drawn from a seed."""
 
     pair: Pair
     chance: random.Random

@@ -415,7 +415,10 @@ def test_an_engine_that_compiles_kernels_is_not_killed(directory, tmp_path, monk
     try:
         with (tmp_path / "input").open("w"):
             eventually(lambda: compiler_below(child.process.pid) == "nvcc")
-            probe = lambda: answered.put(answers_until_it_ends(child, f"ipc://{directory}/s", {}, 0.2))  # noqa: E731
+
+            def probe() -> None:
+                answered.put(answers_until_it_ends(child, f"ipc://{directory}/s", {}, 0.2))
+
             threading.Thread(target=probe).start()
             eventually(lambda: len(looks) >= 8)
             assert answered.empty()
