@@ -7,6 +7,8 @@ Invariants:
 - After half of the timeout the stacks are printed to stderr; after all of it the process exits with
   :data:`EXIT_HUNG`, a status that no other exit has. Both happen even if a C call holds the GIL forever: the
   thread keeps postponing faulthandler's thread and a kernel timer, at whose expiry glibc calls ``_exit``.
+- faulthandler's thread reads frames without the GIL, and crashes if they run meanwhile. It prints only where
+  the watchdog's own thread, which prints with the GIL held, did not come to it in time.
 """
 
 import contextlib
@@ -97,9 +99,9 @@ class Watchdog:
                 return
             if self._heartbeat.long:
                 self._backstop.disarm()
-            else:  # later than the thread, which can log a message
+            else:  # later than the thread
                 late = self._interval_s * 2
-                self._backstop.arm(self._timeout_s / 2, self._timeout_s + late)
+                self._backstop.arm(self._timeout_s / 2 + late, self._timeout_s + late)
 
     def _run(self) -> None:
         while not self._closed.wait(self._interval_s):
@@ -135,6 +137,9 @@ class Watchdog:
                 "Stacks of all threads follow, or precede.",
                 silent, self._timeout_s,
             )  # fmt: skip
+            with self._lock:
+                if self._backstop is not None and not self._closed.is_set():
+                    self._backstop.dump()
 
 
 class Backstop:
@@ -147,6 +152,12 @@ class Backstop:
         self._timer.set(exit_s)
         if self._stderr is not None:
             faulthandler.dump_traceback_later(dump_s, exit=False, file=self._stderr)
+
+    def dump(self) -> None:
+        """Print all stacks now, and not again before the next :meth:`arm`."""
+        if self._stderr is not None:
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.dump_traceback(self._stderr)
 
     def disarm(self) -> None:
         self._timer.set(0.0)
@@ -173,7 +184,8 @@ class _ExitTimer:
 
 def exit_within(seconds: float) -> None:
     def end() -> None:
-        sleep(seconds + _DUMP_S)
+        sleep(seconds)
+        backstop.dump()
         logger.critical(
             "the engine ends: its shutdown has taken more than %g s (exit status %d); "
             "the stacks of all threads precede",
@@ -182,7 +194,8 @@ def exit_within(seconds: float) -> None:
         log.flush()
         os._exit(EXIT_HUNG)
 
-    Backstop().arm(seconds, seconds + 4 * _DUMP_S)
+    backstop = Backstop()
+    backstop.arm(seconds + 2 * _DUMP_S, seconds + 4 * _DUMP_S)
     threading.Thread(target=end, name="caesura-end", daemon=True).start()
 
 

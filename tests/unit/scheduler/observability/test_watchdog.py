@@ -62,6 +62,7 @@ def test_a_loop_that_hangs_shows_its_stacks_and_ends(hangs):
     assert "in the_loop" in done.stderr
     if "PyDLL" not in hangs:  # else no thread of Python's can say more
         assert "the loop has not ticked for" in done.stderr
+        assert "Current thread" in done.stderr  # printed by a thread that holds the GIL
         assert f"exit status {EXIT_HUNG}" in done.stderr
 
 
