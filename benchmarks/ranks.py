@@ -10,6 +10,7 @@ threads of two would share the cores.
 
     python benchmarks/ranks.py --shape tiny --turns 3 --pauses 200 --kills 20 --json ranks.json
     python benchmarks/ranks.py --shape moe --pauses 0 --kills 0
+    python benchmarks/ranks.py --links  # the model of ``harness/collectives_model.py`` alone
 """
 
 import argparse
@@ -31,6 +32,7 @@ from typing import Any
 
 from architectures import ARCHITECTURES
 from checkpoints import write_checkpoint
+from harness.collectives_model import Step
 from harness.cycles import ALLOWANCE_MS, STEPS_BETWEEN, TARGET_STEP_S, distribution
 from harness.load import Load
 from harness.script import begin, in_turns, parser, table, write_json
@@ -200,6 +202,28 @@ def kill_table(found: dict[str, list[tuple[float | None, float]]]) -> Table:
     return table("SIGKILL of a worker, ms", headings, rows)
 
 
+def links_table(tokens: int) -> Table:
+    """Return the collectives of a step of DeepSeek-V3 in bfloat16, each rank having as many of its tokens."""
+    links = {"450 GB/s": (450e9, 2e-6), "50 GB/s": (50e9, 8e-6)}
+    """Bytes and seconds of a hop, as of NVLink and of 400 Gb/s between hosts."""
+    rows = []
+    for ranks in (8, 16, 32):
+        ways: dict[str, tuple[int | None, int | None]] = {
+            "sums": (None, None),
+            "dp attention": (tokens // ranks, None),
+            "dp attention, all-to-all": (tokens // ranks, 8),
+        }
+        for way, (fullest, exchanged) in ways.items():
+            step = Step(
+                ranks=ranks, layers=61, hidden=7168, vocab=129_280, itemsize=2, tokens=tokens,
+                sampled=min(tokens, 256), fullest=fullest, exchanged=exchanged,
+            )  # fmt: skip
+            times = (f"{1e3 * step.seconds(*link):.1f}" for link in links.values())
+            rows.append([str(ranks), way, f"{step.sent() / 1e6:,.0f}", *times])
+    headings = ["ranks", "divided by", "MB sent by each", *(f"ms at {name}" for name in links)]
+    return table(f"collectives of a step of {tokens:,} tokens", headings, rows)
+
+
 def measure(folder: Path, workload: Workload, options: argparse.Namespace) -> dict[str, Measured]:
     """Run rollouts and pauses of every kind, turn by turn."""
     found = {name: Measured() for name in options.kinds}
@@ -223,6 +247,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--turns", type=int, default=3, help="0: only kills")
     made.add_argument("--pauses", type=int, default=200, help="of each kind, in all turns (%(default)s)")
     made.add_argument("--kills", type=int, default=20, help="in each state (%(default)s)")
+    made.add_argument("--links", action="store_true", help="only print the model of a step's collectives")
     options = made.parse_args(argv)
     if options.kinds is None:
         has_experts = hasattr(ARCHITECTURES[WORKLOADS[options.shape].model], "num_experts_per_tok")
@@ -233,6 +258,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     console = Console(width=120)
+    if options.links:
+        for tokens in (256, 8192):
+            console.print(links_table(tokens))
+        return
     facts = begin(console)
     workload = WORKLOADS[options.shape]
     killed: dict[str, list[tuple[float | None, float]]] = {state: [] for state in STATES if options.kills}

@@ -1,8 +1,9 @@
 """A model of the collectives of one step over links of a given speed, by the way a model is divided.
 
 Every rank has one link, which sends and receives at the same time, ``link`` bytes a second each way. A sum is
-a ring's: each of its ``2 * (ranks - 1)`` hops carries a rank's part; a gather has half of them. ``hop_s`` is
-what a hop costs beside its bytes. Products are not in it, nor is anything computed meanwhile.
+a ring's: each of its ``2 * (ranks - 1)`` hops carries a rank's part; a gather has half of them. An exchange,
+which the engine does not have, sends to every other rank what it alone needs. ``hop_s`` is what a hop costs
+beside its bytes. Products are not in it, nor is anything computed meanwhile.
 """
 
 from collections.abc import Iterator
@@ -12,13 +13,19 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    kind: Literal["sum", "gather"]
+    kind: Literal["sum", "gather", "exchange"]
     nbytes: int
-    """Bytes of the result, which every rank gets."""
+    """Bytes of the result, which every rank gets; those that a rank sends in an exchange."""
+
+    def hops(self, ranks: int) -> int:
+        return (ranks - 1) * (2 if self.kind == "sum" else 1)
+
+    def sent(self, ranks: int) -> float:
+        """Return the bytes that each rank sends."""
+        return self.nbytes if self.kind == "exchange" else self.hops(ranks) * self.nbytes / ranks
 
     def seconds(self, ranks: int, link: float, hop_s: float) -> float:
-        hops = (ranks - 1) * (2 if self.kind == "sum" else 1)
-        return hops * (self.nbytes / ranks / link + hop_s)
+        return self.sent(ranks) / link + self.hops(ranks) * hop_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +41,8 @@ class Step:
     sampled: int
     fullest: int | None = None
     """Tokens of the rank with the most, with data-parallel attention; None if heads are divided."""
+    exchanged: int | None = None
+    """Experts of a token where ranks would exchange rows instead of gathering them; None as it is."""
 
     def collectives(self) -> Iterator[Collective]:
         """Yield embedding, attention and feed-forward of each layer, and the logits, in their order."""
@@ -41,10 +50,18 @@ class Step:
         whole = Collective("sum", self.tokens * row)
         yield whole
         for _ in range(self.layers):
+            if self.exchanged is not None and self.fullest is not None:
+                copies = min(self.exchanged, self.ranks - 1)
+                yield from [Collective("exchange", self.fullest * copies * row)] * 2
+                continue
             yield whole if self.fullest is None else Collective("gather", self.ranks * self.fullest * row)
             yield whole
         columns = self.ranks * -(-self.vocab // self.ranks)
         yield Collective("gather", self.sampled * columns * self.itemsize)
+
+    def sent(self) -> float:
+        """Return the bytes that each rank sends."""
+        return sum(each.sent(self.ranks) for each in self.collectives())
 
     def seconds(self, link: float, hop_s: float) -> float:
         return sum(each.seconds(self.ranks, link, hop_s) for each in self.collectives())

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 from harness.collectives_model import Collective, Step
 from support.checkpoints import make_checkpoint
@@ -74,3 +75,11 @@ def test_the_model_counts_what_layers_call(family: str, division: dict[str, int]
         fullest=None if rows is None else 12,
     )
     assert list(step.collectives()) == group.called
+
+
+def test_the_page_has_the_tables_of_the_model() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "explanation" / "scale.md").read_text("utf-8")
+    for tokens in (256, 8192):
+        columns = [column.cells for column in ranks.links_table(tokens).columns]
+        for row in zip(*columns, strict=True):
+            assert f"| {' | '.join(map(str, row))} |" in page
