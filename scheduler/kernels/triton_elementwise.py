@@ -63,6 +63,22 @@ def _norm_kernel(
 
 
 @triton.jit
+def bent(gate, up, like, bend: tl.constexpr):
+    """Return ``bend(gate) * up`` in float32, rounded in between; ``bend`` as in :data:`BENDS`."""
+    if bend == 2:
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+        up = rounded(up, like)
+        gated = gate / (1 + tl.exp(-1.702 * gate))
+    elif bend == 1:
+        inner = 0.7978845608 * (gate + 0.044715 * gate * gate * gate)
+        gated = gate / (1 + tl.exp(-2.0 * inner))
+    else:
+        gated = gate / (1 + tl.exp(-gate))
+    return rounded(gated, like) * up
+
+
+@triton.jit
 def _gate_mul_kernel(
     gate_up, out, gate_up_row, out_row, size: tl.constexpr, block: tl.constexpr, bend: tl.constexpr
 ):
@@ -72,18 +88,7 @@ def _gate_mul_kernel(
     source = gate_up + row * gate_up_row + column
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + size, mask=inside, other=0.0).to(tl.float32)
-    if bend == 2:
-        gate = tl.where(gate > 7.0, 7.0, gate)
-        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
-        up = rounded(up, out)
-        gated = gate / (1 + tl.exp(-1.702 * gate))
-    elif bend == 1:
-        inner = 0.7978845608 * (gate + 0.044715 * gate * gate * gate)
-        gated = gate / (1 + tl.exp(-2.0 * inner))
-    else:
-        gated = gate / (1 + tl.exp(-gate))
-    gated = rounded(gated, out)
-    tl.store(out + row * out_row + column, gated * up, mask=inside)
+    tl.store(out + row * out_row + column, bent(gate, up, out, bend), mask=inside)
 
 
 @triton.jit

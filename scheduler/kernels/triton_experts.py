@@ -1,11 +1,14 @@
-"""Operations around the products of routed experts on CUDA, in Triton: choice, order of rows, weighted sum.
+"""Routed experts on CUDA, in Triton: choice, products over the rows that chose an expert, weighted sum.
 
 Invariants:
-- Nothing waits for the device, and a token's results depend on that token alone.
+- Nothing waits for the device. A token's choice and sum depend on that token alone; in products the order of
+  sums is that of a tile, of which there are two sizes.
 - Whatever the logits are, NaN included, ids are of experts, each at most once: choosing compares integers.
-- A token's sum is taken in float32 in the order of its experts and rounded once. Pairs of experts that are
-  not held lie behind all ends, and count in no sum.
-- A step's only arguments are tensors, their number of pairs (which has no variants) and the size of the grid.
+- No row is sorted or copied: a program finds its expert's pairs in the ids, and writes a pair's result to the
+  pair's place. Pairs of experts that are not held are never written, and count in no sum.
+- Products are rounded before a bias, an activation and a sum, as torch's operations round.
+- A step's only arguments are tensors, their number of tokens (which has no variants) and the size of the
+  grid.
 
 Imported only with Triton. Compiled for sm_90 and tested in Triton's interpreter; not run on a GPU.
 """
@@ -19,15 +22,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .attention_form import Bend
 from .decoder_layers import NO_GROUPS, GroupRouting
+from .elementwise import BENDS
+from .triton_elementwise import bent, rounded
+from .triton_fp8 import BLOCK, quantized
 from .triton_launch import Launcher
 
-MAX_PAIRS = 8192
-"""Most pairs that :func:`sort_rows` takes: each finds its place by comparing with all others."""
-_SORTED, _LOOKED_AT = 8, 256
-"""Pairs that find their places in one program, and pairs that it compares with at a time."""
-_COPIED = 512
-"""Elements that a program copies together, of each of its rows."""
+MAX_TOKENS = 1024
+"""Most tokens that :func:`product` is meant for: each program looks at the ids of all."""
+_LOOKED_AT = 128
+"""Tokens whose ids a program looks at together."""
+_FEW_ROWS, _MANY_ROWS = 16, 64
+"""Rows of a tile where an expert has few on average, and else."""
+_OUTPUTS = 64
+_DEPTH_BYTES = 128
+"""Bytes of a weight's row that a program multiplies at a time."""
 _SUMMED = 1024
 _TINY = 1e-20
 _NONE = tl.constexpr(-(2**63))
@@ -108,56 +118,123 @@ def _route_kernel(
 
 
 @triton.jit
-def _number(ids, first: tl.constexpr, experts: tl.constexpr):
-    """Count experts from the first one held; all others have the number behind the last one."""
-    return tl.where((ids >= first) & (ids < first + experts), ids - first, experts)
+def _own_pairs(
+    ids, expert, start, tokens, top_k: tl.constexpr, k_width: tl.constexpr, looked_at: tl.constexpr
+):
+    """Return 1 + the pair by which each of some tokens has chosen ``expert``, or 0."""
+    token, rank = (start + tl.arange(0, looked_at))[:, None], tl.arange(0, k_width)[None, :]
+    pair = token * top_k + rank
+    chosen = tl.load(ids + pair, mask=(token < tokens) & (rank < top_k), other=-1)
+    return tl.sum(tl.where(chosen == expert, pair + 1, 0), 1)
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def _sort_kernel(
-    x, ids, rows, places, ends, x_row, pairs,
-    first: tl.constexpr, experts: tl.constexpr, top_k: tl.constexpr, size: tl.constexpr, block: tl.constexpr,
-    looked_at: tl.constexpr, copied: tl.constexpr,
+@triton.jit
+def _count_pairs(ids, expert, tokens, top_k: tl.constexpr, k_width: tl.constexpr, looked_at: tl.constexpr):
+    total = 0
+    for start in range(0, tokens, looked_at):
+        own = _own_pairs(ids, expert, start, tokens, top_k, k_width, looked_at)
+        total += tl.sum((own > 0).to(tl.int32), 0)
+    return total
+
+
+@triton.jit
+def _pairs_from(
+    first, ids, expert, tokens, top_k: tl.constexpr, k_width: tl.constexpr, looked_at: tl.constexpr,
+    rows: tl.constexpr,
 ):  # fmt: skip
-    """Copy some pairs' rows to their places, or, behind the pairs, write the ends of some experts' rows."""
-    item = tl.program_id(0) * block + tl.arange(0, block)
-    is_pair = item < pairs
-    number = _number(tl.load(ids + item, mask=is_pair, other=0), first, experts)
-    limit = tl.where(is_pair, number, item - pairs)[:, None]
-    before = tl.zeros([block, looked_at], tl.int32)
-    for start in range(0, pairs, looked_at):
-        other = (start + tl.arange(0, looked_at))[None, :]
-        its = tl.load(ids + other, mask=other < pairs, other=0x7FFFFFFF)
-        its = tl.where(other < pairs, _number(its, first, experts), its)
-        # Equal ids stay in their order; an expert's end, whose item is behind all pairs, is behind all of its
-        # own.
-        before += ((its < limit) | ((its == limit) & (other < item[:, None]))).to(tl.int32)
-    place = tl.sum(before, 1)
-    tl.store(ends + item - pairs, place, mask=(item >= pairs) & (item < pairs + experts))
-    tl.store(places + item, place.to(tl.int64), mask=is_pair)
-    source = x + (item // top_k).to(tl.int64)[:, None] * x_row
-    target = rows + place.to(tl.int64)[:, None] * size
-    for start in range(0, size, copied):
-        column = (start + tl.arange(0, copied))[None, :]
-        inside = is_pair[:, None] & (column < size)
-        tl.store(target + column, tl.load(source + column, mask=inside), mask=inside)
+    """Return the next ``rows`` pairs of ``expert`` from its pair number ``first`` on, -1 behind the last."""
+    wanted = (first + tl.arange(0, rows))[:, None]
+    pair = tl.full([rows], -1, tl.int32)
+    seen = 0
+    for start in range(0, tokens, looked_at):
+        own = _own_pairs(ids, expert, start, tokens, top_k, k_width, looked_at)
+        is_own = (own > 0).to(tl.int32)
+        number = seen + tl.cumsum(is_own, 0) - is_own
+        is_wanted = (is_own == 1)[None, :] & (number[None, :] == wanted)
+        pair += tl.sum(tl.where(is_wanted, own[None, :], 0), 1)
+        seen += tl.sum(is_own, 0)
+    return pair
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _product_kernel(
+    x, ids, weight, scales, bias, out, x_row, tokens,
+    first_expert: tl.constexpr, top_k: tl.constexpr, k_width: tl.constexpr, shared: tl.constexpr,
+    size: tl.constexpr, width: tl.constexpr, bend: tl.constexpr, biased: tl.constexpr, scaled: tl.constexpr,
+    rows: tl.constexpr, outputs: tl.constexpr, depth: tl.constexpr, looked_at: tl.constexpr,
+):  # fmt: skip
+    """Multiply the rows of one expert's pairs by some rows of its weight, tile by tile.
+
+    ``shared``: pairs that read one row of ``x``. ``bend`` not negative: ``width`` rows of a gate lie before
+    as many of the factor beside it. ``scaled``: weights have a scale for each block of ``depth`` by
+    ``depth``, and so many elements of a row are quantised together.
+    """
+    own = tl.program_id(1).to(tl.int64)
+    expert = own + first_expert
+    gated: tl.constexpr = bend >= 0
+    height: tl.constexpr = 2 * width if gated else width
+    grid_columns: tl.constexpr = size // depth
+    output = tl.program_id(0) * outputs + tl.arange(0, outputs)
+    known = output < width
+    weights = weight + (own * height + output)[:, None] * size
+    block = own * (height // depth) + tl.program_id(0) * outputs // depth
+    for first in range(0, _count_pairs(ids, expert, tokens, top_k, k_width, looked_at), rows):
+        pair = _pairs_from(first, ids, expert, tokens, top_k, k_width, looked_at, rows)
+        is_pair = (pair >= 0)[:, None]
+        source = x + (pair // shared).to(tl.int64)[:, None] * x_row
+        result = tl.zeros([rows, outputs], tl.float32)
+        beside = tl.zeros([rows, outputs], tl.float32)
+        for begin in range(0, size, depth):
+            column = (begin + tl.arange(0, depth))[None, :]
+            factors = tl.load(source + column, mask=is_pair & (column < size), other=0.0)
+            scale = tl.full([rows], 1.0, tl.float32)
+            if scaled:
+                factors, scale = quantized(factors.to(tl.float32), weight, rows, depth)
+            loaded = known[:, None] & (column < size)
+            part = tl.dot(
+                factors, tl.trans(tl.load(weights + column, mask=loaded, other=0.0)), input_precision="ieee"
+            )
+            if scaled:
+                part *= (scale * tl.load(scales + block * grid_columns + begin // depth))[:, None]
+            result += part
+            if gated:
+                others = tl.load(weights + width * size + column, mask=loaded, other=0.0)
+                part = tl.dot(factors, tl.trans(others), input_precision="ieee")
+                if scaled:
+                    of_others = (block + width // depth) * grid_columns + begin // depth
+                    part *= (scale * tl.load(scales + of_others))[:, None]
+                beside += part
+        result, beside = rounded(result, out), rounded(beside, out)
+        if biased:
+            addend = bias + own * height + output
+            result = rounded(result + tl.load(addend, mask=known, other=0.0).to(tl.float32)[None, :], out)
+            if gated:
+                added = tl.load(addend + width, mask=known, other=0.0).to(tl.float32)[None, :]
+                beside = rounded(beside + added, out)
+        if gated:
+            result = bent(result, beside, out, bend)
+        target = out + pair.to(tl.int64)[:, None] * width + output[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=is_pair & known[None, :])
 
 
 @triton.jit
 def _combine_kernel(
-    y, places, weights, addend, ends, out, y_row, addend_row,
-    top_k: tl.constexpr, size: tl.constexpr, block: tl.constexpr, added: tl.constexpr, experts: tl.constexpr,
+    y, ids, places, weights, addend, out, y_row, addend_row,
+    top_k: tl.constexpr, size: tl.constexpr, block: tl.constexpr, added: tl.constexpr, moved: tl.constexpr,
+    first_expert: tl.constexpr, experts: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < size
     total = tl.zeros([block], tl.float32)
     for i in range(top_k):
-        place = tl.load(places + token * top_k + i)
-        weight = tl.load(weights + token * top_k + i).to(tl.float32)
-        read = inside
-        if experts:
-            read = inside & (place < tl.load(ends + experts - 1))
+        pair = token * top_k + i
+        weight = tl.load(weights + pair).to(tl.float32)
+        place = pair
+        if moved:
+            place = tl.load(places + pair)
+        expert = tl.load(ids + pair)
+        read = inside & (expert >= first_expert) & (expert < first_expert + experts)
         total += weight * tl.load(y + place * y_row + column, mask=read, other=0.0).to(tl.float32)
     if added:
         total = total.to(out.dtype.element_ty).to(tl.float32)
@@ -165,26 +242,8 @@ def _combine_kernel(
     tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _bias_kernel(
-    y, ends, bias, y_row, experts: tl.constexpr, width: tl.constexpr, size: tl.constexpr, block: tl.constexpr
-):
-    """Add the bias of one row's expert, unless the row is behind the rows of all."""
-    row = tl.program_id(0)
-    expert = tl.arange(0, width)
-    before = tl.load(ends + expert, mask=expert < experts, other=0x7FFFFFFF) <= row
-    own = tl.sum(before.to(tl.int32), 0)
-    column = tl.program_id(1) * block + tl.arange(0, block)
-    inside = (column < size) & (own < experts)
-    target = y + row.to(tl.int64) * y_row + column
-    addend = tl.load(bias + own.to(tl.int64) * size + column, mask=inside, other=0.0).to(tl.float32)
-    total = tl.load(target, mask=inside, other=0.0).to(tl.float32) + addend
-    tl.store(target, total.to(y.dtype.element_ty), mask=inside)
-
-
-_launch_bias = Launcher(_bias_kernel, tensors=3, numbers=1)
 _launch_route = Launcher(_route_kernel, tensors=5, numbers=3)
-_launch_sort = Launcher(_sort_kernel, tensors=5, numbers=2)
+_launch_product = Launcher(_product_kernel, tensors=6, numbers=2)
 _launch_combine = Launcher(_combine_kernel, tensors=6, numbers=2)
 
 
@@ -199,11 +258,11 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts of the largest scores [T, experts], best first (``layers/moe.py``).
 
-    Return ids int64 and float32 weights [T, top_k], rounded to the logits' dtype. ``bias``: float32
+    Return ids int32 and float32 weights [T, top_k], rounded to the logits' dtype. ``bias``: float32
     [experts]; ``record``: integers [T, top_k] for a copy of the ids.
     """
     tokens, experts = logits.shape
-    ids = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
+    ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     group_size = experts // by.groups
     copy = ids if record is None else record
@@ -222,55 +281,64 @@ def route(
     return ids, weights
 
 
-def sort_rows(x: Tensor, expert_ids: Tensor, held: range) -> tuple[Tensor, Tensor, Tensor]:
-    """Copy the rows of ``x`` [T, size] once for each of their experts, sorted by expert, in order within one.
-
-    ``expert_ids``: int64 [T, k], 1 to :data:`MAX_PAIRS`; those not ``held`` come last. Return rows
-    [T * k, size]; each pair's place, int64 [T, k]; the end of each expert held, int32.
-    """
-    (tokens, top_k), size = expert_ids.shape, x.shape[1]
-    pairs = tokens * top_k
-    rows = torch.empty((pairs, size), dtype=x.dtype, device=x.device)
-    places = torch.empty((tokens, top_k), dtype=torch.int64, device=x.device)
-    ends = torch.empty(len(held), dtype=torch.int32, device=x.device)
-    _launch_sort(
-        (triton.cdiv(pairs + len(held), _SORTED), 1, 1),
-        (x, expert_ids, rows, places, ends),
-        (x.stride(0), pairs),
-        (held.start, len(held), top_k, size, _SORTED, _LOOKED_AT, _COPIED),
-        4,
-    )
-    return rows, places, ends
-
-
-def combine(
-    y: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = None, ends: Tensor | None = None
+def product(
+    x: Tensor,
+    ids: Tensor,
+    held: range,
+    weight: Tensor,
+    scales: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    bend: Bend | None = None,
 ) -> Tensor:
-    """Return sums [T, size] of float32 ``weights`` [T, k] times rows ``places`` of ``y`` [pairs, size].
+    """Multiply the row of each pair of ``ids`` [T, k] by its expert's weight: [T * k, out].
 
-    ``addend``: [T, size], elements of a row contiguous, added to the rounded sum; or None. ``ends``: int32,
-    the last one ends the rows that are read; None: all are.
+    ``x``: a row for each token, [T, in], or for each pair. ``weight``: [held, out, in], in FP8 with
+    ``scales`` [held, out / 128, in / 128]; ``bias``: [held, out]. With ``bend`` an expert's first outputs are
+    a gate's, and the result is ``bend(gate) * others``. Rows of pairs of other experts are undefined.
     """
-    (tokens, top_k), size = places.shape, y.shape[1]
-    out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)
-    shared = out if addend is None else addend
+    (tokens, top_k), (count, outputs, size) = ids.shape, weight.shape
+    width = outputs if bend is None else outputs // 2
+    out = torch.empty((tokens * top_k, width), dtype=x.dtype, device=x.device)
     if tokens:
-        grid = tokens, triton.cdiv(size, _SUMMED), 1
-        tensors = y, places, weights, shared, places if ends is None else ends, out
-        strides = y.stride(0), shared.stride(0)
-        experts = 0 if ends is None else len(ends)
-        _launch_combine(grid, tensors, strides, (top_k, size, _SUMMED, addend is not None, experts), 4)
+        rows = _FEW_ROWS if tokens * top_k <= _FEW_ROWS // 2 * count else _MANY_ROWS
+        _launch_product(
+            (triton.cdiv(width, _OUTPUTS), count, 1),
+            (x, ids, weight, x if scales is None else scales, x if bias is None else bias, out),
+            (x.stride(0), tokens),
+            (
+                *(held.start, top_k, triton.next_power_of_2(top_k), tokens * top_k // len(x), size, width),
+                *(-1 if bend is None else BENDS[bend], bias is not None, scales is not None, rows, _OUTPUTS),
+                *(_DEPTH_BYTES // weight.itemsize if scales is None else BLOCK, _LOOKED_AT),
+            ),
+            4,
+        )
     return out
 
 
-def add_biases(y: Tensor, ends: Tensor, bias: Tensor) -> Tensor:
-    """Add to each row of ``y`` [pairs, size], in place, its expert's row of ``bias`` [experts, size].
+def combine(
+    y: Tensor,
+    ids: Tensor,
+    held: range,
+    weights: Tensor,
+    addend: Tensor | None = None,
+    places: Tensor | None = None,
+) -> Tensor:
+    """Return sums [T, size] of float32 ``weights`` [T, k] times the rows of ``y`` [pairs, size].
 
-    ``ends``: int32 [experts], each expert's end among the rows; those behind the last stay as they are.
+    Pairs of experts that are not ``held`` count in no sum. ``addend``: [T, size], elements of a row
+    contiguous, added to the rounded sum; or None. ``places``: int64 [T, k], the row of each pair; None: the
+    pair's number.
     """
-    rows, size = y.shape
-    if rows:
-        experts = len(ends)
-        constants = experts, triton.next_power_of_2(experts), size, _SUMMED
-        _launch_bias((rows, triton.cdiv(size, _SUMMED), 1), (y, ends, bias), (y.stride(0),), constants, 4)
-    return y
+    (tokens, top_k), size = ids.shape, y.shape[1]
+    out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)
+    shared = out if addend is None else addend
+    if tokens:
+        _launch_combine(
+            (tokens, triton.cdiv(size, _SUMMED), 1),
+            (y, ids, ids if places is None else places, weights, shared, out),
+            (y.stride(0), shared.stride(0)),
+            (top_k, size, _SUMMED, addend is not None, places is not None, held.start, len(held)),
+            4,
+        )
+    return out

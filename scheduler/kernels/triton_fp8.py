@@ -10,7 +10,7 @@ Imported only with Triton. Tested in Triton's interpreter; not run on a GPU.
 """
 
 # Triton reads the annotations of a kernel's arguments, and knows only its own.
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import torch
@@ -32,15 +32,23 @@ _TINY: tl.constexpr = tl.constexpr(1e-12)
 
 
 @triton.jit
+def quantized(value, like, rows: tl.constexpr, size: tl.constexpr):
+    """Return float32 [rows, size] in the dtype that ``like`` points to, and the scale of each row."""
+    largest = tl.maximum(tl.max(tl.abs(value), 1), _TINY)
+    factor = tl.div_rn(largest, tl.full([rows], _MAX, tl.float32))
+    scaled = tl.div_rn(value, tl.broadcast_to(factor[:, None], [rows, size]))
+    return scaled.to(like.dtype.element_ty), factor
+
+
+@triton.jit
 def _quantize(x, values, factors, factors_column, first, inside, size: tl.constexpr, tiles: tl.constexpr,
               block: tl.constexpr):  # fmt: skip
     """Quantise ``tiles`` times ``block`` elements of one row, from tile ``first`` on; zeros if not inside."""
     tile = first + tl.arange(0, tiles)
     column = tile[:, None] * block + tl.arange(0, block)[None, :]
     value = tl.load(x + column, mask=inside & (column < size), other=0.0).to(tl.float32)
-    factor = tl.div_rn(tl.maximum(tl.max(tl.abs(value), 1), _TINY), tl.full([tiles], _MAX, tl.float32))
-    scaled = tl.div_rn(value, tl.broadcast_to(factor[:, None], [tiles, block]))
-    tl.store(values + column, scaled.to(values.dtype.element_ty), mask=column < size)
+    scaled, factor = quantized(value, values, tiles, block)
+    tl.store(values + column, scaled, mask=column < size)
     tl.store(factors + tile * factors_column, factor, mask=tile * block < size)
 
 

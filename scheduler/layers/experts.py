@@ -3,7 +3,8 @@
 Shazeer et al., 2017, arXiv:1701.06538. Invariants:
 - One parameter for each projection holds all experts, written in place from per-expert checkpoint tensors.
 - Pairs of a token and an expert are sorted by expert; one product goes over all experts: no loop over tokens,
-  and none over experts where there is a grouped product for the shape.
+  and none over experts where there is a grouped product for the shape. In Triton few tokens' pairs stay in
+  their order (``kernels/triton_experts.py``).
 - Ranks are ``Placement.ep`` groups. Each holds whole experts, and its ranks divide their width, in whole
   blocks if weights are FP8. A rank computes the pairs of its experts alone, sorted in front of all others:
   rows behind them are not computed, may be NaN, and count in no sum.
@@ -27,7 +28,7 @@ from ..kernels import experts as kernel
 from ..kernels.attention_form import Bend
 from ..kernels.linear import packable
 from ..parallel.group import TensorParallel
-from .fp8_products import experts_for
+from .fp8_products import experts_for, multiplies_experts
 from .linear import PackedTensors, divided, scale_blocks
 from .matrix import Stored, packs
 from .mlp import bent
@@ -65,6 +66,11 @@ class ExpertMatrix(Stored):
             data = self.parameter.data
             sizes = *self._shape, self._scales, place.dtype
             self._product = kernel.GroupedProduct(data, *sizes, count=count)
+
+    @property
+    def operands(self) -> tuple[Tensor, None]:
+        """Return the plain weight [experts, out, in], without scales."""
+        return self.parameter.data, None
 
     def packed_product(
         self, x: Tensor, groups: kernel.Groups, out: Tensor, bias: Tensor | None = None
@@ -167,6 +173,10 @@ class Experts:
                 for part, size in sizes.items()
             )
             self._biases = gate_up_bias, down_bias
+        self._in_order = self._triton is not None and (
+            isinstance(self._gate_up, ExpertMatrix) or multiplies_experts(place.device)
+        )
+        """Products of few tokens leave the pairs in their order."""
         self._slots, self._adapters = place.adapters, None
         if self._slots is not None and self._fused_fp8 is None:
             self._adapters = self._slots.of_experts(
@@ -209,15 +219,11 @@ class Experts:
         result.
         """
         if self._fused_fp8 is not None:
-            assert isinstance(self._gate_up, ScaledExpertMatrix)
-            assert isinstance(self._down, ScaledExpertMatrix)
-            out = self._fused_fp8(x, expert_ids, weights, self._gate_up.blocks, self._down.blocks)
+            out = self._fused_fp8(x, expert_ids, weights, *self._operands)
             return out if addend is None else out.add_(addend)
         if self._triton is not None:
-            rows, places, ends = self._sorted(x, expert_ids, self._triton)
-            y = self._plain(rows, places, ends)
-            computed = None if self._experts.is_whole else ends
-            summed: Tensor = self._triton.combine(y, places, weights, addend, computed)
+            y, places = self._pairs(x, expert_ids, self._triton)
+            summed: Tensor = self._triton.combine(y, expert_ids, self.held, weights, addend, places)
             return summed
         if self._compiled:
             out = self._forward_compiled(x, expert_ids, weights)
@@ -230,6 +236,10 @@ class Experts:
             out = combine(y, places, weights)
         return out if addend is None else out.add_(addend)
 
+    @property
+    def _operands(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+        return self._gate_up.operands, self._down.operands
+
     def _numbered(self, expert_ids: Tensor) -> Tensor:
         """Count experts from the first one held; all others have the number behind the last one."""
         if self._experts.is_whole:
@@ -237,13 +247,15 @@ class Experts:
         numbers, count = expert_ids - self.held.start, len(self.held)
         return numbers.where((numbers >= 0) & (numbers < count), count)
 
-    def _sorted(self, x: Tensor, expert_ids: Tensor, triton: ModuleType) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rows by expert, the place of each pair, and the ends, from one kernel if pairs are few."""
-        if 0 < expert_ids.numel() <= triton.MAX_PAIRS:
-            found: tuple[Tensor, Tensor, Tensor] = triton.sort_rows(x, expert_ids, self.held)
-            return found
-        tokens, places, ends = sort_by_expert(self._numbered(expert_ids), len(self.held))
-        return x.index_select(0, tokens), places, ends
+    def _pairs(self, x: Tensor, ids: Tensor, triton: ModuleType) -> tuple[Tensor, Tensor | None]:
+        """Return each pair's result, and their places if these are not in order."""
+        if not self._in_order or self._adapts or len(x) > triton.MAX_TOKENS:
+            tokens, places, ends = sort_by_expert(self._numbered(ids), len(self.held))
+            return self._plain(x.index_select(0, tokens), places, ends), places
+        (gate_up, down), (first, second) = self._operands, self._added_biases
+        gated = triton.product(x, ids, self.held, *gate_up, first, bend=self.bend)
+        y: Tensor = triton.product(gated, ids, self.held, *down, second)
+        return y, None
 
     @property
     def _adapts(self) -> bool:
@@ -275,9 +287,6 @@ class Experts:
         bias = self._added_biases[product]
         if bias is None:
             return y
-        if self._triton is not None:
-            added: Tensor = self._triton.add_biases(y, ends, bias)
-            return added
         return y.add_(bias.index_select(0, _of_rows(ends, len(y)).clamp_max(len(bias) - 1)))
 
     def _gate(self, gate_up: Tensor) -> Tensor:

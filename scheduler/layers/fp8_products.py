@@ -202,8 +202,8 @@ class FlashInferExperts:
         x: Tensor,
         expert_ids: Tensor,
         weights: Tensor,
-        gate_up: tuple[Tensor, Tensor],
-        down: tuple[Tensor, Tensor],
+        gate_up: tuple[Tensor, Tensor | None],
+        down: tuple[Tensor, Tensor | None],
     ) -> Tensor:
         """Map [T, hidden] to [T, hidden]; ``expert_ids`` and ``weights`` [T, k]; matrices, scales."""
         library: Any = import_module("flashinfer.fused_moe")
@@ -360,6 +360,25 @@ def try_experts(kind: Experts, device: torch.device) -> Iterator[float]:
             found = compute(x, ids, weights, *of_group)
             counted = weights.masked_fill(ids < held.start, 0)
             yield _off(found, (each * counted[..., None]).sum(1))
+
+
+@cache
+def multiplies_experts(device: torch.device) -> bool:
+    """Return True if ``kernels/triton_experts.py`` serves FP8 weights on ``device``."""
+    if _kernels(device) is None:
+        return False
+    found = import_module("..kernels.triton_experts", __package__)
+
+    def product(x: Tensor, ends: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+        experts = torch.searchsorted(ends, torch.arange(len(x), device=device), right=True, out_int32=True)
+        y: Tensor = found.product(x, experts[:, None], range(len(ends)), weight, scales)
+        return y
+
+    kind = Experts("triton", grouped=product)
+    failure = self_test.failure(partial(try_experts, kind, device), AGREEMENT, "a product in Triton")
+    if failure is not None:
+        logger.warning("FP8 experts of few tokens are sorted by torch, in more launches: %s", failure)
+    return failure is None
 
 
 def _operands(

@@ -289,7 +289,7 @@ class ScaledExpertMatrix(ScaledMatrix):
         super().__init__(name, part_rows, in_features, blocks, place, count=count, multiplies=found is None)
 
     @property
-    def blocks(self) -> tuple[Tensor, Tensor]:
+    def operands(self) -> tuple[Tensor, Tensor]:
         """Return FP8 [experts, out, in] and scales [experts, out / rows, in / columns], of whole blocks."""
         weight, scales = (each.data.unflatten(0, (self._count, -1)) for each in self.parameters())
         return weight, scales
@@ -305,7 +305,7 @@ class ScaledExpertMatrix(ScaledMatrix):
     def plain_product(self, x: Tensor, ends: Tensor) -> Tensor:
         """Return the same in fresh memory; ``ends`` [experts]: the end of each expert's sorted rows."""
         if self._grouped is not None:
-            return self._grouped(x, ends, *self.blocks)
+            return self._grouped(x, ends, *self.operands)
         assert x.device.type == "cpu", "a loop over experts waits for the device"
         starts = [0, *ends.tolist()]
         return self._by_expert(x, range(len(ends)), starts, x.new_empty((x.shape[0], self._height)))

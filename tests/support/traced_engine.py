@@ -219,6 +219,7 @@ def _choose_products(model: str, tracer: Tracer, patch: pytest.MonkeyPatch) -> N
     patch.setattr(fp8_products, "dense_for", lambda device: fp8_products.DENSE[dense][1])
     for module in (fp8_products, experts):
         patch.setattr(module, "experts_for", lambda device: fp8_products.EXPERTS[grouped][1])
+    patch.setattr(experts, "multiplies_experts", lambda device: True)  # a trial product has no results here
     deep_gemm, name = ModuleType("deep_gemm"), "m_grouped_fp8_gemm_nt_contiguous"
     setattr(deep_gemm, name, lambda a, b, d, grouped_layout: tracer.launch(name, a, b, d, grouped_layout))
     patch.setitem(sys.modules, "deep_gemm", deep_gemm)

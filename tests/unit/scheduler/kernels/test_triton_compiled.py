@@ -90,13 +90,29 @@ def choices() -> None:
 
 
 def sums() -> None:
-    from caesura.scheduler.kernels.triton_experts import add_biases, combine, sort_rows
+    from caesura.scheduler.kernels.triton_experts import combine
 
     for hidden, top_k in ((2048, 8), (7168, 6)):
-        rows, places, ends = sort_rows(zeros(3, hidden), zeros(3, top_k, dtype=torch.int64), range(128))
-        add_biases(rows, ends, zeros(128, hidden))
-        combine(rows, places, zeros(3, top_k, dtype=torch.float32), zeros(3, hidden))
-        combine(rows, places, zeros(3, top_k, dtype=torch.float32))
+        ids, weights = zeros(3, top_k, dtype=torch.int32), zeros(3, top_k, dtype=torch.float32)
+        combine(zeros(3 * top_k, hidden), ids, range(128), weights, zeros(3, hidden))
+        combine(zeros(3 * top_k, hidden), ids.long(), range(64), weights, None, ids.long())
+
+
+def products() -> None:
+    from caesura.scheduler.kernels.triton_experts import product
+
+    fp8, floats = torch.float8_e4m3fn, torch.float32
+    for tokens in (3, 1000):
+        for hidden, width, count, top_k, scaled in (
+            (2048, 768, 128, 8, False), (2880, 2880, 32, 4, False), (7168, 2048, 64, 8, True)
+        ):  # fmt: skip
+            ids, dtype = zeros(tokens, top_k, dtype=torch.int32), fp8 if scaled else BF16
+            x, gated = zeros(tokens, hidden), zeros(tokens * top_k, width)
+            for rows, outputs, inputs, bend in ((x, 2 * width, hidden, "silu"), (gated, hidden, width, None)):
+                weight = zeros(count, outputs, inputs, dtype=dtype)
+                scales = zeros(count, outputs // 128, inputs // 128, dtype=floats) if scaled else None
+                bias = zeros(count, outputs) if top_k == 4 else None
+                product(rows, ids, range(count), weight, scales, bias, bend=bend)
 
 
 def fp8_rows() -> None:
@@ -107,7 +123,7 @@ def fp8_rows() -> None:
         spread(zeros(3, hidden), zeros(128, dtype=torch.int32), 128, 512)
 
 
-@pytest.mark.parametrize("launch", [norms, gates, rotations, latents, choices, sums, fp8_rows])
+@pytest.mark.parametrize("launch", [norms, gates, rotations, latents, choices, sums, products, fp8_rows])
 def test_kernel_compiles_for_hopper_within_its_registers(launch, tmp_path):
     with compiling(tmp_path) as found:
         launch()
@@ -152,11 +168,10 @@ def launches(tokens: int) -> None:
     )  # fmt: skip
     record = zeros(tokens, 3, 2, dtype=torch.uint8)[:, 1]
     ids, weights = triton_experts.route(zeros(tokens, 8), 2, normalize=True, record=record)
-    rows, places, ends = triton_experts.sort_rows(queries[:, 0], ids, range(8))
-    triton_experts.add_biases(rows, ends, zeros(8, rows.shape[1]))
-    triton_experts.combine(rows, places, weights, queries[:, 0])
+    rows = triton_experts.product(zeros(tokens, 256), ids, range(80), zeros(80, 96, 256))
+    triton_experts.combine(rows, ids, range(80), weights, queries[:, 0])
     triton_fp8.quantize(zeros(tokens, 256), tokens + 3)
-    triton_fp8.spread(zeros(tokens, 256), ends, 4, tokens + 24)
+    triton_fp8.spread(zeros(tokens, 256), zeros(8, dtype=torch.int32), 4, tokens + 24)
 
 
 def test_no_number_of_tokens_has_a_variant_of_its_own(tmp_path):

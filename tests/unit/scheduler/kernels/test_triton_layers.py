@@ -55,18 +55,31 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round and multiply as devices do: the interpreter cuts, and takes bits of bfloat16 for integers."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    convert = interpreter._convert_float
+    convert, multiply = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+    narrow = {tl.bfloat16: (torch.bfloat16, "uint16"), tl.float8e4nv: (torch.float8_e4m3fn, "uint8")}
 
     def rounding(values: Any, source: Any, target: Any, mode: Any) -> Any:
-        if (source, target) != (tl.float32, tl.bfloat16):
+        if source != tl.float32 or target not in narrow:
             return convert(values, source, target, mode)
-        bits = torch.from_numpy(values.copy()).bfloat16().view(torch.int16).numpy()
-        return bits.view("uint16")
+        dtype, bits = narrow[target]
+        return torch.from_numpy(values.copy()).to(dtype).view(getattr(torch, bits)).numpy()
+
+    def wide(factor: Any) -> Any:
+        if factor.dtype not in narrow:
+            return factor
+        dtype, _ = narrow[factor.dtype]
+        values = torch.from_numpy(factor.data.copy()).view(dtype).float().numpy()
+        return interpreter.TensorHandle(values, tl.float32)
+
+    def multiplying(self: Any, a: Any, b: Any, *further: Any) -> Any:
+        return multiply(self, wide(a), wide(b), *further)
 
     monkeypatch.setattr(interpreter, "_convert_float", rounding)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", multiplying)
 
 
 def assert_rounded_alike(found: Tensor, expected: Tensor) -> None:
@@ -205,10 +218,10 @@ def test_the_choice_is_torchs(dtype, experts, top_k, normalize):
     expected, expected_ids = logits.softmax(-1, dtype=torch.float32).topk(top_k)
     if normalize:
         expected = expected / expected.sum(-1, keepdim=True)
-    assert torch.equal(ids, expected_ids)
+    assert torch.equal(ids.long(), expected_ids)
     assert_rounded_alike(weights.to(dtype), expected.to(dtype))
     assert torch.equal(weights, weights.to(dtype).float())
-    assert torch.equal(record[:, 1].long(), ids)
+    assert torch.equal(record[:, 1].long(), expected_ids)
     assert bool((record[:, 0] == -1).all() and (record[:, 2] == -1).all())
 
 
@@ -241,53 +254,83 @@ def test_the_choice_by_groups_is_torchs(sigmoid, bias, groups, top_groups, group
         record = torch.zeros(12, top_k, dtype=torch.uint8)
         found.append((*router.forward(x, record), record))
     (expected_ids, expected, _), (ids, weights, record) = found
-    assert torch.equal(ids, expected_ids)
-    assert torch.equal(record.long(), ids)
+    assert torch.equal(ids.long(), expected_ids)
+    assert torch.equal(record.long(), expected_ids)
     torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-5)
 
 
-@computed
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens,top_k,experts,size", [(1, 1, 1, 8), (12, 4, 9, 50), (70, 4, 9, 1030)])
-def test_rows_are_sorted_and_summed_as_torch_does(dtype, tokens, top_k, experts, size):
-    ids = torch.rand(tokens, experts).argsort(-1)[:, :top_k].contiguous()
-    x = torch.randn(tokens, size + 3).to(dtype)[:, :size]
-    rows, places, ends = triton_experts.sort_rows(x, ids, range(experts))
-    expected_tokens, expected_places, expected_ends = experts_module.sort_by_expert(ids, experts)
-    assert torch.equal(rows, x[expected_tokens])
-    assert torch.equal(places, expected_places)
-    assert torch.equal(ends, expected_ends)
-    weights, addend = torch.rand(tokens, top_k), torch.randn(tokens, size).to(dtype)
-    summed = experts_module.combine(rows, places, weights)
-    apart = torch.cat((rows, rows), 1)[:, :size]  # rows apart in memory
-    assert_rounded_alike(triton_experts.combine(apart, places, weights), summed)
-    assert_rounded_alike(triton_experts.combine(rows, places, weights, addend), summed + addend)
+def of_pairs(x: Tensor, ids: Tensor, weight: Tensor, first: int) -> Tensor:
+    """Return float64 products of each pair with the weights of experts from ``first`` on, else NaN."""
+    rows = x.double().repeat_interleave(ids.numel() // len(x), 0)
+    out = torch.full((ids.numel(), weight.shape[1]), torch.nan, dtype=torch.float64)
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        if first <= expert < first + len(weight):
+            out[pair] = weight[expert - first].double() @ rows[pair]
+    return out
+
+
+def assert_held_close(found: Tensor, expected: Tensor, **tolerance: float) -> None:
+    held = ~expected.isnan()
+    torch.testing.assert_close(found[held].double(), expected[held], **tolerance)
 
 
 @computed
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("ends", "rows", "size"), [([2, 2, 7], 7, 50), ([0, 3, 3, 4, 4], 9, 1030), ([1], 1, 8)]
+    ("tokens", "top_k", "held", "size", "width"),
+    [
+        (1, 1, range(1), 8, 5),
+        (12, 3, range(9), 50, 70),
+        (150, 4, range(2, 7), 130, 33),
+        (40, 7, range(9), 96, 64),
+    ],
 )
-def test_biases_of_experts_are_added_as_torch_does(dtype, ends, rows, size):
-    y, bias = torch.randn(rows, size + 3).to(dtype)[:, :size], torch.randn(len(ends), size).to(dtype)
-    expected = y.clone()
-    for expert, (start, end) in enumerate(pairwise([0, *ends])):
-        expected[start:end] += bias[expert]
-    found = triton_experts.add_biases(y, torch.tensor(ends, dtype=torch.int32), bias)
-    assert found is y
-    assert torch.equal(y, expected)
-
-
-@pytest.fixture
-def not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep quantised values in float32: Triton's interpreter does not round to FP8 as devices do."""
-    if INTERPRETS:
-        monkeypatch.setattr(triton_fp8, "FP8", torch.float32)
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_of_pairs_are_those_of_their_experts(dtype, tokens, top_k, held, size, width, biased):
+    ids = torch.rand(tokens, 9 if top_k > 1 else 1).argsort(-1)[:, :top_k].contiguous().to(torch.int32)
+    x = torch.randn(tokens, size + 3).to(dtype)[:, :size]
+    gate_up, down = (torch.randn(len(held), *shape).to(dtype) for shape in ((2 * width, size), (size, width)))
+    biases = [torch.randn(len(held), len(weight[0])).to(dtype) for weight in (gate_up, down)]
+    added = biases if biased else [None, None]
+    tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.02}
+    of_rows = (ids.flatten().long() - held.start).clamp(0, len(held) - 1)
+    expected = of_pairs(x, ids, gate_up, held.start) + (biases[0][of_rows] if biased else 0)
+    gated = triton_experts.product(x, ids, held, gate_up, bias=added[0], bend="clamped")
+    gate, up = expected.to(dtype).double().chunk(2, -1)
+    assert_held_close(gated, bent(gate.clone(), up.clone(), "clamped"), **tolerance)
+    expected = of_pairs(gated, ids, down, held.start) + (biases[1][of_rows] if biased else 0)
+    assert_held_close(triton_experts.product(gated, ids, held, down, bias=added[1]), expected, **tolerance)
 
 
 @computed
-@pytest.mark.usefixtures("not_rounded")
+@pytest.mark.parametrize("bend", ["silu", "gelu_tanh", "clamped"])
+def test_a_gate_within_the_product_is_that_behind_it(bend):
+    ids = torch.rand(30, 6).argsort(-1)[:, :2].contiguous()
+    x, weight = torch.randn(30, 48).bfloat16(), torch.randn(6, 2 * 40, 48).bfloat16()
+    gate_up = triton_experts.product(x, ids, range(6), weight)
+    found = triton_experts.product(x, ids, range(6), weight, bend=bend)
+    assert torch.equal(found, triton_elementwise.gate_mul(gate_up, bend=bend))
+
+
+@computed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("held", [range(9), range(3, 7), range(8, 9)])
+@pytest.mark.parametrize("tokens,size", [(1, 8), (41, 1030)])
+def test_pairs_of_experts_held_are_summed_as_torch_does(dtype, held, tokens, size):
+    ids = torch.rand(tokens, 9).argsort(-1)[:, :4].contiguous()
+    y, weights = torch.randn(4 * tokens, size).to(dtype), torch.rand(tokens, 4)
+    of_others = ((ids < held.start) | (ids >= held.stop)).view(-1, 1)
+    places, addend = torch.arange(4 * tokens).view(tokens, 4), torch.randn(tokens, size).to(dtype)
+    expected = experts_module.combine(y.masked_fill(of_others, 0), places, weights)
+    y.masked_fill_(of_others, torch.nan)
+    assert_rounded_alike(triton_experts.combine(y, ids, held, weights), expected)
+    apart = torch.cat((y, y), 1)[:, :size].flip(0)  # rows apart in memory, in another order
+    places = 4 * tokens - 1 - places
+    found = triton_experts.combine(apart, ids, held, weights, addend, places)
+    assert_rounded_alike(found, expected + addend)
+
+
+@computed
 @pytest.mark.parametrize(("tokens", "rows", "size"), [(3, 4, 128), (5, 8, 1152), (1, 1, 2048)])
 @pytest.mark.parametrize("columns_contiguous", [False, True])
 def test_tokens_are_quantised_as_torch_does(tokens, rows, size, columns_contiguous):
@@ -296,13 +339,12 @@ def test_tokens_are_quantised_as_torch_does(tokens, rows, size, columns_contiguo
     padded = functional.pad(x, (0, 0, 0, rows - tokens))
     values, factors = triton_fp8.quantize(x, rows, columns_contiguous=columns_contiguous)
     expected, expected_factors = fp8_products.quantize_tokens(padded)
-    assert torch.equal(values.to(torch.float8_e4m3fn).float(), expected.float())
+    assert torch.equal(values.float(), expected.float())
     assert torch.equal(factors, expected_factors)
     assert (factors.stride(0) == 1) == (columns_contiguous or factors.shape[1] == 1)
 
 
 @computed
-@pytest.mark.usefixtures("not_rounded")
 @pytest.mark.parametrize("multiple", [4, 128])
 @pytest.mark.parametrize(
     ("ends", "pairs"), [([2, 2, 7], 7), ([0, 3, 3, 4, 4], 9), ([1], 1), ([5, 5, 300], 300)]
@@ -319,7 +361,7 @@ def test_rows_are_spread_as_torch_does(multiple, ends, pairs):
     )
     assert len(set(found_places.tolist())) == pairs
     expected, expected_factors = fp8_products.quantize_tokens(x)
-    assert torch.equal(values[found_places].to(torch.float8_e4m3fn).float(), expected.float())
+    assert torch.equal(values.float()[found_places], expected.float())
     assert torch.equal(factors[found_places], expected_factors)
     starts = [0, *padded_ends.tolist()]
     of_experts = [expert for expert, (start, end) in enumerate(pairwise(starts)) for _ in range(start, end)]
@@ -327,20 +369,28 @@ def test_rows_are_spread_as_torch_does(multiple, ends, pairs):
 
 
 @computed
-@pytest.mark.parametrize("held", [range(3), range(3, 7), range(8, 9)])
-def test_rows_of_experts_held_come_first_and_count_alone(held):
-    ids = torch.rand(41, 9).argsort(-1)[:, :4].contiguous()
-    x, weights = torch.randn(41, 50), torch.rand(41, 4)
-    rows, places, ends = triton_experts.sort_rows(x, ids, held)
-    numbers = torch.where((ids >= held.start) & (ids < held.stop), ids - held.start, len(held))
-    expected_tokens, expected_places, expected_ends = experts_module.sort_by_expert(numbers, len(held))
-    assert torch.equal(rows, x[expected_tokens])
-    assert torch.equal(places, expected_places)
-    assert torch.equal(ends, expected_ends)
-    clean = rows.clone()
-    rows[ends[-1] :], clean[ends[-1] :] = torch.nan, 0
-    found = triton_experts.combine(rows, places, weights, ends=ends)
-    assert_rounded_alike(found, experts_module.combine(clean, places, weights))
+@pytest.mark.parametrize(("tokens", "held"), [(1, range(5)), (7, range(1, 4)), (90, range(5))])
+def test_products_of_pairs_take_scales_of_blocks(tokens, held):
+    ids = torch.rand(tokens, 5).argsort(-1)[:, :3].contiguous()
+    x, outputs, inputs = torch.randn(tokens, 384).bfloat16(), 512, 384
+    weight = torch.randn(len(held), outputs, inputs).to(torch.float8_e4m3fn)
+    scales = torch.rand(len(held), outputs // 128, inputs // 128) + 0.5
+    values, factors = fp8_products.quantize_tokens(x)
+    rounded = values.float() * factors.repeat_interleave(128, 1)
+    expected = of_pairs(rounded, ids, fp8_products.dequantized(weight, scales), held.start)
+    found = triton_experts.product(x, ids, held, weight, scales)
+    assert_held_close(found, expected, atol=0.02, rtol=0.01)
+    own = ~expected.isnan()
+    gated = triton_experts.product(x, ids, held, weight, scales, bend="silu")
+    assert_rounded_alike(gated[own[:, 0]], triton_elementwise.gate_mul(found)[own[:, 0]])
+
+
+@computed
+def test_fp8_products_agree_where_they_would_serve(monkeypatch):
+    monkeypatch.setattr(fp8_products, "_kernels", lambda device: triton_fp8)
+    fp8_products.multiplies_experts.cache_clear()
+    assert fp8_products.multiplies_experts(DEVICE)
+    fp8_products.multiplies_experts.cache_clear()
 
 
 # Models
