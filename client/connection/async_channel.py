@@ -1,4 +1,4 @@
-"""The socket of an asyncio client, driven by its event loop.
+"""The connections of asyncio clients, driven by their event loop.
 
 Invariants:
 - Everything runs on the loop of the first call; another loop is refused, and so is a forked child.
@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...io_struct import AbortReq, AbortReqOutput, GenerateImagesReqInput, GenerateReqInput, Message, Request
 from ..exceptions import EngineDied, EngineError
@@ -21,6 +21,10 @@ from .fork import Process
 from .link import Frames, Link
 from .prompts import timed_out
 from .results import TokenDelta
+from .shared_socket import SharedSocket
+
+if TYPE_CHECKING:
+    import zmq
 
 Result = asyncio.Future[Any]
 Deltas = asyncio.Queue[TokenDelta | None]
@@ -55,20 +59,48 @@ async def run(work: Callable[[], Any]) -> Any:
     return await asyncio.to_thread(work)
 
 
-class LoopChannel:
-    """The asyncio client's side of one engine. Connects at the first request."""
+class LoopSocket(SharedSocket):
+    """A socket that the running loop looks after, for any number of channels of this loop."""
 
-    def __init__(self, endpoint: str, options: ChannelOptions) -> None:
+    def __init__(self) -> None:
+        super().__init__(self._read, self._read_no_more)
+        self._turn_is_due = False
+
+    def turn_soon(self) -> None:
+        """Pump after a send, which may have eaten the signal of a message."""
+        if not self._turn_is_due:
+            self._turn_is_due = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._turn_is_due = False
+        self.pump()
+
+    def _read(self, each: "zmq.Socket[bytes]") -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(each.FD, self.pump)
+
+    def _read_no_more(self, each: "zmq.Socket[bytes]") -> None:
+        self._loop.remove_reader(each.FD)
+
+
+class LoopChannel:
+    """The asyncio client's side of one engine; connects at the first request.
+
+    ``shared`` is the socket that it uses, by default one of its own.
+    """
+
+    def __init__(self, endpoint: str, options: ChannelOptions, shared: LoopSocket | None = None) -> None:
         check_endpoint(endpoint)
         self._process = Process("client")
         self._endpoint = endpoint
         self._options = options
+        self._shared = shared or LoopSocket()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._connection: Connection[Result, Deltas] = Connection(self._new_future, asyncio.Queue)
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_at = 0.0
-        self._turn_is_due = False
         self._refusal: EngineError | None = None
 
     @property
@@ -152,31 +184,25 @@ class LoopChannel:
         if self._link is None:
             self._link = self._connect()
         self._link.send(frames)
-        if not self._turn_is_due:
-            self._turn_is_due = True
-            self._bind().call_soon(self._turn)
+        self._shared.turn_soon()
 
     def _connect(self) -> Link:
-        loop = self._bind()
+        self._bind()
         return Link(
             self._endpoint,
             self._options,
+            self._shared,
             pending=lambda: self._connection.pending > 0,
             receive=self._connection.receive,
             lost=self._on_lost,
-            watch=lambda socket: loop.add_reader(socket.FD, self._turn),
-            unwatch=lambda socket: loop.remove_reader(socket.FD),
+            looked=self._set_timer,
         )
 
-    def _turn(self) -> None:
-        self._turn_is_due = False
+    def _set_timer(self) -> None:
+        """Wake up at the deadline at the latest; an earlier timer is kept, since deadlines mostly move on."""
         if self._link is None:
-            return  # closed since this turn was asked for
-        self._link.pump()
-        self._set_timer(self._link.deadline)
-
-    def _set_timer(self, deadline: float | None) -> None:
-        """Wake up at ``deadline`` at the latest; an earlier timer is kept, since deadlines mostly move on."""
+            return
+        deadline = self._link.deadline
         now = time.monotonic()
         if self._timer is not None:
             if deadline is None or now < self._wakes_at <= deadline:
@@ -189,8 +215,9 @@ class LoopChannel:
             self._timer = self._bind().call_later(left, self._on_timer)
 
     def _on_timer(self) -> None:
-        self._timer = None  # spent, also where it fired early, as uvloop's do: the turn must set another one
-        self._turn()
+        self._timer = None  # spent, also where it fired early, as uvloop's do: the look must set another one
+        if self._link is not None:
+            self._link.pump()
 
     def _on_lost(self, error: EngineError, final: bool) -> None:
         if final:

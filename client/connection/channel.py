@@ -28,6 +28,7 @@ from .fork import Process
 from .link import Frames, Link
 from .prompts import timed_out
 from .results import TokenDelta
+from .shared_socket import SharedSocket
 
 StartedT = TypeVar("StartedT")
 ResultT = TypeVar("ResultT")
@@ -94,11 +95,10 @@ class ThreadChannel:
         self._link = Link(
             endpoint,
             options,
+            SharedSocket(lambda each: self._poller.register(each, zmq.POLLIN), self._poller.unregister),
             pending=lambda: self._connection.pending > 0,
             receive=self._on_message,
             lost=self._on_lost,
-            watch=lambda socket: self._poller.register(socket, zmq.POLLIN),
-            unwatch=lambda socket: self._poller.unregister(socket),
         )
         try:
             self._wake_read, self._wake_write = os.pipe()

@@ -52,14 +52,15 @@ class ClientKeys:
 
 
 def configure(socket: "zmq.Socket[bytes]", endpoint: str, keys: ClientKeys | None) -> None:
-    """Set keys before ``socket`` connects, and over tcp a heartbeat that notices a dead host."""
-    if keys is not None:
+    """Set keys for the next connect of ``socket``, and over tcp a heartbeat that notices a dead host."""
+    if keys is None:
+        socket.setsockopt(zmq.CURVE_SERVER, 0)  # forgets the keys of a connect before
+    else:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
-    if endpoint.startswith("tcp://"):
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_PEER_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS if endpoint.startswith("tcp://") else 0)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_PEER_MS)
 
 
 def why_refused(event: int, value: int, keys: ClientKeys | None) -> str | None:

@@ -1,23 +1,19 @@
-"""The socket to one scheduler, without blocking and without a thread of its own.
+"""The connection to one scheduler, without blocking and without a thread of its own.
 
 Invariants:
-- A connection belongs to one incarnation of an engine: other messages wait for its hello to be answered. Each
-  socket is connected once, so messages for an engine that has ended cannot reach the next one.
+- A connection belongs to one incarnation of an engine: other messages wait for its hello to be answered. None
+  is ever restored, so messages for an engine that has ended cannot reach the next one.
 - When a connection is lost, all that :meth:`Link.send` got before has failed, even if noticed later.
 - Everything that the engine sent before its end is delivered before the loss is reported.
-- The owner calls :meth:`Link.pump` whenever a socket may be readable, after every send, and at
-  :attr:`Link.deadline`. While nothing is pending there is no deadline.
+- The owner pumps the socket (``shared_socket.py``), and calls :meth:`Link.pump` at :attr:`Link.deadline`.
+  While nothing is pending there is no deadline.
 
 States: *trying* to connect while something waits → *greeting* (the engine loads) → *ready* → *lost* (back to
-trying with a new socket; final if the watched process has exited or speaks another version).
+trying with a new connection; final if the watched process has exited or speaks another version).
 """
 
-import os
-import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
 
 import msgspec
 import zmq
@@ -35,7 +31,8 @@ from ...io_struct import (
 )
 from ..exceptions import EngineDied, EngineError, VersionMismatch, raise_for
 from .client_options import ChannelOptions
-from .endpoints import HANDSHAKE_FAILURES, check_endpoint, configure, connect_to, nobody_at, why_refused
+from .endpoints import HANDSHAKE_FAILURES, check_endpoint, nobody_at, why_refused
+from .shared_socket import SharedSocket
 
 EXIT_GRACE_S = 1.0
 """Seconds that a closed connection and the exit of its process wait for each other."""
@@ -49,47 +46,27 @@ LATE_S = 1.0
 """Whoever looks at the clock this many seconds late may have been sent much meanwhile."""
 SECOND_LOOK_S = 5.0
 """Seconds that it then listens before it calls the engine silent: more than two keepalives."""
-NEVER_MS = 1 << 30
-"""libzmq reconnects by itself in twelve days: its own "never" (-1) drops what was not read."""
-MONITORED = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_CONNECT_RETRIED
-    | HANDSHAKE_FAILURES
-)
-"""All but the first two say that a try has failed."""
-
-_REPORT = struct.Struct("=Hi")
-_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
-"""Plain integers, which are faster: asked for with every message."""
 
 Frames = Sequence[bytes | memoryview]
 
 
-def monitored(report: bytes) -> tuple[int, int]:
-    """Return event and value of a monitor's message; pyzmq's own parser keeps every value that came."""
-    event, value = _REPORT.unpack(report)
-    return event, value
-
-
 class Link:
-    """One DEALER socket and its monitor.
+    """One connection at a time, over a socket that other links may share.
 
     ``pending`` tells if anything is unanswered, ``receive`` gets messages, ``lost`` the error and True if it
-    is final; ``watch`` and ``unwatch`` keep the owner's poller right.
+    is final; ``looked`` is called when :attr:`deadline` may have changed.
     """
 
     def __init__(
         self,
         endpoint: str,
         options: ChannelOptions,
+        shared: SharedSocket,
         *,
         pending: Callable[[], bool],
         receive: Callable[[list[bytes]], None],
         lost: Callable[[EngineError, bool], None],
-        watch: Callable[["zmq.Socket[bytes]"], object],
-        unwatch: Callable[["zmq.Socket[bytes]"], object],
+        looked: Callable[[], object] = lambda: None,
     ) -> None:
         check_endpoint(endpoint)
         self.endpoint = endpoint
@@ -101,9 +78,10 @@ class Link:
         self._pending = pending
         self._receive = receive
         self._lost = lost
-        self._watch = watch
-        self._unwatch = unwatch
-        self._pumping = False
+        self._looked = looked
+        self._shared = shared
+        self._name = b""
+        """Name of the connection on the socket."""
         self._expects_exit = False
         self._exit_reason: str | None = None
         self._held: list[Frames] = []
@@ -116,15 +94,15 @@ class Link:
         """The engine was lost by a silence, and has not answered since."""
         self._unheard: str | None = None
         """Why the last handshake failed, if known. It outlives a next try that nobody answers in time."""
-        self._context = acquire_context()
         self._patience: float | None = None
         self._retry_at: float | None = None
         self._settle_at: float | None = None
         self._silence: float | None = None
+        shared.join()
         try:
             self._open(connect=True)
         except BaseException:
-            release_context()
+            shared.leave(self)
             raise
 
     @property
@@ -137,8 +115,9 @@ class Link:
 
     def send(self, frames: Frames) -> None:
         """Hand over one message; never blocks. Buffers must not change before the answer."""
+        self._shared.look_soon(self)
         if self._ready:
-            self._hand_over(frames)
+            self._shared.send(self._name, frames)
             if self._silence is None:
                 self._listen_from_now()
             return
@@ -157,83 +136,38 @@ class Link:
 
     def notice_loss(self) -> None:
         """Report a connection that has gone meanwhile, at little cost."""
-        if not self._pumping and _is_readable(self._monitor):
-            self.pump()
+        self._shared.notice_losses()
 
     def pump(self) -> None:
-        self._pumping = True
-        try:
-            dealer = None
-            while dealer is not self._dealer:  # a new socket's descriptor tells nothing before it was asked
-                dealer = self._dealer
-                if self._drain():
-                    self._listen_from_now()
-                while _is_readable(self._monitor):
-                    self._take_event(*monitored(self._monitor.recv_multipart()[0]))
-                self._look_at_the_clock()
-        finally:
-            self._pumping = False
+        """Take what has come, for other links as well, and look at the clock."""
+        self._shared.look_soon(self)
+        self._shared.pump()
 
     def close(self) -> None:
         """Close without lingering; unsent messages are dropped."""
-        try:
-            self._close_sockets()
-        finally:
-            release_context()
+        self._shared.leave(self)
 
-    def _open(self, *, connect: bool) -> None:
+    def _open(self, *, connect: bool, follows: bool = False) -> None:
+        self._follows = follows
         self._connected = self._disconnected = self._ready = False
         self._refusal: EngineError | None = None
         self._try_failed = self._was_cut_off = False
+        self._descriptor = -1
         self._tried_at = time.monotonic()
-        with ExitStack() as failed:
-            self._dealer = self._context.socket(zmq.DEALER)
-            failed.callback(self._dealer.close, linger=0)
-            self._dealer.linger = 0
-            # Unlimited: the engine refuses requests, the socket never drops or blocks them; and libzmq drops
-            # what a full socket has not read yet when its peer closes, last results included.
-            self._dealer.sndhwm = self._dealer.rcvhwm = 0
-            # libzmq reserves identities that begin with a zero byte.
-            self._dealer.setsockopt(zmq.ROUTING_ID, b"C" + os.urandom(15))
-            self._monitor = self._dealer.get_monitor_socket(MONITORED)
-            failed.callback(self._monitor.close, linger=0)
-            self._dealer.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
-            configure(self._dealer, self.endpoint, self._keys)
-            if connect:
-                connect_to(self._dealer, self.endpoint)
-                major, minor = WIRE_VERSION
-                client = f"caesura {__version__} for Python"
-                self._hand_over((encode(HelloReqInput(wire_major=major, wire_minor=minor, client=client)),))
-            failed.pop_all()
-        self._watch(self._dealer)
-        self._watch(self._monitor)
+        if connect:
+            self._name = self._shared.connect(self, self._keys)
+            major, minor = WIRE_VERSION
+            client = f"caesura {__version__} for Python"
+            hello = HelloReqInput(wire_major=major, wire_minor=minor, client=client)
+            self._shared.send(self._name, (encode(hello),))
 
-    def _close_sockets(self) -> None:
-        self._unwatch(self._dealer)
-        self._unwatch(self._monitor)
-        self._dealer.disable_monitor()
-        self._monitor.close(linger=0)
-        self._dealer.close(linger=0)
-
-    def _hand_over(self, frames: Frames) -> None:
-        """Send; has no effect on a connection that libzmq has ended, which its monitor reports."""
-        with suppress(zmq.Again):
-            if len(frames) == 1:
-                self._dealer.send(frames[0], zmq.NOBLOCK)
-            else:
-                self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
-
-    def _drain(self) -> bool:
-        """Deliver everything that has come; return True if anything has."""
-        heard = False
-        while _is_readable(self._dealer):
-            frames = self._dealer.recv_multipart()
-            heard = True
-            if self._ready:
-                self._receive(frames)
-            elif self._refusal is None:
-                self._take_hello(frames[0])
-        return heard
+    def take(self, frames: list[bytes]) -> None:
+        """Take one message of the engine."""
+        if self._ready:
+            self._receive(frames)
+        elif self._refusal is None:
+            self._take_hello(frames[0])
+        self._listen_from_now()
 
     def _take_hello(self, frame: bytes) -> None:
         try:
@@ -245,16 +179,27 @@ class Link:
         self._patience = self._grace_until = None
         self._is_only_try = self._was_silent = False
         for frames in self._held:
-            self._hand_over(frames)
+            self._shared.send(self._name, frames)
         self._held.clear()
 
-    def _take_event(self, event: int, value: int) -> None:
-        if self._disconnected:
+    def take_event(self, event: int, value: int) -> None:
+        """Take an event of the connection, or a late one of its predecessor at the same endpoint."""
+        if self._disconnected or (event == zmq.EVENT_DISCONNECTED and value != self._descriptor):
+            return
+        if event == zmq.EVENT_CONNECTED:
+            self._descriptor = value
+            return
+        if event == zmq.EVENT_CONNECT_RETRIED and self._follows and not (self._connected or self._try_failed):
+            # This try has failed, or its predecessor: another one tells, even if this was the only one.
+            self._try_failed = True
+            self._retry_at = self._tried_at + RETRY_S if self._held else None
             return
         if event & HANDSHAKE_FAILURES:
             self._unheard = why_refused(event, value, self._keys) or self._unheard
             if self._unheard is not None and event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._patience = time.monotonic() if self._held else None  # others would end the same way
+                # At once, as libzmq has ended it and would take a later connection at its address for it.
+                self._shared.disconnect(self)
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._connected, self._was_refused = True, False
             self._unheard = None
@@ -273,7 +218,8 @@ class Link:
             self._disconnected = True
             self._settle_at = time.monotonic() + (EXIT_GRACE_S if self._expects_exit else 0.0)
 
-    def _look_at_the_clock(self) -> None:
+    def look_at_the_clock(self) -> None:
+        """Do what is due."""
         now = time.monotonic()
         if self._disconnected:
             if self._exit_reason is not None or _is_due(self._settle_at, now):
@@ -292,8 +238,9 @@ class Link:
             self._take_silence(now)
         elif _is_due(self._retry_at, now):
             self._retry_at = None
-            self._close_sockets()
+            self._shared.disconnect(self)
             self._open(connect=True)
+        self._looked()
 
     def _take_silence(self, now: float) -> None:
         assert self._silence is not None
@@ -349,7 +296,7 @@ class Link:
         )
 
     def _give_up(self, error: EngineError) -> None:
-        self._drain()  # libzmq reports the disconnect after the last message, not before it
+        self._shared.drain()  # libzmq reports the disconnect after the last message, not before it
         final = self._exit_reason is not None or isinstance(error, VersionMismatch)
         self._held.clear()
         self._is_only_try = False
@@ -359,15 +306,10 @@ class Link:
         self._patience = self._retry_at = self._settle_at = self._silence = None
         if self._connected or final:
             refused = self._refusal is not None
-            self._close_sockets()
-            self._open(connect=not (final or refused))
+            self._shared.disconnect(self)
+            self._open(connect=not (final or refused), follows=True)
             self._try_failed = refused  # who refuses a hello would refuse the next one at once
         self._lost(error, final)
-
-
-def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
-    """Return True if a message lies there; cheaper than a receive that fails."""
-    return bool(int(socket.get(_EVENTS)) & _POLLIN)
 
 
 def _is_due(at: float | None, now: float) -> bool:
@@ -403,46 +345,3 @@ def _mismatch(endpoint: str, engine: str) -> VersionMismatch:
         client=ours,
         engine=engine,
     )
-
-
-Context = zmq.Context["zmq.Socket[bytes]"]
-
-MAX_IO_THREADS = 4
-"""Maximum number of I/O threads of all connections; at most half of the cores."""
-
-_lock = threading.Lock()
-_context: Context | None = None
-_users = 0
-_inherited: list[Context | None] = []
-"""Contexts of the parent, which must not be ended here."""
-
-
-def acquire_context() -> Context:
-    """Return the shared context, made if there is none; :func:`release_context` must follow."""
-    global _context, _users
-    with _lock:
-        if _context is None:
-            _context = zmq.Context(max(1, min(MAX_IO_THREADS, (os.cpu_count() or 1) // 2)))
-            _context.set(zmq.MAX_SOCKETS, _context.get(zmq.SOCKET_LIMIT))
-        _users += 1
-        return _context
-
-
-def release_context() -> None:
-    """Give up one use of the context, after its sockets were closed."""
-    global _context, _users
-    with _lock:
-        _users -= 1
-        if _users == 0 and _context is not None:
-            _context.destroy(linger=0)  # term() would wait for ever for a socket that was left open
-            _context = None
-
-
-def _in_child() -> None:
-    global _context, _users
-    _inherited.append(_context)
-    _context, _users = None, 0
-    _lock.release()
-
-
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_in_child)

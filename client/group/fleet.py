@@ -27,6 +27,7 @@ from ...io_struct import (
     WeightUpdateReqOutput,
     new_id,
 )
+from ..connection.async_channel import LoopSocket
 from ..connection.async_client import AsyncGenerationHandle
 from ..connection.client_options import GenerateOptions, label, require_known
 from ..connection.prompts import Ids, Prompts, Sampling
@@ -60,7 +61,7 @@ logger = logging.getLogger(__name__)
 LOOK_INTERVAL_S = 1.0
 KEEPALIVE_TIMEOUT_S = 30.0
 LEASE_S = 60.0
-DESCRIPTORS = 4
+DESCRIPTORS = 1
 """File descriptors of a connection; an engine has a second one while it is paused with a lease."""
 OTHER_DESCRIPTORS = 64
 HEALED_AT_ONCE = 16
@@ -180,6 +181,7 @@ class Fleet:
         self._look_interval_s = options.get("look_interval_s", LOOK_INTERVAL_S)
         self._work: set[asyncio.Task[Any]] = set()
         self._sender = WeightSender(self.owner)
+        self._socket = LoopSocket()
 
     @property
     def members(self) -> list[Member]:
@@ -591,7 +593,11 @@ class Fleet:
 
     def _add(self, address: EngineAddress) -> Member:
         member = Member(
-            address, owner=self.owner, keepalive_timeout=self._keepalive_timeout, lease_s=self._lease_s
+            address,
+            self._socket,
+            owner=self.owner,
+            keepalive_timeout=self._keepalive_timeout,
+            lease_s=self._lease_s,
         )
         if member.name in self.dispatcher.members:
             raise InvalidRequest(f"the fleet has a member {member.name!r} already", field="name")

@@ -17,9 +17,9 @@ import zmq
 
 from ...io_struct import RenewPauseLeaseReqInput, RenewPauseLeaseReqOutput
 from ...io_struct.control import LeaseAction
-from ..connection.async_client import AsyncSchedulerClient
+from ..connection.async_channel import LoopSocket
 from ..exceptions import EngineError
-from .members import EngineAddress
+from .members import EngineAddress, MemberClient
 
 ResultT = TypeVar("ResultT")
 RENEW_S = 2.0
@@ -49,7 +49,8 @@ class LeaseRenewal:
             self._thread.join()
 
     async def _renew(self, interval_s: float) -> None:
-        clients: dict[EngineAddress, AsyncSchedulerClient] = {}
+        clients: dict[EngineAddress, MemberClient] = {}
+        shared = LoopSocket()
         asked: dict[EngineAddress, asyncio.Future[Any]] = {}
         try:
             while not await asyncio.to_thread(self._ended.wait, interval_s):
@@ -63,8 +64,8 @@ class LeaseRenewal:
                     # The group itself notices who is gone; without descriptors the next round tries again.
                     with suppress(EngineError, OSError, zmq.ZMQError):
                         if address not in clients:
-                            clients[address] = AsyncSchedulerClient(
-                                address.endpoint, owner=self._owner, **address.keys
+                            clients[address] = MemberClient(
+                                address.endpoint, shared, owner=self._owner, **address.keys
                             )
                         asked[address] = clients[address].start(
                             RenewPauseLeaseReqInput(), RenewPauseLeaseReqOutput

@@ -11,10 +11,11 @@ Invariants:
 import bisect
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Unpack
 
+from ..connection.async_channel import Channel, LoopChannel, LoopSocket
 from ..connection.async_client import AsyncSchedulerClient
-from ..connection.client_options import ConnectionOptions
+from ..connection.client_options import ChannelOptions, ConnectionOptions
 
 if TYPE_CHECKING:
     from ...io_struct import GetStatusReqOutput
@@ -53,10 +54,29 @@ class EngineAddress:
         return EngineAddress(given) if isinstance(given, str) else given
 
 
+class MemberClient(AsyncSchedulerClient):
+    """A client whose connection is one of many of ``shared``."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        shared: LoopSocket,
+        *,
+        owner: str | None,
+        **connection: Unpack[ConnectionOptions],
+    ) -> None:
+        self._socket = shared
+        super().__init__(endpoint, owner=owner, **connection)
+
+    def _opened(self, connection: ConnectionOptions) -> Channel:
+        return LoopChannel(self.endpoint, ChannelOptions.of(connection), self._socket)
+
+
 class Member:
     def __init__(
         self,
         address: EngineAddress,
+        shared: LoopSocket,
         *,
         owner: str | None,
         keepalive_timeout: float | None,
@@ -67,7 +87,7 @@ class Member:
         self.name = address.name or address.endpoint
         options = address.keys
         options["keepalive_timeout"] = keepalive_timeout
-        self.client = AsyncSchedulerClient(address.endpoint, owner=owner, **options)
+        self.client = MemberClient(address.endpoint, shared, owner=owner, **options)
         self.state: State = "joining"
         self.reason = "it has not been admitted yet"
         self.load = 0

@@ -44,6 +44,7 @@ class LightEngine:
         self.loaded: str | None = None
         """Label of the last load."""
         self.written = 0
+        self.renewals = 0
         self.served = 0
         """Number of finished samples."""
         self.held: dict[str, tuple[bytes, wire.GenerateReqInput]] = {}
@@ -106,6 +107,7 @@ class LightEngine:
                 self.held.clear()
                 return reply(wire.ContinueGenerationReqOutput, was_paused=was is not None)
             case wire.RenewPauseLeaseReqInput():
+                self.renewals += 1
                 return reply(wire.RenewPauseLeaseReqOutput, renewed=True, lease_left_s=60.0)
             case wire.FlushCacheReqInput():
                 return reply(wire.FlushCacheReqOutput, freed_tokens=0)

@@ -1,21 +1,25 @@
 """A fleet of 50 engines without a model: some die in each phase of an update, while requests wait."""
 
 import asyncio
+import os
 import resource
 import threading
 
 import pytest
+import zmq
 from support.light_engines import INITIAL, LightEngines
 from support.waiting import PATIENCE_S
 
 from caesura.client import InvalidRequest, SamplingParams
-from caesura.client.group import Fleet
+from caesura.client.group import EngineAddress, Fleet
+from caesura.client.group.fleet import OTHER_DESCRIPTORS
 from caesura.io_struct import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     Request,
     UpdateWeightFromDiskReqInput,
 )
+from caesura.process.curve import key_file
 
 ENGINES, REQUESTS = 50, 300
 PARAMS = SamplingParams(max_new_tokens=6)
@@ -75,11 +79,40 @@ def test_engines_that_die_in_an_update_lose_no_request(tmp_path):
     asyncio.run(main())
 
 
+def test_a_paused_fleet_has_two_descriptors_an_engine(tmp_path, monkeypatch):
+    """One connection, and one more that renews leases; here half of the engines ask for keys."""
+    monkeypatch.setattr("caesura.client.group.leases.RENEW_S", 0.05)
+    (pair := tmp_path / "client.key_secret").touch(mode=0o600)
+    public, secret = zmq.curve_keypair()
+    pair.write_text(key_file(public, secret))
+
+    async def main() -> list[int]:
+        with LightEngines(ENGINES // 2) as plain, LightEngines(ENGINES // 2, curve=True) as keyed:
+            locked = [
+                EngineAddress(endpoint, key, pair)
+                for endpoint, key in zip(keyed.endpoints, keyed.server_keys, strict=True)
+            ]
+            addresses = [each for both in zip(plain.endpoints, locked, strict=True) for each in both]
+            counts = [len(os.listdir("/proc/self/fd"))]
+            async with asyncio.timeout(PATIENCE_S), Fleet(addresses, look_interval_s=0) as fleet:
+                counts.append(len(os.listdir("/proc/self/fd")))
+                async with fleet.paused():
+                    while not all(each.renewals for each in [*plain.engines, *keyed.engines]):  # noqa: ASYNC110 (an engine tells nobody)
+                        await asyncio.sleep(0.01)
+                    counts.append(len(os.listdir("/proc/self/fd")))
+            return counts
+
+    before, opened, paused = asyncio.run(main())
+    # The engines are in this process, too: each connection has its other end here.
+    assert opened - before < 2 * ENGINES + OTHER_DESCRIPTORS // 2
+    assert paused - opened < 2 * ENGINES + OTHER_DESCRIPTORS // 2
+
+
 def test_too_few_descriptors_are_refused_with_the_remedy():
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (400, allowed[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, allowed[1]))
     try:
-        with pytest.raises(InvalidRequest, match=r"`ulimit -n 464`"):
+        with pytest.raises(InvalidRequest, match=r"`ulimit -n 164`"):
             asyncio.run(Fleet([f"tcp://127.0.0.1:{port}" for port in range(1, 51)]).open())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, allowed)

@@ -31,7 +31,8 @@ from caesura.client import (
     VersionMismatch,
 )
 from caesura.client.connection.client_options import ChannelOptions
-from caesura.client.connection.link import LATE_S, Link, monitored
+from caesura.client.connection.link import LATE_S, Link
+from caesura.client.connection.shared_socket import SharedSocket, monitored
 from caesura.io_struct import (
     WIRE_VERSION,
     ErrorCode,
@@ -264,11 +265,10 @@ class Pumped:
         self.link = Link(
             endpoint,
             ChannelOptions(connect_timeout, keepalive_timeout),
+            SharedSocket(lambda socket: None, lambda socket: None),
             pending=lambda: self.unanswered > 0,
             receive=lambda frames: self.received.append(decode_reply(frames[0])),
             lost=lambda error, final: self.lost.append(error),
-            watch=lambda socket: None,
-            unwatch=lambda socket: None,
         )
 
     def __enter__(self):

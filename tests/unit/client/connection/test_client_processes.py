@@ -17,7 +17,7 @@ from support.waiting import PATIENCE_S as PATIENCE
 from support.waiting import eventually
 
 from caesura.client import SchedulerClient
-from caesura.client.connection import link
+from caesura.client.connection import shared_socket
 from caesura.client.connection.async_client import AsyncSchedulerClient
 
 CLIENTS = 40
@@ -59,13 +59,13 @@ def test_the_last_connection_ends_the_context(tmp_path):
 
 
 def test_more_connections_than_zeromq_allows_by_default():
-    shared = link.acquire_context()
+    shared = shared_socket.acquire_context()
     try:
         sockets = [shared.socket(zmq.REQ) for _ in range(1100)]
         for each in sockets:
             each.close(linger=0)
     finally:
-        link.release_context()
+        shared_socket.release_context()
 
 
 SHORT_OF_DESCRIPTORS = """

@@ -14,7 +14,7 @@ import zmq.auth
 from click.testing import CliRunner
 
 from caesura.client import ControlClient, EngineDied, InvalidRequest
-from caesura.client.connection import link
+from caesura.client.connection import shared_socket
 from caesura.client.keygen import keygen
 from caesura.io_struct import (
     CaesuraError,
@@ -166,7 +166,7 @@ def test_a_client_with_keys_never_falls_back_to_plain_text(keys):
 
 def test_a_refusal_before_the_hello_is_sent_is_told(keys, monkeypatch):
     monitors = []
-    get_monitor_socket, connect_to = zmq.Socket.get_monitor_socket, link.connect_to
+    get_monitor_socket, connect_to = zmq.Socket.get_monitor_socket, shared_socket.connect_to
 
     def watched(dealer, *events):
         monitors.append(get_monitor_socket(dealer, *events))
@@ -177,7 +177,7 @@ def test_a_refusal_before_the_hello_is_sent_is_told(keys, monkeypatch):
         assert monitors[-1].poll(20_000)
 
     monkeypatch.setattr(zmq.Socket, "get_monitor_socket", watched)
-    monkeypatch.setattr(link, "connect_to", until_the_refusal)
+    monkeypatch.setattr(shared_socket, "connect_to", until_the_refusal)
     with served("tcp://127.0.0.1:0", None) as server:
         assert "has no keys" in refused(server.router.endpoint, **client_options(keys, keys))
 
