@@ -37,13 +37,15 @@ class Linear:
         *,
         bias: bool = False,
         place: Placement,
+        first_rank: int | None = None,
     ) -> None:
         """Refuse a window that cuts a block of an FP8 weight (UNSUPPORTED_MODEL); windows are of this rank.
 
         ``parts``: checkpoint module name (without ``.weight``) to its output features, in order; several
-        windows are each divided by itself.
+        windows are each divided by itself. ``first_rank``: the first of some ranks that hold the weight
+        alone.
         """
-        self._columns = as_window(in_features)
+        self._columns, self._first_rank = as_window(in_features), first_rank
         self._parts = {
             part: stacked((as_window(size),) if isinstance(size, int | Window) else size)
             for part, size in parts.items()
@@ -98,7 +100,7 @@ class Linear:
         for part, rows in self._parts.items():
             length = _length(rows)
             slots = self._weight.slots(part, start, length)
-            yield from divided(slots, rows, self._columns, self._blocks)
+            yield from divided(slots, rows, self._columns, self._blocks, self._first_rank)
             if self._bias is not None:
                 yield sharded(self._bias.slot(f"{part}.bias", start, length), rows)
             start += length

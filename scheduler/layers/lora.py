@@ -108,7 +108,7 @@ class LinearAdapters:
         ]
         self._packed: tuple[_PackedMatrix, list[_PackedMatrix]] | None = None
         self._plain: tuple[_PlainMatrix, list[_PlainMatrix]] | None = None
-        if packs(columns.length, place):
+        if all(map(_length, parts.values())) and packs(columns.length, place):
             self._packed = _PackedMatrix(*a), [_PackedMatrix(*each) for each in b]
         else:
             self._plain = _PlainMatrix(*a, beside=False), [_PlainMatrix(*each, beside=True) for each in b]

@@ -174,7 +174,7 @@ def scaled_matrix(
     name: str, part_rows: Sequence[int], in_features: int, blocks: ScaleBlocks, place: Placement
 ) -> "Matrix | ScaledMatrix":
     """Return a weight in FP8 or int8, stacked from parts of ``part_rows``, packed if it can be."""
-    if packs(in_features, place, blocks):
+    if any(part_rows) and packs(in_features, place, blocks):
         return Matrix(name, sum(part_rows), in_features, place, blocks=blocks)
     return ScaledMatrix(name, part_rows, in_features, blocks, place)
 

@@ -1,6 +1,7 @@
 """Gated feed-forward block (SwiGLU: Shazeer, 2020, arXiv:2002.05202)."""
 
 from collections.abc import Iterator
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from ..kernels import elementwise_for
 from ..kernels.attention_form import Bend
 from .linear import Linear
 from .parameters import CompositeLayer, Layer, Placement
-from .sharding import even
+from .sharding import Window, first_with_pieces, in_pieces
 
 _CUT, _SLOPE = 7.0, 1.702
 """Constants of a clamped gate."""
@@ -42,28 +43,51 @@ class GatedMLP(CompositeLayer):
     ) -> None:
         """Refuse ranks that do not divide the width, whose name in the config is ``field``.
 
+        If it is quantised, ranks have whole blocks of it, and those without a block hold and add nothing.
         ``partial``: the caller sums over the ranks, each of which has a part of the width.
         """
         self.bend = bend
-        width = even(intermediate_size, place.parallel, field)
-        self._summing = None if partial or width.is_whole else place.parallel
+        piece = _piece(prefix, place)
+        width = in_pieces(intermediate_size, place.parallel, field, piece)
+        self.is_empty = width.length == 0
+        first = first_with_pieces(intermediate_size, place.parallel, piece)
+        self.on_all_ranks = first == 0
+        """True if no rank is empty."""
+        inputs, outputs = width, Window.whole(hidden_size)
+        if self.is_empty:
+            inputs, outputs = Window.whole(intermediate_size), Window(0, 0, hidden_size)
+        self._summing = None if partial or place.parallel.size == 1 else place.parallel
         self._kernels = elementwise_for(place.device, place.dtype)
         gate_up = {f"{prefix}.gate_proj": width, f"{prefix}.up_proj": width}
-        self.gate_up = Linear(f"{name}.gate_up", hidden_size, gate_up, place=place)
-        self.down = Linear(f"{name}.down", width, {f"{prefix}.down_proj": hidden_size}, place=place)
+        self.gate_up = Linear(f"{name}.gate_up", hidden_size, gate_up, place=place, first_rank=first)
+        self.down = Linear(
+            f"{name}.down", inputs, {f"{prefix}.down_proj": outputs}, place=place, first_rank=first
+        )
 
     def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x) if self.is_empty else self._product(x)
+        if self._summing is not None:
+            self._summing.all_reduce(out)
+        return out
+
+    def _product(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up.forward(x)
         if self._kernels is not None:
             gated = self._kernels.gate_mul(gate_up, bend=self.bend)
         else:
             gate, up = gate_up.chunk(2, dim=-1)
             gated = bent(gate, up, self.bend)
-        out = self.down.forward(gated)
-        if self._summing is not None:
-            self._summing.all_reduce(out)
-        return out
+        return self.down.forward(gated)
 
     def parts(self) -> Iterator[Layer]:
         yield self.gate_up
         yield self.down
+
+
+def _piece(prefix: str, place: Placement) -> int:
+    """Return how much of the width must stay together: blocks of rows of gate and up, of columns of down."""
+    blocks = place.blocks
+    if blocks is None:
+        return 1
+    sizes = {"gate_proj": blocks.rows, "down_proj": blocks.columns}
+    return lcm(*(size for part, size in sizes.items() if blocks.converts(f"{prefix}.{part}")))

@@ -3,7 +3,8 @@
 Invariants:
 - A part is some ranges of rows, a range of columns, or both. Parts cover the tensor; overlaps are equal.
 - Outside of the layers a tensor has the checkpoint's shape on every rank; rows not held are dropped.
-- A size that does not divide is refused by its field, but for the vocabulary: the last rank may have less.
+- A size that does not divide is refused by its field, but for the vocabulary, of which the last rank may have
+  less, and widths of FP8 blocks, of which ranks have one more or less, or none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,6 +74,25 @@ def even(total: int, parallel: TensorParallel, field: str) -> Window:
     if total % size:
         raise _indivisible(field, total, size, f"is not a multiple of {size}")
     return Window(parallel.rank * (total // size), (parallel.rank + 1) * (total // size), total)
+
+
+def in_pieces(total: int, parallel: TensorParallel, field: str, piece: int) -> Window:
+    """Return this rank's part of ``total`` in whole pieces: as :func:`even` if that cuts none.
+
+    Otherwise ranks differ by one piece, and with fewer pieces than ranks some have nothing
+    (:func:`first_with_pieces`).
+    """
+    ranks = parallel.size
+    if piece == 1 or total % (ranks * piece) == 0:
+        return even(total, parallel, field)
+    pieces = -(-total // piece)
+    start, stop = (min(pieces * rank // ranks * piece, total) for rank in (parallel.rank, parallel.rank + 1))
+    return Window(start, stop, total)
+
+
+def first_with_pieces(total: int, parallel: TensorParallel, piece: int) -> int:
+    """Return the first rank that has some of ``total`` by :func:`in_pieces`."""
+    return -(-parallel.size // -(-total // piece)) - 1 if piece > 1 else 0
 
 
 def rounded_up(total: int, parallel: TensorParallel, field: str) -> Window:

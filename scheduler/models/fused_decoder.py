@@ -170,6 +170,8 @@ def _eps_of(layer: "DecoderLayer") -> float | None:
 
 
 def _of_layer(layer: "DecoderLayer") -> tuple[LayerTensors, LayerKind]:
+    if isinstance(layer.mlp, GatedMLP) and not layer.mlp.on_all_ranks:
+        raise _OtherLayerError  # the ranks alike: empty ones have nothing for the kernel
     attention, (tensors, size, experts) = _of_attention(layer.attention), _of_block(layer.mlp)
     norms: PackedTensors = {"input_norm": layer.input_norm.weight, "mlp_norm": layer.mlp_norm.weight}
     if layer.norms_behind is not None:
@@ -215,12 +217,14 @@ def _of_block(block: object) -> tuple[PackedTensors, int, ExpertsForm | None]:
         in_groups=block.router.in_groups,
     )
     shared = block.shared
-    if shared is None:
+    mlp = shared.mlp if isinstance(shared, GatedShared) else shared
+    if mlp is None:
+        return tensors, 0, form
+    if not isinstance(mlp, GatedMLP) or mlp.bend != "silu":
+        raise _OtherLayerError
+    if mlp.is_empty:
         return tensors, 0, form
     if isinstance(shared, GatedShared):
         tensors |= _there(shared.gate.packed_as("shared_gate"))
-        shared = shared.mlp
-    if not isinstance(shared, GatedMLP) or shared.bend != "silu":
-        raise _OtherLayerError
-    further, size, _ = _of_block(shared)
+    further, size, _ = _of_block(mlp)
     return tensors | further, size, form

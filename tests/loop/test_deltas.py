@@ -2,6 +2,7 @@
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -45,11 +46,12 @@ def checksums(driver: EngineDriver) -> dict[str, str]:
 class Versions:
     """A checkpoint, and one that differs in some elements."""
 
-    def __init__(self, folder: Path, family: str, *, fp8: bool = False, **options: object) -> None:
+    def __init__(self, folder: Path, family: str, *, fp8: tuple[Any, ...] = (), **options: object) -> None:
+        """Make a checkpoint with ``options``; ``fp8``: blocks, and modules that are not quantised."""
         self.folder, self.first, self.second = folder, folder / "first", folder / "second"
         make_checkpoint(self.first, family, seed=1, **options)
         if fp8:
-            make_fp8_checkpoint(self.first, folder / "fp8", (4, 4))
+            make_fp8_checkpoint(self.first, folder / "fp8", *fp8)
             self.first = folder / "fp8"
         self.old = load_file(self.first / WEIGHTS)
         self.new = some_changed(self.old)
@@ -74,7 +76,7 @@ class Versions:
 
 FAMILIES = {
     "gpt-oss": ("gpt-oss", {"dtype": torch.bfloat16}),
-    "deepseek-v3, FP8": ("deepseek-v3", {"dtype": torch.bfloat16, "fp8": True}),
+    "deepseek-v3, FP8": ("deepseek-v3", {"dtype": torch.bfloat16, "fp8": ((4, 4),)}),
     "qwen3-moe, float16": ("qwen3-moe", {"dtype": torch.float16}),
     "qwen3": ("qwen3", {}),
     "qwen3, bfloat16": ("qwen3", {"dtype": torch.bfloat16}),
@@ -82,7 +84,7 @@ FAMILIES = {
     "qwen3-moe": ("qwen3-moe", {"dtype": torch.bfloat16}),
     "deepseek-v3": ("deepseek-v3", {"dtype": torch.bfloat16}),
     "deepseek-v3, float32": ("deepseek-v3", {}),
-    "qwen3, FP8": ("qwen3", {"dtype": torch.bfloat16, "fp8": True}),
+    "qwen3, FP8": ("qwen3", {"dtype": torch.bfloat16, "fp8": ((4, 4),)}),
 }
 
 
@@ -93,6 +95,7 @@ def test_a_delta_is_a_cold_load_and_can_be_undone(name, tp, tmp_path):
     check_delta(Versions(tmp_path, family, **options), tmp_path, tp=tp)
 
 
+LATENT_PROJECTIONS = "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 36}
 
 
@@ -100,7 +103,8 @@ SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 
 @pytest.mark.parametrize(("tp", "ep", "family", "options"), quick([
     (4, 2, "gpt-oss", {"num_local_experts": 4, "num_key_value_heads": 4}),
     (3, 3, "deepseek-v3", {**SIX_HEADS, "dtype": torch.bfloat16}),
-    (2, 2, "deepseek-v3", {"dtype": torch.bfloat16, "fp8": True}),
+    (2, 2, "deepseek-v3", {"dtype": torch.bfloat16, "fp8": ((4, 4),)}),
+    (2, 2, "deepseek-v3", {"dtype": torch.bfloat16, "fp8": ((48, 24), LATENT_PROJECTIONS)}),
 ]))  # fmt: skip
 def test_a_delta_reaches_whole_experts(tp, ep, family, options, tmp_path):
     check_delta(Versions(tmp_path, family, **options), tmp_path, tp=tp, ep=ep)

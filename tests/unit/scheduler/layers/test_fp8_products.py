@@ -278,6 +278,19 @@ def test_rows_are_spread_without_asking_for_their_number():
     assert places.tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
 
 
+def test_rows_of_other_ranks_are_spread_behind_all_ends():
+    x = torch.arange(1.0, 9.0)[:, None].expand(8, 128)
+    for ends in ([0, 0], [3, 3], [1, 5], [4, 7], [8, 8]):
+        ends = torch.tensor(ends, dtype=torch.int32)
+        (values, factors), padded, owners, places = fp8_products._spread_quantized(x, ends, 4)
+        assert torch.equal(values.float() * factors, fp8_products.spread(x, ends, 4)[0])
+        assert (places[ends[-1] :] >= padded[-1]).all()
+        assert len(set(places.tolist())) == len(x)
+        assert owners[places].tolist() == [
+            int((ends <= row).sum()) if row < ends[-1] else -1 for row in range(8)
+        ]
+
+
 def test_scratch_memory_is_asked_for_by_few_sizes():
     asked = {fp8_products.rounded(tokens) for tokens in range(1, 9000)}
     assert len(asked) < 50

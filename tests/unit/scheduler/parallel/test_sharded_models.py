@@ -228,6 +228,46 @@ def test_fp8(family: str, blocks: tuple[int, int], groups: dict[int, Ranks], tmp
         assert (found[0] - expected).abs().max() <= TOLERANCE
 
 
+ATTENTION = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+)
+TWELVE = {"n_routed_experts": 12}
+
+
+@pytest.mark.parametrize(("family", "size", "blocks", "overrides"), quick([
+    pytest.param("deepseek-v3", 4, (24, 24), TWELVE, id="a rank without dense, three without shared"),
+    pytest.param("deepseek-v3", 2, (16, 12), {}, id="two thirds, and shared on one"),
+    pytest.param("qwen2-moe", 2, (32, 32), {"num_experts": 6}, id="gated, the last block smaller"),
+    pytest.param("llama", 2, (72, 72), {}, id="all on one rank"),
+]))  # fmt: skip
+def test_whole_fp8_blocks_of_widths_that_do_not_divide(
+    family: str,
+    size: int,
+    blocks: tuple[int, int],
+    overrides: dict[str, Any],
+    groups: dict[int, Ranks],
+    tmp_path: Path,
+) -> None:
+    plain, fp8, dequantized = tmp_path / "plain", tmp_path / "fp8", tmp_path / "dequantized"
+    make_checkpoint(plain, family, seed=3, dtype=torch.bfloat16, **overrides)
+    make_fp8_checkpoint(plain, fp8, blocks, (*ATTENTION, "shared_expert_gate"))
+    make_dequantized_checkpoint(fp8, dequantized, blocks)
+    expected = logits_of(SINGLE, str(dequantized), torch.float32, tokens(), False)
+    for compiled in (False, True):
+        ep = 1 if family == "llama" else size
+        found = groups[size].call(logits_of, str(fp8), torch.float32, tokens(), compiled, ep)
+        assert (found[0] - expected).abs().max() <= TOLERANCE
+        for other in found[1:]:
+            assert torch.equal(other, found[0])
+
+
 @pytest.mark.parametrize(("family", "ranks", "overrides", "field"), [
     ("llama", 3, {}, "num_attention_heads"),
     ("qwen3", 3, heads(6, 2, 8, 40), "num_key_value_heads"),

@@ -1,6 +1,7 @@
 """Slots of divided tensors: whole tensors go in, in any pieces."""
 
 from dataclasses import dataclass
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from caesura.scheduler.layers.attention import Attention, AttentionShape
 from caesura.scheduler.layers.embedding import Embedding
 from caesura.scheduler.layers.experts import ExpertNames, Experts
 from caesura.scheduler.layers.linear import Linear
+from caesura.scheduler.layers.mlp import GatedMLP
 from caesura.scheduler.layers.parameters import Layer, Placement, ScaleBlocks, WeightSlot
 from caesura.scheduler.layers.sharding import Window, even
 from caesura.scheduler.memory.workspace import Workspace
@@ -196,6 +198,40 @@ def test_fp8_blocks(data: st.DataObject, size: int, by_inputs: bool, height: int
     for slots in by_rank:  # the same as it is stored
         for name, slot in slots.items():
             assert not slot.differs(stored[name], 0)
+
+
+@settings(max_examples=examples(20))
+@given(
+    st.data(), st.integers(2, 5), st.sampled_from([2, 3, 4, 6]), st.sampled_from([2, 4]), st.integers(1, 40)
+)
+def test_whole_blocks_of_a_width(
+    data: st.DataObject, size: int, height: int, columns: int, width: int
+) -> None:
+    """Check that ranks with one block more than others, or with none, quantise a float as one rank would."""
+
+    def layer(rank: int, ranks: int) -> GatedMLP:
+        where = place(rank, ranks, blocks=ScaleBlocks(height, columns))
+        return GatedMLP("l", "m", 12, width, place=where, partial=True)
+
+    whole, ranks = layer(0, 1), [layer(rank, size) for rank in range(size)]
+    held = [each.gate_up.out_features for each in ranks]
+    piece = 2 * lcm(height, columns)
+    if 2 * width % (size * piece):
+        assert max(held) <= -(-2 * width // (size * piece)) * piece, "no rank has more blocks than it must"
+    assert [each.is_empty for each in ranks] == [not rows for rows in held]
+    assert {each.on_all_ranks for each in ranks} == {all(held)}
+    alone, by_rank = slots_of(whole), [slots_of(each) for each in ranks]
+    for name in [name for name in alone if name.endswith(".weight")]:
+        value = random(alone[name].shape, 1)
+        alone[name].write(value, 0)
+        for slots in by_rank:
+            for start, stop in cuts(data, len(value)):
+                slots[name].update(value[start:stop], start)
+    for name, slot in alone.items():
+        assert bits(assembled([slots[name] for slots in by_rank])) == bits(slot.read())
+    x = random((3, 12), 2)
+    found = torch.stack([each.forward(x) for each in ranks]).sum(0)
+    torch.testing.assert_close(found, whole.forward(x), rtol=1e-4, atol=1e-4)
 
 
 @dataclass(frozen=True)
