@@ -101,12 +101,12 @@ class FlashInferLatentBackend(CapturableBackend):
         """Divide the step's work among the device's multiprocessors."""
         captured, rows = self._captured_rows, batch.num_rows
         assert captured is None or batch.num_decode == rows == captured, "captured for another number of rows"
+        self._kv_slots = batch.kv_slots
         self._by_torch = self._torch is not None and rows > batch.num_decode
         if self._torch is not None and self._by_torch:
             self._torch.plan(batch)
             return
         self._num_decode = decode = batch.num_decode
-        self._kv_slots = batch.kv_slots
         with self.host_memory.written():
             host, device = self.lists.fill(batch)
             first = int(host.indptr[decode])
@@ -125,10 +125,16 @@ class FlashInferLatentBackend(CapturableBackend):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """Store this step's latents, then attend; shapes as in :class:`~.mla.LatentBackend`."""
-        if self._torch is not None and self._by_torch:
-            return self._torch.forward(q, k, v, layer, form)
         assert form.kind == PLAIN.kind, "chosen for plain forms only"
         self.pool.store(layer, k.squeeze(1), self._kv_slots)
+        return self.attend_latents(q, layer)
+
+    def latent_cells(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.pool.layer(layer), self._kv_slots
+
+    def attend_latents(self, q: Tensor, layer: int) -> Tensor:
+        if self._torch is not None and self._by_torch:
+            return self._torch.attend_latents(q, layer)
         cache = self.pool.layer(layer)
         out = torch.empty((*q.shape[:2], self._latent), dtype=q.dtype, device=q.device)
         decode = self._num_decode

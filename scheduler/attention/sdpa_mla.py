@@ -54,7 +54,9 @@ class _Group:
 
 class LatentBackend(AttentionBackend):
     def __init__(self, pool: MLAPool, shape: Shape) -> None:
+        assert shape.latent is not None
         self.pool, self._heads, self._scale = pool, shape.num_heads, shape.scale
+        self._latent = shape.latent
         self._device, self._dtype = shape.device, shape.dtype
         self._page_cells = pool.page_size * pool.width
         self._limit = workspace_bytes(self._device)
@@ -85,13 +87,19 @@ class LatentBackend(AttentionBackend):
         """
         assert form.kind == PLAIN.kind, "chosen for plain forms only"
         self.pool.store(layer, k.squeeze(1), self._kv_slots)
+        return self.attend_latents(q, layer)
+
+    def latent_cells(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.pool.layer(layer), self._kv_slots
+
+    def attend_latents(self, q: Tensor, layer: int) -> Tensor:
         pages = self.pool.layer(layer).view(-1, self._page_cells)
-        out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
+        out = torch.empty((*q.shape[:2], self._latent), dtype=q.dtype, device=q.device)
         for group in self.groups:
             latents = self._gather(group, pages)
             for queries in group.queries:
                 attended = self._attend(queries, q[queries.tokens], latents)
-                out[queries.tokens] = attended[..., : v.shape[-1]]
+                out[queries.tokens] = attended[..., : self._latent]
         return out.flatten(1)
 
     def _plan_group(

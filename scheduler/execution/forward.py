@@ -431,6 +431,17 @@ class AttentionBackend(ABC):
         view of the front of k. Return [T, query heads * v's head size].
         """
 
+    def latent_cells(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's pool of latents [.., latent + rope], and this step's cells in it, int64 [T].
+
+        A kernel may write there what :meth:`forward` stores, and call :meth:`attend_latents` then.
+        """
+        raise NotImplementedError("no latents that a kernel may write")
+
+    def attend_latents(self, q: Tensor, layer: int) -> Tensor:
+        """Attend as :meth:`forward` does, over latents that are in their cells."""
+        raise NotImplementedError("no latents that a kernel may write")
+
 
 class CapturableBackend(AttentionBackend):
     """Attention whose decode steps a graph can hold."""

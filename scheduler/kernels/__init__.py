@@ -2,7 +2,7 @@
 
 Invariant: torch is always an answer (:data:`TORCH`). A user asks once, when it is constructed.
 ``elementwise.py`` and ``triton_elementwise.py`` take the same arguments and round alike, so a layer is
-written once. Routed experts differ: on the CPU weights are packed and rows grouped otherwise.
+written once. Routed experts and latents differ: on the CPU weights are packed, and rows grouped otherwise.
 """
 
 import logging
@@ -87,19 +87,6 @@ class Elementwise(Protocol):
         out: Tensor,
         norm: HeadNorms | None = None,
     ) -> Tensor: ...
-
-    def rotate_latents(
-        self,
-        q_rope: Tensor,
-        kv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norm: tuple[Tensor, float],
-        queries: Tensor,
-        keys: Tensor,
-        *,
-        interleaved: bool,
-    ) -> None: ...
 
 
 def elementwise_for(device: torch.device, dtype: torch.dtype) -> Elementwise | None:

@@ -1,4 +1,4 @@
-"""Elementwise operations between matrix products on CUDA, in Triton: the functions of ``elementwise.py``.
+"""Operations between matrix products on CUDA, in Triton: functions of ``elementwise.py``, and latents.
 
 Invariants:
 - Results are those of ``layers/`` but for the order of sums inside a norm and an exponential's last bit: they
@@ -267,7 +267,10 @@ def rope_store(
     return out
 
 
-_LATENT_HEADS = 16
+_FEW_TOKENS, _MANY_TOKENS = 16, 64
+"""Tokens whose queries a program multiplies: few up to as many as :data:`_MANY_TOKENS`, and else."""
+_ABSORBED = 64
+"""Elements of a latent that a program computes for these tokens."""
 
 
 @triton.jit
@@ -282,35 +285,67 @@ def _rotate(source, target, cosine, sine, column, inside, half: tl.constexpr, in
 
 
 @triton.jit
-def _latents_kernel(
-    q, kv, cos, sin, weight, queries, keys, q_row, q_head, kv_row, angle_row, eps,
-    heads: tl.constexpr, latent: tl.constexpr, rope: tl.constexpr, latent_width: tl.constexpr,
-    half_width: tl.constexpr, block: tl.constexpr, interleaved: tl.constexpr,
+def _angles_of(cos, sin, token, angle_row, column, inside):
+    places = token * angle_row + column
+    cosine = tl.load(cos + places, mask=inside, other=0.0).to(tl.float32)
+    return cosine, tl.load(sin + places, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_key(
+    token, kv, cos, sin, weight, slots, cells, kv_row, angle_row, eps, latent: tl.constexpr,
+    latent_width: tl.constexpr, rope: tl.constexpr, half_width: tl.constexpr, interleaved: tl.constexpr,
 ):  # fmt: skip
-    """Rotate some query heads of one token, or, behind these, its key."""
-    half: tl.constexpr = rope // 2
-    width: tl.constexpr = latent + rope
-    token = tl.program_id(0).to(tl.int64)
+    """Normalise the latent of a ``token`` [1, 1], rotate its key, and store both."""
+    member = tl.arange(0, latent_width)[None, :]
+    inside = member < latent
+    value = tl.load(kv + token * kv_row + member, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / latent + eps)[:, None]
+    factor = tl.load(weight + member, mask=inside, other=0.0).to(tl.float32)
+    cell = cells + tl.load(slots + token) * (latent + rope)
+    tl.store(cell + member, rounded(value * scale, cells) * factor, mask=inside)
     column = tl.arange(0, half_width)[None, :]
-    known = column < half
-    cosine = tl.load(cos + token * angle_row + column, mask=known, other=0.0).to(tl.float32)
-    sine = tl.load(sin + token * angle_row + column, mask=known, other=0.0).to(tl.float32)
-    first_head = tl.program_id(1) * block
-    if first_head < heads:
-        head = (first_head + tl.arange(0, block))[:, None]
-        source = q + token * q_row + head * q_head
-        target = queries + (token * heads + head) * width + latent
-        _rotate(source, target, cosine, sine, column, known & (head < heads), half, interleaved)
+    known = column < rope // 2
+    cosine, sine = _angles_of(cos, sin, token, angle_row, column, known)
+    key = kv + token * kv_row + latent
+    _rotate(key, cell + latent, cosine, sine, column, known, rope // 2, interleaved)
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots"])
+def _latents_kernel(
+    q, w_kc, kv, cos, sin, weight, slots, queries, cells, q_row, q_head, kv_row, angle_row, eps, tokens,
+    heads: tl.constexpr, nope: tl.constexpr, nope_width: tl.constexpr, latent: tl.constexpr,
+    latent_width: tl.constexpr, rope: tl.constexpr, half_width: tl.constexpr, rows: tl.constexpr,
+    block: tl.constexpr, interleaved: tl.constexpr,
+):  # fmt: skip
+    """Store one token's key, or, behind these, compute a part of some tokens' queries of one head."""
+    blocks: tl.constexpr = (latent + block - 1) // block
+    if tl.program_id(0) < tokens:
+        only = tl.zeros([1, 1], tl.int64) + tl.program_id(0)
+        _store_key(
+            only, kv, cos, sin, weight, slots, cells, kv_row, angle_row, eps, latent, latent_width, rope,
+            half_width, interleaved,
+        )  # fmt: skip
     else:
-        member = tl.arange(0, latent_width)
-        inside = member < latent
-        value = tl.load(kv + token * kv_row + member, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(value * value, 0) / latent + eps)
-        factor = tl.load(weight + member, mask=inside, other=0.0).to(tl.float32)
-        tl.store(keys + token * width + member, rounded(value * scale, keys) * factor, mask=inside)
-        only = tl.zeros([1, 1], tl.int64) + token  # a pointer as [1, 1], as those of heads are [heads, 1]
-        k_source, k_target = kv + only * kv_row + latent, keys + only * width + latent
-        _rotate(k_source, k_target, cosine, sine, column, known, half, interleaved)
+        work = tl.program_id(0) - tokens
+        head = (work // blocks) % heads
+        token = (work // (blocks * heads) * rows + tl.arange(0, rows))[:, None].to(tl.int64)
+        is_token = token < tokens
+        inner = tl.arange(0, nope_width)
+        outer = work % blocks * block + tl.arange(0, block)
+        source = q + token * q_row + head * q_head
+        target = queries + (token * heads + head) * (latent + rope)
+        query = tl.load(source + inner[None, :], mask=is_token & (inner < nope)[None, :], other=0.0)
+        inside = (inner < nope)[:, None] & (outer < latent)[None, :]
+        of_head = w_kc + (head.to(tl.int64) * nope + inner)[:, None] * latent
+        matrix = tl.load(of_head + outer[None, :], mask=inside, other=0.0)
+        absorbed = tl.dot(query, matrix, input_precision="ieee").to(queries.dtype.element_ty)
+        tl.store(target + outer[None, :], absorbed, mask=is_token & (outer < latent)[None, :])
+        if work % blocks == 0:
+            column = tl.arange(0, half_width)[None, :]
+            turned = is_token & (column < rope // 2)
+            cosine, sine = _angles_of(cos, sin, token, angle_row, column, turned)
+            _rotate(source + nope, target + latent, cosine, sine, column, turned, rope // 2, interleaved)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
@@ -324,34 +359,47 @@ def _angles_kernel(positions, frequencies, cos, sin, factor, half: tl.constexpr,
     tl.store(sin + token * half + column, tl.sin(angle) * factor, mask=known)
 
 
-_launch_latents = Launcher(_latents_kernel, tensors=7, numbers=5)
+_launch_latents = Launcher(_latents_kernel, tensors=9, numbers=6)
 _launch_angles = Launcher(_angles_kernel, tensors=4, numbers=1)
 
 
-def rotate_latents(
-    q_rope: Tensor,
+def store_latents(
+    q: Tensor,
+    w_kc: Tensor,
     kv: Tensor,
     cos: Tensor,
     sin: Tensor,
     norm: tuple[Tensor, float],
-    queries: Tensor,
-    keys: Tensor,
+    cells: Tensor,
+    slots: Tensor,
     *,
     interleaved: bool,
-) -> None:
-    """Do what ``elementwise.py`` does: the front of ``queries`` is left as it is."""
-    tokens, heads, rope = q_rope.shape
-    latent = kv.shape[1] - rope
-    weight, eps = norm
+) -> Tensor:
+    """Store the keys of latent attention, and return its queries [T, heads, latent + rope].
+
+    Args:
+        q: [T, heads, nope + rope]; the front of a head is multiplied by ``w_kc`` [heads, nope, latent], and
+            the rest is rotated.
+        kv: [T, latent + rope]; latents are normalised, and written with rotated keys to ``cells`` number
+            ``slots`` (int64 [T]).
+        cos, sin: [T, 1, rope / 2]; pairs are neighbours if ``interleaved``.
+        norm: norm of latents: weight [latent], epsilon.
+    """
+    (tokens, heads, _), (_, nope, latent), (weight, eps) = q.shape, w_kc.shape, norm
+    rope = kv.shape[1] - latent
+    queries = torch.empty((tokens, heads, latent + rope), dtype=q.dtype, device=q.device)
     if tokens:
-        width, half_width = triton.next_power_of_2(latent), triton.next_power_of_2(rope // 2)
+        rows = _FEW_TOKENS if tokens <= _MANY_TOKENS else _MANY_TOKENS
+        nope_width = max(16, triton.next_power_of_2(nope))  # as long as a tile of a product is at least
+        widths = triton.next_power_of_2(latent), triton.next_power_of_2(rope // 2)
         _launch_latents(
-            (tokens, triton.cdiv(heads, _LATENT_HEADS) + 1, 1),
-            (q_rope, kv, cos, sin, weight, queries, keys),
-            (q_rope.stride(0), q_rope.stride(1), kv.stride(0), cos.stride(0), eps),
-            (heads, latent, rope, width, half_width, _LATENT_HEADS, interleaved),
-            2,
+            (tokens + triton.cdiv(tokens, rows) * heads * triton.cdiv(latent, _ABSORBED), 1, 1),
+            (q, w_kc, kv, cos, sin, weight, slots, queries, cells),
+            (q.stride(0), q.stride(1), kv.stride(0), cos.stride(0), eps, tokens),
+            (heads, nope, nope_width, latent, widths[0], rope, widths[1], rows, _ABSORBED, interleaved),
+            4,
         )
+    return queries
 
 
 def angles(

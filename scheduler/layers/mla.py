@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..execution.forward import AttentionBackend
-from ..kernels import TORCH, TRITON, Elementwise, best, elementwise_for
+from ..kernels import TORCH, TRITON, best, elementwise, triton_for
 from ..kernels import linear as kernel
 from ..kernels.attention_form import PLAIN
 from ..kernels.decoder_layers import LatentShape
@@ -145,12 +145,17 @@ class UpProjection:
         w_kc, w_vc = self._weights
         return None if self._products is None else {"w_kc": w_kc.data, "w_vc": w_vc.data}
 
+    @property
+    def w_kc(self) -> Tensor:
+        """Plain matrices of the keys, [heads, nope, latent]."""
+        return self._weights[0].data
+
     def absorb(self, q_nope: Tensor, out: Tensor) -> None:
         """Write [T, heads, nope] times ``w_kc`` to ``out`` [T, heads, latent]."""
         if self._products is not None:
             self._products[0](q_nope, out)
         else:
-            torch.bmm(q_nope.transpose(0, 1), self._weights[0].data, out=out.transpose(0, 1))
+            torch.bmm(q_nope.transpose(0, 1), self.w_kc, out=out.transpose(0, 1))
 
     def raise_(self, attended: Tensor, out: Tensor) -> None:
         """Write [T, heads, latent] times ``w_vc`` to ``out`` [T, heads, value]."""
@@ -239,7 +244,8 @@ class LatentAttention(CompositeLayer):
             bias=bias,
             place=place,
         )
-        self._kernels = elementwise_for(place.device, place.dtype)
+        self._compiled = best("elementwise", place.device, place.dtype) not in (TORCH, TRITON)
+        self._triton = triton_for("elementwise", place.device, place.dtype)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         """Map [T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, qk_rope_head_dim / 2]."""
@@ -249,10 +255,20 @@ class LatentAttention(CompositeLayer):
         q, kv = down.tensor_split([down.shape[-1] - latent - shape.qk_rope_head_dim], dim=-1)
         if self._q_up is not None and self._q_norm is not None:
             q = self._q_up.forward(self._q_norm.forward(q))
-        sizes = [shape.qk_nope_head_dim, shape.qk_rope_head_dim]
-        q_nope, q_rope = q.unflatten(-1, (heads, -1)).split(sizes, dim=-1)
-        if self._kernels is not None:
-            return self._forward_fused(q_nope, q_rope, kv, (cos, sin), backend, self._kernels)
+        q = q.unflatten(-1, (heads, -1))
+        norm = self._kv_norm.weight, self._kv_norm.eps
+        if self._triton is not None:
+            cells, w_kc = backend.latent_cells(self._layer), self._kv_up.w_kc
+            queries = self._triton.store_latents(q, w_kc, kv, cos, sin, norm, *cells, interleaved=interleaved)
+            return self._out(backend.attend_latents(queries, self._layer))
+        q_nope, q_rope = q.split([shape.qk_nope_head_dim, shape.qk_rope_head_dim], dim=-1)
+        if self._compiled:  # products are written where they are read next
+            queries, keys = x.new_empty((len(x), heads, kv.shape[1])), x.new_empty((len(x), 1, kv.shape[1]))
+            self._kv_up.absorb(q_nope, queries[..., :latent])
+            elementwise.rotate_latents(
+                q_rope, kv, cos, sin, norm, queries, keys.squeeze(1), interleaved=interleaved
+            )
+            return self._attend(queries, keys, backend)
         absorbed = x.new_empty((x.shape[0], heads, latent))
         self._kv_up.absorb(q_nope, absorbed)
         queries = torch.cat((absorbed, rotate(q_rope, cos, sin, interleaved=interleaved)), dim=-1)
@@ -262,31 +278,17 @@ class LatentAttention(CompositeLayer):
 
     def _attend(self, queries: Tensor, keys: Tensor, backend: AttentionBackend) -> Tensor:
         """Attend with queries [T, heads, width] and keys [T, 1, width]; return [T, hidden]."""
-        tokens, heads, latent = queries.shape[0], self.heads, self.shape.kv_lora_rank
-        attended = backend.forward(queries, keys, keys[..., :latent], self._layer).view(-1, heads, latent)
-        values = queries.new_empty((tokens, heads, self.shape.v_head_dim))
+        values = keys[..., : self.shape.kv_lora_rank]
+        return self._out(backend.forward(queries, keys, values, self._layer))
+
+    def _out(self, attended: Tensor) -> Tensor:
+        attended = attended.unflatten(-1, (self.heads, -1))
+        values = attended.new_empty((len(attended), self.heads, self.shape.v_head_dim))
         self._kv_up.raise_(attended, values)
         out = self._o.forward(values.flatten(1))
         if self._parallel.size > 1:
             self._parallel.all_reduce(out)
         return out
-
-    def _forward_fused(
-        self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        kv: Tensor,
-        angles: tuple[Tensor, Tensor],
-        backend: AttentionBackend,
-        kernels: Elementwise,
-    ) -> Tensor:
-        """Compute the same from the projections on; products are written where they are read next."""
-        tokens, heads, latent, width = kv.shape[0], self.heads, self.shape.kv_lora_rank, kv.shape[1]
-        queries, keys = kv.new_empty((tokens, heads, width)), kv.new_empty((tokens, 1, width))
-        self._kv_up.absorb(q_nope, queries[..., :latent])
-        norm, interleaved = (self._kv_norm.weight, self._kv_norm.eps), self.shape.rope_interleave
-        kernels.rotate_latents(q_rope, kv, *angles, norm, queries, keys.squeeze(1), interleaved=interleaved)
-        return self._attend(queries, keys, backend)
 
     @property
     def packed(self) -> PackedTensors | None:

@@ -65,14 +65,13 @@ def rotations() -> None:
 
 
 def latents() -> None:
-    from caesura.scheduler.kernels.triton_elementwise import rotate_latents
+    from caesura.scheduler.kernels.triton_elementwise import store_latents
 
-    for heads in (16, 128):
-        q, angle = zeros(3, heads, 192), zeros(3, 1, 32)
-        rotate_latents(
-            q[..., 128:], zeros(3, 2112)[:, 1536:], angle, angle, (zeros(512), 1e-6), zeros(3, heads, 576),
-            zeros(3, 576), interleaved=True,
-        )  # fmt: skip
+    for tokens, heads in ((3, 16), (100, 128)):
+        q, angle, pool = zeros(tokens, heads, 192), zeros(tokens, 1, 32), zeros(9, 16, 576)
+        w_kc, slots = zeros(heads, 128, 512), zeros(tokens, dtype=torch.int64)
+        kv, norm = zeros(tokens, 2112)[:, 1536:], (zeros(512), 1e-6)
+        store_latents(q, w_kc, kv, angle, angle, norm, pool, slots, interleaved=True)
 
 
 def choices() -> None:
@@ -161,11 +160,10 @@ def launches(tokens: int) -> None:
     triton_elementwise.gate_mul(zeros(tokens, 64))
     qkv, keys, slots = zeros(tokens, 4, 64), zeros(9, 1, 16, 64), zeros(tokens, dtype=torch.int64)
     triton_elementwise.rope_store(qkv, 2, *angles, slots, keys, keys, out=qkv[:, :2])
-    queries, down = zeros(tokens, 2, 96), zeros(tokens, 256)
-    triton_elementwise.rotate_latents(
-        zeros(tokens, 2, 80)[..., 16:], down[:, -96:], *angles, (zeros(32), 1e-6), queries, zeros(tokens, 96),
-        interleaved=True,
-    )  # fmt: skip
+    down, norm, q = zeros(tokens, 256), (zeros(32), 1e-6), zeros(tokens, 2, 80)
+    queries = triton_elementwise.store_latents(
+        q, zeros(2, 16, 32), down[:, -96:], *angles, norm, zeros(9, 16, 96), slots, interleaved=True
+    )
     record = zeros(tokens, 3, 2, dtype=torch.uint8)[:, 1]
     ids, weights = triton_experts.route(zeros(tokens, 8), 2, normalize=True, record=record)
     rows = triton_experts.product(zeros(tokens, 256), ids, range(80), zeros(80, 96, 256))

@@ -169,26 +169,32 @@ def test_rotation_and_store_round_as_torch_does(
 
 
 @computed
-@pytest.mark.parametrize("dtype,heads,latent,rope,interleaved", [
-    (torch.float16, 3, 20, 6, False), (torch.float32, 3, 20, 6, True), (torch.bfloat16, 20, 512, 64, True)
+@pytest.mark.parametrize("dtype,tokens,heads,nope,latent,rope,interleaved", [
+    (torch.float16, 3, 3, 5, 20, 6, False), (torch.float32, 70, 3, 5, 70, 6, True),
+    (torch.bfloat16, 5, 20, 128, 512, 64, True),
 ])  # fmt: skip
-def test_latents_are_rounded_as_torch_does(dtype, interleaved, heads, latent, rope):
-    down = torch.randn(3, 7 + heads * (5 + rope) + latent + rope).to(
-        dtype
-    )  # of odd strides, as projections are
-    q_rope = down[:, 7 : 7 + heads * (5 + rope)].unflatten(-1, (heads, -1))[..., 5:]
-    kv, weight = down[:, -latent - rope :], torch.randn(latent).to(dtype)
-    cos, sin = torch.rand(2, 3, 1, rope // 2).to(dtype)
-    queries, keys = torch.full((3, heads, latent + rope), 7.0).to(dtype), torch.empty_like(kv).contiguous()
-    triton_elementwise.rotate_latents(
-        q_rope, kv, cos, sin, (weight, 1e-6), queries, keys, interleaved=interleaved
+def test_latents_are_stored_as_torch_does(dtype, tokens, heads, nope, latent, rope, interleaved):
+    width = latent + rope
+    down = torch.randn(tokens, 7 + heads * (nope + rope) + width).to(dtype)  # of odd strides
+    q = down[:, 7 : 7 + heads * (nope + rope)].unflatten(-1, (heads, -1))
+    kv, weight = down[:, -width:], torch.randn(latent).to(dtype)
+    w_kc = torch.randn(heads, nope, latent).to(dtype)
+    cos, sin = torch.rand(2, tokens, 1, rope // 2).to(dtype)
+    pool, slots = torch.full((6, 16, width), 7.0).to(dtype), torch.randperm(96)[:tokens]
+    found = triton_elementwise.store_latents(
+        q, w_kc, kv, cos, sin, (weight, 1e-6), pool, slots, interleaved=interleaved
     )
-    assert bool((queries[..., :latent] == 7).all())
-    assert_rounded_alike(queries[..., latent:], rotate(q_rope, cos, sin, interleaved=interleaved))
+    absorbed = torch.bmm(q[..., :nope].transpose(0, 1).double(), w_kc.double()).transpose(0, 1)
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.01, "rtol": 0.01}
+    torch.testing.assert_close(found[..., :latent].double(), absorbed, **tolerance)
+    assert_rounded_alike(found[..., latent:], rotate(q[..., nope:], cos, sin, interleaved=interleaved))
+    cells = pool.view(-1, width)
     normalized = functional.rms_norm(kv[:, :latent], (latent,), None, 1e-6) * weight
-    assert_rounded_alike(keys[:, :latent], normalized)
+    assert_rounded_alike(cells[slots, :latent], normalized)
     k_rope = rotate(kv[:, latent:].unsqueeze(1), cos, sin, interleaved=interleaved)
-    assert_rounded_alike(keys[:, latent:], k_rope.squeeze(1))
+    assert_rounded_alike(cells[slots, latent:], k_rope.squeeze(1))
+    cells[slots] = 7
+    assert bool((cells == 7).all()), "stored elsewhere"
 
 
 @computed
