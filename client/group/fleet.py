@@ -20,8 +20,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 from ...io_struct import (
+    ContinueGenerationReqInput,
+    ContinueGenerationReqOutput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    GetStatusReqInput,
     GetStatusReqOutput,
     MemoryTag,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
     PauseMode,
     RollbackWeightsReqInput,
     WeightUpdateReqOutput,
@@ -48,6 +55,7 @@ from .session import (
     Transport,
     Verify,
     WeightSender,
+    ask_all,
     everywhere,
     is_staged,
     transport_of,
@@ -315,11 +323,8 @@ class Fleet:
 
     async def flush_cache(self, *, torch_empty_cache: bool = True, timeout: float | None = PAUSE_S) -> None:
         """Flush every member's prefix cache and, by default, its device cache; raises the first refusal."""
-        answers = await everywhere(
-            self.dispatcher.serving,
-            lambda each: each.client.flush_cache(torch_empty_cache=torch_empty_cache),
-            timeout,
-        )
+        request = FlushCacheReqInput(torch_empty_cache=torch_empty_cache)
+        answers = await ask_all(self.dispatcher.serving, request, FlushCacheReqOutput, timeout)
         self.dispatcher.drop(answers.out, "it does not answer")
         self.dispatcher.router.forget()
         answers.raise_first()
@@ -375,7 +380,7 @@ class Fleet:
                     error.still_serve(self.dispatcher.serving)
                 raise
             self.committed(done, Source(given if transport == "disk" and not staged else None, updated=True))
-            await self.over(session, torch_empty_cache=torch_empty_cache)
+            await self.over(session, committed=True, torch_empty_cache=torch_empty_cache)
             return self._updated(done)
 
         async with self.weights_lock, self.lock:
@@ -404,16 +409,11 @@ class Fleet:
         mode = self.paused_mode or ("retract" if request.flush_cache else "in_place")
         present = [member for member in self.members if member.state != "gone"]
         paused = await self.pause_members(mode, present, PAUSE_S)
-        done = await everywhere(
-            list(paused.replies),
-            lambda each: each.client.rollback_weights(
-                to_digest=request.to_digest, flush_cache=request.flush_cache
-            ),
-            PAUSE_S,
-        )
+        rollback = RollbackWeightsReqInput(to_digest=request.to_digest, flush_cache=request.flush_cache)
+        done = await ask_all(list(paused.replies), rollback, WeightUpdateReqOutput, PAUSE_S)
         if done.replies:
             self.committed(done, Source(None, updated=True))
-        await self.over(session, torch_empty_cache=request.torch_empty_cache)
+        await self.over(session, committed=bool(done.replies), torch_empty_cache=request.torch_empty_cache)
         if not done.replies:
             done.raise_first()
         return done
@@ -434,17 +434,20 @@ class Fleet:
         for member, reply in done.replies.items():
             self.dispatcher.admit(member, reply.weights_epoch)
             self.weight_version = reply.weight_version
+            if reply.weights != "valid":
+                self.dispatcher.fence(member, f"its weights are {reply.weights} after a commit")
         self.dispatcher.drop(done.out, "it did not take part in an update to the end")
         for member in set(self.dispatcher.serving) - set(done.replies):
             self.dispatcher.fence(member, "it did not take part in an update")
         self.dispatcher.refusal = None
 
-    async def over(self, session: Session, *, torch_empty_cache: bool) -> None:
+    async def over(self, session: Session, *, committed: bool = False, torch_empty_cache: bool) -> None:
         """Fence members without valid weights after ``session``, and continue those that it has paused.
 
         The caller holds :attr:`lock`.
         """
-        await self.fence_invalid()
+        if not committed:  # else all that serve have said so in their replies
+            await self.fence_invalid()
         await self.adapters.restore()
         if session.paused_here:
             await self.continue_members(PAUSE_S, torch_empty_cache=torch_empty_cache)
@@ -452,7 +455,7 @@ class Fleet:
 
     async def status(self, *, timeout: float = ASK_S) -> FleetStatus:
         """Return the state of the fleet, and every member's own status."""
-        answers = await everywhere(self.members, lambda member: member.client.status(owner=""), timeout)
+        answers = await ask_all(self.members, GetStatusReqInput(owner=""), GetStatusReqOutput, timeout)
         return FleetStatus(
             weights_epoch=self.weights_epoch,
             weight_version=self.weight_version,
@@ -548,19 +551,15 @@ class Fleet:
     ) -> Answers:
         """Pause ``members``; those that do not answer are out of routing. The caller holds :attr:`lock`."""
         self._leases.hold(member.address for member in self.members)
-        answers = await everywhere(
-            members, lambda member: member.client.pause(mode, lease_s=member.lease_s), timeout
-        )
+        request = PauseGenerationReqInput(mode=mode, lease_s=self._lease_s)
+        answers = await ask_all(members, request, PauseGenerationReqOutput, timeout)
         self.dispatcher.drop(answers.out, "it does not pause")
         return answers
 
     async def continue_members(self, timeout: float | None, *, torch_empty_cache: bool) -> None:
         """Continue all that serve. The caller holds :attr:`lock`."""
-        answers = await everywhere(
-            self.dispatcher.serving,
-            lambda member: member.client.continue_generation(force=True, torch_empty_cache=torch_empty_cache),
-            timeout,
-        )
+        request = ContinueGenerationReqInput(torch_empty_cache=torch_empty_cache, force=True)
+        answers = await ask_all(self.dispatcher.serving, request, ContinueGenerationReqOutput, timeout)
         self.paused_mode = None
         self._leases.hold(())
         self.dispatcher.drop(answers.out | answers.failed, "it does not continue")
@@ -624,9 +623,8 @@ class Fleet:
     async def _look_after(self) -> None:
         while True:
             await asyncio.sleep(self._look_interval_s)
-            answers = await everywhere(
-                self.dispatcher.serving, lambda member: member.client.status(owner=""), ASK_S
-            )
+            question = GetStatusReqInput(owner="")
+            answers = await ask_all(self.dispatcher.serving, question, GetStatusReqOutput, ASK_S)
             for member, error in answers.out.items():
                 if isinstance(error, EngineDied):
                     self.dispatcher.lost(member, error)

@@ -100,7 +100,8 @@ class Member:
         self.epoch = 0
         self.adapters: dict[str, int] = {}
         """Epochs of the group's adapters that it has, by name; 0 if one could not be loaded."""
-        self._epochs: list[tuple[int, int]] = []
+        self._epochs: list[list[int]] = []
+        """Runs of commits: the first own epoch and the group's, and how many follow one by one in both."""
 
     @property
     def serves(self) -> bool:
@@ -114,7 +115,15 @@ class Member:
     def committed(self, epoch: int, group_epoch: int) -> None:
         """Record that its own ``epoch`` has the weights of the group's ``group_epoch``."""
         self.epoch = epoch
-        self._epochs = [pair for pair in self._epochs if pair[0] < epoch] + [(epoch, group_epoch)]
+        while self._epochs and self._epochs[-1][0] >= epoch:
+            self._epochs.pop()
+        if self._epochs:
+            last = self._epochs[-1]
+            last[2] = min(last[2], epoch - last[0])
+            if (epoch, group_epoch) == (last[0] + last[2], last[1] + last[2]):
+                last[2] += 1
+                return
+        self._epochs.append([epoch, group_epoch, 1])
 
     def leave(self, state: State, reason: str) -> None:
         self.state, self.reason = state, reason
@@ -124,18 +133,26 @@ class Member:
 
     def group_epoch(self, epoch: int) -> int:
         """Return the group's epoch for the member's ``epoch``, or that of the nearest older known one."""
-        at = bisect.bisect_right(self._epochs, epoch, key=lambda pair: pair[0])
-        return self._epochs[max(0, at - 1)][1] if self._epochs else 0
+        run = self._run(epoch)
+        if run is None:
+            return self._epochs[0][1] if self._epochs else 0
+        own, group, count = run
+        return group + min(epoch - own, count - 1)
 
     def has_given(self, epoch: int) -> bool:
-        at = bisect.bisect_left(self._epochs, epoch, key=lambda pair: pair[0])
-        return at < len(self._epochs) and self._epochs[at][0] == epoch
+        run = self._run(epoch)
+        return run is not None and epoch < run[0] + run[2]
 
     def own_epoch(self, group_epoch: int | None) -> int | None:
         """Return the lowest own epoch with weights as new as ``group_epoch``, or None if it has none yet."""
-        wanted = -1 if group_epoch is None else group_epoch
-        at = bisect.bisect_left(self._epochs, wanted, key=lambda pair: pair[1])
-        return max(self._epochs[at][0], self.epoch) if at < len(self._epochs) else None
+        if not self._epochs:
+            return None
+        _, newest, count = self._epochs[-1]
+        return self.epoch if group_epoch is None or group_epoch < newest + count else None
+
+    def _run(self, epoch: int) -> list[int] | None:
+        at = bisect.bisect_right(self._epochs, epoch, key=lambda run: run[0])
+        return self._epochs[at - 1] if at else None
 
 
 def foreign_commit(version: str, epoch: int) -> str:

@@ -19,7 +19,6 @@ from typing import Any, Self
 
 from ...io_struct import GetStatusReqOutput, MemoryTag, Message, PauseMode, Request, new_id
 from ...io_struct.control import LeaseAction
-from ..connection.async_channel import wait_for
 from ..exceptions import Busy, EngineDied, EngineError, EngineRestarting, InvalidRequest, WeightsInvalid
 from ..launch.supervisor import Down, Ended, Serving
 from ..launch.supervisor import State as ProcessState
@@ -31,7 +30,7 @@ from .members import EngineAddress, Member, foreign_commit
 from .process_groups import ProcessGroups
 from .processes import ReplicaProcesses
 from .recovery import ASK_S, RELOAD_S, copy_beside
-from .session import PAUSE_S, Answers, everywhere
+from .session import PAUSE_S, Answers, ask_all, everywhere
 from .updates import Updates
 
 logger = logging.getLogger(__name__)
@@ -162,11 +161,7 @@ class ReplicaFleet(Fleet):
         buffers: Sequence[memoryview] = (),
     ) -> Answers:
         """Send a message to ``members``; those that do not answer are out of routing."""
-
-        async def ask(member: Member) -> Any:
-            return await wait_for(member.client.start(request, expects, buffers), request.id, None)
-
-        answers = await everywhere(members, ask)
+        answers = await ask_all(members, request, expects, buffers=buffers)
         self.dispatcher.drop(answers.out, "it does not answer")
         return answers
 

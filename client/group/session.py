@@ -19,7 +19,22 @@ from operator import methodcaller
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ...io_struct import PauseMode, TensorSpec, new_id
+from ...io_struct import (
+    BeginWeightUpdateReqInput,
+    BeginWeightUpdateReqOutput,
+    EndWeightUpdateReqInput,
+    GetStatusReqInput,
+    GetStatusReqOutput,
+    Message,
+    PauseMode,
+    Request,
+    TensorSpec,
+    UpdateWeightFromDiskReqInput,
+    WeightsCheckerReqInput,
+    WeightsCheckerReqOutput,
+    WeightUpdateReqOutput,
+    new_id,
+)
 from ...transfer.weight_delta import is_delta
 from ..connection.blocking import ControlClient
 from ..connection.client_options import folder_of
@@ -109,8 +124,13 @@ async def everywhere(
     at_least_one: bool = False,
 ) -> Answers:
     """Do the same on all members at once; ``at_least_one``: wait longer for the first reply."""
-    tasks = {asyncio.ensure_future(act(member)): member for member in members}
+    tasks: dict[asyncio.Future[Any], Member] = {}
     answers = Answers()
+    for member in members:
+        try:
+            tasks[asyncio.ensure_future(act(member))] = member
+        except EngineError as unsent:
+            answers.add(member, unsent)
     if not tasks:
         return answers
     late = set(tasks)
@@ -130,6 +150,17 @@ async def everywhere(
             raise error
         answers.add(member, task.result() if error is None else error)
     return answers
+
+
+async def ask_all(
+    members: Sequence[Member],
+    request: Request,
+    expects: type[Message],
+    timeout: float | None = None,
+    buffers: Sequence[memoryview] = (),
+) -> Answers:
+    """Send all members the same message at once, without a task for each."""
+    return await everywhere(members, lambda each: each.client.start(request, expects, buffers), timeout)
 
 
 class Source(NamedTuple):
@@ -181,31 +212,32 @@ class Session:
         manifest: list[TensorSpec] | None = None,
     ) -> None:
         """Open it on the members that have answered ``paused``; raise FleetUpdateFailed if one refuses."""
+        request = BeginWeightUpdateReqInput(id=self.id, deadline_s=deadline_s, manifest=manifest)
 
-        async def begin(member: Member) -> Any:
-            if not member.serves:  # an earlier update may have left a session open there
-                with suppress(EngineError):
-                    await member.client.end_weight_update(commit=False, force=True)
-            return await member.client.begin_weight_update(
-                message_id=self.id, deadline_s=deadline_s, manifest=manifest
-            )
+        async def begin_anew(member: Member) -> Any:
+            with suppress(EngineError):  # an earlier update may have left a session open there
+                await member.client.end_weight_update(commit=False, force=True)
+            return await begin(member)
+
+        def begin(member: Member) -> Awaitable[Any]:
+            return member.client.start(request, BeginWeightUpdateReqOutput)
 
         self.members, self.count = list(paused.replies), len(paused.replies)
         self.settle(paused)
-        self.settle(await everywhere(self.members, begin, timeout))
+        self.settle(
+            await everywhere(
+                self.members, lambda each: begin(each) if each.serves else begin_anew(each), timeout
+            )
+        )
         self.incarnations = {each: each.client.incarnation for each in self.members}
 
     async def commit(self, label: str | None, timeout: float) -> Answers:
         """Verify, then commit everywhere; FleetUpdateFailed if one differs, or all refuse."""
         self.settle(await self._verified(timeout))
         self.committing = True
-        answers = await everywhere(
-            self.members,
-            lambda member: member.client.end_weight_update(
-                commit=True, session_id=self.id, weight_version=label
-            ),
-            max(timeout, LEAST_COMMIT_S),
-        )
+        request = EndWeightUpdateReqInput(commit=True, session_id=self.id, weight_version=label)
+        limit = max(timeout, LEAST_COMMIT_S)
+        answers = await ask_all(self.members, request, WeightUpdateReqOutput, limit)
         lost = answers.out | answers.failed
         if not answers.replies:
             raise FleetUpdateFailed(self.out | lost)
@@ -214,15 +246,17 @@ class Session:
 
     async def _verified(self, timeout: float) -> Answers:
         """Compare what the members have loaded; one that differs from the first serving member has failed."""
-
-        async def look(member: Member) -> Any:
-            if self.verify == "checksums":
-                return (await member.client.check_weights("checksum")).total
-            session = (await member.client.status()).session
-            return None if session is None else session.written_tensors
-
-        answers = await everywhere(self.members, look, timeout)
-        found = answers.replies
+        if self.verify == "checksums":
+            question: Request = WeightsCheckerReqInput(action="checksum")
+            answers = await ask_all(self.members, question, WeightsCheckerReqOutput, timeout)
+            found = {member: reply.total for member, reply in answers.replies.items()}
+        else:
+            answers = await ask_all(self.members, GetStatusReqInput(), GetStatusReqOutput, timeout)
+            found = {
+                member: None if reply.session is None else reply.session.written_tensors
+                for member, reply in answers.replies.items()
+            }
+        answers.replies = found
         expected = found[max(found, key=lambda member: member.serves)] if found else None
         for member in [each for each in found if found[each] != expected or found[each] is None]:
             answers.failed[member] = InternalError(
@@ -232,11 +266,8 @@ class Session:
         return answers
 
     async def abort(self) -> None:
-        await everywhere(
-            self.members,
-            lambda member: member.client.end_weight_update(commit=False, session_id=self.id),
-            ABORT_S,
-        )
+        request = EndWeightUpdateReqInput(commit=False, session_id=self.id)
+        await ask_all(self.members, request, WeightUpdateReqOutput, ABORT_S)
 
     def settle(self, answers: Answers) -> None:
         """Go on with the members that have replied. Raises as :meth:`begin`."""
@@ -291,6 +322,9 @@ class WeightSender:
         """Load a folder or named tensors, ``given``, into the session of every member."""
         members = session.members
         options: Any = {"session_id": session.id, "flush_cache": flush_cache}
+        if transport == "disk":
+            request = UpdateWeightFromDiskReqInput(model_path=given, **options)
+            return await ask_all(members, request, WeightUpdateReqOutput, timeout)
         if transport != "distributed":
             call = methodcaller(f"update_weights_from_{transport}", given, **options)
             return await everywhere(members, lambda each: call(each.client), timeout)

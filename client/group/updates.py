@@ -300,7 +300,7 @@ class Updates:
         except FleetUpdateFailed as error:
             raise await self._refused_commit(opened, error) from error
         fleet.committed(done, opened.source or Source(fleet.source.folder, updated=True))
-        await self._over(opened)
+        await self._over(opened, committed=True)
         return self._combined(done.replies, message_id)
 
     async def _refused_commit(self, opened: Session, error: FleetUpdateFailed) -> errors.EngineError:
@@ -320,11 +320,11 @@ class Updates:
         by_all = len(error.reasons) == opened.count and uniform(error.reasons)
         return next(iter(error.reasons.values())) if by_all else error
 
-    async def _over(self, opened: Session) -> None:
+    async def _over(self, opened: Session, *, committed: bool = False) -> None:
         """Forget the session; the engines have emptied their caches at the commit, if that was asked for."""
         if self.session is opened:
             self.forget()
-        await self._fleet.over(opened, torch_empty_cache=False)
+        await self._fleet.over(opened, committed=committed, torch_empty_cache=False)
 
     async def _still_open(self) -> None:
         """Notice that the engines have ended the session, at its deadline or by an abort of somebody else."""

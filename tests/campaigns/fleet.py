@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,10 +34,27 @@ from typing import TYPE_CHECKING, Any
 from harness.machine import machine_facts
 from harness.script import markdown, parser, write_json
 from safetensors.torch import load_file
+from support.intercepted import intercept, intercept_no_more
 
-from caesura.client import EngineError, GenerateOutput, LaunchedScheduler, SamplingParams, launch_scheduler
+from caesura.client import (
+    AsyncSchedulerClient,
+    EngineError,
+    GenerateOutput,
+    LaunchedScheduler,
+    SamplingParams,
+    launch_scheduler,
+)
 from caesura.client.group import EngineAddress, Fleet, FleetUpdateFailed
-from caesura.io_struct import PauseMode
+from caesura.io_struct import (
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    PauseGenerationReqInput,
+    PauseMode,
+    Request,
+    WeightsCheckerReqInput,
+    WeightUpdateOptions,
+)
 
 from .faults.known import FIRST_TOKEN, VOCAB, Version, make_versions
 
@@ -45,15 +62,15 @@ if TYPE_CHECKING:
     from caesura.client.group.ray_fleet import RolloutFleet
 
 PHASES = ("generate", "pause", "begin", "load", "verify", "commit", "continue")
-CALLS = {
-    "pause": ("pause",),
-    "begin": ("begin_weight_update",),
-    "load": ("update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_ipc"),
-    "verify": ("check_weights",),
-    "commit": ("end_weight_update",),
-    "continue": ("continue_generation",),
+CALLS: dict[str, type[Request]] = {
+    "pause": PauseGenerationReqInput,
+    "begin": BeginWeightUpdateReqInput,
+    "load": WeightUpdateOptions,
+    "verify": WeightsCheckerReqInput,
+    "commit": EndWeightUpdateReqInput,
+    "continue": ContinueGenerationReqInput,
 }
-"""The calls to a member in which each phase of an update consists."""
+"""The message to a member in which each phase of an update consists."""
 TRANSPORTS = ("disk", "tensor", "ipc", "distributed")
 HARMS = ("lost", "wrong", "mixed")
 NEW_TOKENS = 120
@@ -154,7 +171,7 @@ class Campaign:
         self._tensors = {v.label: load_file(next(Path(v.folder).glob("*.safetensors"))) for v in versions}
         self._round = Round(-1, "", "", "")
         self._under_way: set[asyncio.Task[None]] = set()
-        self._armed: list[tuple[Any, str]] = []
+        self._armed: list[AsyncSchedulerClient] = []
         self._updates = 0
 
     async def play(self, number: int) -> Round:
@@ -192,33 +209,30 @@ class Campaign:
     def _arm(self, victim: str, phase: str, end: signal.Signals) -> None:
         member = next(each for each in self.fleet.members if each.name == victim)
         broadcast = phase == "load" and self._round.transport == "distributed"
-        calls = CALLS["begin"] if broadcast else CALLS[phase]
         early = self.random.random() < 0.5
-        for name in calls:
-            call = getattr(member.client, name)
 
-            async def doomed(*args: Any, call: Any = call, name: str = name, **options: Any) -> Any:
-                self._disarm()
-                if broadcast:  # one call to all ranks, which follows the answers to this one
-                    answer = await call(*args, **options)
-                    asyncio.get_running_loop().call_later(
-                        self.random.random() * 0.05, self.replicas.kill, victim, end
-                    )
-                    return answer
-                if early:
-                    self.replicas.kill(victim, end)
-                    return await call(*args, **options)
-                sent = asyncio.ensure_future(call(*args, **options))
-                await asyncio.sleep(0)
+        async def doomed(send: Callable[[], Awaitable[Any]]) -> Any:
+            intercept_no_more(member.client)
+            if broadcast:  # one call to all ranks, which follows the answers to this one
+                answer = await send()
+                asyncio.get_running_loop().call_later(
+                    self.random.random() * 0.05, self.replicas.kill, victim, end
+                )
+                return answer
+            if early:
                 self.replicas.kill(victim, end)
-                return await sent
+                return await send()
+            sent = asyncio.ensure_future(send())
+            await asyncio.sleep(0)
+            self.replicas.kill(victim, end)
+            return await sent
 
-            setattr(member.client, name, doomed)
-            self._armed.append((member.client, name))
+        intercept(member.client, CALLS["begin"] if broadcast else CALLS[phase], doomed)
+        self._armed.append(member.client)
 
     def _disarm(self) -> None:
-        for client, name in self._armed:
-            delattr(client, name)
+        for client in self._armed:
+            intercept_no_more(client)
         self._armed.clear()
 
     async def _update(self, found: Round) -> None:

@@ -9,21 +9,30 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from caesura.client.group import Fleet
+from support.intercepted import intercept
 
-POINTS = {
-    "paused": "begin_weight_update",
-    "begun": "update_weights_from_disk",
-    "one loaded": "update_weights_from_disk",
-    "all loaded": "end_weight_update",
-    "one committed": "end_weight_update",
-    "all committed": "continue_generation",
+from caesura.client.group import Fleet
+from caesura.io_struct import (
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    Request,
+    UpdateWeightFromDiskReqInput,
+)
+
+POINTS: dict[str, type[Request]] = {
+    "paused": BeginWeightUpdateReqInput,
+    "begun": UpdateWeightFromDiskReqInput,
+    "one loaded": UpdateWeightFromDiskReqInput,
+    "all loaded": EndWeightUpdateReqInput,
+    "one committed": EndWeightUpdateReqInput,
+    "all committed": ContinueGenerationReqInput,
 }
-"""The call to a member before which, or for ``one …`` between two of which, the process ends."""
+"""The message to a member before which, or for ``one …`` between two of which, the process ends."""
 
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "kv_pool_tokens": 2048, "log_level": "ERROR"}
@@ -31,7 +40,8 @@ ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "kv_pool_tokens"
 
 def killed_owner(point: str, folder: Path, engines: Sequence[str], *, lease_s: float = 600.0) -> None:
     command = [sys.executable, __file__, point, str(lease_s), str(folder), *engines]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 
@@ -56,23 +66,21 @@ def owned(lease_s: float, *engines: str) -> Fleet:
 async def main(point: str, lease_s: str, folder: str, *engines: str) -> None:
     async with owned(float(lease_s), *engines) as fleet:
         first, second = fleet.members
-        name = POINTS[point]
         done = asyncio.Event()
-        call = getattr(first.client, name)
 
-        async def update_then_die(*args: Any, **options: Any) -> Any:
+        async def send_first(send: Callable[[], Awaitable[Any]]) -> Any:
             if not point.startswith("one"):
                 die()
-            answer = await call(*args, **options)
+            answer = await send()
             done.set()
             return answer
 
-        async def die_after_first(*args: Any, **options: Any) -> Any:
+        async def die_after_first(_: Callable[[], Awaitable[Any]]) -> NoReturn:
             await done.wait()
             die()
 
-        setattr(first.client, name, update_then_die)
-        setattr(second.client, name, die_after_first)
+        intercept(first.client, POINTS[point], send_first)
+        intercept(second.client, POINTS[point], die_after_first)
         await fleet.update(model_path=folder, weight_version="second")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.fleet_owner import killed_owner
+from support.intercepted import intercept
 from support.lanes import quick
 from support.plain_trainer import weights_of
 from support.waiting import PATIENCE_S, eventually
@@ -29,7 +30,12 @@ from caesura.client.group import EngineAddress, Fleet, FleetUpdateFailed
 from caesura.client.group.leases import LeaseRenewal
 from caesura.client.group.members import Member
 from caesura.client.trainer import SharedTensors
-from caesura.io_struct import GetStatusReqOutput
+from caesura.io_struct import (
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    GetStatusReqOutput,
+    UpdateWeightsFromTensorReqInput,
+)
 
 PROMPT = [5, 6, 7]
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
@@ -241,7 +247,7 @@ def test_a_straggler_is_fenced_and_not_waited_for(engines, tensors):
 
 
 @pytest.mark.parametrize(
-    "phase", quick(["end_weight_update", "begin_weight_update", "update_weights_from_tensor"])
+    "phase", quick([EndWeightUpdateReqInput, BeginWeightUpdateReqInput, UpdateWeightsFromTensorReqInput])
 )
 def test_a_member_killed_in_an_update_does_not_stop_it(engines, launch, tensors, phase):
     victim = launch()
@@ -250,13 +256,12 @@ def test_a_member_killed_in_an_update_does_not_stop_it(engines, launch, tensors,
     async def body(fleet: Fleet) -> None:
         doomed = next(member for member in fleet.members if member.address.endpoint == victim.endpoint)
         handles = [await fleet.submit([*PROMPT, number], LONG) for number in range(6)]
-        call = getattr(doomed.client, phase)
 
-        async def killed(*args: Any, **options: Any) -> Any:
+        async def killed(send: Callable[[], Awaitable[Any]]) -> Any:
             os.kill(doomed.status.pid, signal.SIGKILL)
-            return await call(*args, **options)
+            return await send()
 
-        setattr(doomed.client, phase, killed)
+        intercept(doomed.client, phase, killed)
         done = await fleet.update(tensors, weight_version="second")
         assert set(done.fenced) == {doomed.name}
         assert doomed.state == "gone"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.intercepted import intercept, intercept_no_more
 from support.plain_trainer import PlainTrainer, update_message, weights_of
 from support.waiting import PATIENCE_S
 
@@ -27,7 +28,7 @@ from caesura.client.group.processes import ReplicaProcesses
 from caesura.client.group.recovery import copy_beside
 from caesura.client.group.replicas import ReplicaFleet
 from caesura.client.launch.restart_policy import RestartPolicy
-from caesura.io_struct import WeightUpdateReqOutput
+from caesura.io_struct import BeginWeightUpdateReqInput, WeightUpdateReqOutput
 from caesura.io_struct.control import LeaseAction
 
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
@@ -105,16 +106,14 @@ async def kill_all(processes: ReplicaProcesses, fleet: ReplicaFleet) -> None:
 
 def test_an_engine_that_ends_leaves_no_session_open(processes, tiny_model, other_model):
     async def body(fleet: ReplicaFleet) -> None:
-        begin = fleet.members[0].client.begin_weight_update
-
-        async def last_words(**options: Any) -> Any:
-            answer = await begin(**options)
+        async def last_words(send: Callable[[], Awaitable[Any]]) -> Any:
+            answer = await send()
             kill(processes, 0)
             return answer
 
-        fleet.members[0].client.begin_weight_update = last_words  # type: ignore[method-assign]
+        intercept(fleet.members[0].client, BeginWeightUpdateReqInput, last_words)
         updated = await fleet.client.update_weights_from_disk(other_model, weight_version="second")
-        del fleet.members[0].client.begin_weight_update
+        intercept_no_more(fleet.members[0].client)
         assert (updated.committed, updated.weight_version) == (True, "second")
         assert fleet.updates.session is None
         (output,) = await fleet.client.generate([[5, 6, 7]], GREEDY)
@@ -183,19 +182,19 @@ def test_an_engine_that_does_not_serve_has_no_veto(processes, tiny_model, other_
     async def body(fleet: ReplicaFleet) -> None:
         away = fleet.members[0]
 
-        async def refused(**_: Any) -> Any:
+        async def refused(_: Callable[[], Awaitable[Any]]) -> Any:
             raise InternalError("it cannot")
 
         fleet.heals = False
         fleet.dispatcher.fence(away, "it has lost its weights")
-        away.client.begin_weight_update = refused  # type: ignore[method-assign]
+        intercept(away.client, BeginWeightUpdateReqInput, refused)
         updated = await fleet.client.update_weights_from_disk(other_model, weight_version="second")
         assert (updated.committed, [member.name for member in fleet.dispatcher.serving]) == (
             True,
             ["replica-1"],
         )
         assert "it cannot" in away.reason
-        del away.client.begin_weight_update
+        intercept_no_more(away.client)
         fleet.heals = True
 
     run(processes, body, model=tiny_model)
