@@ -185,7 +185,8 @@ class Fleet:
         self._addresses = [EngineAddress.of(each) for each in members]
         self._keepalive_timeout = options.get("keepalive_timeout", KEEPALIVE_TIMEOUT_S)
         self._adopt: Adopt = options.get("adopt", False)
-        self._leases = LeaseRenewal(self.owner, lease_s)
+        self.leases = LeaseRenewal(self.owner, lease_s)
+        """Renewal of the leases of the fleet's own pauses."""
         self._look_interval_s = options.get("look_interval_s", LOOK_INTERVAL_S)
         self._work: set[asyncio.Task[Any]] = set()
         self._sender = WeightSender(self.owner)
@@ -239,7 +240,7 @@ class Fleet:
         for member in self.members:
             await member.client.close()
         await asyncio.to_thread(self._sender.close)
-        await asyncio.to_thread(self._leases.close)
+        await asyncio.to_thread(self.leases.close)
 
     async def __aenter__(self) -> Self:
         return await self.open()
@@ -489,12 +490,29 @@ class Fleet:
         return member
 
     async def remove(self, name: str) -> None:
-        """Take a member out of the fleet; its requests continue on others. The engine itself goes on."""
+        """Take a member out of the fleet; its requests continue on others. The engine itself goes on, without
+        the session and the pause of the fleet.
+        """
         async with self.lock:
             if (member := self.dispatcher.members.get(name)) is None:
                 raise InvalidRequest(f"the fleet has no member {name!r}", field="name", value=name)
+            served = member.serves
             self.dispatcher.fence(member, "it was removed from the fleet")
+            if served:
+                await self._release(member)
             await self.forget(member)
+
+    async def _release(self, member: Member) -> None:
+        """End what this fleet has begun on ``member``."""
+        with contextlib.suppress(EngineError):
+            status = await self.ask(member)
+            session = status.session
+            if session is not None and session.owner == self.owner:
+                await member.client.end_weight_update(
+                    commit=False, session_id=session.session_id, timeout=ASK_S
+                )
+            if status.generation != "running" and status.pause_owner == self.owner:
+                await member.client.continue_generation(timeout=ASK_S)
 
     async def heal(self) -> list[str]:
         """Bring back fenced and gone members, several at once; return the names of those that serve again."""
@@ -550,7 +568,7 @@ class Fleet:
         self, mode: PauseMode, members: Sequence[Member], timeout: float | None
     ) -> Answers:
         """Pause ``members``; those that do not answer are out of routing. The caller holds :attr:`lock`."""
-        self._leases.hold(member.address for member in self.members)
+        self.leases.hold(member.address for member in members)
         request = PauseGenerationReqInput(mode=mode, lease_s=self._lease_s)
         answers = await ask_all(members, request, PauseGenerationReqOutput, timeout)
         self.dispatcher.drop(answers.out, "it does not pause")
@@ -561,7 +579,7 @@ class Fleet:
         request = ContinueGenerationReqInput(torch_empty_cache=torch_empty_cache, force=True)
         answers = await ask_all(self.dispatcher.serving, request, ContinueGenerationReqOutput, timeout)
         self.paused_mode = None
-        self._leases.hold(())
+        self.leases.hold(())
         self.dispatcher.drop(answers.out | answers.failed, "it does not continue")
 
     async def fence_invalid(self) -> None:
@@ -613,7 +631,7 @@ class Fleet:
                 return False
             if self.paused_mode is not None:
                 await member.client.pause(self.paused_mode, lease_s=member.lease_s, timeout=ASK_S)
-                self._leases.hold(each.address for each in self.members)
+                self.leases.hold(each.address for each in self.members)
             elif reached.generation != "running":
                 await member.client.continue_generation(force=True, timeout=ASK_S)
             self.dispatcher.admit(member, reached.weights_epoch)

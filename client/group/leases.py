@@ -31,14 +31,15 @@ class LeaseRenewal:
         """``lease_s``: seconds of the leases; None if there are none and nothing is renewed."""
         self._owner = owner
         self._interval_s = None if lease_s is None else min(RENEW_S, lease_s / 3)
-        self._paused: tuple[EngineAddress, ...] = ()
+        self.held: tuple[EngineAddress, ...] = ()
+        """Engines whose leases are renewed."""
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def hold(self, addresses: Iterable[EngineAddress]) -> None:
         """Renew the leases of these engines from now on, and of no others."""
-        self._paused = tuple(addresses)
-        if self._paused and self._thread is None and self._interval_s is not None:
+        self.held = tuple(addresses)
+        if self.held and self._thread is None and self._interval_s is not None:
             run = partial(asyncio.run, self._renew(self._interval_s))
             self._thread = threading.Thread(target=run, name="caesura-fleet-leases", daemon=True)
             self._thread.start()
@@ -54,7 +55,7 @@ class LeaseRenewal:
         asked: dict[EngineAddress, asyncio.Future[Any]] = {}
         try:
             while not await asyncio.to_thread(self._ended.wait, interval_s):
-                paused = dict.fromkeys(self._paused)
+                paused = dict.fromkeys(self.held)
                 for gone in clients.keys() - paused.keys():
                     asked.pop(gone, None)
                     await clients.pop(gone).close()

@@ -39,6 +39,8 @@ async def agree(fleet: "Fleet", members: Sequence[Member]) -> None:
     answers = await everywhere(members, fleet.ask, ASK_S)
     answers.raise_first()
     statuses: dict[Member, GetStatusReqOutput] = answers.replies
+    for member in statuses:
+        _require_other(fleet, member)
     if not statuses:
         return
     first = next(iter(statuses.values()))
@@ -66,6 +68,8 @@ async def take_over(fleet: "Fleet", members: Sequence[Member], adopt: Adopt) -> 
     statuses: dict[Member, GetStatusReqOutput] = answers.replies
     lost = answers.failed | answers.out
     fleet.dispatcher.drop(lost, "it does not answer")
+    for member in statuses:
+        _require_other(fleet, member)
     valid = [member for member, status in statuses.items() if status.weights == "valid"]
     checks = await everywhere(valid, lambda member: member.client.check_weights("checksum"), RELOAD_S)
     uncompared = checks.failed | checks.out
@@ -108,7 +112,8 @@ def _admit_first(
 
 async def catch_up(fleet: "Fleet", member: Member) -> GetStatusReqOutput:
     """Give ``member`` weights and adapters; return its status then. MemoryReleased or WeightsInvalid."""
-    status = await asyncio.wait_for(fleet.ask(member), ASK_S)
+    status = await fleet.ask(member)
+    _require_other(fleet, member)
     serving = fleet.dispatcher.serving
     if not serving and not fleet.source.updated and not fleet.weight_version:  # it is the first one
         fleet.weight_version, fleet.source = status.weight_version, Source(status.model_path)
@@ -134,6 +139,20 @@ async def catch_up(fleet: "Fleet", member: Member) -> GetStatusReqOutput:
         raise WeightsInvalid(f"{member.name} has other weights than {donor.name} under the same label")
     await fleet.adapters.give(member, status)
     return status
+
+
+def _require_other(fleet: "Fleet", member: Member) -> None:
+    """Raise InvalidRequest if ``member`` is an engine that the fleet has under another address."""
+    assert member.status is not None
+    for other in fleet.members:
+        if other is member or other.status is None or other.state == "gone":
+            continue
+        if other.status.incarnation == member.status.incarnation:
+            raise InvalidRequest(
+                f"{member.name} is the engine that the fleet has as {other.name}",
+                field="members",
+                value=member.address.endpoint,
+            )
 
 
 async def _equal(member: Member, donor: Member | None) -> bool:

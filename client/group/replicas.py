@@ -24,7 +24,7 @@ from ..launch.supervisor import Down, Ended, Serving
 from ..launch.supervisor import State as ProcessState
 from .client import GroupClient
 from .combining import Counters, combined_answer, combined_status
-from .fleet import Fleet, MemberStatus
+from .fleet import LEASE_S, Fleet, MemberStatus
 from .leases import PauseLease
 from .members import EngineAddress, Member, foreign_commit
 from .process_groups import ProcessGroups
@@ -55,14 +55,14 @@ class ReplicaFleet(Fleet):
     ) -> None:
         """Take processes that have started here, or engines that run elsewhere and are adopted.
 
-        ``options`` are those of :class:`Fleet`. No pause has a lease but a trainer's own: engines started
-        here end with this process, and others are adopted again.
+        ``options`` are those of :class:`Fleet`. A trainer's pause has the lease that it asks for. Those of
+        updates have one on engines that outlive this process, and none on those that end with it.
         """
         self._processes = engines if isinstance(engines, ReplicaProcesses) else None
+        options.setdefault("lease_s", LEASE_S if self._processes is None else None)
         super().__init__(
             _addresses(engines) if isinstance(engines, ReplicaProcesses) else engines,
             owner=owner,
-            lease_s=None,
             adopt=self._processes is None,
             **options,
         )
@@ -195,6 +195,7 @@ class ReplicaFleet(Fleet):
             self._paused_at = monotonic()
         self._pauses += 1
         self.paused_mode = mode
+        self.leases.hold(())  # it is the trainer's from now on, with the lease that this one has
         if lease_s is not None:
             self.lease = PauseLease(lease_s, action)
         if self.updates.session is not None:  # the replicas stay paused after it
@@ -202,6 +203,7 @@ class ReplicaFleet(Fleet):
 
     def continued(self) -> None:
         self.paused_mode = self.lease = None
+        self.leases.hold(())
 
     def notice_continued(self, answers: Answers) -> None:
         """Record the end of a pause by its lease, which no command has told; ``answers`` are statuses."""

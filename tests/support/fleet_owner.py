@@ -1,6 +1,6 @@
 """The process of a fleet of two that gets SIGKILL at a given point of an update.
 
-``fleet_owner.py POINT LEASE_S FOLDER ENDPOINT ENDPOINT``, or
+``fleet_owner.py POINT LEASE_S FOLDER ENDPOINT ENDPOINT``, with ``door`` before them for a server's fleet, or
 ``fleet_owner.py POINT LEASE_S FOLDER ray ADDRESS NAME MODEL``.
 """
 
@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 from support.intercepted import intercept
 
-from caesura.client.group import Fleet
+from caesura.client.group import EngineAddress, Fleet
+from caesura.client.group.replicas import ReplicaFleet
 from caesura.io_struct import (
     BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
@@ -51,6 +52,10 @@ def die() -> NoReturn:
 
 
 def owned(lease_s: float, *engines: str) -> Fleet:
+    if engines[0] == "door":
+        return ReplicaFleet(
+            [EngineAddress(each) for each in engines[1:]], owner="http", lease_s=lease_s, look_interval_s=0
+        )
     if engines[0] != "ray":
         return Fleet(engines, lease_s=lease_s, look_interval_s=0)
     import ray
@@ -81,6 +86,8 @@ async def main(point: str, lease_s: str, folder: str, *engines: str) -> None:
 
         intercept(first.client, POINTS[point], send_first)
         intercept(second.client, POINTS[point], die_after_first)
+        if isinstance(fleet, ReplicaFleet):
+            await fleet.client.update_weights_from_disk(folder, weight_version="second", flush_cache=False)
         await fleet.update(model_path=folder, weight_version="second")
 
 

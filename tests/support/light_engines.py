@@ -40,6 +40,10 @@ class LightEngine:
         self.incarnation = secrets.token_hex(8)
         self.label, self.epoch, self.weights = INITIAL, 0, "valid"
         self.paused: str | None = None
+        self.owners: dict[str, str | None] = {}
+        """Owner of the pause, and of the session."""
+        self.lease_s: float | None = None
+        """Seconds of the lease of the last pause."""
         self.session: str | None = None
         self.loaded: str | None = None
         """Label of the last load."""
@@ -95,7 +99,7 @@ class LightEngine:
             case wire.GetStatusReqInput():
                 return [self._status(request)]
             case wire.PauseGenerationReqInput():
-                self.paused = request.mode
+                self.paused, self.lease_s, self.owners["pause"] = request.mode, request.lease_s, request.owner
                 counts = {"held_requests": len(self.held), "held_tokens": 0, "waiting_requests": 0}
                 return reply(
                     wire.PauseGenerationReqOutput, mode=request.mode, step=1, aborted_requests=0, **counts
@@ -115,6 +119,7 @@ class LightEngine:
                 return reply(wire.WeightsCheckerReqOutput, total=f"{hash(self.label) & (1 << 64) - 1:032x}")
             case wire.BeginWeightUpdateReqInput():
                 self.session, self.loaded, self.written = request.id, None, 0
+                self.owners["session"] = request.owner
                 return reply(wire.BeginWeightUpdateReqOutput, session_id=request.id, weights_epoch=self.epoch)
             case wire.EndWeightUpdateReqInput():
                 return [self._ended(request)]
@@ -148,7 +153,7 @@ class LightEngine:
         session = self.session and wire.SessionStatus(
             kind="explicit",
             session_id=self.session,
-            owner=None,
+            owner=self.owners["session"],
             age_s=0.0,
             deadline_s=None,
             written_tensors=self.written,
@@ -158,6 +163,7 @@ class LightEngine:
             incarnation=self.incarnation,
             generation="running" if self.paused is None else "paused",
             pause_mode=self.paused,
+            pause_owner=self.owners["pause"] if self.paused else None,
             weights=self.weights,
             weight_version=self.label,
             weights_epoch=self.epoch,

@@ -34,6 +34,7 @@ from caesura.io_struct import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     GetStatusReqOutput,
+    PauseGenerationReqInput,
     UpdateWeightsFromTensorReqInput,
 )
 
@@ -313,10 +314,10 @@ def test_a_pause_that_engines_refuse_is_no_pause(engines, mode, lease_s):
 
 def test_a_member_that_refuses_a_pause_ends_it_for_all(engines):
     async def body(fleet: Fleet) -> None:
-        async def refuses(*_args: Any, **_options: Any) -> Any:
+        async def refuses(_: Callable[[], Awaitable[Any]]) -> Any:
             raise InvalidRequest("it refuses")
 
-        fleet.members[1].client.pause = refuses
+        intercept(fleet.members[1].client, PauseGenerationReqInput, refuses)
         with pytest.raises(InvalidRequest, match="it refuses"):
             await fleet.pause()
         assert [status.generation for status in statuses(engines)] == ["running"] * 2
@@ -459,8 +460,9 @@ def until_renewed(engine: SchedulerClient) -> None:
     until(engine, renewed)
 
 
-def test_engines_go_on_when_a_dead_fleets_lease_ends(engines, other_model: Path):
-    killed_owner("one loaded", other_model, endpoints(engines), lease_s=SHORT_S)
+@pytest.mark.parametrize("kind", [[], ["door"]], ids=["fleet", "door"])
+def test_engines_go_on_when_a_dead_fleets_lease_ends(engines, other_model: Path, kind: list[str]):
+    killed_owner("one loaded", other_model, [*kind, *endpoints(engines)], lease_s=SHORT_S)
     written = until(engines[0], lambda status: status.pause_owner is None)
     assert (written.generation, written.weights, written.session) == ("paused", "poisoned", None)
     untouched = until(engines[1], lambda status: status.generation == "running")
