@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import report_sizes
 import yaml
 
 import caesura
@@ -98,3 +99,7 @@ def test_an_image_is_built_from_every_package():
     folders = {name.split(".")[1] for name in packages if "." in name}
     passed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"}
     assert folders - passed == set()
+
+
+def test_file_names_occur_twice_only_for_a_stated_reason():
+    assert report_sizes.shared_names(*report_sizes.PRODUCT) == []

@@ -5,13 +5,9 @@ from itertools import repeat
 
 import check_baselines
 import pytest
-from check_baselines import HISTORY, RESEMBLES, WORKLOAD, Verdict, at_the_speed_of
+from check_baselines import HISTORY, RESEMBLES, WORKLOAD, Verdict
 from checkpoints import write_checkpoint
-from harness.machine import describe
-from harness.yardstick import KINDS, measure_yardsticks
-
-MACHINE = {"cpu": "abacus", "isa": "beads", "cores": 2, "memory_gb": 0.1, "torch": "2", "python": "3"}
-
+from harness.yardstick import KINDS
 
 YARDSTICKS = {"interpreter": 4.0, "product": 40.0, "copy": 5.0}
 
@@ -36,19 +32,6 @@ YARDSTICKS = {"interpreter": 4.0, "product": 40.0, "copy": 5.0}
 def test_a_verdict(name, baseline, measured, word, regression):
     verdict = Verdict(name, baseline, measured)
     assert (verdict.word, verdict.is_regression) == (word, regression)
-
-
-def test_each_time_is_held_against_the_loop_that_resembles_it():
-    """A machine whose products alone have become slow: decoding may take longer, scheduling may not."""
-    now = YARDSTICKS | {"product": 80.0}
-    scaled = at_the_speed_of(YARDSTICKS, now, {"stage.decode": 2000.0, "stage.schedule": 180.0})
-    assert scaled == {"stage.decode": 1000.0, "stage.schedule": 180.0}
-
-
-def test_the_yardsticks_measure_something():
-    found = measure_yardsticks()
-    assert set(found) == set(KINDS)
-    assert all(value > 0 for value in found.values())
 
 
 @pytest.fixture
@@ -82,53 +65,6 @@ def test_the_life_of_a_baseline(path, capsys, speed):
     for number in range(HISTORY):
         assert check(path, times, "--update", "--reason", str(number)) == 0
     assert len(json.loads(path.read_text())["history"]) == HISTORY
-
-
-def test_a_slow_time_is_measured_again(path):
-    assert check(path, {"stage.pause": 10.0, "stage.decode": 1000.0}, "--update", "--reason", "first") == 0
-    slow = {kind: 4 * value for kind, value in YARDSTICKS.items()}
-    rounds = [
-        ({"stage.pause": 90.0, "stage.decode": 1000.0}, YARDSTICKS),
-        ({"stage.pause": 40.0, "stage.decode": 16000.0}, slow),
-    ]
-    begun = []
-    found = (begun.append(each) or each for each in [*rounds, *rounds])
-    assert check_baselines.main(["--baselines", str(path), "--repeats", "4"], rounds=lambda: found) == 0
-    assert len(begun) == 2
-    assert check_baselines.main(["--baselines", str(path), "--repeats", "1"], rounds=lambda: rounds) == 1
-
-
-def recorded_as(path, **changes):
-    document = json.loads(path.read_text())
-    document["history"][0] |= changes
-    path.write_text(json.dumps(document))
-
-
-def test_other_instructions_excuse_all_but_lost_stages(path, capsys):
-    times = {"stage.pause": 10.0, "stage.decode": 1000.0}
-    assert check(path, times, "--update", "--reason", "first") == 0
-    recorded_as(path, machine=describe(MACHINE))
-    assert check(path, times | {"stage.decode": 9000.0}) == 0
-    assert "whose ratios are others" in capsys.readouterr().out
-    assert check(path, {"stage.pause": 10.0}) == 1
-
-
-def test_baselines_of_another_workload_are_none(path, capsys):
-    assert check(path, {"stage.pause": 10.0}, "--update", "--reason", "first") == 0
-    recorded_as(path, workload=WORKLOAD | {"cycles": 1})
-    assert check(path, {"stage.pause": 10.0}) == 2
-    assert check(path, {"stage.pause": 999.0}, "--update", "--reason", "fewer cycles") == 0
-    assert "slower" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "arguments", [("--update",), ("--update", "--reason", "  "), ("--reason", "because"), ("--repeats", "0")]
-)
-def test_an_update_needs_a_reason(path, capsys, arguments):
-    with pytest.raises(SystemExit) as exit:
-        check(path, {}, *arguments)
-    assert exit.value.code == 2
-    assert not path.exists()
 
 
 def recorded():

@@ -1,13 +1,10 @@
 """The random checkpoints are what the engines take them for: loadable, complete, seeded."""
 
-import json
 from pathlib import Path
 
 import checkpoints
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from caesura.client.text import TextTokenizer
@@ -38,46 +35,6 @@ def test_transformers_loads_every_weight_as_written(tmp_path: Path) -> None:
         assert torch.equal(
             value, checkpoints.random_tensor(name, tuple(value.shape), seed=0, dtype=torch.float32)
         )
-
-
-def test_sharding_changes_no_value_and_the_index_is_complete(tmp_path: Path) -> None:
-    whole = load_file(checkpoints.write_checkpoint(tmp_path / "whole", SMALL) / "model.safetensors")
-    folder = checkpoints.write_checkpoint(tmp_path / "cut", SMALL, shards=4)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    assert len(set(index.values())) == 4
-    assert set(index) == set(whole)
-    for name, file in index.items():
-        with safe_open(folder / file, framework="pt") as handle:
-            assert torch.equal(handle.get_tensor(name), whole[name])
-
-
-def test_every_matrix_differs_between_seeds_and_repeats_with_one(tmp_path: Path) -> None:
-    first, again, other = (
-        load_file(
-            checkpoints.write_checkpoint(tmp_path / str(number), SMALL, seed=seed) / "model.safetensors"
-        )
-        for number, seed in enumerate((0, 0, 1))
-    )
-    for name, value in first.items():
-        assert torch.equal(value, again[name])
-        assert value.dim() == 1 or not torch.equal(value, other[name])
-
-
-def test_rewriting_a_folder_leaves_no_stale_shard(tmp_path: Path) -> None:
-    checkpoints.write_checkpoint(tmp_path, SMALL, shards=3)
-    checkpoints.write_checkpoint(tmp_path, SMALL)
-    assert {file.name for file in tmp_path.iterdir()} == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    }
-
-
-@pytest.mark.parametrize("wrong", [{"shape": "huge"}, {"dtype": "int8"}, {"shards": 0}, {"shards": 1000}])
-def test_impossible_wishes_write_nothing(tmp_path: Path, wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=str(next(iter(wrong.values())))):
-        checkpoints.write_checkpoint(tmp_path / "model", **{"shape": SMALL, **wrong})
-    assert not (tmp_path / "model").exists()
 
 
 def test_text_is_bytes_and_every_id_a_token(tmp_path: Path) -> None:

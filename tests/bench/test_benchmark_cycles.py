@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pause_cycles
 import pytest
-from harness.cycles import TARGET_STEP_S, distribution, verdicts
+from harness.cycles import TARGET_STEP_S, verdicts
 from harness.load import Around, Feeder, Steady, Steps
 from harness.transports import TRANSPORTS
 from harness.workload import WORKLOADS
 
 from caesura.io_struct import (
     BatchTokenOutput,
-    ErrorReply,
     FinishReason,
     GenerateReqInput,
     GenerateReqOutput,
@@ -67,22 +66,6 @@ def tokens(step, rids, ended=(), reason="length"):
     return encode(BatchTokenOutput(step=step, delta=delta if rids else None, finished=finished))
 
 
-@pytest.mark.parametrize("reason", ["length", "abort"])
-def test_a_request_that_ends_is_replaced_by_another_prompt(feeder, submitted, reason):
-    first = list(submitted.requests)
-    assert len(first) == SMALL.requests
-    assert len({request.sampling_params.max_new_tokens for request in first}) > 1
-    feeder.take(tokens(3, [], ended=[first[0].id, first[4].id], reason=reason), 0.0)
-    later = submitted.requests[SMALL.requests :]
-    assert len(later) == 2
-    assert {tuple(request.input_ids) for request in later}.isdisjoint(
-        tuple(request.input_ids) for request in first
-    )
-    assert all(request.stream and request.sampling_params.ignore_eos for request in submitted.requests)
-    for request in submitted.requests:
-        assert 1 <= request.sampling_params.max_new_tokens <= SMALL.load_new_tokens
-
-
 def test_the_load_is_steady_when_everybody_has_sampled_since(feeder, submitted):
     rids = [request.id for request in submitted.requests]
     feeder.take(tokens(1, rids), 0.0)
@@ -128,29 +111,6 @@ def test_steps_around_a_pause_are_told_apart_by_number(feeder, submitted):
     assert feeder.answer() == ([(10, 12.0), (11, 13.0)],)
 
 
-def test_the_number_of_recorded_steps_is_honoured(feeder, submitted):
-    rids = [request.id for request in submitted.requests]
-    for step in (4, 5, 7):
-        feeder.take(tokens(step, rids), float(step))
-    feeder.ask(Around(4, 3))
-    assert feeder.answer() is None
-    feeder.take(tokens(8, rids), 8.0)
-    assert feeder.answer() == (((4, 4.0), (5, 5.0), (7, 7.0), (8, 8.0)),)
-
-
-def test_a_load_that_fails_says_so(feeder, submitted):
-    with pytest.raises(RuntimeError, match="failed: why"):
-        feeder.take(tokens(1, [], ended=[submitted.requests[0].id], reason="error"), 0.0)
-    with pytest.raises(RuntimeError, match="refused"):
-        feeder.take(encode(ErrorReply(id="load-0", code="prompt_too_long", message="no")), 0.0)
-
-
-def test_quantiles_are_measurements():
-    found = distribution([float(number) for number in range(200, 0, -1)])
-    assert found == {"count": 200, "p50": 100.0, "p95": 190.0, "p99": 198.0, "max": 200.0}
-    assert distribution([3.0]) == {"count": 1, "p50": 3.0, "p95": 3.0, "p99": 3.0, "max": 3.0}
-
-
 @pytest.mark.parametrize(("mode", "first_limit"), [("in_place", 8.0), ("retract", 1e3 * TARGET_STEP_S + 2)])
 def test_a_target_is_one_step_and_two_milliseconds(mode, first_limit):
     step = {"count": 10, "p50": 4.0, "p95": 5.0, "p99": 6.0, "max": 60.0}
@@ -160,12 +120,6 @@ def test_a_target_is_one_step_and_two_milliseconds(mode, first_limit):
     assert found["first_token, plain"]["limit_ms"] == first_limit
     assert found["first_token, plain"]["met"]
     assert found["first_token, plain"]["met_by_median_step"] == (mode == "retract")
-
-
-def test_unknown_transports_are_named(capsys):
-    with pytest.raises(SystemExit):
-        pause_cycles.parse(["--transports", "disk,pigeon"])
-    assert "pigeon" in capsys.readouterr().err
 
 
 @pytest.mark.slow

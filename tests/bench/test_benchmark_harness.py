@@ -9,15 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness.bare import plain_read_and_copy
 from harness.peer_process import PeerError, PeerProcess
-from harness.report import footnotes, summarise
-from harness.workload import WORKLOADS
 from peers.measure import measure_pauses, measure_updates
 from support.waiting import eventually
 
 STEP_S = 0.004
-TINY = WORKLOADS["tiny"]
 
 
 class SteppingEngine:
@@ -155,60 +151,3 @@ def test_a_silent_peer_and_its_children_are_ended(tmp_path: Path) -> None:
         return [each["pid"] for each in found if each["status"] != psutil.STATUS_ZOMBIE]
 
     eventually(lambda: child not in living())
-
-
-def result(engine: str, seconds: float, pause_s: list[float] | None, repeat: int = 0) -> dict:
-    run = {
-        "engine": engine,
-        "repeat": repeat,
-        "no_pause_reason": "" if pause_s else "it has none",
-        "error": None,
-        "busy_before": 0.0,
-        "cold_start_s": 1.0,
-        "rollouts": [{"seconds": seconds, "tokens": TINY.requests * TINY.new_tokens}],
-    }
-    if pause_s:
-        run["pauses"] = {"pause_s": pause_s, "resume_s": {"plain": [0.1]}, "step_s": [0.1], "late_tokens": 0}
-        run["updates"] = {"update_s": [0.1], "gap_s": [0.3], "changed": True, "restored": True}
-    return run
-
-
-def test_ratios_above_one_mean_that_caesura_is_better() -> None:
-    runs = [
-        result("Caesura", 1.0, [0.001, 0.002, 0.009]),
-        result("vLLM", 3.0, [0.02]),
-        result("slow", 4.0, None),
-    ]
-    rows = {row["label"]: row for row in summarise(runs, ["Caesura", "vLLM", "slow"])}
-    assert rows["rollout, whole run"]["ratios"] == pytest.approx({"vLLM": 3.0, "slow": 4.0})
-    assert rows["pause acknowledged, p50"]["ratios"] == pytest.approx({"vLLM": 10.0})
-    assert rows["pause acknowledged, max"]["figures"]["Caesura"] == 0.009
-    assert "slow" not in rows["disk update, p50"]["figures"]
-
-
-def test_footnotes_explain_dashes_and_name_errors() -> None:
-    wrong = result("vLLM", 1.0, [0.1])
-    wrong["rollouts"][0]["tokens"] -= 1
-    wrong["updates"]["changed"] = False
-    wrong["busy_before"] = 0.9
-    notes = footnotes(TINY, [wrong, result("slow", 1.0, None)], {"seconds": 1.0, "bytes": 1e6})
-    alarms = [note.text for note in notes if note.alarming]
-    assert len(alarms) == 3
-    assert sum(text.startswith("vLLM") for text in alarms) == 2
-    assert any("90%" in text for text in alarms)
-    assert any("it has none" in note.text for note in notes)
-
-
-def test_prompts_differ_between_runs_and_fit_the_context() -> None:
-    for workload in WORKLOADS.values():
-        first, second = workload.prompts(1), workload.prompts(2)
-        assert first != second
-        assert first == workload.prompts(1)
-        assert {len(prompt) for prompt in first} == {workload.prompt_tokens}
-        assert workload.kv_tokens >= workload.requests * workload.context_len
-
-
-def test_the_reference_reads_every_byte(tmp_path: Path) -> None:
-    for number in range(2):
-        (tmp_path / f"{number}.safetensors").write_bytes(b"x" * 1000)
-    assert plain_read_and_copy(tmp_path)["bytes"] == 2000

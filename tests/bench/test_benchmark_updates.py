@@ -3,9 +3,7 @@
 import argparse
 import json
 import math
-import os
 import re
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,7 +17,6 @@ from checkpoints import SHAPES, write_checkpoint
 from harness import engines
 from harness.bare import BareGloo, BareZeroMQ, flat_bytes
 from harness.fan_out_model import ROADS, FanOut, best_bucket
-from harness.process_memory import MB, read_memory, reset_peak
 from harness.transports import TRANSPORTS
 from harness.workload import WORKLOADS
 from hypothesis import given, settings
@@ -46,18 +43,6 @@ def test_references_put_every_byte_into_its_place(weights, kind, bucket_bytes, t
             assert torch.equal(bare.memory, flat_bytes(weights[which]))
     finally:
         bare.close()
-
-
-def test_a_peak_is_seen_until_it_is_reset():
-    pid = os.getpid()
-    reset_peak(pid)
-    before = read_memory(pid).resident
-    block = bytearray(64 * MB)
-    del block
-    after = read_memory(pid)
-    assert after.peak - before >= 60 * MB > after.resident - before
-    reset_peak(pid)
-    assert read_memory(pid).peak - before < 60 * MB
 
 
 @pytest.mark.slow
@@ -151,12 +136,6 @@ def test_no_bucket_is_better_than_the_best(engines, hop_s, other):
     assert chain_s(best) <= chain_s(min(best * other, SIZES["weights"])) * (1 + 1e-9)
 
 
-def test_copies_that_leave_the_trainer():
-    update = FanOut(engines=1000, bucket=1.0, hop_s=0.0, **SIZES)
-    assert [update.trainer_sends(road) / update.weights for road in ROADS] == [1000, 10, 1, 1]
-    assert update.seconds("one by one") > update.seconds("binomial") > update.seconds("tree")
-
-
 def test_the_page_agrees_with_the_model():
     page = (Path(__file__).parents[2] / "docs" / "explanation" / "scale.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([a-z ]+) \| (\d+) MiB \| ([\d,.]+) \| ([\d,]+) \|$", page, re.MULTILINE)
@@ -166,22 +145,6 @@ def test_the_page_agrees_with_the_model():
         assert f"{update.seconds(road):,.1f}" == seconds
         assert f"{update.trainer_sends(road) / update.weights:,.0f}" == copies
     assert round(best_bucket(141e9, 1000, 50e9, 0.8e-3) / 2**20) == int(rows[-1][1])
-
-
-def test_acknowledged_bytes_are_those_that_a_connection_has_sent():
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as sender,
-        server.accept()[0] as receiver,
-    ):
-        before = fanout.acknowledged_bytes()
-        sender.sendall(b"x" * 100_000)
-        left = 100_000
-        while left:
-            left -= len(receiver.recv(left))
-        receiver.sendall(b"!")  # which carries the last acknowledgement
-        sender.recv(1)
-        assert fanout.acknowledged_bytes() - before == pytest.approx(100_001, abs=2)
 
 
 def test_a_run_measures_every_route(tmp_path):

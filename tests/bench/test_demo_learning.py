@@ -1,14 +1,11 @@
 """The demo's split, checker, advantages and ratio statistics, against what they claim."""
 
 import random
-import re
 
 import pytest
 import torch
 from demo import task
-from demo.charts import inline_svg
-from demo.display import sparkline
-from demo.learner import collate, effective_sample_share, group_advantages
+from demo.learner import collate, group_advantages
 from demo.messages import Group, Sample, Span
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,12 +26,6 @@ def test_training_and_held_out_words_are_disjoint():
     assert not training & held_out
     assert not any(map(task.is_held_out, training))
     assert all(map(task.is_held_out, held_out))
-
-
-def test_showcase_is_of_the_same_kind_as_every_other_word():
-    for word in task.SHOWCASE:
-        assert task.MIN_LETTERS <= len(word) <= task.MAX_LETTERS
-        assert len(set(word)) == len(word)
 
 
 @given(st.randoms(use_true_random=False), st.data())
@@ -60,12 +51,6 @@ def test_one_reward_at_the_end_gives_the_usual_group_advantage():
         assert row == pytest.approx([value] * 3, abs=1e-5)
 
 
-def test_the_reward_of_a_token_ignores_earlier_tokens():
-    first, second = group_advantages([make_sample([0.5, 0.25]), make_sample([0.0, 0.25])])
-    assert first[0] > 0 > second[0]
-    assert first[1] == second[1] == 0.0
-
-
 def test_collate_aligns_tokens_with_their_predictions():
     spans = [Span(version=3, start=0, end=1, stale_kv=False), Span(version=4, start=1, end=3, stale_kv=True)]
     long = make_sample([0.0, 0.0, 1.0], logprob=-2.0, spans=spans)
@@ -75,26 +60,3 @@ def test_collate_aligns_tokens_with_their_predictions():
     assert batch.behaviour[0].tolist() == [0, 0, -2, -2, -2]
     assert batch.versions.tolist() == [[-1, -1, 3, 4, 4], [-1, -1, 0, -1, -1]]
     assert batch.stale.tolist() == [[False, False, False, True, True], [False] * 5]
-
-
-def test_effective_sample_share():
-    assert effective_sample_share(torch.full((10,), 0.3)) == pytest.approx(1.0)
-    assert effective_sample_share(torch.tensor([1.0, 0.0, 0.0, 0.0])) == pytest.approx(0.25)
-
-
-def test_inline_svg_carries_no_address():
-    text = (
-        '<?xml version="1.0"?><!DOCTYPE svg PUBLIC "x" "http://a.b/c">'
-        '<svg xmlns="http://d.e/f" xmlns:xlink="http://g.h" width="9pt" viewBox="0 0 9 9" version="1.1">'
-        '<metadata>\n<a about="http://i.j"/></metadata><use xlink:href="#m1"/></svg>'
-    )
-    svg = inline_svg(text, "name")
-    assert not re.search(r"http|xmlns|xlink|metadata", svg)
-    assert 'viewBox="0 0 9 9"' in svg
-    assert 'href="#m1"' in svg
-
-
-def test_sparkline_spans_its_range_and_its_width():
-    assert sparkline([0.0, 1.0], 0.0, 1.0) == "▁█"
-    assert len(sparkline([0.5] * 1000, 0.0, 1.0)) == 44
-    assert sparkline([], 0.0, 1.0) == ""

@@ -12,7 +12,7 @@ pytest.importorskip("diffusers")
 from demo.images.learner import Batch, Learner
 from demo.images.pipeline import LATENT, build
 from demo.images.settings import ImageSettings
-from demo.images.world import COLOURS, FILL, HELD_OUT, PROMPTS, TRAINED, draw, indices, measure
+from demo.images.world import COLOURS, PROMPTS, TRAINED, draw, indices, measure
 
 WINDOW = 5
 
@@ -30,14 +30,6 @@ def test_recomputed_trajectories_have_the_same_logprobs(finished):
     assert 0 <= summary["max_logprob_gap"] <= 1e-5
     assert 0.0 <= summary["reward_first"] <= 1.0
     assert 0 < summary["pause_ms_p50"] <= summary["pause_ms_max"]
-
-
-@pytest.mark.slow
-def test_the_report_shows_every_prompt_before_and_after(finished):
-    page = (finished / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2 * len(PROMPTS)
-    for prompt in PROMPTS:
-        assert prompt in page
 
 
 @pytest.mark.slow
@@ -65,12 +57,6 @@ def test_true_pictures_are_worth_most_and_each_mistake_costs():
     assert wrong.reward.mean() < 0.5 * right.reward.mean()
     empty = measure(torch.ones(len(PROMPTS), 3, 32, 32), PROMPTS)
     assert empty.reward.max() < 0.05
-
-
-def test_held_out_prompts_are_not_trained_on():
-    assert set(TRAINED) | set(HELD_OUT) == set(PROMPTS)
-    assert not set(TRAINED) & set(HELD_OUT)
-    assert len(PROMPTS) == len(COLOURS) * len(FILL)
 
 
 def batch_of(learner: Learner, settings: ImageSettings, rewards: list[float]) -> Batch:

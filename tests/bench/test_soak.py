@@ -12,7 +12,6 @@ from harness import soak as cycles
 from harness import soak_emptying, soak_rollouts, soak_updates
 from harness.process_memory import MB
 from harness.rescore import Rescorer
-from harness.soak_engine import SCRATCH_TENSORS, SURVIVOR_BYTES, SURVIVORS, SURVIVORS_REPLACED, Scratch
 from harness.transports import TRANSPORTS
 from torch.overrides import TorchFunctionMode
 
@@ -38,20 +37,6 @@ def small(monkeypatch):
     monkeypatch.setattr(cycles, "WARM_UP_BATCHES", 1)
 
 
-def test_growth_is_counted_from_the_tenth_cycle():
-    values = [1000, *[0] * 9, *range(1, 31)]
-    assert cycles.growth(values) == {"total": 30, "second_half": 20, "per_thousand": 1000}
-    assert cycles.growth([7] * 20) == {"total": 0, "second_half": 0, "per_thousand": 0}
-
-
-def test_figures_have_a_sign_and_zero_has_one_only():
-    assert [soak_emptying.signed(value) for value in (1.25, -0.04, -3.0)] == [
-        "+1.2",
-        "+0.0",
-        "\N{MINUS SIGN}3.0",
-    ]
-
-
 class Made(TorchFunctionMode):
     """Notes the sizes of what ``torch.ones`` makes."""
 
@@ -62,22 +47,6 @@ class Made(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         self.sizes += args[:1] if function is torch.ones else ()
         return function(*args, **(kwargs or {}))
-
-
-def test_scratch_memory_is_of_many_sizes_and_never_leaks():
-    scratch = Scratch(torch.device("cpu"), seed=0)
-    for _ in range(5):
-        before = {tensor.data_ptr() for tensor in scratch._survivors}
-        with Made() as mode:
-            scratch.churn()
-        made = mode.sizes
-        assert len(made) == SCRATCH_TENSORS + SURVIVORS_REPLACED
-        assert len(set(made)) > SCRATCH_TENSORS
-        assert min(made) < 128 << 10 < 1 * MB < max(made)  # glibc serves the two kinds differently
-        alive = {tensor.data_ptr() for tensor in scratch._survivors}
-        assert len(alive) == SURVIVORS
-        assert 0 < len(alive - before) <= SURVIVORS_REPLACED
-        assert sum(tensor.nbytes for tensor in scratch._survivors) <= SURVIVORS * SURVIVOR_BYTES
 
 
 @pytest.mark.slow
@@ -106,11 +75,6 @@ def test_updates_are_soaked_by_each_transport(tmp_path, capsys, monkeypatch):
     drawing = picture.read_text()
     assert "10th to last" in drawing and "tensor" in drawing
     assert len(drawing) < 100_000
-
-
-def test_most_growth_compares_the_greatest_of_blocks():
-    assert soak_updates.most_growth([*[0] * 99, *[5] * 25, *[3] * 25, *[9, 7] * 50, 2]) == 6
-    assert soak_updates.most_growth([0, 9] * 20) == 0
 
 
 @pytest.mark.slow

@@ -4,15 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from campaigns.faults.__main__ import again, parse, table
-from campaigns.faults.campaign import Campaign, Outcome
 from campaigns.faults.footprint import Footprint
-from campaigns.faults.kinds import KINDS
-from campaigns.faults.known import VOCAB, Version, make_versions, successors
+from campaigns.faults.known import Version, successors
 from campaigns.faults.ledger import Ledger, Problem, check_tokens
 from campaigns.faults.scene import SpanFacts
 from campaigns.faults.witness import Witness
-from safetensors.torch import load_file
 from support.fake_scheduler import FakeScheduler
 
 from caesura.io_struct import (
@@ -125,13 +121,6 @@ def test_an_end_after_the_books_are_closed_is_doubled():
     assert harms(ledger.close(alive=0)) == ["doubled"]
 
 
-def test_a_refusal_is_quoted():
-    ledger = asked()
-    ledger.refused(refusal("r"))
-    (problem,) = ledger.close(alive=0)
-    assert (problem.harm, "why" in problem.text) == ("failed", True)
-
-
 @pytest.mark.parametrize(("ends", "expected"), [(0, []), (2, ["doubled"])])
 def test_a_killed_engine_may_not_have_doubled(ends, expected):
     ledger = asked()
@@ -199,34 +188,3 @@ def test_a_process_that_holds_more_than_before_leaks():
     for name, value in more.items():
         (text,) = replace(before, **{name: value}).over(before)
         assert text.startswith(name)
-
-
-def test_versions_differ_in_every_tensor_and_every_successor(tmp_path):
-    one, other = make_versions(tmp_path, count=2)
-    first, second = (load_file(version.folder / "model.safetensors") for version in (one, other))
-    assert all(not first[name].equal(second[name]) for name in first)
-    assert len(set(one.after(5, VOCAB - 2))) == VOCAB - 2, "one cycle: no token is reached twice on the way"
-    assert sum(a != b for a, b in zip(one.successor, other.successor, strict=True)) > VOCAB * 0.9
-
-
-def test_a_fault_is_drawn_from_seed_and_number_alone():
-    campaign = Campaign([], seed=3)
-    kinds = [campaign.draw(number)[0] for number in range(2000)]
-    assert kinds[1234] == Campaign([], seed=3).draw(1234)[0]
-    assert kinds != [Campaign([], seed=4).draw(number)[0] for number in range(2000)]
-    assert set(kinds) == set(KINDS), "every kind is drawn"
-    assert campaign.draw(5)[1].random() == Campaign([], seed=3).draw(5)[1].random()
-
-
-def test_harms_are_counted_and_a_fault_can_be_repeated():
-    outcomes = [
-        Outcome(0, "client-kill", recovery=0.5),
-        Outcome(1, "client-kill", recovery=1.5, problems=[Problem("lost", "r"), Problem("torn", "r")]),
-        Outcome(2, "disk-full", recovery=0.1, problems=[Problem("leaked", "x")]),
-    ]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table(outcomes).splitlines()]
-    assert rows[0][:8] == ["kind", "count", "lost", "doubled", "stuck", "torn", "leaked", "failed"]
-    assert rows[2][:8] == ["client-kill", "2", "1", "0", "0", "1", "0", "0"]
-    assert rows[-1][:8] == ["all", "3", "1", "0", "0", "1", "1", "0"]
-    options = parse(["--seed", "9", "--only", "client-kill"])
-    assert again(options, outcomes[1]).endswith('--seed 9 --first 1 --faults 1 --only client-kill"')
