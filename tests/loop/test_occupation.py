@@ -4,34 +4,20 @@ import logging
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from support.buckets_by_hand import Sender
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 from support.faults import Fault, full_disk
-from support.properties import examples
 from support.scripted import EngineDriver, assert_error, ok, one_piece_per_slice, tokens_of
 
 from caesura.io_struct import (
-    AbortReq,
-    ContinueGenerationReqInput,
-    FlushCacheReqInput,
     GenerateReqInput,
     MemoryTag,
-    Message,
-    PauseGenerationReqInput,
-    SamplingParams,
-    UpdateWeightFromDiskReqInput,
-    WeightsCheckerReqInput,
 )
 from caesura.io_struct import ReleaseMemoryOccupationReqInput as Release
 from caesura.io_struct import ResumeMemoryOccupationReqInput as Resume
-from caesura.scheduler.memory.residency import MEMORY_TAGS
 from caesura.scheduler.memory.storage import StorageComponent
-from caesura.scheduler.messaging.status import status as engine_status
 
 ALL = ["kv_cache", "weights"]
 """Memory that an engine without captured graphs can release."""
@@ -151,8 +137,26 @@ def test_sizes_are_reported_once_and_the_log_has_the_gain(driver, caplog):
     assert driver.resume().resumed_bytes == {}
 
 
+def gone_of(driver: EngineDriver) -> set[MemoryTag]:
+    """Return a set of the tags that are away, as memory goes and comes and not as the lifecycle says."""
+    gone: set[MemoryTag] = set()
+    manager = driver.engine.residency
+    real_release, real_resume = manager.release, manager.resume
+
+    def release(tags):
+        gone.update(tags)
+        yield from real_release(tags)
+
+    def resume(tags):
+        yield from real_resume(tags)
+        gone.difference_update(tags)
+
+    manager.release, manager.resume = release, resume
+    return gone
+
+
 def test_the_allocator_is_emptied_once_the_memory_has_gone(driver, caplog):
-    physics = Physics(driver)
+    gone = gone_of(driver)
     emptied = []
 
     class Allocator:
@@ -160,7 +164,7 @@ def test_the_allocator_is_emptied_once_the_memory_has_gone(driver, caplog):
             return (8 if emptied else 12) << 20
 
         def empty_cache(self) -> None:
-            emptied.append(set(physics.gone))
+            emptied.append(set(gone))
 
     driver.engine.device_cache.module = Allocator()
     ok(driver.release(tags=[]))
@@ -199,8 +203,8 @@ def test_requests_wait_while_the_cache_is_away(tiny_model, depth):
 
 def test_no_step_runs_while_memory_goes_or_comes(driver, monkeypatch):
     one_piece_per_slice(monkeypatch)
-    physics, synchronized = Physics(driver), []
-    driver.runner.synchronize = lambda: synchronized.append(set(physics.gone))
+    gone, synchronized = gone_of(driver), []
+    driver.runner.synchronize = lambda: synchronized.append(set(gone))
     message_id = driver.send(Release())
     driver.tick(2)
     assert synchronized == [set()], "the forward stream is idle before anything goes"
@@ -407,185 +411,3 @@ def test_without_a_copy_the_engine_names_the_awaited_update(models):
         assert "without a copy" in error.message
         assert "send a complete update" in error.message
         assert "--enable-weights-cpu-backup" in error.message
-
-
-# -- any order -----------------------------------------------------------------------------------------------
-
-
-class Physics:
-    """Knows what has memory by watching it go and come, not by asking the lifecycle."""
-
-    def __init__(self, driver: EngineDriver) -> None:
-        self.gone: set[MemoryTag] = set()
-        self.invalid = False
-        self.violations: list[str] = []
-        manager, runner = driver.engine.residency, driver.runner
-        real_release, real_resume, real_execute = manager.release, manager.resume, runner.execute
-
-        def release(tags):
-            assert self.gone.isdisjoint(tags), "released twice"
-            self.gone |= set(tags)
-            self.invalid |= "weights" in tags and not driver.config.weights_cpu_backup
-            if "kv_cache" in tags:
-                runner.kv[:] = np.uint64(0xDEAD)
-            yield from real_release(tags)
-
-        def resume(tags):
-            assert set(tags) <= self.gone, "resumed twice"
-            yield from real_resume(tags)
-            self.gone -= set(tags)
-
-        def execute(batch):
-            if self.gone or self.invalid:
-                self.violations.append(f"launched with {sorted(self.gone)} gone, invalid: {self.invalid}")
-            return real_execute(batch)
-
-        manager.release, manager.resume, runner.execute = release, resume, execute
-
-
-TAGS = st.one_of(st.none(), st.lists(st.sampled_from(MEMORY_TAGS), max_size=3))
-COMMANDS = st.one_of(
-    st.tuples(st.just("release"), TAGS),
-    st.tuples(st.just("release"), st.just(["kv_cache"])),
-    st.tuples(st.just("resume"), TAGS),
-    st.tuples(st.just("pause"), st.sampled_from(["abort", "retract", "in_place"])),
-    st.tuples(st.just("continue"), st.none()),
-    st.tuples(st.just("flush"), st.none()),
-    st.tuples(st.just("generate"), st.tuples(st.integers(1, 60), st.integers(1, 20))),
-    st.tuples(st.just("generate"), st.tuples(st.integers(1, 60), st.integers(1, 20))),
-    st.tuples(st.just("abort"), st.none()),
-    st.tuples(st.just("update"), st.booleans()),
-    st.tuples(st.just("update"), st.booleans()),
-    st.tuples(st.just("reset"), st.none()),
-    st.tuples(st.just("tick"), st.integers(1, 6)),
-)
-
-
-class Trial:
-    """One engine, the requests it accepted, and what status must say."""
-
-    def __init__(self, driver: EngineDriver, other: Path) -> None:
-        self.driver, self.other = driver, str(other)
-        self.physics = Physics(driver)
-        self.accepted: dict[str, GenerateReqInput] = {}
-        self.released: set[MemoryTag] = set()
-        self.mode: str | None = None
-        self.weights = "valid"
-
-    def message(self, command: str, argument) -> Message:
-        if command == "generate":
-            length, count = argument
-            params = SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True)
-            return GenerateReqInput(
-                input_ids=PROMPT[:length] + PROMPT[: max(0, length - 40)], sampling_params=params
-            )
-        return {
-            "release": lambda: Release(tags=argument),
-            "resume": lambda: Resume(tags=argument),
-            "pause": lambda: PauseGenerationReqInput(mode=argument),
-            "continue": ContinueGenerationReqInput,
-            "flush": FlushCacheReqInput,
-            "abort": lambda: AbortReq(abort_all=True),
-            "update": lambda: UpdateWeightFromDiskReqInput(model_path=self.other, flush_cache=argument),
-            "reset": lambda: WeightsCheckerReqInput(action="reset_tensors"),
-        }[command]()
-
-    @staticmethod
-    def tags_of(argument) -> set[MemoryTag]:
-        return set(MEMORY_TAGS if argument is None else argument)
-
-    def probe(self):
-        return engine_status(self.driver.engine, "probe")
-
-    def expected(self, command: str, argument) -> str:
-        status = self.probe()
-        held = status.kv.held > 0
-        waits = self.mode is None and status.waiting_requests > 0
-        idle = not held and not waits and self.driver.ongoing is None
-        broken = {"valid": "ok", "invalid": "weights_invalid", "poisoned": "weights_poisoned"}[self.weights]
-        new = self.tags_of(argument) - self.released if command == "release" else set()
-        if "kv_cache" in new and held:
-            return "not_idle"
-        if new - {"kv_cache"} and self.mode is None and not idle:
-            return "not_idle"
-        if command == "flush" and not idle:
-            return "not_idle"
-        if command in ("update", "reset") and "weights" in self.released:
-            return "memory_released"
-        if command == "update" and argument and self.mode is not None and held:
-            return "not_idle"
-        if command == "generate" or (command == "continue" and self.mode is not None):
-            return broken
-        return "ok"
-
-    def apply(self, command: str, argument) -> None:
-        tags = self.tags_of(argument) if command in ("release", "resume") else set()
-        if command == "release":
-            lost = "weights" in tags - self.released and not self.driver.config.weights_cpu_backup
-            self.weights = "invalid" if lost else self.weights
-            self.released |= tags - {"cuda_graph"}  # there are no graphs
-        elif command == "resume":
-            self.released -= tags
-        elif command == "pause":
-            self.mode = argument
-        elif command == "continue":
-            self.mode = None
-        elif command == "update":
-            self.weights, self.physics.invalid = "valid", False
-        elif command == "reset":
-            self.weights, self.physics.invalid = "poisoned", True
-
-    def step(self, command: str, argument) -> None:
-        driver = self.driver
-        if command == "tick":
-            driver.tick(argument)
-        else:
-            message, expected = self.message(command, argument), self.expected(command, argument)
-            if command == "generate" and expected == "ok":
-                self.accepted[driver.send(message)] = message
-                driver.tick()
-            elif expected == "ok":
-                if command == "update":  # what is committed may be computed with before the reply
-                    driver.engine.state.commit_weights = self.committed
-                ok(driver.call(message))
-                self.apply(command, argument)
-            else:
-                assert_error(driver.call(message), expected)
-        self.check()
-
-    def committed(self, version, source, digest, same_as) -> None:
-        state = self.driver.engine.state
-        type(state).commit_weights(state, version, source, digest, same_as)
-        self.physics.invalid = False
-
-    def check(self) -> None:
-        assert not self.physics.violations
-        self.driver.engine.cache.check()
-        status = self.probe()
-        assert status.released_tags == sorted(self.released) == sorted(self.physics.gone)
-        assert status.memory == ("released" if self.released else "resident")
-        assert (status.weights, status.pause_mode) == (self.weights, self.mode)
-
-    def bring_back(self) -> None:
-        driver = self.driver
-        self.step("resume", None)
-        if self.weights != "valid":
-            self.step("update", False)
-        self.step("continue", None)
-        driver.run_until_idle()
-        assert not self.physics.violations
-        for rid in self.accepted:
-            result = driver.check(rid)
-            assert result.finish_reason.type in ("length", "abort"), result
-        assert driver.status().kv.held == 0
-
-
-@settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
-@given(commands=st.lists(COMMANDS, min_size=4, max_size=25), depth=st.integers(0, 1), backup=st.booleans())
-def test_any_order_one_command_at_a_time(tiny_model, other_model, commands, depth, backup):
-    options = {"kv_pool_tokens": 160, "chunked_prefill_size": 24, "max_running_requests": 4}
-    with EngineDriver(str(tiny_model), pipeline_depth=depth, weights_cpu_backup=backup, **options) as driver:
-        trial = Trial(driver, other_model)
-        for command, argument in commands:
-            trial.step(command, argument)
-        trial.bring_back()

@@ -22,8 +22,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.lanes import quick
 from support.properties import examples
-from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
+from support.scripted import EngineDriver, assert_error, expected_tokens, ok, tokens_of
 
 from caesura.io_struct import (
     BatchTokenOutput,
@@ -95,6 +96,7 @@ class EngineMachine(RuleBasedStateMachine):
             kv_pool_tokens=POOL_TOKENS,
             chunked_prefill_size=24,
             max_running_requests=5,
+            weights_cpu_backup=True,
             **options,
         )
         self.paths = [model, other]
@@ -255,17 +257,25 @@ class EngineMachine(RuleBasedStateMachine):
         self.driver.tick()
 
     @precondition(lambda self: self.model.mode is not None)
-    @rule()
-    def release_and_resume(self):
+    @rule(tags=st.sampled_from([["kv_cache"], ["kv_cache", "weights"], ["weights"]]), goes_on=st.booleans())
+    def release_and_resume(self, tags, goes_on):
         self.settle()
-        busy = self.model.session or self.model.weights == "updating" or self.status().kv.held
-        reply = self.driver.release("kv_cache")
+        busy = self.model.session or self.model.weights == "updating"
+        busy = busy or ("kv_cache" in tags and self.status().kv.held)
+        reply = self.driver.release(*tags)
         if busy:
             assert isinstance(reply, ErrorReply), reply
             return
-        assert reply.released_tags == ["kv_cache"]
-        self.driver.runner.kv[:] = 0
-        assert self.driver.resume("kv_cache").released_tags == []
+        assert reply.released_tags == tags
+        if "kv_cache" in tags:
+            self.driver.runner.kv[:] = 0
+        if goes_on and self.model.weights == "valid":
+            ok(self.driver.go_on(torch_empty_cache=False))
+            self.model.mode = None
+        launched = len(self.driver.runner.launches)
+        self.driver.tick(3)
+        assert len(self.driver.runner.launches) == launched, "a step ran without its memory"
+        assert self.driver.resume(*tags).released_tags == []
 
     @rule(times=st.integers(1, 10))
     def tick(self, times):
@@ -495,10 +505,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert not left, f"results that nobody asked for: {found}"
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)  # a failure is shrunk for up to five minutes
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("tier_bytes", [0, 60_000])
+@pytest.mark.parametrize(("depth", "tier_bytes"), quick([(1, 0), (0, 0), (1, 60_000), (0, 60_000)]))
 def test_no_sequence_of_commands_breaks_the_engine(tiny_model, other_model, tmp_path, depth, tier_bytes):
     tier = {"kv_tier_bytes": tier_bytes, "kv_tier_folder": str(tmp_path), "kv_tier_folder_bytes": 60_000}
     run_state_machine_as_test(
