@@ -107,6 +107,11 @@ def test_stops_seeds_and_refusals(service, engine, model):
     params = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[tokens[0]])
     stopped = sampler.sample(INPUT, 1, params).result().sequences[0]
     assert (stopped.stop_reason, stopped.tokens) == ("stop", tokens[:1])
+    params = types.SamplingParams(
+        max_tokens=6, temperature=0.0, stop=sampler.get_tokenizer().decode(tokens[:2])
+    )
+    stopped = sampler.sample(INPUT, 1, params).result().sequences[0]
+    assert (stopped.stop_reason, stopped.tokens) == ("stop", tokens[: len(stopped.tokens)])
     params = types.SamplingParams(max_tokens=8, temperature=3.0, seed=5)
     runs = [sampler.sample(INPUT, 2, params).result().sequences for _ in range(2)]
     assert [each.tokens for each in runs[0]] == [each.tokens for each in runs[1]]

@@ -1,5 +1,6 @@
 """TRL's own trainers, with the engine in the place of vLLM."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ from support.tokenizers import make_byte_level
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler, oldest_epoch
 from caesura.integrations.trl import Rollouts, WeightTransfer, checkpoint_tensors, sampling_params
 
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
 trl = pytest.importorskip("trl", reason="trl comes with the extra `trl`")
 datasets = pytest.importorskip("datasets", reason="datasets comes with the extra `trl`")
 
@@ -23,11 +26,6 @@ WIDE_OPEN = {"temperature": TEMPERATURE, "top_k": 0, "max_completion_length": 12
 
 PROMPTS = [{"prompt": [{"role": "user", "content": f"Count to {n}."}], "target": n} for n in range(8)]
 SAMPLER = {"queue_maxsize": 8, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0, **WIDE_OPEN}
-
-
-@pytest.fixture(autouse=True)
-def silence(monkeypatch) -> None:
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
 
 
 @pytest.fixture(scope="module")

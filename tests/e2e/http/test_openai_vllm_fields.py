@@ -74,6 +74,10 @@ def test_prompt_logprobs_of_each_choice(served, http, count):
     for choice, prompt in zip(choices, [PROMPTS[0]] * 2 + [PROMPTS[1]] * 2, strict=True):
         check_scores(served, prompt, choice["prompt_logprobs"], count)
         assert choice["logprobs"] is None
+    asked = {"token_ids": PROMPTS[0], "sampling_params": {"max_tokens": 1, "prompt_logprobs": count}}
+    answer = http.post(f"{served.url}/inference/v1/generate", json=asked).json()
+    check_scores(served, PROMPTS[0], answer["prompt_logprobs"], count)
+    assert answer["choices"][0]["logprobs"] is None
 
 
 def test_prompt_logprobs_of_a_chat_stand_at_the_top(served, http):

@@ -122,22 +122,6 @@ def test_thoughts_and_calls_are_items_whole_and_streamed(engine):
     assert (thought, arguments) == (THOUGHT, [ARGUMENTS])
 
 
-def test_thoughts_and_calls_are_blocks_whole_and_streamed(engine):
-    tools = [{**TOOL, "input_schema": OBJECT}]
-    body = {"messages": USER, "max_tokens": 64, "tools": tools, "thinking": {"type": "adaptive"}}
-    whole = engine.ok("/v1/messages", body)
-    assert whole["stop_reason"] == "tool_use"
-    found = events(engine, "/v1/messages", body)
-    blocks = [event["content_block"] for event in found if event["type"] == "content_block_start"]
-    deltas = [(event["index"], event["delta"]) for event in found if event["type"] == "content_block_delta"]
-    blocks[0]["thinking"] = "".join(delta["thinking"] for index, delta in deltas if index == 0)
-    text = "".join(delta["partial_json"] for index, delta in deltas if index == 1)
-    blocks[1]["input"] = msgspec.json.decode(text)
-    assert without_names(blocks) == without_names(whole["content"])
-    chosen = engine.ok("/v1/messages", {**body, "tool_choice": {"type": "none"}})
-    assert [block["type"] for block in chosen["content"]] == ["thinking", "text"]
-
-
 def test_a_response_goes_on_from_one_before(engine):
     first = respond(engine)
     again = respond(engine, input="And now?", previous_response_id=first["id"])

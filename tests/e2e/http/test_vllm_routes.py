@@ -77,29 +77,6 @@ def test_tokens_and_logprobs_are_the_engines(served, http):
     assert (found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"]) == (4, 24)
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_logprobs_of_a_prompt_with_its_likeliest_tokens(served, http, count):
-    found = generate(http, sampling_params={"max_tokens": 1, "prompt_logprobs": count})
-    (scored,) = served.engine.generate(
-        [PROMPT],
-        sampling_params=SamplingParams(max_new_tokens=1),
-        return_logprob=True,
-        logprob_start_len=0,
-        top_logprobs_num=3,
-    )
-    first, *rest = found["prompt_logprobs"]
-    assert first is None
-    for position, (entry, token) in enumerate(zip(rest, PROMPT[1:], strict=True)):
-        top = list(scored.input_top_logprobs.at(position))[:count]
-        assert next(iter(entry)) == str(token)
-        assert set(entry) == {str(token), *(str(id) for _, id in top)}
-        assert entry[str(token)]["logprob"] == pytest.approx(scored.input_logprobs[position + 1], abs=1e-5)
-        for rank, (logprob, id) in enumerate(top, 1):
-            assert entry[str(id)]["logprob"] == pytest.approx(logprob, abs=1e-5)
-            assert entry[str(id)]["rank"] == rank
-    assert found["choices"][0]["logprobs"] is None
-
-
 def test_given_tokens_are_replayed(http):
     body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 6, "seed": 3, "logprobs": 0}}
     sampled = http.post("/inference/v1/generate", json=body).json()["choices"][0]

@@ -51,19 +51,6 @@ def engine(folders):
         yield client
 
 
-def test_scales_may_come_long_before_or_after_their_weights(engine, folders, cold):
-    fp8 = weights_of(folders[1]["fp8"])
-    scales = {name: value for name, value in fp8.items() if name.endswith("_scale_inv")}
-    rest = {name: value for name, value in fp8.items() if name not in scales}
-    for first, second in ((scales, rest), (rest, scales)):
-        engine.update_weights_from_disk(folders[0]["fp8"])
-        with engine.weight_update(manifest=manifest(fp8.items())):
-            engine.update_weights_from_tensor(first.items())
-            assert engine.status().weights == "updating"
-            engine.update_weights_from_ipc(second.items())
-        assert (engine.check_weights("checksum").total, tokens_of(engine)) == cold[1]
-
-
 def test_a_manifest_of_bfloat16_is_complete_without_scales(engine, folders, cold):
     plain = weights_of(folders[1]["bf16"])
     with engine.weight_update(manifest=manifest(plain.items())):

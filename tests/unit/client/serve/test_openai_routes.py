@@ -43,7 +43,6 @@ from caesura.client.serve.openai.logprobs import (
     Offsets,
     TokenText,
     chat_logprobs,
-    completion_logprobs,
 )
 from caesura.client.serve.pages.metrics import Metrics
 from caesura.client.text.tokenizer import TextTokenizer
@@ -464,15 +463,6 @@ def test_special_added_and_unknown_tokens(tokenizers):
     assert think not in tokens.skipped
 
 
-def test_half_a_character_is_written_as_such(tokenizers):
-    tokenizer = tokenizers["byte-level"]
-    tokens = TokenText(tokenizer)
-    ids = tokenizer.encode("🦉")
-    assert len(ids) > 1
-    assert b"".join(map(tokens.data, ids)).decode() == "🦉"
-    assert all("\N{REPLACEMENT CHARACTER}" in tokens.text(id) for id in ids)
-
-
 def test_offsets_of_special_tokens(tokenizers):
     tokenizer = tokenizers["sentencepiece"]
     ids = tokenizer.encode("The pause")
@@ -489,16 +479,6 @@ def test_offsets_of_special_tokens(tokenizers):
     assert offsets(skip_special_tokens=True, leading_space_cut=True) == [
         max(start - 1, 0) for start in starts
     ]
-
-
-def test_likeliest_token_of_one_text_is_kept(tokenizers):
-    tokenizer = tokenizers["byte-level"]
-    tokens = TokenText(tokenizer)
-    first, second = [id for id in range(256) if tokens.text(id) == "\N{REPLACEMENT CHARACTER}"][:2]
-    found = completion_logprobs(
-        [(second, -4.0, [(-1.0, first), (-4.0, second)])], tokens, Offsets(tokens, skip_special_tokens=True)
-    )
-    assert found.top_logprobs == [{"\N{REPLACEMENT CHARACTER}": -1.0}]
 
 
 def test_content_of_chats(tokenizers):
@@ -576,11 +556,3 @@ def sample(prompt_ids: list[int], ids: list[int]) -> Sample:
         wire, input_logprobs=floats([float("nan"), *[-1.0] * (len(prompt_ids) - 1)])
     )
     return Sample(index=0, rid="r", prompt_ids=prompt_ids, text="!", output=decode_output(wire), matched=None)
-
-
-def test_offsets_go_on_from_chunk_to_chunk(manager):
-    ids = manager.tokenize("a🦉b")
-    form = completion_form(manager, logprobs=0)
-    found = [form.chunk(0, 0, chunk("", [id], i))["logprobs"].text_offset[0] for i, id in enumerate(ids)]
-    assert found == [0, *[1] * (len(ids) - 2), 2]
-    assert form.chunk(1, 0, chunk("", ids[:1], 0, 1))["logprobs"].text_offset == [0]

@@ -116,24 +116,6 @@ async def test_the_engine_is_told_once(endpoint, tokenizer, engine):
         await status
 
 
-async def test_each_of_n_samples_stops_alone(endpoint, tokenizer, engine):
-    async with engine_below(endpoint, tokenizer, engine) as (manager, fake):
-        request = GenerationRequest(prompt="x", stop=["."], sampling_params=SamplingParams(n=3))
-        task = asyncio.create_task(manager.generate(request))
-        await engine.begun(fake)
-        engine.say(fake, 1, tokenizer.encode("one."))
-        assert (await until_abort(fake)).index == 1
-        engine.say(fake, 0, tokenizer.encode("zero goes on"))
-        engine.say(fake, 2, tokenizer.encode("two. no"))
-        assert (await until_abort(fake)).index == 2
-        assert not task.done()
-        fake.push(engine.end(0, FinishReason(type="length", length=9), tokenizer.encode(" to the end.")))
-        samples = await task
-        assert [sample.text for sample in samples] == ["zero goes on to the end", "one", "two"]
-        assert [sample.matched for sample in samples] == [".", ".", "."]
-        assert fake.requests.empty()  # sample 0 had ended: nothing to abort
-
-
 class Noting(TextTokenizer):
     """Notes each text and the thread that encodes it."""
 
