@@ -314,7 +314,11 @@ def check(rounds: Rounds, last: Mapping[str, Any], isa: str, console: Console) -
     return int(bool(regressions))
 
 
-def main(argv: Sequence[str] | None = None, rounds: Callable[[], Rounds] = run) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    rounds: Callable[[], Rounds] = run,
+    share: Callable[[], float] = busy_share,
+) -> int:
     """Return 1 if a time is a regression, 2 if there is nothing to compare with."""
     options = parse(argv)
     console, machine = Console(width=110), machine_facts()
@@ -324,7 +328,7 @@ def main(argv: Sequence[str] | None = None, rounds: Callable[[], Rounds] = run) 
         console.print(f"{options.baselines} has no baselines of this workload: record them with --update")
         return 2
     console.print(describe(machine), highlight=False)
-    if (busy := busy_share()) > QUIET:
+    if (busy := share()) > QUIET:
         console.print(f"somebody else uses {busy:.0%} of the cores: these figures are rough")
     measured = islice(rounds(), options.repeats)
     if last is not None and not options.update:

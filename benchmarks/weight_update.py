@@ -172,11 +172,11 @@ def measure_commit(client: SchedulerClient, trainer: Trainer) -> dict[str, float
     }
 
 
-def run_model(model: str, options: argparse.Namespace) -> dict[str, Any]:
+def run_model(model: str, options: argparse.Namespace, shape: Any = None) -> dict[str, Any]:
     """Measure all transports on one model: sizes in bytes, and a row and every measurement per transport."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folders = two_checkpoints(scratch, MODELS[model], dtype="bfloat16")
+        folders = two_checkpoints(scratch, shape or MODELS[model], dtype="bfloat16")
         client = stack.enter_context(
             launch_scheduler(
                 folders[0],

@@ -35,8 +35,6 @@ from .transports import TRANSPORTS, Trainer
 MODES: tuple[PauseMode, ...] = ("in_place", "retract", "in_place", "abort")
 CONNECTIONS = 16
 VOCAB_SIZE, CONTEXT_LEN, KV_TOKENS = 4096, 512, 16384
-RESCORED_EVERY = 100
-UPDATE_EVERY_S = 1.0
 SETTLED = 0.2
 """Share of the run after which growth is counted: stores of answers have filled by then."""
 PROCESSES = ("scheduler", "front end", "trainer")
@@ -71,10 +69,11 @@ def reading(pid: int) -> dict[str, int]:
 
 
 class Rollouts:
-    """Keeps :data:`CONNECTIONS` requests on their way; every hundredth answer is scored again."""
+    """Keeps :data:`CONNECTIONS` requests on their way; every ``rescored_every``-th answer is scored again."""
 
-    def __init__(self, url: str, rescorer: Rescorer, found: Found) -> None:
+    def __init__(self, url: str, rescorer: Rescorer, found: Found, rescored_every: int) -> None:
         self._url, self._rescorer, self._found = url, rescorer, found
+        self._rescored_every = rescored_every
         self._numbers = itertools.count(1)
         self.stopping = False
 
@@ -104,7 +103,7 @@ class Rollouts:
         found.tokens += len(output)
         ending = meta["finish_reason"]["type"]
         found.endings[ending] = found.endings.get(ending, 0) + 1
-        if number % RESCORED_EVERY or not output:
+        if number % self._rescored_every or not output:
             return
         labelled = [{**span, "version": folder_of(span["version"])} for span in spans]
         again = self._rescorer.logprobs(prompt, output, labelled)
@@ -120,8 +119,10 @@ def folder_of(version: str) -> str:
     return "0" if version == "default" else str(int(version) % 2)
 
 
-def train(trainer: Trainer, client: Any, pids: dict[str, int], found: Found, until: float) -> None:
-    """Pause, update and continue about once a second; runs in a thread of its own."""
+def train(
+    trainer: Trainer, client: Any, pids: dict[str, int], found: Found, until: float, every_s: float
+) -> None:
+    """Pause, update and continue about every ``every_s``; runs in a thread of its own."""
     turns = zip(itertools.count(1), itertools.cycle(MODES), itertools.cycle(TRANSPORTS), strict=False)
     began = time.monotonic()
     for turn, mode, transport in turns:
@@ -135,10 +136,12 @@ def train(trainer: Trainer, client: Any, pids: dict[str, int], found: Found, unt
         found.at.append(time.monotonic() - began)
         for name, pid in pids.items():
             found.readings[name].append(reading(pid))
-        time.sleep(max(0.0, min(UPDATE_EVERY_S, until - time.monotonic())))
+        time.sleep(max(0.0, min(every_s, until - time.monotonic())))
 
 
-async def soak(folders: Sequence[Path], minutes: float) -> Found:
+async def soak(
+    folders: Sequence[Path], minutes: float, *, rescored_every: int = 100, update_every_s: float = 1.0
+) -> Found:
     """Run for ``minutes`` on processes of its own."""
     found = Found()
     rescorer = Rescorer({str(number): folder for number, folder in enumerate(folders)})
@@ -152,9 +155,10 @@ async def soak(folders: Sequence[Path], minutes: float) -> Found:
         serve(client.endpoint, "--tokenizer", "none") as (url, front_pid),
     ):
         pids = dict(zip(PROCESSES, (client.status().pid, front_pid, os.getpid()), strict=True))
-        rollouts = Rollouts(url, rescorer, found)
+        rollouts = Rollouts(url, rescorer, found, rescored_every)
         load = asyncio.create_task(rollouts.run())
-        training = asyncio.to_thread(train, trainer, client, pids, found, time.monotonic() + 60 * minutes)
+        until = time.monotonic() + 60 * minutes
+        training = asyncio.to_thread(train, trainer, client, pids, found, until, update_every_s)
         await asyncio.wait({load, asyncio.create_task(training)}, return_when=asyncio.FIRST_COMPLETED)
         rollouts.stopping = True
         await load

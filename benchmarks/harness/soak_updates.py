@@ -18,7 +18,6 @@ from .soak import SETTLED, Cell, growth, soak
 from .transports import TRANSPORTS
 from .workload import WORKLOADS
 
-REQUESTS = 32
 BUCKET_BYTES = 4 << 20
 """A third of the tiny model: every update but disk's is a session of several calls."""
 FLAT_FROM, FLAT_TURNS = 100, 1000
@@ -30,6 +29,7 @@ MEMORIES = {"continued": "reserved", "anonymous": "anonymous", "shared": "shared
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--updates", type=int, default=1000, help="by each transport (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=32, help="in flight (default: %(default)s)")
     parser.add_argument("--layers", type=int, help="of the model (default: as the shape says)")
     parser.add_argument("--model", choices=tuple(ARCHITECTURES), default="tiny")
     parser.add_argument(
@@ -48,7 +48,11 @@ def run(options: argparse.Namespace, console: Console, scratch: Path) -> dict[st
         shape = dataclasses.replace(shape, num_hidden_layers=options.layers)
     folders = two_checkpoints(scratch, shape)
     workload = dataclasses.replace(
-        WORKLOADS["tiny"], requests=REQUESTS, load_new_tokens=64, new_tokens=64, vocab_size=shape.vocab_size
+        WORKLOADS["tiny"],
+        requests=options.requests,
+        load_new_tokens=64,
+        new_tokens=64,
+        vocab_size=shape.vocab_size,
     )
     found = {}
     for name in options.transports:

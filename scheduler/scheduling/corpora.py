@@ -21,23 +21,23 @@ END = np.full(1, -1, np.int32)
 
 
 class Corpora:
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(
+        self, vocab_size: int, most: int = MAX_CORPORA, most_tokens: int = MAX_CORPORA_TOKENS
+    ) -> None:
         self.sizes: dict[str, int] = {}
         """Numbers of tokens by name."""
-        self._vocab_size = vocab_size
+        self._vocab_size, self._most, self._most_tokens = vocab_size, most, most_tokens
         self._corpora: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         """Tokens, with -1 behind each text, and sorted int64: a pair of them and its position."""
 
     def add(self, name: str, texts: list[list[int]]) -> int:
         """Keep ``texts`` as ``name``; return how many tokens they have."""
         count = sum(map(len, texts))
-        left = MAX_CORPORA_TOKENS - sum(self.sizes.values())
+        left = self._most_tokens - sum(self.sizes.values())
         if name in self.sizes:
             raise _refused(f"there is a corpus {shown(name)}: remove it first", "name", name)
-        if len(self.sizes) == MAX_CORPORA:
-            raise _refused(
-                f"there are {MAX_CORPORA} corpora, the most there may be: remove one", "name", name
-            )
+        if len(self.sizes) == self._most:
+            raise _refused(f"there are {self._most} corpora, the most there may be: remove one", "name", name)
         if not 0 < count <= left - len(texts):
             reason = f"{count} tokens in {len(texts)} texts: there must be some, and all corpora may have "
             reason += f"{left} more, a text one more than its tokens"

@@ -12,10 +12,10 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from checkpoints import Shape
-from gpu import fetch_wheels, limits
+from gpu import fetch_wheels
 from gpu.__main__ import SECTIONS
 from gpu.plan import SMOKE, step_bytes
-from gpu.run import DeviceLostError, Run, Section
+from gpu.run import Run, Section
 from gpu.session import run_session
 from gpu.tables import tables
 from harness.limits import Ceilings, kv_bytes_per_token, least_seconds, prefill_flops, streamed_weight_bytes
@@ -176,23 +176,6 @@ def test_a_further_session_runs_what_was_left_out(tmp_path):
     assert again["ceilings"]["flops"] > 0
     assert again["versions"]["found"] == "kept"
     assert again["tests"] == {"error": "the session ended in it"}
-
-
-def test_a_lost_device_is_noticed_and_earlier_findings_are_kept(tmp_path, monkeypatch):
-    first = make_run(tmp_path)
-    first.section("ceilings", Section(limits.ceilings, 600))
-    first.small()
-    first.device = torch.device("meta")  # of which nothing can be read
-    monkeypatch.setattr(Run, "on_card", True)
-    with pytest.raises(DeviceLostError, match="after breaks"):
-        first.section("breaks", Section(lambda run: 1 // 0, 60))
-    monkeypatch.undo()
-    second = make_run(tmp_path)
-    second.take_over(json.loads((tmp_path / "found.json").read_text()))
-    assert (second.ceilings, second.link) == (first.ceilings, first.link)
-    assert "error" in second.found["breaks"]
-    written = (second.small() / "config.json").stat().st_mtime_ns
-    assert written == (first.work / "small-0" / "config.json").stat().st_mtime_ns
 
 
 def test_wheels_are_fetched_for_the_other_machine():

@@ -9,7 +9,7 @@ import soak
 import torch
 from checkpoints import SHAPES, write_checkpoint
 from harness import soak as cycles
-from harness import soak_emptying, soak_rollouts, soak_updates
+from harness import soak_emptying, soak_rollouts
 from harness.process_memory import MB
 from harness.rescore import Rescorer
 from harness.transports import TRANSPORTS
@@ -62,10 +62,10 @@ def test_requests_are_in_flight_in_every_mode(mode, folders, tmp_path):
 
 
 @pytest.mark.slow
-def test_updates_are_soaked_by_each_transport(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(soak_updates, "REQUESTS", 8)
+def test_updates_are_soaked_by_each_transport(tmp_path, capsys):
     written, picture = tmp_path / "out.json", tmp_path / "plot.svg"
-    asked = ["--updates", str(2 * cycles.SETTLED), "--transports", "disk", "tensor", "ipc"]
+    asked = ["--updates", str(2 * cycles.SETTLED), "--requests", "8"]
+    asked += ["--transports", "disk", "tensor", "ipc"]
     assert soak.main(["updates", *asked, "--json", str(written)]) == 0
     text = capsys.readouterr().out
     assert soak.main(["updates", "--read", str(written), "--plot", str(picture)]) == 0
@@ -119,10 +119,8 @@ def test_emptying_bounds_a_fragmenting_derivation(small, tmp_path, capsys):
     assert len(drawing) < 100_000
 
 
-def test_rollouts_score_the_same_after_every_transport(folders, monkeypatch):
-    monkeypatch.setattr(soak_rollouts, "RESCORED_EVERY", 5)
-    monkeypatch.setattr(soak_rollouts, "UPDATE_EVERY_S", 0.2)
-    found = asyncio.run(soak_rollouts.soak(folders, 0.12))
+def test_rollouts_score_the_same_after_every_transport(folders):
+    found = asyncio.run(soak_rollouts.soak(folders, 0.12, rescored_every=5, update_every_s=0.2))
     assert set(found.updates) == set(TRANSPORTS)
     assert json.loads(json.dumps(asdict(found)))["rollouts"] == sum(found.endings.values()) > 0
     assert found.rescored_spans > found.rescored > 5, "some rollout has lived through an update"

@@ -15,7 +15,6 @@ from caesura.scheduler.attention import backends, fused_store
 from caesura.scheduler.execution.build import ADAPTERS
 from caesura.scheduler.memory import residency
 from caesura.scheduler.memory.storage import StorageComponent
-from caesura.scheduler.scheduling.speculation import Speculation
 
 PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(45)], [9], [11, 3, 96, 40, 12, 4, 8, 31, 60, 2]]
 SIZES = 5
@@ -276,9 +275,9 @@ def test_a_kernel_that_stores_reads_each_steps_slots(paths, expected, device, mo
         assert device.replays > 15
 
 
-def test_captured_steps_take_drafted_tokens(paths, expected, device, monkeypatch):
-    monkeypatch.setattr(Speculation, "_best_count", lambda self, rows, chances: len(chances))
+def test_captured_steps_take_drafted_tokens(paths, expected, device):
     with driver_of(paths[0], speculation="suffix") as driver:
+        driver.engine.batcher.speculation._best_count = lambda rows, chances: len(chances)
         for _ in range(2):
             assert_same(driver.finish(submit(driver)), expected[0])
         assert driver.status().totals.accepted_tokens > 20

@@ -17,7 +17,6 @@ from caesura.io_struct import (
     RemoveCorpusReqInput,
     SamplingParams,
 )
-from caesura.scheduler.scheduling import corpora as module
 from caesura.scheduler.scheduling.corpora import END, Corpora
 from caesura.scheduler.scheduling.speculation import Speculation
 
@@ -84,10 +83,8 @@ def test_an_engine_without_drafts_has_no_corpora(tiny_model):
     assert "speculation = 'suffix'" in error.message
 
 
-def test_all_corpora_share_their_bounds(monkeypatch):
-    monkeypatch.setattr(module, "MAX_CORPORA", 2)
-    monkeypatch.setattr(module, "MAX_CORPORA_TOKENS", 10)
-    corpora = Corpora(97)
+def test_all_corpora_share_their_bounds():
+    corpora = Corpora(97, most=2, most_tokens=10)
     with pytest.raises(CaesuraError, match="10 more"):
         corpora.add("a", [[5] * 10])
     corpora.add("a", [[5] * 5])

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from support.buckets_by_hand import Sender
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint, write_like
 from support.deltas import ROADS, SentDelta, by_disk, by_tensor, some_changed
+from support.faults import Fault
 from support.lanes import every, quick
 from support.lora import ALL_LINEAR, make_adapter
 from support.properties import examples
@@ -374,19 +375,11 @@ def test_an_end_may_abort_what_it_would_have_to_flush(driver, versions, cold, tm
 
 @pytest.mark.parametrize("of", [_Elements, _Rows])
 @pytest.mark.parametrize("undone", [True, False])
-def test_a_swap_that_fails_after_a_write_is_undone(of, undone, driver, versions, monkeypatch, tmp_path):
-    before, digest, swap, calls = checksums(driver), driver.status().digest, of.swap, []
-
-    def failing(staged):
-        calls.append(staged)
-        found = swap(staged)
-        if len(calls) == 3 or not undone:
-            raise RuntimeError("no memory")
-        return found
-
-    monkeypatch.setattr(of, "swap", failing)
+def test_a_swap_that_fails_after_a_write_is_undone(of, undone, driver, versions, tmp_path):
+    before, digest = checksums(driver), driver.status().digest
     sent = SentDelta(versions.old, versions.new, whole=sorted(versions.new)[::2])
-    assert_error(by_tensor(driver, sent, EPOCH, tmp_path), "internal")
+    with Fault(of, "swap", RuntimeError("no memory"), {2} if undone else range(1000), after=True):
+        assert_error(by_tensor(driver, sent, EPOCH, tmp_path), "internal")
     driver.assert_status(weights="valid" if undone else "poisoned", weights_epoch=0, digest=digest)
     if undone:
         assert checksums(driver) == before
@@ -426,15 +419,11 @@ def test_a_delta_of_skipped_tensors_is_compared(tmp_path):
         assert (reply.skipped_tensors, reply.weight_version) == (1, "name")
 
 
-def test_a_rollback_that_fails_can_be_repeated(driver, versions, monkeypatch, tmp_path):
+def test_a_rollback_that_fails_can_be_repeated(driver, versions, tmp_path):
     before = checksums(driver)
     ok(by_tensor(driver, versions.sent, EPOCH, tmp_path))
-
-    def unwritable():
-        raise CaesuraError(ErrorCode.STATE_FILE_ERROR, "no space")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(driver.engine.weights_file, "supersede", unwritable)
+    unwritable = CaesuraError(ErrorCode.STATE_FILE_ERROR, "no space")
+    with Fault(driver.engine.weights_file, "supersede", unwritable):
         assert_error(driver.call(RollbackWeightsReqInput()), "state_file_error")
     driver.assert_status(weights="valid", weights_epoch=1)
     assert checksums(driver) != before

@@ -75,9 +75,15 @@ def tokenizer(model) -> Tokenizer:
     return Tokenizer.from_file(str(model / "tokenizer.json"))
 
 
+@pytest.fixture
+def in_threads() -> None:
+    """Compile in threads, as an engine does."""
+
+
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_grammars_at_once(monkeypatch)
+def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "in_threads" not in request.fixturenames:
+        compile_grammars_at_once(monkeypatch)
 
 
 def engine(model: Path, **options: Any) -> EngineDriver:
@@ -409,17 +415,16 @@ def test_a_grammar_that_takes_too_long_ends_alone(model, tokenizer, monkeypatch)
 
 def test_a_grammar_that_would_end_the_process_does_not(model, tokenizer, monkeypatch):
     """Whatever the library does to its process, the engine goes on."""
-    monkeypatch.setattr(engine_grammar, "COMPILE_BYTES", 1 << 20)
     with engine(model) as driver:
-        killed = finished(driver, asked("json", 0))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_grammar, "COMPILE_BYTES", 1 << 20)
+            killed = finished(driver, asked("json", 0))
         assert "ends the process that compiles it" in killed.finish_reason.message
-        monkeypatch.undo()
-        compile_grammars_at_once(monkeypatch)
         assert tokenizer.decode(tokens_of(finished(driver, asked("choice", 0)))) in WORDS
 
 
-def test_long_chains_of_rules_compile_in_a_deep_stack(model, monkeypatch):
-    monkeypatch.undo()
+@pytest.mark.usefixtures("in_threads")
+def test_long_chains_of_rules_compile_in_a_deep_stack(model):
     chain = "".join(f"r{at}: r{at + 1}\n" for at in range(9000))
     params = asked(None, 0, grammar=f'start: r0\n{chain}r9000: "a"')
     with engine(model) as driver:

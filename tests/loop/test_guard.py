@@ -104,10 +104,10 @@ def test_a_message_without_memory_to_decode_it(driver, monkeypatch):
         driver.send(GetStatusReqInput(id="unread"))
         driver.tick(2)
     assert_error(driver.replies.pop(""), "out_of_memory")
-    monkeypatch.setattr("caesura.io_struct.codec._to_scheduler", Decoder())
-    driver.send(PauseGenerationReqInput(id="known"))
-    driver.tick(2)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("caesura.io_struct.codec._to_scheduler", Decoder())
+        driver.send(PauseGenerationReqInput(id="known"))
+        driver.tick(2)
     assert_error(driver.replies.pop("known"), "out_of_memory")
     check_it(driver, rid)
 

@@ -1,6 +1,5 @@
 """Drafts: results are those without, bit for bit, whatever happens meanwhile, and drafts are accepted."""
 
-import itertools
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,21 +16,14 @@ from support.properties import examples
 from support.scripted import EngineDriver, ok, prompt_of, tokens_of
 
 from caesura.io_struct import CaesuraError, GenerateReqInput, GenerateReqOutput, SamplingParams
-from caesura.scheduler.execution.forward import ForwardBatch
-from caesura.scheduler.execution.sampler import SamplerOutput
 from caesura.scheduler.kernels import TORCH, best
 from caesura.scheduler.runtime.engine_config import EngineConfig
 from caesura.scheduler.scheduling import speculation
-from caesura.scheduler.scheduling.request import RequestTable
-from caesura.scheduler.scheduling.speculation import PROMPT_TOKENS, DraftRows, Speculation, StepTimes, Texts
+from caesura.scheduler.scheduling.speculation import PROMPT_TOKENS, Speculation, Texts
 
 needs_kernels = pytest.mark.skipif(
     best("linear", "cpu", torch.float32) == TORCH, reason="no compiled kernels on this machine"
 )
-
-
-best_count, at_first, most_allowed = Speculation._best_count, speculation._AT_FIRST, speculation._MOST_ALLOWED
-observe = StepTimes.observe
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -185,77 +177,10 @@ def test_texts_of_prompts_not_used_lately_are_forgotten() -> None:
     assert texts.num_tokens == 20 + 2 * PROMPT_TOKENS
 
 
-def test_texts_hold_no_more_than_they_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "_TEXT_TOKENS", 16)
+def test_texts_hold_no_more_than_they_count() -> None:
     texts = Texts()
-    texts.add(1, np.arange(1000, dtype=np.int32))
-    assert (len(texts.of(1)), texts.of(1).base) == (16, None)
-
-
-def test_drafts_pay_where_larger_steps_take_little_longer() -> None:
-    speculation, sure = Speculation(RequestTable(64, 16, 16, 97)), np.full(15, 0.9)
-    for rows in (1, 4, 16):
-        for _ in range(3):
-            speculation.times.observe(rows, 1.0 + 0.01 * rows)
-    assert best_count(speculation, 1, np.cumprod(sure)) == 15
-    assert best_count(speculation, 1, np.cumprod(sure - 0.88)) == 0
-    for rows in (17, 33):
-        for _ in range(3):
-            speculation.times.observe(rows, 0.1 * rows)
-    assert best_count(speculation, 32, np.cumprod(sure)) == 0
-
-
-def test_drafts_that_all_fail_add_few_rows(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step takes as long as any other, so drafts seem to pay, and no draft is ever sampled."""
-    monkeypatch.setattr(Speculation, "_best_count", best_count)
-    monkeypatch.setattr(speculation, "_AT_FIRST", at_first)
-    monkeypatch.setattr(speculation, "_MOST_ALLOWED", most_allowed)
-    monkeypatch.setattr(StepTimes, "observe", lambda self, rows, seconds: observe(self, rows, 1.0))
-    random = np.random.default_rng(0)
-
-    def sample(batch: ForwardBatch, _: np.ndarray) -> SamplerOutput:
-        tokens = random.integers(3, 5, len(batch.sample_slots))
-        slots, inputs = batch.sample_slots.numpy(), batch.input_ids.numpy()[batch.sample_tokens.numpy()]
-        followed = np.flatnonzero(slots[1:] == slots[:-1])
-        tokens[followed] = 7 - inputs[followed + 1]
-        return SamplerOutput(
-            token_ids=torch.from_numpy(tokens),
-            logprobs=torch.zeros(len(tokens)),
-            raw_logprobs=None,
-            sampled_logprobs=None,
-        )
-
-    rows, totals = [], []
-    for way in ("none", "suffix"):
-        options = {"max_running_requests": 64, "kv_pool_tokens": 32 * 256, "pipeline_depth": 0}
-        with EngineDriver(str(tiny_model), speculation=way, **options) as driver:
-            assert driver.runner is not None
-            driver.runner.sample = sample
-            for text in range(32):
-                driver.generate([3 + (text >> place & 1) for place in range(8)], 200)
-            driver.run_until_idle()
-            rows.append(sum(sum(lengths) for _, lengths in driver.runner.launches))
-            totals.append(driver.status().totals)
-    assert (totals[1].accepted_tokens, rows[0] + totals[1].drafted_tokens) == (0, rows[1])
-    assert rows[0] + 60 < rows[1] < 1.02 * rows[0]
-
-
-def test_looking_for_drafts_counts_as_time_of_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "monotonic", itertools.count().__next__)
-    found, slots = Speculation(RequestTable(4, 16, 16, 97)), np.zeros(2, np.int64)
-    rows = DraftRows(depth=np.arange(2), match=np.arange(2), inputs=np.zeros(2, np.int64))
-    for _ in range(3):
-        found.propose(slots[:1], 0)
-        found.observe(slots[:1], None, 0.5)
-        found.observe(slots, rows, 0.5)
-    assert found.times.of(np.asarray([1, 2])).tolist() == [0.5, 1.5]
-
-
-def test_a_step_that_was_disturbed_is_not_believed() -> None:
-    times = StepTimes()
-    for seconds in (9.0, 1.0, 9.0, 9.0):
-        times.observe(4, seconds)
-    assert times.of(np.asarray([4]))[0] < 2.0
+    texts.add(1, np.arange(speculation._TEXT_TOKENS + 1000, dtype=np.int32))
+    assert (len(texts.of(1)), texts.of(1).base) == (speculation._TEXT_TOKENS, None)
 
 
 def test_no_sequence_of_commands_breaks_drafts(tiny_model: Path, other_model: Path) -> None:

@@ -86,7 +86,9 @@ def check_nothing_is_left(driver: EngineDriver) -> None:
 
 def another(error: BaseException) -> BaseException:
     """Return an error like it: what is raised again and again gathers the frames of each time."""
-    return type(error)(*error.args)
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    return copy
 
 
 class Fault:

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from support import time_limit
 
 TESTS = Path(__file__).parents[1]
 LIMIT_S = 1.0
@@ -62,19 +61,3 @@ def test_hangs(hangs):
     assert child.returncode == 1
     assert "1 failed, 1 error" in output
     assert output.count("Failed: Timeout") >= 2
-
-
-def test_the_limit_grows_with_the_slowness_of_the_machine(request, monkeypatch):
-    monkeypatch.setattr(time_limit.slowness, "measure", lambda: 4.0)
-    handler, timer = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
-    try:
-        settings = time_limit.pytest_timeout.Settings(36_000.0, "signal", False, False)
-        time_limit.pytest_timeout_set_timer(request.node, settings)
-        alarm = signal.getsignal(signal.SIGALRM)
-        for _ in range(4 * time_limit.ALARMS - 1):
-            alarm(signal.SIGALRM, None)
-        with pytest.raises(pytest.fail.Exception, match="Timeout"):
-            alarm(signal.SIGALRM, None)
-    finally:
-        signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, *timer)

@@ -69,7 +69,15 @@ class Promise:
 
 
 class TinkerClients:
-    def __init__(self, client: AsyncSchedulerClient) -> None:
+    def __init__(
+        self,
+        client: AsyncSchedulerClient,
+        *,
+        session_s: float = SESSION_S,
+        max_promises: int = MAX_PROMISES,
+        max_retrieved: int = MAX_RETRIEVED,
+    ) -> None:
+        self._session_s, self._max_promises, self._max_retrieved = session_s, max_promises, max_retrieved
         self.sessions: dict[str, Session] = {}
         self.samplers: dict[str, Sampler] = {}
         self.promises: dict[str, Promise] = {}
@@ -81,7 +89,7 @@ class TinkerClients:
     def begin(self, name: str) -> Session:
         """Return the session ``name``, alive from now on."""
         session = self.sessions.get(name)
-        ends = asyncio.get_running_loop().call_later(SESSION_S, self.end, name)
+        ends = asyncio.get_running_loop().call_later(self._session_s, self.end, name)
         if session is None:
             session = self.sessions[name] = Session(name, ends)
         else:
@@ -114,7 +122,7 @@ class TinkerClients:
         samples: int = 0,
     ) -> Promise:
         """Start ``work``; raise QueueFull if too many results have not been retrieved."""
-        if len(self.promises) >= MAX_PROMISES:
+        if len(self.promises) >= self._max_promises:
             work.close()
             raise QueueFull(f"{len(self.promises)} results have not been retrieved; retrieve them first")
         task = asyncio.ensure_future(work)
@@ -136,7 +144,7 @@ class TinkerClients:
         """Note that the result was sent; it, or an older one, will be forgotten."""
         if promise.id in self.promises:
             self._retrieved[promise.id] = None
-            if len(self._retrieved) > MAX_RETRIEVED:
+            if len(self._retrieved) > self._max_retrieved:
                 self.drop(next(iter(self._retrieved)))
 
     async def admitted(self, promise: Promise, sampler: Sampler) -> None:

@@ -128,7 +128,7 @@ def test_a_program_ends_as_it_would_have_ended(start, end):
     assert ends[0] == ends[1]
 
 
-def test_library_settings_are_the_processs_own(start, monkeypatch):
+def test_library_settings_are_the_processs_own(start):
     assert forked(start)
     assert not forked(start, env={**os.environ, "OMP_NUM_THREADS": "3"})
     assert not forked(start, executed=True)
@@ -138,8 +138,6 @@ def test_library_settings_are_the_processs_own(start, monkeypatch):
     finally:
         signal.signal(signal.SIGUSR1, handler)
     assert forked(start)
-    monkeypatch.delenv(engine_template.VARIABLE)
-    assert not forked(start)
 
 
 @pytest.mark.parametrize("number", quick([signal.SIGKILL, signal.SIGTERM]))

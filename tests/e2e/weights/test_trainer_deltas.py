@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+from support.faults import Fault
 from support.lanes import quick
 from support.plain_trainer import Weights, weights_of
 from support.waiting import PATIENCE_S
@@ -174,23 +175,18 @@ def test_several_engines_take_a_delta_or_none(clients, old, tmp_path, transport)
     assert [total(client) for client in clients] == [expected, expected]
 
 
-def test_engines_that_committed_return_if_another_cannot(clients, old, monkeypatch):
+def test_engines_that_committed_return_if_another_cannot(clients, old):
     delta, before = WeightDelta.between(old, edited(old)), total(clients[0])
-
-    def fail(*_: object, **options: object) -> None:
-        if options.get("commit", True):
-            raise NoRollback("injected")
-        end(**options)
-
-    end = clients[1].end_weight_update
-    with monkeypatch.context() as patched:
-        patched.setattr(clients[1], "end_weight_update", fail)
-        with pytest.raises(NoRollback, match="injected"):
-            update_sparse(clients, delta)
-        assert total(clients[0]) == before
-        patched.setattr(clients[0], "rollback", fail)
-        with pytest.raises(PartialUpdate) as caught:
-            update_sparse(clients[::-1], delta)
+    failure = NoRollback("injected")
+    with Fault(clients[1], "end_weight_update", failure), pytest.raises(NoRollback, match="injected"):
+        update_sparse(clients, delta)
+    assert total(clients[0]) == before
+    with (
+        Fault(clients[1], "end_weight_update", failure),
+        Fault(clients[0], "rollback", failure),
+        pytest.raises(PartialUpdate) as caught,
+    ):
+        update_sparse(clients[::-1], delta)
     assert list(caught.value.errors) == [0] and list(caught.value.replies) == [1]
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from support.buckets_by_hand import Sender
+from support.faults import Fault
 from support.plain_trainer import weights_of
 from support.scripted import EngineDriver, assert_error
 from support.waiting import eventually
@@ -141,12 +142,9 @@ def test_shared_memory_that_could_fault_is_refused(engine, tiny_model):
     assert engine.status().weights == "valid"
 
 
-def test_shared_memory_is_reserved_when_it_is_made(monkeypatch):
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(CaesuraError) as caught:
+def test_shared_memory_is_reserved_when_it_is_made():
+    full = Fault(os, "posix_fallocate", OSError(28, "No space left on device"))
+    with full, pytest.raises(CaesuraError) as caught:
         SharedBucket(1 << 20)
     assert caught.value.code == "out_of_memory"
 

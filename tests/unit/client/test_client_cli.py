@@ -5,13 +5,15 @@ import json
 import re
 import socket
 import sys
+from functools import partial
 from typing import get_args
 
 import msgspec
 import pytest
+from support import engine_template
+from support.command_line import run_command
 from support.fake_scheduler import FakeScheduler, answer, status_reply
 
-from caesura.client import cli
 from caesura.io_struct import (
     PAUSE_MODES,
     AbortReq,
@@ -34,16 +36,10 @@ from caesura.io_struct import (
 
 
 @pytest.fixture
-def serve(tmp_path_factory, monkeypatch):
+def serve(endpoint):
     """Starts an engine at the address of the environment; ``handler`` answers."""
     with contextlib.ExitStack() as engines:
-
-        def start(handler=answer):
-            endpoint = f"ipc://{tmp_path_factory.mktemp('s')}/s"
-            monkeypatch.setenv("CAESURA_ENDPOINT", endpoint)
-            return engines.enter_context(FakeScheduler(endpoint, handler))
-
-        yield start
+        yield lambda handler=answer: engines.enter_context(FakeScheduler(endpoint, handler))
 
 
 @pytest.fixture
@@ -52,15 +48,8 @@ def fake(serve):
 
 
 @pytest.fixture
-def caesura(monkeypatch, capsys):
-    def run(*arguments, columns=160):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        with pytest.raises(SystemExit) as exit:
-            cli.main(arguments)
-        captured = capsys.readouterr()
-        return exit.value.code, captured.out, captured.err
-
-    return run
+def caesura(endpoint):
+    return partial(run_command, CAESURA_ENDPOINT=endpoint)
 
 
 def replying(**fields):
@@ -170,7 +159,7 @@ def test_a_long_path_is_shown_whole(serve, caesura):
         return answer(request)
 
     serve(far)
-    code, out, _ = caesura("profile", columns=60)
+    code, out, _ = caesura("profile", COLUMNS="60")
     assert code == 0
     assert path in "".join(line.removeprefix("path").strip() for line in out.splitlines())
 
@@ -202,8 +191,8 @@ def test_foreign_strings_are_text_and_errors_one_line(serve, caesura):
         return replying(pause_owner=HOSTILE, weight_version=HOSTILE, model_path=HOSTILE)(request)
 
     serve(hostile)
-    code, out, err = caesura("status", columns=200)
-    refused = caesura("flush", columns=200)
+    code, out, err = caesura("status", COLUMNS="200")
+    refused = caesura("flush", COLUMNS="200")
     assert (code, err, out.count(SHOWN)) == (0, "", 3)
     assert all(char.isprintable() or char == "\n" for char in out)
     assert refused == (1, "", f"error: held by {SHOWN} [not_idle]\n")
@@ -224,9 +213,8 @@ def test_foreign_strings_are_text_and_errors_one_line(serve, caesura):
         (["dance"], "dance"),
     ],
 )
-def test_a_wrong_command_line_is_status_two(caesura, monkeypatch, arguments, said):
-    monkeypatch.delenv("CAESURA_ENDPOINT", raising=False)
-    code, out, err = caesura(*arguments)
+def test_a_wrong_command_line_is_status_two(arguments, said):
+    code, out, err = run_command(*arguments, CAESURA_ENDPOINT=None)
     assert (code, out) == (2, "")
     assert "Usage:" in err
     assert said in err
@@ -261,9 +249,9 @@ def test_a_taken_port_error_names_the_option(caesura):
     )
 
 
-def test_scheduler_becomes_the_engine_with_every_argument(caesura, monkeypatch):
-    replaced = []
-    monkeypatch.setattr("os.execv", lambda path, command: replaced.append((path, command)))
-    caesura("scheduler", "--model", "/m", "--dtype=float32", "--no-prefix-cache", "--help")
+def test_scheduler_becomes_the_engine_with_every_argument():
+    code = "import os, sys; from caesura.client import cli; os.execv = print; cli.main(sys.argv[1:])"
     options = ["--model", "/m", "--dtype=float32", "--no-prefix-cache", "--help"]
-    assert replaced == [(sys.executable, [sys.executable, "-P", "-m", "caesura.scheduler", *options])]
+    done = engine_template.run(code, "scheduler", *options)
+    command = [sys.executable, "-P", "-m", "caesura.scheduler", *options]
+    assert done.stdout == f"{sys.executable} {command}\n", done.stderr

@@ -310,11 +310,11 @@ def test_a_fresh_directory_that_is_lost_is_made_again(parent, monkeypatch):
             os.rmdir(made[2])
         flock(descriptor, how)
 
-    monkeypatch.setattr(private_directory, "_make_fresh", make_fresh)
-    monkeypatch.setattr(fcntl, "flock", lock)
-    directory = private_directory.make()
+    with monkeypatch.context() as patch:
+        patch.setattr(private_directory, "_make_fresh", make_fresh)
+        patch.setattr(fcntl, "flock", lock)
+        directory = private_directory.make()
     assert str(directory) == made[3]
-    monkeypatch.undo()
     private_directory.remove_stale(str(parent))
     assert directory.exists(), "it is locked"
     private_directory.remove(directory)

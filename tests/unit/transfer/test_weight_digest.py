@@ -1,25 +1,12 @@
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.properties import examples
 
-from caesura.transfer import weight_digest, words
+from caesura.transfer import weight_digest
 from caesura.transfer.weight_digest import TensorDigest, digest_of, tensor_digest, weights_digest
-
-
-@pytest.fixture(params=["compiled", "torch"], autouse=True, scope="module")
-def implementation(request):
-    """Let the compiled functions compute, or the torch code that is there without them."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "torch":
-            patch.setattr(words, "library", lambda: None)
-        elif words.library() is None:
-            pytest.skip("the extension was not built")
-        yield
-
 
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -130,9 +117,11 @@ def test_scalars_and_empty_tensors_have_digests():
     assert tensor_digest(torch.empty(0, 4)).settle() == (0, 0, 0, 0)
 
 
-def test_threads_that_share_a_tensor_find_the_same(monkeypatch):
-    tensor = random_tensor("BF16", 20_000, 1)
+def test_threads_that_share_a_tensor_find_the_same():
+    tensor = random_tensor("BF16", 3 * weight_digest._SHARED + 5, 1)
     alone = tensor_digest(tensor)
-    monkeypatch.setattr(weight_digest, "_SHARED", 1000)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert tensor_digest(tensor) == alone
+    torch.set_num_threads(3)
+    try:
+        assert tensor_digest(tensor) == alone
+    finally:
+        torch.set_num_threads(1)

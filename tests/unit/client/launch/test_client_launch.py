@@ -37,7 +37,6 @@ from caesura.client import (
 )
 from caesura.client.launch import restart_policy
 from caesura.client.launch.launcher import Child, LaunchedScheduler, command_line, how_it_ended
-from caesura.client.launch.notify import notify, watchdog_interval_s
 from caesura.client.launch.restart_policy import RestartPolicy, answers_until_it_ends
 from caesura.client.launch.supervise import GAVE_UP_STATUS, status_of
 from caesura.client.launch.supervisor import Down, Ended, Serving, Supervisor
@@ -498,38 +497,30 @@ def test_exceptions_say_whether_a_retry_may_help():
     assert not any(kind("x").retryable for kind in (EngineError, InvalidRequest, WeightMismatch))
 
 
-@pytest.mark.parametrize("abstract", [False, True])
-def test_the_service_manager_is_told(tmp_path, monkeypatch, abstract):
-    name = f"\0caesura-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
+def in_environment(expression: str, **environment: str) -> str:
+    """Return what an expression about ``notify`` is in a process with this environment."""
+    code = f"from caesura.client.launch.notify import notify, watchdog_interval_s\nprint({expression})"
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(("NOTIFY_", "WATCHDOG_"))
+    }
+    done = engine_template.run(code, env=inherited | environment)
+    return done.stdout.strip()
+
+
+def test_a_service_manager_may_have_an_abstract_address():
+    name = f"\0caesura-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(name)
         manager.settimeout(PATIENCE)
-        monkeypatch.setenv("NOTIFY_SOCKET", name.replace("\0", "@"))
-        assert notify("READY=1", "STATUS=fine")
+        notified = {"NOTIFY_SOCKET": name.replace("\0", "@")}
+        assert in_environment('notify("READY=1", "STATUS=fine")', **notified) == "True"
         assert manager.recv(1024) == b"READY=1\nSTATUS=fine"
-    assert not notify("READY=1")  # nobody is there any more
+    for environment in (notified, {}, {"NOTIFY_SOCKET": "relative"}):
+        assert in_environment('notify("READY=1")', **environment) == "False", environment
 
 
-def test_without_a_service_manager_nothing_is_told(monkeypatch):
-    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    assert not notify("READY=1")
-    monkeypatch.setenv("NOTIFY_SOCKET", "relative")
-    assert not notify("READY=1")
-
-
-@pytest.mark.parametrize(
-    ("microseconds", "pid", "interval"),
-    [
-        ("30000000", None, 10.0),
-        ("30000000", "1", None),
-        ("0", None, None),
-        ("soon", None, None),
-        (None, None, None),
-    ],
-)
-def test_the_watchdog_interval_is_a_third_of_the_limit(monkeypatch, microseconds, pid, interval):
-    for name, value in (("WATCHDOG_USEC", microseconds), ("WATCHDOG_PID", pid)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    assert watchdog_interval_s() == interval
+def test_the_watchdog_interval_is_a_third_of_the_limit():
+    for limit, interval in (("30000000", "10.0"), ("0", "None"), ("soon", "None")):
+        assert in_environment("watchdog_interval_s()", WATCHDOG_USEC=limit) == interval
+    assert in_environment("watchdog_interval_s()", WATCHDOG_USEC="30000000", WATCHDOG_PID="1") == "None"
+    assert in_environment("watchdog_interval_s()") == "None"

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from support.fake_scheduler import answer, delta, finished, results, rid_of
+from support.faults import Fault
 
 from caesura.client.serve.sglang.generate import EventWriter
 from caesura.io_struct import GenerateReqInput, GetStatusReqInput, Message, Request
@@ -101,15 +102,10 @@ def test_a_slow_reader_gets_every_token_in_few_events(serve):
     assert len(found) < 150
 
 
-def test_an_event_that_fails_ends_its_stream_only(serve, monkeypatch):
-    take = EventWriter._take
+def test_an_event_that_fails_ends_its_stream_only(serve):
+    def third_of_bad(writer: EventWriter, _: Any) -> bool:
+        return writer.count == 2 and writer.request.rid == "bad"
 
-    def taken(writer: EventWriter, chunk: Any) -> None:
-        if writer.count == 2 and writer.request.rid == "bad":
-            raise ZeroDivisionError
-        take(writer, chunk)
-
-    monkeypatch.setattr(EventWriter, "_take", taken)
     script = Script(2, lambda rids: steps(rids, 5))
     _, server = serve(script)
 
@@ -123,7 +119,8 @@ def test_an_event_that_fails_ends_its_stream_only(serve, monkeypatch):
             lines.extend(response.iter_lines())
         return lines
 
-    with ThreadPoolExecutor() as pool, httpx.Client(base_url=server.url) as client:
+    fault = Fault(EventWriter, "_take", ZeroDivisionError(), only=third_of_bad)
+    with fault, ThreadPoolExecutor() as pool, httpx.Client(base_url=server.url) as client:
         bad, good = (pool.submit(read, rid) for rid in ("bad", "good"))
         while script.left != []:
             client.get("/health")

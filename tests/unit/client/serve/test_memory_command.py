@@ -7,15 +7,17 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from html.parser import HTMLParser
 
 import msgspec
 import pytest
 from rich.console import Console
+from support.command_line import run_command
 from support.fake_scheduler import FakeScheduler, VanishError, answer, memory_event
 from support.memory_records import cycles, record_of
 
-from caesura.client import SchedulerClient, cli
+from caesura.client import SchedulerClient
 from caesura.client.memory_view import live
 from caesura.client.memory_view.record import MINUS, fetch, size, span
 from caesura.client.serve.pages.document import PageData, write_page
@@ -176,14 +178,8 @@ def test_the_curve(looks, expected):
 
 
 @pytest.fixture
-def caesura(endpoint, capsys):
-    def run(*arguments):
-        with pytest.raises(SystemExit) as exit:
-            cli.main(("memory", "--endpoint", endpoint, *arguments))
-        captured = capsys.readouterr()
-        return exit.value.code, captured.out, captured.err
-
-    return run
+def caesura(endpoint):
+    return partial(run_command, "memory", "--endpoint", endpoint)
 
 
 def test_the_verb_prints_events_json_or_the_page(endpoint, caesura, tmp_path):

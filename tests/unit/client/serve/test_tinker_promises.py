@@ -11,7 +11,7 @@ from litestar import Response
 from support.fake_scheduler import answer
 
 from caesura.client.exceptions import QueueFull
-from caesura.client.serve.tinker import asample, promises
+from caesura.client.serve.tinker import asample
 from caesura.client.serve.tinker.promises import Promise, Sampler, TinkerClients
 from caesura.io_struct import GenerateReqInput, GetStatusReqInput, Message, Request
 
@@ -29,10 +29,10 @@ class Questions:
         await self.answers.get()
 
 
-def run(test: Callable[[TinkerClients, Any], Coroutine[Any, Any, None]]) -> None:
+def run(test: Callable[[TinkerClients, Any], Coroutine[Any, Any, None]], **limits: Any) -> None:
     async def main() -> None:
         client: Any = Questions()
-        await test(TinkerClients(client), client)
+        await test(TinkerClients(client, **limits), client)
 
     asyncio.run(main())
 
@@ -44,9 +44,7 @@ def promised(clients: TinkerClients, name: str, work: Coroutine[Any, Any, Any] |
     return clients.promise(name, clients.begin("session"), work or asyncio.Event().wait(), answer)
 
 
-def test_a_session_without_heartbeats_ends(monkeypatch):
-    monkeypatch.setattr(promises, "SESSION_S", 0.0)
-
+def test_a_session_without_heartbeats_ends():
     async def test(clients: TinkerClients, _: object) -> None:
         promise = promised(clients, "a")
         await asyncio.wait({promise.task})
@@ -54,7 +52,7 @@ def test_a_session_without_heartbeats_ends(monkeypatch):
         assert not clients.sessions
         assert not clients.promises
 
-    run(test)
+    run(test, session_s=0.0)
 
 
 def test_a_heartbeat_is_the_start_of_another_term():
@@ -69,9 +67,7 @@ def test_a_heartbeat_is_the_start_of_another_term():
     run(test)
 
 
-def test_results_that_nobody_retrieves_are_bounded(monkeypatch):
-    monkeypatch.setattr(promises, "MAX_PROMISES", 2)
-
+def test_results_that_nobody_retrieves_are_bounded():
     async def test(clients: TinkerClients, _: object) -> None:
         for name in ("a", "b"):
             promised(clients, name)
@@ -80,12 +76,10 @@ def test_results_that_nobody_retrieves_are_bounded(monkeypatch):
         clients.drop("a")
         promised(clients, "c")
 
-    run(test)
+    run(test, max_promises=2)
 
 
-def test_the_last_retrieved_results_stay(monkeypatch):
-    monkeypatch.setattr(promises, "MAX_RETRIEVED", 2)
-
+def test_the_last_retrieved_results_stay():
     async def test(clients: TinkerClients, _: object) -> None:
         for name in ("unread", "a", "b", "c"):
             promise = promised(clients, name, asyncio.sleep(0, name))
@@ -94,7 +88,7 @@ def test_the_last_retrieved_results_stay(monkeypatch):
                 clients.retrieved(promise)
         assert list(clients.promises) == ["unread", "b", "c"]
 
-    run(test)
+    run(test, max_retrieved=2)
 
 
 def test_a_request_waits_for_a_question_after_it():

@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file
 from support.checkpoints import FAMILIES, HYBRIDS, make_checkpoint
 from support.fake_scheduler import finished, floats
+from support.faults import Fault
 from support.lanes import every, quick
 from support.multimodal_checkpoints import WHOLE, as_before_version_5, make_multimodal_checkpoint
 
@@ -51,10 +52,10 @@ def memories() -> int:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.complex64])
-def test_an_unsendable_dtype_makes_no_memory(monkeypatch, dtype):
-    monkeypatch.setattr(os, "memfd_create", None)
+def test_an_unsendable_dtype_makes_no_memory(dtype):
     bad = torch.ones(4, dtype=torch.float32 if dtype else torch.complex64)
-    with pytest.raises(CaesuraError, match="'bad'") as caught:
+    made = Fault(os, "memfd_create", AssertionError("memory was made"))
+    with made, pytest.raises(CaesuraError, match="'bad'") as caught:
         SharedTensors([("bad", bad)], dtype=dtype)
     assert caught.value.code == "invalid_request"
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import zstandard
 from safetensors.torch import load_file, save_file
+from support.faults import Fault, full_disk
 from support.published_weights import publish_skyrl, publish_slime
 
 from caesura.client import CheckpointError, InvalidRequest, Unsupported
@@ -189,7 +190,7 @@ def test_a_delta_of_another_base_changes_nothing(places):
     assert same(local, weights[0])
 
 
-def test_a_pull_that_died_while_writing_is_completed(places, monkeypatch):
+def test_a_pull_that_died_while_writing_is_completed(places):
     base, source, local = places
     weights = versions(5)
     for number in (1, 2, 3, 4):
@@ -197,16 +198,8 @@ def test_a_pull_that_died_while_writing_is_completed(places, monkeypatch):
     read = partial(slime_version, source)
     pull(local, base, 2, read)
 
-    def die(local, delta):
-        half = WeightDelta({name: delta[name] for name in list(delta)[:1]})
-        write(local, half)
-        raise MemoryError
-
-    write = published._write
-    with monkeypatch.context() as patched:
-        patched.setattr(published, "_write", die)
-        with pytest.raises(MemoryError):
-            pull(local, base, 3, read)
+    with Fault(published.words, "scatter", MemoryError(), calls={1}), pytest.raises(MemoryError):
+        pull(local, base, 3, read)  # the first tensor has been written
     assert not same(local, weights[2])
     assert pull(local, base, 3, read) and same(local, weights[3])
     assert pull(local, base, 4, read) and same(local, weights[4])
@@ -280,41 +273,26 @@ def test_a_checkpoint_that_is_not_whole_is_not_copied(places):
     assert same(local, versions(1)[0])
 
 
-def test_a_copy_that_finds_no_room_keeps_what_it_has(places, monkeypatch):
+def test_a_copy_that_finds_no_room_keeps_what_it_has(places):
     base, source, local = places
     read = partial(slime_version, source)
     pull(local, base, 0, read)
     save(source / "weight_v000002", versions(3)[2])
-
-    def fill(old, new):
-        new.write_bytes(old.read_bytes()[:50])
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(shutil, "copyfile", fill)
-        with pytest.raises(CheckpointError, match="No space left"):
-            pull(local, base, 2, read)
+    with full_disk(50), pytest.raises(CheckpointError, match="File too large"):
+        pull(local, base, 2, read)
     assert same(local, versions(1)[0])
     assert pull(local, base, 0, read) is None and pull(local, base, 2, read) is None
     assert same(local, versions(3)[2])
 
 
-def test_a_copy_interrupted_between_files_begins_again(places, monkeypatch):
+def test_a_copy_interrupted_between_files_begins_again(places):
     base, source, local = places
     read = partial(slime_version, source)
     pull(local, base, 0, read)
     save(source / "weight_v000002", versions(3)[2])
-
-    def fail(path):
-        if path == local:
-            raise MemoryError
-        sync(path)
-
-    sync = published._sync
-    with monkeypatch.context() as patched:
-        patched.setattr(published, "_sync", fail)
-        with pytest.raises(MemoryError):
-            pull(local, base, 2, read)
+    fault = Fault(published, "_sync", MemoryError(), only=lambda path: path == local)
+    with fault, pytest.raises(MemoryError):
+        pull(local, base, 2, read)
     pull(local, base, 0, read)
     assert same(local, versions(1)[0])
 

@@ -38,7 +38,6 @@ from caesura.scheduler.executor.rpc import (
 from caesura.scheduler.executor.worker_socket import WorkerSocket
 from caesura.scheduler.executor.workers import Workers, identity_of
 from caesura.scheduler.runtime.engine_config import EngineConfig
-from caesura.scheduler.scheduling.speculation import Speculation
 
 
 def assert_same(one: object, other: object, seen: set[str]) -> None:
@@ -90,7 +89,6 @@ OF_THE_DEVICE.add("SamplingBatch.want_last_kept")
 def test_every_step_comes_back_as_it_was(tmp_path, monkeypatch):
     """Steps of real engines, which between them fill every field, and memory that can be written."""
     compile_grammars_at_once(monkeypatch)
-    monkeypatch.setattr(Speculation, "_best_count", lambda self, rows, chances: len(chances))  # drafts always
     seen: set[str] = set()
     for family in ("gemma3", "qwen3.5"):
         make_checkpoint(tmp_path / family, family)
@@ -100,6 +98,7 @@ def test_every_step_comes_back_as_it_was(tmp_path, monkeypatch):
             options |= {"enable_lora": True, "speculation": "suffix"}
         with EngineDriver(str(tmp_path / family), scripted=False, **options) as driver:
             if family == "gemma3":
+                driver.engine.batcher.speculation._best_count = lambda rows, chances: len(chances)
                 path = make_adapter(tmp_path / family, tmp_path / "adapter", ["q_proj"])
                 driver.call(LoadAdapterReqInput(name="adapter", path=str(path)))
                 driver.generate(prompt_of(9), 4, adapter="adapter")

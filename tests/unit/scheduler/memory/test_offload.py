@@ -190,9 +190,9 @@ def test_a_large_component_is_memory_intensive(share, emptied):
 
 @pytest.mark.parametrize("platform,mapped", [("linux", True), ("darwin", False), ("win32", False)])
 def test_only_linux_maps_in_place_of_the_allocator(monkeypatch, platform, mapped):
-    monkeypatch.setattr(residency_module.sys, "platform", platform)
-    manager = ComponentResidencyManager(CPU)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(residency_module.sys, "platform", platform)
+        manager = ComponentResidencyManager(CPU)
     assert manager.in_allocator is not mapped
     assert accelerator().in_allocator
     assert not ComponentResidencyManager(CPU, make_component=MappedComponent).in_allocator

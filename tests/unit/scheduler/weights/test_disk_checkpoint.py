@@ -1,5 +1,6 @@
 """safetensors folders: what is read, in which pieces, and every way in which a file can be wrong."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -348,11 +349,11 @@ NOT_FILES: list[Callable[[Path], None]] = [
 
 @pytest.mark.parametrize("kind", NOT_FILES, ids=["fifo", "folder", "socket", "device", "terminal"])
 @pytest.mark.parametrize("name", [INDEX, "config.json", "generation_config.json", "shard"])
-def test_special_files_are_refused_without_waiting(sharded, name, kind, monkeypatch):
+def test_special_files_are_refused_without_waiting(sharded, name, kind):
     path = min(sharded.glob("*.safetensors")) if name == "shard" else sharded / name
     path.unlink(missing_ok=True)
-    monkeypatch.chdir(sharded)  # a socket's path is short
-    kind(Path(path.name))
+    with contextlib.chdir(sharded):  # a socket's path is short
+        kind(Path(path.name))
     said = refused(sharded)
     assert "not a regular file" in said or "cannot be opened" in said
 
