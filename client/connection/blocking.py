@@ -30,7 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _HeldClient(AsyncSchedulerClient):
+class HeldClient(AsyncSchedulerClient):
     """An asyncio client whose coroutines hold their thread while they wait."""
 
     _wait_for = staticmethod(channel.at_once(channel.wait_for))
@@ -60,7 +60,7 @@ class ControlClient:
     def __init__(
         self, endpoint: str, *, owner: str | None = None, **connection: Unpack[ConnectionOptions]
     ) -> None:
-        self._held = _HeldClient(endpoint, owner=owner, **connection)
+        self._held = HeldClient(endpoint, owner=owner, **connection)
         self.endpoint = endpoint
         """The engine's address: an ipc:// path or a tcp:// host and port."""
 

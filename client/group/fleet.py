@@ -58,6 +58,7 @@ from .session import (
     ask_all,
     everywhere,
     is_staged,
+    manifest_of,
     transport_of,
 )
 
@@ -237,9 +238,9 @@ class Fleet:
         """Close the connections; engines go on. Idempotent."""
         await self.end_work()
         await self.client.close()
+        await asyncio.to_thread(self._sender.close)
         for member in self.members:
             await member.client.close()
-        await asyncio.to_thread(self._sender.close)
         await asyncio.to_thread(self.leases.close)
 
     async def __aenter__(self) -> Self:
@@ -367,7 +368,10 @@ class Fleet:
                 paused = None if staged else await self.pause_members(mode, present, limit)
                 there = paused or await everywhere(present, self.ask, limit)
                 deadline = time.monotonic() + deadline_s
-                await session.begin(there, timeout=deadline_s, deadline_s=deadline_s + SPARE_S)
+                specs = manifest_of(given) if transport == "chain" else None
+                await session.begin(
+                    there, timeout=deadline_s, deadline_s=deadline_s + SPARE_S, manifest=specs
+                )
                 left = max(0.0, deadline - time.monotonic())
                 session.settle(await self._sender.send(transport, given, session, left, flush_cache=flush))
                 if staged:  # generation has gone on until here

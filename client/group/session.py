@@ -6,18 +6,19 @@ Invariants:
 - A refusal or failure of a serving member fails the session for all. A member that has ended, is late, or was
   not serving and fails, is out: the rest go on without it.
 - The session has one name on all members: the message id of its ``begin`` (docs/reference/lifecycle.md).
-- Over ``distributed`` one error is everybody's: a broadcast that one rank does not take reaches nobody.
+- Over ``distributed`` one error is everybody's: a broadcast that one rank does not take reaches nobody. A
+  ``chain`` that breaks leaves out those behind the break, if a serving member before it has everything.
 """
 
 import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import methodcaller
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from ...io_struct import (
     BeginWeightUpdateReqInput,
@@ -36,8 +37,10 @@ from ...io_struct import (
     new_id,
 )
 from ...transfer.weight_delta import is_delta
-from ..connection.blocking import ControlClient
-from ..connection.client_options import folder_of
+from ..connection.async_channel import Channel
+from ..connection.blocking import ControlClient, HeldClient
+from ..connection.channel import Result as ThreadResult
+from ..connection.client_options import ConnectionOptions, folder_of
 from ..exceptions import (
     EngineDied,
     EngineError,
@@ -51,11 +54,13 @@ from ..exceptions import (
 from .members import Member
 
 if TYPE_CHECKING:
-    from ..trainer import NamedTensors, WeightUpdateGroup
+    from ..trainer import NamedTensors, WeightUpdateChain, WeightUpdateGroup
+
+MadeT = TypeVar("MadeT", "WeightUpdateGroup", "WeightUpdateChain")
 
 OUT = (EngineDied, EngineRestarting, ShuttingDown, TimedOut)
 """Errors of a member that takes no further part, as opposed to those of a wrong update."""
-Transport = Literal["disk", "tensor", "ipc", "distributed"]
+Transport = Literal["disk", "tensor", "ipc", "distributed", "chain"]
 LOOPBACK = "127.0.0.1"
 Verify = Literal["counts", "checksums"]
 """``counts`` compares the number of written tensors, ``checksums`` the bytes of every parameter."""
@@ -296,6 +301,10 @@ def transport_of(
         )
     if model_path is not None:
         return transport, folder_of(model_path)
+    if transport == "chain" and is_staged(named_tensors):
+        raise InvalidRequest(
+            "a chain passes on whole checkpoints: send a WeightDelta by another transport", field="transport"
+        )
     from ..trainer import SharedTensors
 
     rereadable = isinstance(named_tensors, SharedTensors | Mapping)
@@ -307,14 +316,73 @@ def is_staged(given: Any) -> bool:
     return is_delta(given) if isinstance(given, str) else hasattr(given, "base_digest")
 
 
+def manifest_of(named_tensors: Any) -> list[TensorSpec]:
+    """Return the specs of tensors: engines that are told them refuse before the first byte."""
+    from ..trainer.buckets import manifest
+
+    return manifest(named_tensors)
+
+
+class _LentChannel:
+    """The connection of a member, for threads beside its event loop."""
+
+    def __init__(self, member: Member, loop: asyncio.AbstractEventLoop) -> None:
+        self._client, self._loop = member.client, loop
+
+    @property
+    def incarnation(self) -> str | None:
+        return self._client.incarnation
+
+    def start_call(
+        self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
+    ) -> ThreadResult:
+        answer: ThreadResult = ThreadResult()
+
+        def start() -> None:
+            try:
+                asked = self._client.start(request, expects, buffers)
+            except EngineError as error:
+                answer.set_exception(error)
+            else:
+                asked.add_done_callback(tell)
+
+        def tell(asked: asyncio.Future[Any]) -> None:
+            if asked.cancelled() or (error := asked.exception()) is not None:
+                answer.set_exception(EngineDied("the call was cancelled") if asked.cancelled() else error)
+            else:
+                answer.set_result(asked.result())
+
+        self._loop.call_soon_threadsafe(start)
+        return answer
+
+    def close(self) -> None:
+        """Leave the connection to its owner."""
+
+
+class _LentClient(HeldClient):
+    def __init__(self, member: Member, loop: asyncio.AbstractEventLoop) -> None:
+        self._lent = _LentChannel(member, loop)
+        super().__init__(member.address.endpoint, owner=member.client.owner)
+
+    def _opened(self, connection: ConnectionOptions) -> Channel:
+        return cast("Channel", self._lent)  # its futures are those that a held client waits for
+
+
+class _MemberControl(ControlClient):
+    """Commands to a member by blocking code, which needs no connection and no thread of its own."""
+
+    def __init__(self, member: Member, loop: asyncio.AbstractEventLoop) -> None:
+        self._held = _LentClient(member, loop)
+        self.endpoint = member.address.endpoint
+
+
 class WeightSender:
-    """Sends weights. Keeps one process group, made anew if the members change or it fails."""
+    """Sends weights. Keeps one process group or chain, made anew if the members change or it fails."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
-        self._group: WeightUpdateGroup | None = None
-        self._incarnations: list[str | None] = []
-        self._opened = ExitStack()
+        self._made: WeightUpdateGroup | WeightUpdateChain | None = None
+        self._made_for: tuple[Transport, list[str | None]] | None = None
 
     async def send(
         self, transport: Transport, given: Any, session: Session, timeout: float, *, flush_cache: bool
@@ -325,46 +393,84 @@ class WeightSender:
         if transport == "disk":
             request = UpdateWeightFromDiskReqInput(model_path=given, **options)
             return await ask_all(members, request, WeightUpdateReqOutput, timeout)
-        if transport != "distributed":
+        if transport in ("tensor", "ipc"):
             call = methodcaller(f"update_weights_from_{transport}", given, **options)
             return await everywhere(members, lambda each: call(each.client), timeout)
-        incarnations = [member.client.incarnation for member in members]
-        if incarnations != self._incarnations:  # the group of a former process reaches nobody
+        # the group of a former process reaches nobody
+        made_for = transport, [member.client.incarnation for member in members]
+        if made_for != self._made_for:
             await asyncio.to_thread(self.close)
-            self._incarnations = incarnations
+            self._made_for = made_for
+        send = self._down_the_chain if transport == "chain" else self._broadcast
+        loop = asyncio.get_running_loop()
         try:
-            replies = await asyncio.to_thread(self._broadcast, members, timeout, given, options)
+            answers = await asyncio.to_thread(send, members, loop, timeout, given, options)
         except EngineError as error:
-            await asyncio.to_thread(self.close)
-            return Answers(
-                failed={member: GroupError(f"the broadcast failed: {error.message}") for member in members}
+            answers = Answers(
+                failed={
+                    member: GroupError(f"the {transport} update failed: {error.message}")
+                    for member in members
+                }
             )
-        return Answers(dict(zip(members, replies, strict=True)))
+        if answers.failed or answers.out:
+            await asyncio.to_thread(self.close)
+        return answers
 
     def close(self) -> None:
-        """Leave the process group and close its clients. Blocks. Idempotent."""
-        self._group = None
-        with suppress(EngineError):
-            self._opened.close()
+        """Leave the process group. Blocks, while the members' event loop runs. Idempotent."""
+        made, self._made, self._made_for = self._made, None, None
+        if made is not None:
+            with suppress(EngineError):
+                made.close()
 
-    def _broadcast(
-        self, members: Sequence[Member], timeout: float, tensors: Any, options: dict[str, Any]
-    ) -> list[Any]:
-        from ..trainer import WeightUpdateGroup
-
-        if self._group is None:
-            places, clients = [member.address for member in members], []
-            for place in places:
-                client = ControlClient(place.endpoint, owner=self._owner, **place.keys)
-                clients.append(self._opened.enter_context(client))
-            self._group = WeightUpdateGroup.create(
-                clients,
-                master_address=own_address([place.endpoint for place in places]),
-                group_name=f"fleet-{self._owner}"[:128],
+    def _create(
+        self,
+        kind: type[MadeT],
+        members: Sequence[Member],
+        loop: asyncio.AbstractEventLoop,
+        timeout: float,
+    ) -> MadeT:
+        if not isinstance(self._made, kind):
+            self._made = kind.create(
+                [_MemberControl(member, loop) for member in members],
+                master_address=own_address([member.address.endpoint for member in members]),
+                group_name=f"fleet-{self._owner}"[:120],
                 timeout_s=min(60.0, max(1.0, timeout)),
             )
-            self._opened.callback(self._group.close)
-        return list(self._group.update(tensors, timeout=timeout, **options))
+        return self._made
+
+    def _broadcast(
+        self,
+        members: Sequence[Member],
+        loop: asyncio.AbstractEventLoop,
+        timeout: float,
+        tensors: Any,
+        options: dict[str, Any],
+    ) -> Answers:
+        from ..trainer import WeightUpdateGroup
+
+        group = self._create(WeightUpdateGroup, members, loop, timeout)
+        replies = group.update(tensors, timeout=timeout, **options)
+        return Answers(dict(zip(members, replies, strict=True)))
+
+    def _down_the_chain(
+        self,
+        members: Sequence[Member],
+        loop: asyncio.AbstractEventLoop,
+        timeout: float,
+        tensors: Any,
+        options: dict[str, Any],
+    ) -> Answers:
+        from ..trainer import WeightUpdateChain
+
+        chain = self._create(WeightUpdateChain, members, loop, timeout)
+        answers = Answers()
+        for member, answer in zip(members, chain.load(tensors, timeout=timeout, **options), strict=True):
+            answers.add(member, answer)
+        if any(member.serves for member in answers.replies):
+            for member in [each for each, error in answers.failed.items() if isinstance(error, GroupError)]:
+                answers.out[member] = answers.failed.pop(member)  # a link before it broke
+        return answers
 
 
 def own_address(endpoints: Sequence[str]) -> str:

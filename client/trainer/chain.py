@@ -10,6 +10,7 @@ Invariants:
 - An engine that sends its weights serves on. The rendezvous is this process's and carries no weights.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from operator import attrgetter
@@ -19,7 +20,7 @@ from ... import io_struct as wire
 from ...io_struct import CaesuraError
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ...transfer.process_group import Backend, mark_present
-from ..connection.client_options import UpdateOptions
+from ..connection.client_options import UpdateOptions, update_fields
 from ..exceptions import InvalidRequest
 from . import rendezvous
 from .buckets import NamedTensors, bucket_size, manifest, pairs
@@ -96,6 +97,35 @@ class WeightUpdateChain:
             PartialUpdate: some engines have not got everything, because they or one before them failed.
         """
         fields = sessionless_fields(options)
+        specs, counts, head = self._sending(named_tensors, bucket_bytes)
+        return _update(self.clients, self._links, specs, counts, fields, head, timeout)
+
+    def load(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout: float | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> list[wire.WeightUpdateReqOutput | CaesuraError]:
+        """Load a whole checkpoint into the session of the options, which every engine has open.
+
+        Return each engine's reply, or its error, in the order of the chain. The caller ends the session.
+        """
+        fields = update_fields(options)
+        session_id = fields.pop("session_id")
+        specs, counts, head = self._sending(named_tensors, bucket_bytes)
+        update = TwoPhaseUpdate(self.clients, specs, fields, timeout, session_id=session_id)
+        first = update.start(_calls(self._links, specs, counts, fields))
+        with contextlib.suppress(CaesuraError):  # the engines' answers tell who has everything
+            head(first.done)
+        replies = update.gather()
+        return [replies.get(number) or update.errors[number] for number in range(len(self.clients))]
+
+    def _sending(
+        self, named_tensors: NamedTensors, bucket_bytes: int
+    ) -> "tuple[list[wire.TensorSpec], list[int], Head]":
+        """Return the tensors' specs, their numbers in each broadcast, and what broadcasts them."""
         tensors = [(name, tensor.detach()) for name, tensor in pairs(named_tensors)]
         parts = list(whole(tensors, bucket_size(bucket_bytes), lambda named: named[1].nbytes))
         if not parts:
@@ -105,8 +135,7 @@ class WeightUpdateChain:
             for part in parts:
                 self._group.send(part, "flattened_bucket", hopeless)
 
-        counts = [len(part) for part in parts]
-        return _update(self.clients, self._links, manifest(tensors), counts, fields, head, timeout)
+        return manifest(tensors), [len(part) for part in parts], head
 
     def close(self) -> None:
         """Leave the chain, and have its engines leave. Idempotent."""
@@ -196,6 +225,23 @@ def leave_links(engines: "Sequence[ControlClient]", links: Sequence[str]) -> Non
         rendezvous.leave(engines[number : number + 2], link, rendezvous.GRACE_S)
 
 
+def _calls(
+    links: Sequence[str], specs: list[wire.TensorSpec], counts: Sequence[int], options: dict[str, Any]
+) -> list[wire.UpdateWeightsFromDistributedReqInput]:
+    """Return each engine's call: engine ``i`` receives from ``links[i]``, and relays to the next one."""
+    return [
+        wire.UpdateWeightsFromDistributedReqInput(
+            specs=specs,
+            group_name=link,
+            relay_to=next_link,
+            load_format="flattened_bucket",
+            tensors_per_broadcast=list(counts),
+            **options,
+        )
+        for link, next_link in zip(links, [*links[1:], None], strict=True)
+    ]
+
+
 def _update(
     clients: "Sequence[ControlClient]",
     links: Sequence[str],
@@ -207,19 +253,7 @@ def _update(
 ) -> list[wire.WeightUpdateReqOutput]:
     """Load ``specs`` into every engine, then commit. Engine ``i`` receives from ``links[i]``."""
     update = TwoPhaseUpdate(clients, specs, options, timeout)
-    first = update.start(
-        [
-            wire.UpdateWeightsFromDistributedReqInput(
-                specs=specs,
-                group_name=link,
-                relay_to=next_link,
-                load_format="flattened_bucket",
-                tensors_per_broadcast=list(counts),
-                **options,
-            )
-            for link, next_link in zip(links, [*links[1:], None], strict=True)
-        ]
-    )
+    first = update.start(_calls(links, specs, counts, options))
     try:
         version = head(first.done)
     except CaesuraError as error:

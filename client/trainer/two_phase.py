@@ -38,18 +38,27 @@ class TwoPhaseUpdate:
         specs: list[wire.TensorSpec],
         options: dict[str, Any],
         timeout: float | None,
+        *,
+        session_id: str | None = None,
     ) -> None:
-        """Open a session on every engine, or on none: then raise the first refusal."""
+        """Open a session on every engine, or on none: then raise the first refusal.
+
+        ``session_id`` names one that all have open already; its owner ends it.
+        """
         self._clients, self._options, self._timeout = clients, options, timeout
-        self._errors: dict[int, CaesuraError] = {}
+        self.errors: dict[int, CaesuraError] = {}
+        """Errors of engines, by their positions."""
+        if session_id is not None:
+            self._sessions = [session_id] * len(clients)
+            return
         component = options.get("component")
         begins = [wire.BeginWeightUpdateReqInput(manifest=specs, component=component) for _ in clients]
         self._sessions = [begin.id for begin in begins]  # these messages name the sessions as well
         self._send(enumerate(begins), wire.BeginWeightUpdateReqOutput)
-        self._gather()
-        if self._errors:
+        self.gather()
+        if self.errors:
             self.abort()
-            raise self._errors[min(self._errors)]
+            raise self.errors[min(self.errors)]
 
     def start(self, calls: Sequence[wire.WeightUpdateOptions]) -> Future[Any]:
         """Send each engine its call, which joins its session, and return the ticket of the first."""
@@ -63,25 +72,25 @@ class TwoPhaseUpdate:
         given = self._options.get("weight_version")
         label = version if given is None else given
         try:
-            loaded = self._gather()
+            loaded = self.gather()
             ends = (
                 wire.EndWeightUpdateReqInput(session_id=name, weight_version=label) for name in self._sessions
             )
             self._send([(n, end) for n, end in enumerate(ends) if n in loaded], wire.WeightUpdateReqOutput)
-            replies: dict[int, wire.WeightUpdateReqOutput] = self._gather()
+            replies: dict[int, wire.WeightUpdateReqOutput] = self.gather()
         except BaseException:
             self.abort()
             raise
-        if self._errors:
-            self.abort(self._errors)
-            raise self._partial(replies) from self._errors[min(self._errors)]
+        if self.errors:
+            self.abort(self.errors)
+            raise self._partial(replies) from self.errors[min(self.errors)]
         return [replies[number] for number in range(len(self._clients))]
 
     def fail(self, cause: CaesuraError) -> NoReturn:
         """Wait for the calls, then raise ``cause``, or PartialUpdate if it may be a consequence."""
-        self._gather()
+        self.gather()
         self.abort()
-        if cause.code != ErrorCode.GROUP_ERROR or not self._errors:
+        if cause.code != ErrorCode.GROUP_ERROR or not self.errors:
             raise cause
         raise self._partial({}) from cause
 
@@ -98,18 +107,19 @@ class TwoPhaseUpdate:
             for number, request in requests
         }
 
-    def _gather(self) -> dict[int, Any]:
+    def gather(self) -> dict[int, Any]:
+        """Wait for all answers; return the replies by position, and keep the errors."""
         replies = {}
         for number, (request, ticket) in self._asked.items():
             try:
                 replies[number] = wait_for(ticket, request.id, self._timeout)
             except CaesuraError as error:
                 error.add_note(f"engine at {self._clients[number].endpoint}")
-                self._errors[number] = error
+                self.errors[number] = error
         return replies
 
     def _partial(self, replies: dict[int, wire.WeightUpdateReqOutput]) -> PartialUpdate:
-        return PartialUpdate([client.endpoint for client in self._clients], replies, self._errors)
+        return PartialUpdate([client.endpoint for client in self._clients], replies, self.errors)
 
 
 def update_from_shared(

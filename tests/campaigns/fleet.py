@@ -71,7 +71,7 @@ CALLS: dict[str, type[Request]] = {
     "continue": ContinueGenerationReqInput,
 }
 """The message to a member in which each phase of an update consists."""
-TRANSPORTS = ("disk", "tensor", "ipc", "distributed")
+TRANSPORTS = ("disk", "tensor", "ipc", "distributed", "chain")
 HARMS = ("lost", "wrong", "mixed")
 NEW_TOKENS = 120
 UNDER_WAY = 8
@@ -208,7 +208,7 @@ class Campaign:
 
     def _arm(self, victim: str, phase: str, end: signal.Signals) -> None:
         member = next(each for each in self.fleet.members if each.name == victim)
-        broadcast = phase == "load" and self._round.transport == "distributed"
+        broadcast = phase == "load" and self._round.transport in ("distributed", "chain")
         early = self.random.random() < 0.5
 
         async def doomed(send: Callable[[], Awaitable[Any]]) -> Any:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from caesura.io_struct import (
     EndWeightUpdateReqInput,
     GetStatusReqOutput,
     PauseGenerationReqInput,
+    UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
 )
 
@@ -107,7 +109,7 @@ async def served(fleet: Fleet) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("transport", ["disk", "tensor", "ipc", "shared", "distributed"])
+@pytest.mark.parametrize("transport", ["disk", "tensor", "ipc", "shared", "distributed", "chain"])
 def test_every_transport_updates_all_members(engines, tensors, other_model, transport):
     async def body(fleet: Fleet) -> None:
         before = await fleet.generate(PROMPT, GREEDY, return_logprob=True)
@@ -273,6 +275,52 @@ def test_a_member_killed_in_an_update_does_not_stop_it(engines, launch, tensors,
         }
 
     run([*engines, victim], body)
+
+
+def test_a_broken_chain_costs_those_behind_the_break(engines, launch, tensors):
+    """A member in the middle dies as it passes weights on: the one before commits, the one behind heals."""
+    victim = launch()
+    victim.update_weights_from_disk(engines[0].status().model_path, weight_version="first")
+
+    async def body(fleet: Fleet) -> None:
+        first, doomed, last = fleet.members
+        await fleet.update(tensors, transport="chain", weight_version="second")
+        assert await served(fleet) == [("second", fleet.weights_epoch)] * 3
+        handles = [await fleet.submit([*PROMPT, number], LONG) for number in range(6)]
+
+        async def killed(send: Callable[[], Awaitable[Any]]) -> Any:
+            os.kill(doomed.status.pid, signal.SIGKILL)
+            return await send()
+
+        intercept(doomed.client, UpdateWeightsFromDistributedReqInput, killed)
+        done = await fleet.update(tensors, transport="chain", weight_version="third")
+        assert (list(done.replies), sorted(done.fenced)) == ([first.name], sorted([doomed.name, last.name]))
+        for handle in handles:
+            assert len((await handle.result()).output_ids) == 200
+        assert await fleet.heal() == [last.name]
+        await fleet.remove(doomed.name)
+        assert await served(fleet) == [("third", fleet.weights_epoch)] * 2
+        await fleet.update(tensors, transport="chain", weight_version="fourth")  # over links of the two
+        assert await served(fleet) == [("fourth", fleet.weights_epoch)] * 2
+
+    run([engines[0], victim, engines[1]], body)
+
+
+def test_a_chain_refused_by_one_member_changes_none(engines, tensors):
+    async def body(fleet: Fleet) -> None:
+        def client_threads() -> int:
+            return sum(each.name == "caesura-client" for each in threading.enumerate())
+
+        before = client_threads()
+        wrong = {**tensors, "model.norm.weight": tensors["model.norm.weight"][:1]}
+        with pytest.raises(FleetUpdateFailed, match=r"model\.norm\.weight"):
+            await fleet.update(wrong, transport="chain", weight_version="second")
+        assert {(each.weights, each.weight_version) for each in statuses(engines)} == {("valid", "first")}
+        await fleet.update(tensors, transport="chain", weight_version="second")
+        assert await served(fleet) == [("second", fleet.weights_epoch)] * 2
+        assert client_threads() == before  # members lend their connections
+
+    run(engines, body)
 
 
 def test_pauses_hold_all_members_and_newcomers(engines, tensors, launch):
