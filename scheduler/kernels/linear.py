@@ -66,7 +66,7 @@ def scalable(inputs: int, columns: int, dtype: torch.dtype = FP8) -> bool:
 
 def narrow_row_bytes(inputs: int) -> int:
     """Return the bytes that a product with an int8 weight needs for each row of ``x``."""
-    return _TILE_BYTES + -(-2 * inputs // _TILE_BYTES) * _TILE_BYTES
+    return _TILE_BYTES + 2 * -(-inputs // _TILE_BYTES) * _TILE_BYTES
 
 
 def holds(

@@ -91,11 +91,19 @@ int64_t chunk_rows(const Linear& a, int64_t x_bytes, int64_t panels, int threads
     return chunks <= 1 ? a.rows : (a.rows + chunks - 1) / chunks;
 }
 
+#if defined(__x86_64__)
+// Of int8 weights: fewer rows than these wait for memory either way, and for tiles longer.
+bool by_tiles(const Linear& a) { return caesura::active_isa == AMX && a.rows > 4; }
+#endif
+
 // Of weights W with x of E.
 template <class W, class E>
 void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end) {
 #if defined(__x86_64__)
-    if (std::is_same_v<W, bf16> && caesura::active_isa == AMX) return amx::panel_rows(a, panel, row, end);
+    if constexpr (std::is_same_v<W, bf16>)
+        if (caesura::active_isa == AMX) return amx::panel_rows(a, panel, row, end);
+    if constexpr (std::is_same_v<W, int8>)
+        if (by_tiles(a)) return amx::int8_panel_rows<E>(a, panel, row, end);
 #endif
     CAESURA_DISPATCH(panel_rows<W, E>(a, panel, row, end));
 }
@@ -114,7 +122,11 @@ template <class E>
 void int8_panels(const Linear& a, Team& team) {
     team.each(a.rows, [&](int64_t row, int64_t) {
         char* to = (char*)a.narrow + row * narrow_row_bytes(a.words);
-        CAESURA_DISPATCH(narrow_row((const E*)((const char*)a.x + row * a.x_stride), a.words * 4, to));
+        const E* x = (const E*)((const char*)a.x + row * a.x_stride);
+#if defined(__x86_64__)
+        if (by_tiles(a)) return amx::narrow_row(x, a.words * 4, to);
+#endif
+        CAESURA_DISPATCH(narrow_row(x, a.words * 4, to));
     });
     all_panels<int8, E>(a, team);
 }

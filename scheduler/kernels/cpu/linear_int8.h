@@ -10,9 +10,9 @@
 constexpr int64_t INT8_BLOCK = INT8_COLUMNS / 4;  // words of the weight
 constexpr int INT8_FEW = 4;
 
-// A row of x: its scale, and behind the first line its numbers. One that is not finite has a scale of NaN.
+// What numbers of a row of x are multiplied by to become whole; writes the row's scale, NaN where one is not finite.
 template <class E>
-static void narrow_row(const E* x, int64_t size, char* to) {
+CAESURA_INLINE float narrow_factor(const E* x, int64_t size, char* to) {
     constexpr float MOST = 32767.0f, TINY = 1e-30f;  // smaller rows are zero
     F largest = zero(), wrong = zero();
     for (int64_t i = 0; i < size; i += LANES) {
@@ -20,9 +20,16 @@ static void narrow_row(const E* x, int64_t size, char* to) {
         largest = max(largest, max(value, sub(zero(), value)));
         wrong = fma(value, zero(), wrong);
     }
-    const float most = reduce_max(largest), factor = most < TINY ? 0.0f : MOST / most;
+    const float most = reduce_max(largest);
     const float scale = most * (1.0f / MOST) + reduce_add(wrong);
     std::memcpy(to, &scale, sizeof scale);
+    return most < TINY ? 0.0f : MOST / most;
+}
+
+// A row of x: its scale, and behind the first line its numbers.
+template <class E>
+static void narrow_row(const E* x, int64_t size, char* to) {
+    const float factor = narrow_factor(x, size, to);
     to += NARROW_HEAD;
     constexpr uint64_t LOW = 0x0000ffff0000ffff;
     alignas(64) uint64_t bits[LANES / 2];

@@ -34,7 +34,7 @@ int best_isa() {
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
         return AVX2;
     if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return AVX512;
-    return __builtin_cpu_supports("amx-bf16") && tiles_permitted() ? AMX : AVX512BF16;
+    return __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") && tiles_permitted() ? AMX : AVX512BF16;
 }
 #else
 // NEON is part of 64-bit ARM.
@@ -61,7 +61,7 @@ CAESURA_API int caesura_isa() { return caesura::active_isa; }
 
 // Rises, with _ABI in native.py, whenever the arguments of a kernel change: a library left over from an earlier
 // installation is then seen, not called.
-CAESURA_API int caesura_abi() { return 18; }
+CAESURA_API int caesura_abi() { return 19; }
 
 // Compared with that of the structure in native.py: one that is too short would be read beyond its end.
 CAESURA_API int caesura_decoder_step_bytes() { return sizeof(caesura::DecoderStep); }

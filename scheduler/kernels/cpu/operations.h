@@ -28,7 +28,7 @@ constexpr int64_t INT8_COLUMNS = 128;  // that share a scale
 constexpr int64_t NARROW_HEAD = 64;    // bytes in front of a narrow row's numbers: its scale
 
 // `words` of the weight's rows. kernels/linear.py has the same.
-inline int64_t narrow_row_bytes(int64_t words) { return NARROW_HEAD + round_up(words * 8, 64); }
+inline int64_t narrow_row_bytes(int64_t words) { return NARROW_HEAD + 2 * round_up(words * 4, 64); }
 
 // Rows sorted by the weight that they are multiplied by: rows [starts[g], starts[g + 1]) and weight experts[g], for each g below
 // *count, which stay as they are until every thread has passed the stage (team.h). Weights lie one after the other, each in whole
