@@ -79,7 +79,7 @@ def _route_kernel(
     groups: tl.constexpr, group_size: tl.constexpr, top_groups: tl.constexpr, top2: tl.constexpr,
     top_k: tl.constexpr, group_width: tl.constexpr, size_width: tl.constexpr, k_width: tl.constexpr,
     sigmoid: tl.constexpr, biased: tl.constexpr, normalize: tl.constexpr, recorded: tl.constexpr,
-    tiny: tl.constexpr,
+    tiny: tl.constexpr, shared: tl.constexpr,
 ):  # fmt: skip
     """Choose one token's experts; its logits are [groups, experts of one]."""
     token = tl.program_id(0).to(tl.int64)
@@ -111,10 +111,12 @@ def _route_kernel(
         weights = weights / (tl.sum(weights, 0) + tiny)
     weights = (weights * scale).to(logits.dtype.element_ty).to(tl.float32)
     kept = rank < top_k
-    tl.store(ids_out + token * top_k + rank, chosen, mask=kept)
-    tl.store(weights_out + token * top_k + rank, weights, mask=kept)
     if recorded:
         tl.store(record + token * record_row + rank, chosen.to(record.dtype.element_ty), mask=kept)
+    chosen = tl.where(kept, chosen, groups * group_size + rank - top_k)
+    place, stored = token * (top_k + shared) + rank, rank < top_k + shared
+    tl.store(ids_out + place, chosen, mask=stored)
+    tl.store(weights_out + place, tl.where(kept, weights, 1.0), mask=stored)
 
 
 @triton.jit
@@ -255,26 +257,28 @@ def route(
     by: GroupRouting = NO_GROUPS,
     bias: Tensor | None = None,
     record: Tensor | None = None,
+    shared: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts of the largest scores [T, experts], best first (``layers/moe.py``).
 
-    Return ids int32 and float32 weights [T, top_k], rounded to the logits' dtype. ``bias``: float32
-    [experts]; ``record``: integers [T, top_k] for a copy of the ids.
+    Return ids int32 and float32 weights [T, top_k + shared], rounded to the logits' dtype; those of
+    ``shared`` are the ids behind all, and 1. ``bias``: float32 [experts]; ``record``: integers [T, top_k] for
+    a copy of the ids.
     """
-    tokens, experts = logits.shape
-    ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
+    (tokens, experts), columns = logits.shape, top_k + shared
+    ids = torch.empty((tokens, columns), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((tokens, columns), dtype=torch.float32, device=logits.device)
     group_size = experts // by.groups
     copy = ids if record is None else record
     if tokens:
-        widths = [triton.next_power_of_2(size) for size in (by.groups, group_size, top_k)]
+        widths = [triton.next_power_of_2(size) for size in (by.groups, group_size, columns)]
         _launch_route(
             (tokens, 1, 1),
             (logits, logits if bias is None else bias, ids, weights, copy),
             (logits.stride(0), copy.stride(0), by.scale),
             (
                 *(by.groups, group_size, by.top_groups, by.best_two, top_k, *widths),
-                *(by.sigmoid, bias is not None, normalize, record is not None, _TINY),
+                *(by.sigmoid, bias is not None, normalize, record is not None, _TINY, shared),
             ),
             1,
         )

@@ -34,7 +34,7 @@ from .matrix import Stored, packs
 from .mlp import bent
 from .parameters import Parameter, Placement, ScaleBlocks, WeightSlot
 from .scaled_blocks import ScaledExpertMatrix
-from .sharding import Window, even, require_borders, sharded
+from .sharding import BesideSlot, ScatteredSlot, Window, even, require_borders, sharded
 from .stacked_experts import StackedBiasSlot, StackedSlot
 
 if TYPE_CHECKING:
@@ -96,6 +96,15 @@ class ExpertNames:
     """All experts are one tensor, as :mod:`.stacked_experts` describes."""
 
 
+@dataclass(frozen=True, slots=True)
+class SharedExperts:
+    """Experts that every token passes, stored behind those that are chosen."""
+
+    module: str
+    """Checkpoint module of all, as one feed-forward block."""
+    count: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertModules:
     """Checkpoint modules of a layer's experts, which PEFT may adapt as two parameters of all."""
@@ -138,18 +147,21 @@ class Experts:
         names: ExpertNames = ExpertNames(),
         bias: bool = False,
         bend: Bend = "silu",
+        shared: SharedExperts | None = None,
         place: Placement,
     ) -> None:
         """Refuse ranks that do not divide experts or width, or cut a block of FP8 (UNSUPPORTED_MODEL).
 
         ``prefix``: the checkpoint's module, which holds the projections of ``names`` for each expert.
+        ``shared``: as :func:`among_experts` returns them; they are numbered from ``num_experts`` on.
         """
-        self._prefix, self.count = prefix, num_experts
+        self._prefix, self.count, self._shared = prefix, num_experts, shared
         self._names, self.bend = names, bend
         ranks = place.parallel.size // place.ep
         group, rank = divmod(place.parallel.rank, ranks)
         self._experts = even(num_experts, TensorParallel(group, place.ep), "num_experts")
         self.held = range(self._experts.start, self._experts.stop)
+        self._computed = self.held if shared is None else range(num_experts + shared.count)
         self._window = even(intermediate_size, TensorParallel(rank, ranks), "moe_intermediate_size")
         self._first_rank, self._adds_bias = group * ranks, rank == 0
         intermediate_size = self._window.length
@@ -198,7 +210,10 @@ class Experts:
         self, name: str, part_rows: list[int], in_features: int, place: Placement
     ) -> ExpertMatrix | ScaledExpertMatrix:
         projections = self._names.gate, self._names.up, self._names.down
-        modules = (f"{self._prefix}.{e}.{part}" for e in range(self.count) for part in projections)
+        prefixes = [f"{self._prefix}.{e}" for e in range(self.count)]
+        if self._shared is not None:
+            prefixes.append(self._shared.module)
+        modules = (f"{prefix}.{part}" for prefix in prefixes for part in projections)
         self._blocks = blocks = scale_blocks(modules, place)
         if blocks is not None:
             for block in (blocks.rows, blocks.columns):  # rows of gate and up, columns of down
@@ -208,8 +223,8 @@ class Experts:
                 group = self.held.start // len(self.held)
                 self._fused_fp8 = found.fused(place.workspace, place.ep, group)
             if not (self._compiled and packs(in_features, place, blocks)):
-                return ScaledExpertMatrix(name, len(self.held), part_rows, in_features, blocks, place)
-        shape = len(self.held), sum(part_rows), in_features
+                return ScaledExpertMatrix(name, len(self._computed), part_rows, in_features, blocks, place)
+        shape = len(self._computed), sum(part_rows), in_features
         return ExpertMatrix(name, *shape, place, packed=self._compiled, blocks=blocks)
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
@@ -223,12 +238,12 @@ class Experts:
             return out if addend is None else out.add_(addend)
         if self._triton is not None:
             y, places = self._pairs(x, expert_ids, self._triton)
-            summed: Tensor = self._triton.combine(y, expert_ids, self.held, weights, addend, places)
+            summed: Tensor = self._triton.combine(y, expert_ids, self._computed, weights, addend, places)
             return summed
         if self._compiled:
             out = self._forward_compiled(x, expert_ids, weights)
         else:
-            tokens, places, ends = sort_by_expert(self._numbered(expert_ids), len(self.held))
+            tokens, places, ends = sort_by_expert(self._numbered(expert_ids), len(self._computed))
             y = self._plain(x.index_select(0, tokens), places, ends)
             if not self._experts.is_whole:
                 pairs = torch.arange(len(y), device=y.device)
@@ -250,11 +265,11 @@ class Experts:
     def _pairs(self, x: Tensor, ids: Tensor, triton: ModuleType) -> tuple[Tensor, Tensor | None]:
         """Return each pair's result, and their places if these are not in order."""
         if not self._in_order or self._adapts or len(x) > triton.MAX_TOKENS:
-            tokens, places, ends = sort_by_expert(self._numbered(ids), len(self.held))
+            tokens, places, ends = sort_by_expert(self._numbered(ids), len(self._computed))
             return self._plain(x.index_select(0, tokens), places, ends), places
         (gate_up, down), (first, second) = self._operands, self._added_biases
-        gated = triton.product(x, ids, self.held, *gate_up, first, bend=self.bend)
-        y: Tensor = triton.product(gated, ids, self.held, *down, second)
+        gated = triton.product(x, ids, self._computed, *gate_up, first, bend=self.bend)
+        y: Tensor = triton.product(gated, ids, self._computed, *down, second)
         return y, None
 
     @property
@@ -336,6 +351,8 @@ class Experts:
         if not self._names.stacked:
             for expert in range(self.count):
                 yield from chain.from_iterable(self._expert_slots(expert))
+            if self._shared is not None:
+                yield from self._shared_slots(self._shared)
             return
         experts = [self._expert_slots(expert) for expert in self.held]
         gate_up, down = [gate + up for gate, up, _ in experts], [down for _, _, down in experts]
@@ -350,11 +367,17 @@ class Experts:
                 yield sharded(of_held, self._experts, first_rank=self._first_rank)
 
     def _expert_slots(self, expert: int) -> tuple[list[WeightSlot], list[WeightSlot], list[WeightSlot]]:
-        gate, up = (0, self.width) if self._fused_fp8 is None else (self.width, 0)
-        module, names, hidden = f"{self._prefix}.{expert}", self._names, Window.whole(self._hidden)
-        number, width, outputs = expert - self.held.start, self._window, hidden
+        number, width, outputs = expert - self.held.start, self._window, Window.whole(self._hidden)
         if expert not in self.held:
             number, width, outputs = 0, Window(0, 0, width.total), Window(0, 0, self._hidden)
+        return self._slots_of(f"{self._prefix}.{expert}", number, width, outputs)
+
+    def _slots_of(
+        self, module: str, number: int, width: Window, outputs: Window
+    ) -> tuple[list[WeightSlot], list[WeightSlot], list[WeightSlot]]:
+        """Return the slots of gate, up and down of ``module``, the weights ``number`` of those stored."""
+        gate, up = (0, self.width) if self._fused_fp8 is None else (self.width, 0)
+        names, hidden = self._names, Window.whole(self._hidden)
         gates = self._gate_up.slots(f"{module}.{names.gate}", gate, width.length, number)
         ups = self._gate_up.slots(f"{module}.{names.up}", up, width.length, number)
         downs = self._down.slots(f"{module}.{names.down}", 0, outputs.length, number)
@@ -365,10 +388,52 @@ class Experts:
             list(divided(downs, outputs, self._window, blocks, first_rank)),
         )
 
+    def _shared_slots(self, shared: SharedExperts) -> Iterator[WeightSlot]:
+        outputs = Window.whole(self._hidden)
+        each = [
+            self._slots_of(shared.module, number, self._window, outputs)
+            for number in range(self.count, self._computed.stop)
+        ]
+        if shared.count == 1:
+            yield from chain.from_iterable(each[0])
+            return
+        gates, ups, downs = ([slot for (slot,) in slots] for slots in zip(*each, strict=True))
+        yield ScatteredSlot(gates[0].name, gates)
+        yield ScatteredSlot(ups[0].name, ups)
+        yield BesideSlot(downs[0].name, downs)
+
     def parameters(self) -> Iterator[Parameter]:
         yield from self._gate_up.parameters()
         yield from self._down.parameters()
         yield from self._biases or ()
+
+
+def among_experts(
+    module: str, size: int, prefix: str, width: int, names: ExpertNames, place: Placement
+) -> SharedExperts | None:
+    """Return shared experts of ``size`` in all as some more experts of ``width``, or None if they stay apart.
+
+    Triton's router chooses them for every token. Several are no more than one rank's, unquantised: ranks
+    divide the width of all of them, which is another division than that of each.
+    """
+    count, rest = divmod(size, width)
+    blocks, parts = place.blocks, (names.gate, names.up, names.down)
+    formats = {
+        blocks is not None and blocks.converts(f"{each}.{part}")
+        for each in (module, f"{prefix}.0")
+        for part in parts
+    }
+    if (
+        triton_for("experts", place.device, place.dtype) is None
+        or names.stacked
+        or rest
+        or place.ep > 1
+        or place.adapters is not None
+        or len(formats) > 1
+        or (count > 1 and (place.parallel.size > 1 or True in formats))
+    ):
+        return None
+    return SharedExperts(module, count)
 
 
 def _of_rows(ends: Tensor, rows: int) -> Tensor:

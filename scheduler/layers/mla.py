@@ -13,8 +13,7 @@ Invariants:
   their own. Elsewhere both are contiguous, because torch copies a batch of matrices that is not.
 """
 
-from collections.abc import Iterator, Sequence
-from math import prod
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -27,46 +26,13 @@ from ..kernels.decoder_layers import LatentShape
 from .linear import Linear, PackedTensors, divided, scale_blocks
 from .matrix import Stored
 from .norm import RMSNorm
-from .parameters import CompositeLayer, DelegatingSlot, Layer, Parameter, Place, Placement, WeightSlot
+from .parameters import CompositeLayer, Layer, Parameter, Place, Placement, WeightSlot
 from .rotary import rotate
 from .scaled_blocks import ScaledMatrix
-from .sharding import Window, among, as_window, even, parts_with, require_borders, sharded
+from .sharding import ScatteredSlot, Window, as_window, even, require_borders, sharded
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latents: fixed by the architecture, whatever the config says of the others."""
-
-
-class ScatteredSlot(DelegatingSlot):
-    """A checkpoint tensor whose rows lie in several places."""
-
-    __slots__ = ("_parts",)
-
-    def __init__(self, name: str, parts: Sequence[WeightSlot]) -> None:
-        rows = sum(part.shape[0] for part in parts)
-        super().__init__(name, parts[0].parameter, (rows, *parts[0].shape[1:]), parts[0].dtype)
-        self._parts = parts
-
-    def targets(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
-        for part, own, of_rows in self._places(start, start + len(rows)):
-            yield part, rows[of_rows], own.start
-
-    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        places = self._places(start, self.shape[0] if stop is None else stop)
-        return torch.cat([part.read(own.start, own.stop) for part, own, _ in places])
-
-    def places(self, positions: Tensor) -> Iterator[Place]:
-        sizes = [prod(part.shape) for part in self._parts]
-        for number, chosen, own in parts_with(positions, sizes):
-            yield from among(chosen, self._parts[number].places(own))
-
-    def _places(self, start: int, stop: int) -> Iterator[tuple[WeightSlot, slice, slice]]:
-        """Yield each part of rows ``[start, stop)``, where these are in it, and where it is among them."""
-        begin = 0
-        for part in self._parts:
-            first, last = max(start - begin, 0), min(stop - begin, part.shape[0])
-            if first < last:
-                yield part, slice(first, last), slice(begin + first - start, begin + last - start)
-            begin += part.shape[0]
 
 
 class TurnedSlot(WeightSlot):

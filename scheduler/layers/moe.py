@@ -40,13 +40,16 @@ class Router:
         by: GroupRouting | None = None,
         normalize: bool,
         bias: bool = False,
+        shared: int = 0,
         place: Placement,
     ) -> None:
         """Name the checkpoint's ``module``: ``weight`` [experts, hidden], ``bias`` [experts] if asked for.
 
         Among groups it is ``e_score_correction_bias`` (float32). ``normalize``: weights are divided by their
-        sum; then they are multiplied by the groups' scale.
+        sum; then they are multiplied by the groups' scale. ``shared``: experts behind all others that Triton
+        chooses for every token, with weight 1, behind its own.
         """
+        self._shared = shared
         self._module, self.top_k, self.normalize, self.in_groups = module, top_k, normalize, by
         self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON) and (
             by is None or by.serves(num_experts, top_k)
@@ -60,7 +63,7 @@ class Router:
         self._triton = triton_for("experts", place.device, place.dtype)
 
     def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
-        """Map [T, hidden] to expert ids, int64 [T, k], also in ``record``, and float32 weights [T, k]."""
+        """Map [T, hidden] to expert ids [T, k], also in ``record``, and float32 weights [T, k]."""
         bias, by, k = None if self._bias is None else self._bias.data, self.in_groups, self.top_k
         if by is None:
             logits = self._matrix.product(x, bias)
@@ -74,6 +77,7 @@ class Router:
                 by=by or NO_GROUPS,
                 bias=None if by is None else bias,
                 record=record,
+                shared=self._shared,
             )
             return found
         if by is None:

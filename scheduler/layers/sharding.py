@@ -251,3 +251,62 @@ def sharded(
     if rows[0].is_whole and columns is None and not first_rank:
         return slot
     return ShardedSlot(slot, rows, columns, first_rank)
+
+
+class ScatteredSlot(DelegatingSlot):
+    """A checkpoint tensor whose rows lie in several places."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, name: str, parts: Sequence[WeightSlot]) -> None:
+        rows = sum(part.shape[0] for part in parts)
+        super().__init__(name, parts[0].parameter, (rows, *parts[0].shape[1:]), parts[0].dtype)
+        self._parts = parts
+
+    def targets(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
+        for part, own, of_rows in self._places(start, start + len(rows)):
+            yield part, rows[of_rows], own.start
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        places = self._places(start, self.shape[0] if stop is None else stop)
+        return torch.cat([part.read(own.start, own.stop) for part, own, _ in places])
+
+    def places(self, positions: Tensor) -> Iterator[Place]:
+        sizes = [prod(part.shape) for part in self._parts]
+        for number, chosen, own in parts_with(positions, sizes):
+            yield from among(chosen, self._parts[number].places(own))
+
+    def _places(self, start: int, stop: int) -> Iterator[tuple[WeightSlot, slice, slice]]:
+        """Yield each part of rows ``[start, stop)``, where these are in it, and where it is among them."""
+        begin = 0
+        for part in self._parts:
+            first, last = max(start - begin, 0), min(stop - begin, part.shape[0])
+            if first < last:
+                yield part, slice(first, last), slice(begin + first - start, begin + last - start)
+            begin += part.shape[0]
+
+
+class BesideSlot(DelegatingSlot):
+    """A checkpoint tensor [n, in] whose columns lie in several places, equally many in each."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, name: str, parts: Sequence[WeightSlot]) -> None:
+        rows, columns = parts[0].shape
+        super().__init__(name, parts[0].parameter, (rows, columns * len(parts)), parts[0].dtype)
+        self._parts = parts
+
+    def targets(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
+        for slot, part in zip(self._parts, rows.chunk(len(self._parts), dim=1), strict=True):
+            yield slot, part.contiguous(), start
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        return torch.cat([part.read(start, stop) for part in self._parts], dim=1)
+
+    def places(self, positions: Tensor) -> Iterator[Place]:
+        width = self._parts[0].shape[1]
+        columns = positions % self.shape[1]
+        own = positions // self.shape[1] * width + columns % width
+        for number, part in enumerate(self._parts):
+            chosen = (columns // width == number).nonzero().squeeze(1)
+            yield from among(chosen, part.places(own[chosen]))

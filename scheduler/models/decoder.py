@@ -19,7 +19,7 @@ from ..execution.forward import AttentionBackend, ForwardBatch
 from ..kernels.attention_form import AttentionForm, Bend
 from ..layers.attention import Attention, AttentionShape
 from ..layers.embedding import Embedding
-from ..layers.experts import ExpertNames, Experts
+from ..layers.experts import ExpertNames, Experts, SharedExperts, among_experts
 from ..layers.logits_processor import LogitsProcessor
 from ..layers.mlp import GatedMLP
 from ..layers.moe import FeedForward, GatedShared, MoeBlock, RoutedExperts, Router
@@ -213,6 +213,10 @@ class DecoderForCausalLM(CausalLM):
             name, prefix = f"layers.{layer}.mlp", f"model.layers.{layer}.{names.block}"
             if moe is None or routing is None or not moe.sparse_layers[layer]:
                 return GatedMLP(name, prefix, hidden, config.intermediate_size, bend=self.bend, place=place)
+            among = None
+            if moe.shared_size and not moe.shared_gate and self.bend == "silu":
+                module, size = f"{prefix}.{names.shared}", (moe.shared_size, f"{prefix}.experts")
+                among = among_experts(module, *size, moe.intermediate_size, names.experts, place)
             experts = Experts(
                 f"{name}.experts",
                 f"{prefix}.experts",
@@ -222,10 +226,11 @@ class DecoderForCausalLM(CausalLM):
                 names=names.experts,
                 bias=bias,
                 bend=self.bend,
+                shared=among,
                 place=place,
             )
-            router = _router(f"{name}.gate", f"{prefix}.{names.router}", hidden, moe, bias, place)
-            shared = _shared(name, prefix, hidden, moe, names, place)
+            router = _router(f"{name}.gate", f"{prefix}.{names.router}", hidden, moe, bias, among, place)
+            shared = _shared(name, prefix, hidden, moe, names, place) if among is None else None
             return MoeBlock(layer, router, experts, routing, shared=shared, place=place)
 
         return [block(layer) for layer in range(config.num_layers)], routing
@@ -285,11 +290,20 @@ class DecoderForCausalLM(CausalLM):
             yield self._head
 
 
-def _router(name: str, module: str, hidden: int, moe: MoeConfig, bias: bool, place: Placement) -> Router:
+def _router(
+    name: str,
+    module: str,
+    hidden: int,
+    moe: MoeConfig,
+    bias: bool,
+    among: SharedExperts | None,
+    place: Placement,
+) -> Router:
     by = moe.in_groups
     bias = bias if by is None else by.sigmoid
     size = hidden, moe.num_experts, moe.top_k
-    return Router(name, module, *size, by=by, normalize=moe.normalize, bias=bias, place=place)
+    shared = 0 if among is None else among.count
+    return Router(name, module, *size, by=by, normalize=moe.normalize, bias=bias, shared=shared, place=place)
 
 
 def _shared(

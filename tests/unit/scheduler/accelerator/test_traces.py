@@ -52,15 +52,15 @@ BUDGETS = {
     "qwen3 fp8 blackwell/flashinfer":     (13, 14, 19,  0,  2,  2),
     "qwen3_moe/flashinfer":               (11, 12, 18,  0,  2,  2),
     "qwen3_moe by torch/flashinfer":      (42, 43, 57,  0,  2,  2),
-    "qwen3_moe fp8/flashinfer":           (10, 11, 17,  0,  2,  2),
+    "qwen3_moe fp8/flashinfer":           ( 9, 10, 16,  0,  2,  2),
     "qwen3_moe fp8 deep_gemm/flashinfer": (11, 12, 18,  0,  2,  2),
     "qwen3_moe fp8 blackwell/flashinfer": (13, 14, 20,  0,  2,  2),
     "gpt_oss/flashinfer":                 (12, 13, 19,  0,  3,  3),
     "qwen3/triton":                       (10, 30, 16,  2,  1,  4),
     "qwen3/sdpa":                         (28, 38, 33,  8,  4,  4),
-    "deepseek_v2/flashinfer":             (15, 16, 17,  0,  2,  2),
-    "deepseek_v2/sdpa":                   (26, 47, 28,  5,  4,  6),
-    "deepseek_v3 fp8/flashinfer":         (16, 17, 19,  0,  2,  2),
+    "deepseek_v2/flashinfer":             (12, 13, 17,  0,  2,  2),
+    "deepseek_v2/sdpa":                   (23, 45, 28,  5,  4,  6),
+    "deepseek_v3 fp8/flashinfer":         (12, 13, 19,  0,  2,  2),
 }  # fmt: skip
 
 

@@ -232,6 +232,18 @@ def test_the_choice_is_torchs(dtype, experts, top_k, normalize):
 
 
 @computed
+def test_shared_experts_are_chosen_behind_the_others():
+    logits, record = torch.randn(6, 20).bfloat16(), torch.zeros(6, 3, dtype=torch.uint8)
+    chosen, expected = triton_experts.route(logits, 3, normalize=True)
+    ids, weights = triton_experts.route(logits, 3, normalize=True, record=record, shared=2)
+    assert torch.equal(ids[:, :3], chosen)
+    assert torch.equal(record.int(), chosen)
+    assert torch.equal(weights[:, :3], expected)
+    assert ids[:, 3:].tolist() == [[20, 21]] * 6
+    assert bool((weights[:, 3:] == 1).all())
+
+
+@computed
 def test_equal_experts_are_chosen_by_index_and_ids_stay_in_range():
     logits = torch.tensor([[0.0, 1, 1, -0.0, 1], [torch.nan] * 5, [0, torch.nan, 9, 0, 0], [-torch.inf] * 5])
     ids, weights = triton_experts.route(logits, 4, normalize=True)

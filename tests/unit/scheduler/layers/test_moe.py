@@ -17,7 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from caesura.scheduler.kernels import native
 from caesura.scheduler.layers import experts as experts_module
-from caesura.scheduler.layers.experts import ExpertNames, Experts
+from caesura.scheduler.layers.experts import ExpertNames, Experts, SharedExperts
 from caesura.scheduler.layers.mlp import GatedMLP
 from caesura.scheduler.layers.moe import MoeBlock, RoutedExperts, Router
 from caesura.scheduler.layers.parameters import Placement
@@ -60,6 +60,47 @@ def by_definition(layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Te
             for row, experts, factors in zip(x.double(), ids.tolist(), weights.double())
         ]
     )
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_shared_experts_among_the_others_are_their_block(count: int) -> None:
+    place = Placement(torch.float32, CPU)
+    with native.limited_to("torch"):
+        layer = Experts("e", "p", 4, 8, 6, shared=SharedExperts("s", count), place=place)
+        block = GatedMLP("b", "s", 8, 6 * count, place=place)
+    written = {slot.name: torch.randn(slot.shape) for slot in layer.slots()}
+    for slot in (*layer.slots(), *block.slots()):
+        slot.write(written[slot.name], 0)
+    x, ids, weights = torch.randn(7, 8), torch.rand(7, 4).argsort(1)[:, :2], torch.rand(7, 2)
+    expected = layer.forward(x, ids, weights) + block.forward(x)
+    everyone = torch.arange(4, 4 + count).expand(7, count)
+    found = layer.forward(x, torch.cat((ids, everyone), 1), torch.cat((weights, torch.ones(7, count)), 1))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_slots_of_shared_experts_take_rows_and_elements(count: int) -> None:
+    with native.limited_to("torch"):
+        place = Placement(torch.float32, CPU)
+        layer = Experts("e", "p", 4, 8, 6, shared=SharedExperts("s", count), place=place)
+    slots = {slot.name: slot for slot in layer.slots()}
+    own = {name: slot.shape for name, slot in slots.items() if name.startswith("s.")}
+    width = 6 * count
+    assert own == {
+        "s.gate_proj.weight": (width, 8), "s.up_proj.weight": (width, 8), "s.down_proj.weight": (8, width)
+    }  # fmt: skip
+    for name in own:
+        slot, expected = slots[name], torch.randn(own[name])
+        slot.write(expected, 0)
+        expected[2:5] = torch.randn(3, expected.shape[1])
+        assert slot.update(expected[2:5], 2)
+        assert not slot.update(expected[2:5], 2), "they are there"
+        positions = torch.tensor([0, 9, expected.numel() // 2, expected.numel() - 1])
+        for storage, places, which in slot.places(positions):
+            storage[places] = positions.float() if which is None else positions[which].float()
+        expected.view(-1)[positions] = positions.float()
+        assert torch.equal(slot.read(), expected)
+        assert torch.equal(slot.read(1, 4), expected[1:4])
 
 
 @pytest.mark.parametrize(("hidden", "width", "dtype", "stacked"), [
