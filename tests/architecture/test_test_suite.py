@@ -83,26 +83,6 @@ def unpickling(tree: ast.Module) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("rule", "source", "found"),
-    [
-        (settings_of_the_profile, "@settings(max_examples=examples(3), deadline=None)\ndef f(): ...", [1]),
-        (settings_of_the_profile, "\nx = hypothesis.settings(derandomize=True)", [2]),
-        (settings_of_the_profile, "@settings(max_examples=examples(3))\ndef f(): ...", []),
-        (limits_of_waits, "thread.join(20)\nclient.generate([1], timeout=60.0)", [1, 2]),
-        (limits_of_waits, "generate([1], timeout=0.1)\nflush_cache(timeout_s=60)\n','.join(x)", []),
-        (unpickling, "import pickle\npickle.loads(b'')", [2]),
-        (unpickling, "import pickle as p\np.load(f)", [2]),
-        (unpickling, "from pickle import Unpickler as U\nU(f)", [2]),
-        (unpickling, "import pickle\nread = pickle.loads", [2]),
-        (unpickling, "import pickle\nclass Mine(pickle.Unpickler): ...", [2]),
-        (unpickling, "import pickle\npickle.dumps(1)\njson.loads('1')\nloads = 1\nloads", []),
-    ],
-)
-def test_a_rule_finds_what_breaks_it(rule, source, found):
-    assert rule(ast.parse(source)) == found
-
-
-@pytest.mark.parametrize(
     ("rule", "words", "allowed"),
     [
         pytest.param(settings_of_the_profile, PROFILE, "", id="the profile alone says how Hypothesis runs"),

@@ -113,19 +113,6 @@ def arrivals(stage):
     return workload if stage.driver.config.pipeline_depth else with_shared_prefixes_and_stops
 
 
-def test_the_workload_depends_on_its_seed_alone(stage, arrivals):
-    outputs, steps = stage.play(arrivals(7))
-    assert steps == NUM_STEPS, "NUM_STEPS must cover the workload"
-    again, _ = stage.play(arrivals(7))
-    other, _ = stage.play(arrivals(1000))
-    assert [tokens for tokens, _ in outputs] == [tokens for tokens, _ in again]
-    assert all(
-        tokens != other_tokens
-        for (tokens, _), (other_tokens, _), arrival in zip(outputs, other, arrivals(7))
-        if arrival.params.temperature > 0 and arrival.params.max_new_tokens > 1
-    )
-
-
 @pytest.mark.parametrize(("seed", "every"), quick([(7, 3), (7, 1), (40, 1), (73, 1)]))
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_a_pause_changes_nothing(stage, arrivals, mode, seed, every):

@@ -100,46 +100,6 @@ def test_a_forked_program_finds_the_same_process_state(start, tmp_path, options)
     assert told == expected
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        "sys.exit(3)",
-        "sys.exit('why')",
-        "raise ValueError('why')",
-        "os._exit(7)",
-        "os.abort()",
-        "os.kill(os.getpid(), signal.SIGKILL)",
-        "raise KeyboardInterrupt",
-        "atexit.register(print, 'last'); sys.exit(0)",
-        # By the number that the C library keeps of a thread.
-        (
-            "t = threading.Thread(target=lambda: signal.pthread_kill(main, signal.SIGTERM)); t.start(); "
-            "time.sleep(60)"
-        ),
-    ],
-)
-def test_a_program_ends_as_it_would_have_ended(start, end):
-    code = f"import atexit, os, signal, sys, threading, time\nmain = threading.get_ident()\n{end}"
-    ends = []
-    for executed in (False, True):
-        process = start(code, executed=executed)
-        output, error = process.communicate()
-        ends.append((process.returncode, output, error.splitlines()[-1:]))
-    assert ends[0] == ends[1]
-
-
-def test_library_settings_are_the_processs_own(start):
-    assert forked(start)
-    assert not forked(start, env={**os.environ, "OMP_NUM_THREADS": "3"})
-    assert not forked(start, executed=True)
-    handler = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    try:
-        assert not forked(start)
-    finally:
-        signal.signal(signal.SIGUSR1, handler)
-    assert forked(start)
-
-
 @pytest.mark.parametrize("number", quick([signal.SIGKILL, signal.SIGTERM]))
 def test_a_template_ends_with_the_process_that_uses_it(number):
     code = """
