@@ -16,11 +16,9 @@ of their own, so the figures are those of connections, commands and routing alon
 """
 
 import asyncio
-import json
 import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -35,44 +33,16 @@ from rich.console import Console
 from caesura.client import SamplingParams
 from caesura.client.group import Fleet
 
-TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.light_engines import EnginesProcess
+
 PARAMS = SamplingParams(max_new_tokens=16)
 DYING = 10
 NAMES = (
     *("engines", "connect_s", "pause_ms", "continue_ms", "update_ms", "place_us", "keyed_us", "generate_us"),
     *("heal_s", "join_s", "fds", "threads", "KiB"),
 )
-
-
-class Engines:
-    """A process of light engines."""
-
-    def __init__(self, number: int, folder: str) -> None:
-        command = [sys.executable, "-m", "support.light_engines", str(number), folder]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(TESTS)},
-        )
-        self.endpoints: list[str] = json.loads(self._line())
-
-    def tell(self, count: int) -> None:
-        """End the first ``count`` engines; start them again if it is negative."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{count}\n")
-        self._process.stdin.flush()
-        self._line()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline()
 
 
 @contextmanager
@@ -87,7 +57,7 @@ async def until_serving(fleet: Fleet, number: int) -> None:
         await asyncio.sleep(0.01)
 
 
-async def measure(engines: Engines, number: int, turns: int) -> dict[str, float]:
+async def measure(engines: EnginesProcess, number: int, turns: int) -> dict[str, float]:
     found: dict[str, float] = {"engines": number}
     before = read_memory(os.getpid()).resident, len(os.listdir("/proc/self/fd")), threading.active_count()
     *first, last = engines.endpoints
@@ -122,9 +92,9 @@ async def measure(engines: Engines, number: int, turns: int) -> dict[str, float]
         after = read_memory(os.getpid()).resident, len(os.listdir("/proc/self/fd")), threading.active_count()
         memory, descriptors, threads = (now - then for now, then in zip(after, before, strict=True))
         found |= {"fds": descriptors / number, "threads": threads / number, "KiB": memory / 1024 / number}
-        engines.tell(DYING)
+        engines.tell("end", range(DYING))
         await until_serving(fleet, len(first) - DYING)
-        engines.tell(-DYING)
+        engines.tell("start", ())
         with timed(found, "heal_s"):
             await until_serving(fleet, len(first))
         with timed(found, "join_s"):
@@ -135,11 +105,8 @@ async def measure(engines: Engines, number: int, turns: int) -> dict[str, float]
 
 
 def one(number: int, turns: int) -> dict[str, float]:
-    engines = Engines(number + 1, "/model")
-    try:
+    with EnginesProcess(number + 1) as engines:
         return asyncio.run(measure(engines, number, turns))
-    finally:
-        engines.close()
 
 
 def main() -> None:

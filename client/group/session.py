@@ -262,6 +262,9 @@ class Session:
                 for member, reply in answers.replies.items()
             }
         answers.replies = found
+        for member in [each for each in found if self._restarted(each)]:
+            answers.out[member] = EngineDied(f"{member.name} was restarted: it does not know the session")
+            del found[member]
         expected = found[max(found, key=lambda member: member.serves)] if found else None
         for member in [each for each in found if found[each] != expected or found[each] is None]:
             answers.failed[member] = InternalError(
@@ -270,12 +273,19 @@ class Session:
             )
         return answers
 
+    def _restarted(self, member: Member) -> bool:
+        """Return True if the process that has begun the session there has ended."""
+        return member in self.incarnations and member.client.incarnation != self.incarnations[member]
+
     async def abort(self) -> None:
         request = EndWeightUpdateReqInput(commit=False, session_id=self.id)
         await ask_all(self.members, request, WeightUpdateReqOutput, ABORT_S)
 
     def settle(self, answers: Answers) -> None:
         """Go on with the members that have replied. Raises as :meth:`begin`."""
+        for member in [each for each in answers.failed if self._restarted(each)]:
+            refusal = answers.failed.pop(member)
+            answers.out[member] = EngineDied(f"{member.name} was restarted: {refusal.message}")
         if any(member.serves for member in self.members):
             for member in [each for each in answers.failed if not each.serves]:
                 answers.out[member] = answers.failed.pop(member)

@@ -1,21 +1,26 @@
 """Many engines in one thread that answer a fleet as real ones do, without a model and without torch.
 
 They speak the real wire and keep what a fleet depends on: pauses, sessions in two phases, labels and epochs,
-requests that wait out a pause, and an incarnation for each start. A token is its own position. As a program,
-``python -m support.light_engines NUMBER [FOLDER]`` prints the endpoints as JSON and serves until its input
-ends; a line of input is a number of engines to end, or, if it is negative, to start again.
+requests that wait out a pause, and an incarnation for each start. A token is its own position.
+:class:`EnginesProcess` has them in a process of their own.
 """
 
+import contextlib
+import itertools
 import json
+import os
+import random
 import secrets
 import select
 import socket
+import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from time import monotonic
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import msgspec
 import zmq
@@ -27,6 +32,8 @@ from .fake_scheduler import finished, results, rid_of, status_reply, update_repl
 KEEPALIVE_S = 2.0
 INITIAL = "initial"
 """Label of an engine that has just started."""
+PORTS = list(range(10_000, 32_768))
+"""Below those that Linux gives to outgoing connections, which could have an engine's when it starts again."""
 Died = Callable[[int, wire.Request], bool]
 
 
@@ -59,7 +66,11 @@ class LightEngine:
         if secret_key:
             self.socket.setsockopt(zmq.CURVE_SERVER, 1)
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
-        self.socket.bind(endpoint)
+        try:
+            self.socket.bind(endpoint)
+        except zmq.ZMQError:
+            self.socket.close(linger=0)
+            raise
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def turn(self, dies: Died) -> bool:
@@ -227,7 +238,8 @@ class LightEngines:
         self.server_keys = [public.decode() for public, _ in pairs]
         """CURVE public keys of the engines, which take any client; empty without keys."""
         self._secret_keys = [secret for _, secret in pairs]
-        self.engines = [self._started(index, "tcp://127.0.0.1:*") for index in range(number)]
+        self._ports = itertools.cycle(PORTS[(start := random.randrange(len(PORTS))) :] + PORTS[:start])
+        self.engines = [self._started_anywhere(index) for index in range(number)]
         self.endpoints = [engine.endpoint for engine in self.engines]
         self._work: deque[tuple[Callable[[], Any], threading.Event]] = deque()
         self._waker, self._woken = socket.socketpair()
@@ -235,6 +247,12 @@ class LightEngines:
         self._ended = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    @property
+    def dead(self) -> list[int]:
+        """Numbers of the engines that have ended."""
+        numbers: list[int] = self._do(lambda: [each.number for each in self.engines if each.socket.closed])
+        return numbers
 
     def end(self, numbers: Iterable[int]) -> None:
         """Close these engines' sockets as crashes would."""
@@ -259,6 +277,11 @@ class LightEngines:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _started_anywhere(self, number: int) -> LightEngine:
+        while True:
+            with contextlib.suppress(zmq.ZMQError):  # somebody has this port
+                return self._started(number, f"tcp://127.0.0.1:{next(self._ports)}")
+
     def _started(self, number: int, endpoint: str) -> LightEngine:
         engine = LightEngine(number, self._context, endpoint, self._folder, self._secret_keys[number])
         descriptor = engine.socket.getsockopt(zmq.FD)
@@ -267,17 +290,20 @@ class LightEngines:
         return engine
 
     def _end(self, engine: LightEngine) -> None:
+        if engine.socket.closed:
+            return
         descriptor = engine.socket.getsockopt(zmq.FD)
         if self._by_descriptor.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
             engine.socket.unbind(engine.endpoint)  # at once: its successor binds the same address
             engine.socket.close(linger=0)
 
-    def _do(self, work: Callable[[], Any]) -> None:
-        done = threading.Event()
-        self._work.append((work, done))
+    def _do(self, work: Callable[[], Any]) -> Any:
+        done, found = threading.Event(), []
+        self._work.append((lambda: found.append(work()), done))
         self._waker.send(b"\0")
         done.wait()
+        return found[0]
 
     def _run(self) -> None:
         alive_at = monotonic()
@@ -307,14 +333,69 @@ class LightEngines:
         self._context.destroy(linger=0)
 
 
+class EnginesProcess:
+    """Light engines in a process of their own; use it with ``with``."""
+
+    def __init__(self, number: int, folder: str = "/model") -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "support.light_engines", str(number), folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        )
+        self.endpoints: list[str] = self._answer()
+
+    def tell(
+        self, what: Literal["end", "start", "arm"], told: "Mapping[int, str] | Sequence[int]"
+    ) -> list[int]:
+        """Have engines ``told`` end, or those that have ended start again, or ones die of a message.
+
+        ``arm`` takes the name of the message of which each engine dies, and takes back what was told before.
+        Return the numbers of the engines concerned.
+        """
+        assert self._process.stdin is not None
+        plan = dict(told) if isinstance(told, Mapping) else dict.fromkeys(told, "")
+        self._process.stdin.write(json.dumps([what, plan]) + "\n")
+        self._process.stdin.flush()
+        answer: list[int] = self._answer()
+        return answer
+
+    def close(self) -> None:
+        self._process.communicate()  # which ends its input
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+
 def main() -> None:
-    number, *folder = sys.argv[1:]
-    with LightEngines(int(number), folder=folder[0] if folder else "/model") as engines:
+    number, folder = sys.argv[1:]
+    armed: dict[int, str] = {}
+
+    def dies(number: int, request: wire.Request) -> bool:
+        return armed.get(number) == type(request).__name__ and armed.pop(number, None) is not None
+
+    with LightEngines(int(number), dies=dies, folder=folder) as engines:
         print(json.dumps(engines.endpoints), flush=True)
         for line in sys.stdin:
-            count = int(line)
-            (engines.end if count > 0 else engines.start)(range(abs(count)))
-            print("done", flush=True)
+            what, told = json.loads(line)
+            numbers = [int(each) for each in told]
+            if what == "start":
+                numbers = engines.dead
+                engines.start(numbers)
+            elif what == "end":
+                engines.end(numbers)
+            else:
+                armed.clear()
+                armed |= {int(each): kind for each, kind in told.items()}
+            print(json.dumps(numbers), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import zmq
+from campaigns import light_fleet
 from support.light_engines import INITIAL, LightEngines
 from support.waiting import PATIENCE_S
 
@@ -77,6 +78,13 @@ def test_engines_that_die_in_an_update_lose_no_request(tmp_path):
                 await body(engines, fleet)
 
     asyncio.run(main())
+
+
+def test_engines_that_die_at_any_time_lose_nothing():
+    found = asyncio.run(light_fleet.run(number=30, deaths=12, joining=3, rounds=4, seed=1))
+    assert (found.harm, found.updates) == (0, 4)
+    assert sum(found.deaths.values()) == len(found.heal_s) == 12
+    assert len(found.join_s) == 3
 
 
 def test_a_paused_fleet_has_two_descriptors_an_engine(tmp_path, monkeypatch):

@@ -9,13 +9,20 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import pytest
+from support.intercepted import intercept, intercept_no_more
 from support.light_engines import LightEngines
 from support.waiting import PATIENCE_S
 
 from caesura.client import EngineError, InvalidRequest, SamplingParams
 from caesura.client.group.members import EngineAddress
 from caesura.client.group.replicas import ReplicaFleet
-from caesura.io_struct import BeginWeightUpdateReqInput, Request, UpdateWeightFromDiskReqInput
+from caesura.io_struct import (
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    GetStatusReqInput,
+    Request,
+    UpdateWeightFromDiskReqInput,
+)
 
 PARAMS = SamplingParams(max_new_tokens=4)
 Body = Callable[[LightEngines, ReplicaFleet], Awaitable[None]]
@@ -155,6 +162,36 @@ def test_one_engine_is_not_two_workers():
                 await ReplicaFleet(twice, owner="http").open()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", [UpdateWeightFromDiskReqInput, GetStatusReqInput, EndWeightUpdateReqInput])
+def test_a_worker_restarted_in_an_update_stops_no_other(tmp_path, kind):
+    """Its new process answers, but does not know the session: that refuses no update."""
+
+    async def body(engines: LightEngines, fleet: ReplicaFleet) -> None:
+        victim = fleet.members[1].client
+
+        async def restarted(send: Callable[[], Awaitable[Any]]) -> Any:
+            if engines.engines[1].loaded != "new" and kind is GetStatusReqInput:
+                return await send()  # those before the session has loaded
+            intercept_no_more(victim)
+            before = victim.incarnation
+            engines.end([1])
+            engines.start([1])
+            while victim.incarnation == before:
+                with contextlib.suppress(EngineError):
+                    await victim.flush_cache()
+            return await send()
+
+        intercept(victim, kind, restarted)
+        reply = await fleet.client.update_weights_from_disk(tmp_path, weight_version="new")
+        assert reply.committed
+        assert [member.serves for member in fleet.members] == [True, False, True]
+        assert [each.label for each in engines.engines] == ["new", "initial", "new"]
+        assert await fleet.heal() == [engines.endpoints[1]]
+        assert engines.engines[1].label == "new"
+
+    run(body)
 
 
 def test_a_worker_that_dies_in_begin_is_left_out(tmp_path):
