@@ -105,16 +105,20 @@ static void narrow_row(const E* x, int64_t size, char* to) {
 constexpr int64_t PASS = 4;  // groups of 16 rows that go through a panel together
 constexpr int64_t BLOCK_WORDS = INT8_COLUMNS / 4, PARTS = 4;
 
-// Sums of a block, as the tiles left them: totals[rows, PANEL] += (256 * sums[0, 1] + sums[2, 3]) * scales.
+// Sums of a block, as the tiles left them: totals[rows, PANEL] += (256 * sums[0, 1] + sums[2, 3]) * scales. Lines of `later` are
+// asked for meanwhile, a few at a time: more of them would hold up those of x.
 struct BlockSums {
     const int32_t (*sums)[256];
     const float* scales;
     float* totals;
     int64_t rows;
+    const float* later;
+    int64_t lines;  // for each part
 };
 
 CAESURA_INLINE void add_part(const BlockSums& a, int64_t part) {
     using namespace avx512bf16;
+    for (int64_t i = part * a.lines; i < (part + 1) * a.lines; i++) fetch_second(a.later + i * 16);
     const int64_t end = a.rows * (part + 1) / PARTS;
     for (int64_t r = a.rows * part / PARTS; r < end; r++)
         for (int half = 0; half < 2; half++) {
@@ -161,6 +165,7 @@ template <class E>
 static void int8_panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end) {
     const int64_t rows = smaller(16, end - row), groups = (end - row + 15) / 16, passes = (groups + PASS - 1) / PASS;
     const int64_t stride = narrow_row_bytes(a.words), plane = plane_bytes(a.words), scales_row = round_up(a.outputs, PANEL);
+    const int64_t lines = (2 * BLOCK_WORDS / PARTS + groups - 1) / groups;
     alignas(64) int32_t sums[4][256];
     alignas(64) float totals[PASS][16 * PANEL];
     const auto first_row = [&](int64_t group) { return smaller(row + group * 16, end - rows); };
@@ -171,15 +176,13 @@ static void int8_panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t
         const int64_t first = groups * pass / passes, last = groups * (pass + 1) / passes;
         std::memset(totals, 0, (last - first) * sizeof totals[0]);
         const float* scales = a.scales + panel * PANEL;
-        BlockSums before = {sums, scales, totals[0], 0};
+        BlockSums before = {sums, scales, totals[0], 0, nullptr, 0};
         for (int64_t word = 0; word < a.words; word += BLOCK_WORDS, scales += scales_row) {
             const float *w = panel_start(a, panel) + word * PANEL, *later = panel_start(a, panel + 1) + word * PANEL;
-            constexpr int64_t LINES = 2 * BLOCK_WORDS;  // of the next panel, each in one of the passes
-            for (int64_t i = LINES * pass / passes; i < LINES * (pass + 1) / passes; i++) fetch_second(later + i * 16);
             for (int64_t group = first; group < last; group++) {
                 const char* x = avx512bf16::narrow_start(a, first_row(group)) + NARROW_HEAD + word * 4;
                 multiply_block(x, stride, plane, w, a.words - word > TILE ? 2 : 1, before, sums);
-                before = {sums, scales, totals[group - first], rows};
+                before = {sums, scales, totals[group - first], rows, later + group * PARTS * lines * 16, lines};
             }
         }
         for (int64_t part = 0; part < PARTS; part++) add_part(before, part);
