@@ -9,7 +9,7 @@ from support.checkpoints import make_checkpoint
 from support.deltas import SentDelta, some_changed
 from support.lanes import quick
 
-from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
+from caesura.client import GenerationHandle, SamplingParams, SchedulerClient, launch_scheduler
 from caesura.transfer.weight_delta import DeltaMetadata, write_delta
 from caesura.transfer.weight_digest import digest_of
 
@@ -40,12 +40,16 @@ def models(tmp_path_factory):
     return paths
 
 
-def pause_amid_requests(client: SchedulerClient, prompt: list[int], params: SamplingParams) -> None:
-    """Pause with a request in flight, after steps have run since the last pause."""
+def pause_amid_requests(
+    client: SchedulerClient, prompt: list[int], params: SamplingParams
+) -> list[GenerationHandle]:
+    """Pause with a request in flight, after steps have run since the last pause; return all it took."""
+    taken = []
     while True:
-        next(client.submit(prompt, params, stream=True).deltas())
+        taken.append(client.submit(prompt, params, stream=True))
+        next(taken[-1].deltas())
         if client.pause("in_place").held_requests:
-            return
+            return taken
         client.continue_generation()
 
 
@@ -63,12 +67,12 @@ def test_many_updates_in_place(models, cycles):
         log_level="WARNING",
     )
     with engine as client:
-        handles, reserved, tokens = [], [], 0
+        handles, streamed, reserved, tokens = [], [], [], 0
         for cycle in range(cycles):
             params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, seed=cycle)
             prompt = [3 + (cycle * 31 + i * 7) % 500 for i in range(40)]
             handles.append(client.submit(prompt, params, return_logprob=True))
-            pause_amid_requests(client, prompt[:20], params)
+            streamed += pause_amid_requests(client, prompt[:20], params)
             update = client.update_weights_from_disk(
                 models[(cycle + 1) % 2], weight_version=str(cycle), flush_cache=False
             )
@@ -81,6 +85,8 @@ def test_many_updates_in_place(models, cycles):
             output = handle.result()
             tokens += len(output.output_ids)
             crossed += any(span.stale_kv for span in output.weight_versions)
+        for handle in streamed:
+            handle.result()
         status = client.status()
         assert (status.weights_epoch, status.weight_version) == (cycles, str(cycles - 1))
         assert (status.kv.held, status.running_requests, status.waiting_requests) == (0, 0, 0)
