@@ -28,7 +28,7 @@ from .triton_launch import Launcher
 _HEADS = 4
 """Heads of a program that rotates: with heads of 128 in two bytes a thread reads 16 bytes of each half."""
 _GATED = 1024
-_ELEMENTS_PER_WARP = 512
+ELEMENTS_PER_WARP = 512
 """Elements of a normalised row per warp: 16 to a thread."""
 _AGREEMENT = 1e-4
 """Largest difference from torch's result in a float32 self-test: several times that of exponentials."""
@@ -41,13 +41,11 @@ def rounded(value, like):
 
 
 @triton.jit
-def _norm_kernel(
-    x, residual, weight, out, x_row, residual_row, out_row, eps,
-    size: tl.constexpr, width: tl.constexpr, added: tl.constexpr, from_one: tl.constexpr,
+def normalized(
+    x, residual, weight, row, column, inside, x_row, residual_row, eps,
+    size: tl.constexpr, added: tl.constexpr, from_one: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, width)
-    inside = column < size
+    """Add a row to that of the residual, if ``added``, and return its norm in float32, not yet rounded."""
     value = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
     if added:
         target = residual + row * residual_row + column
@@ -58,7 +56,21 @@ def _norm_kernel(
     if from_one:
         result = value * scale * (1.0 + factor)
     else:
-        result = rounded(value * scale, out) * factor
+        result = rounded(value * scale, x) * factor
+    return result
+
+
+@triton.jit
+def _norm_kernel(
+    x, residual, weight, out, x_row, residual_row, out_row, eps,
+    size: tl.constexpr, width: tl.constexpr, added: tl.constexpr, from_one: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, width)
+    inside = column < size
+    result = normalized(
+        x, residual, weight, row, column, inside, x_row, residual_row, eps, size, added, from_one
+    )
     tl.store(out + row * out_row + column, result, mask=inside)
 
 
@@ -212,7 +224,7 @@ def rms_norm(
             (x, addend, weight, out),
             (x.stride(0), addend.stride(0), out.stride(0), eps),
             (size, width, residual is not None, from_one),
-            min(16, max(1, width // _ELEMENTS_PER_WARP)),
+            min(16, max(1, width // ELEMENTS_PER_WARP)),
         )
     return out
 

@@ -1,7 +1,8 @@
 """FP8 activations for products by block on CUDA, in Triton: quantised, and moved to where experts begin.
 
 Invariants:
-- Values are those of torch's operations (``layers/fp8_products.py``), bit for bit: divisions are exact.
+- Values are those of torch's operations (``layers/fp8_products.py``), bit for bit: divisions are exact. What
+  a norm or a gate gives is rounded before it is quantised, as by itself.
 - Nothing waits for the device; a step's only arguments are tensors, numbers of rows (which have no variants)
   and the size of the grid.
 - Rows behind the last expert's end are moved behind all experts, and of no expert.
@@ -18,6 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .attention_form import Bend
+from .elementwise import BENDS
+from .triton_elementwise import ELEMENTS_PER_WARP, bent, normalized, rounded
 from .triton_launch import Launcher
 
 BLOCK = 128
@@ -42,11 +46,17 @@ def quantized(value, like, rows: tl.constexpr, size: tl.constexpr):
 
 @triton.jit
 def _quantize(x, values, factors, factors_column, first, inside, size: tl.constexpr, tiles: tl.constexpr,
-              block: tl.constexpr):  # fmt: skip
-    """Quantise ``tiles`` times ``block`` elements of one row, from tile ``first`` on; zeros if not inside."""
+              block: tl.constexpr, bend: tl.constexpr):  # fmt: skip
+    """Quantise ``tiles`` times ``block`` elements of one row, from tile ``first`` on; zeros if not inside.
+
+    ``bend`` not negative: they are a gate's, and the factors beside them follow ``size`` elements later.
+    """
     tile = first + tl.arange(0, tiles)
     column = tile[:, None] * block + tl.arange(0, block)[None, :]
     value = tl.load(x + column, mask=inside & (column < size), other=0.0).to(tl.float32)
+    if bend >= 0:
+        beside = tl.load(x + size + column, mask=inside & (column < size), other=0.0).to(tl.float32)
+        value = rounded(bent(value, beside, x, bend), x)
     scaled, factor = quantized(value, values, tiles, block)
     tl.store(values + column, scaled, mask=column < size)
     tl.store(factors + tile * factors_column, factor, mask=tile * block < size)
@@ -55,13 +65,33 @@ def _quantize(x, values, factors, factors_column, first, inside, size: tl.conste
 @triton.jit(do_not_specialize=["tokens"])
 def _quantize_kernel(
     x, values, factors, x_row, factors_row, factors_column, tokens,
-    size: tl.constexpr, tiles: tl.constexpr, block: tl.constexpr,
+    size: tl.constexpr, tiles: tl.constexpr, block: tl.constexpr, bend: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     _quantize(
         x + row * x_row, values + row * size, factors + row * factors_row, factors_column,
-        tl.program_id(1) * tiles, row < tokens, size, tiles, block,
+        tl.program_id(1) * tiles, row < tokens, size, tiles, block, bend,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _norm_quantize_kernel(
+    x, residual, weight, values, factors, x_row, residual_row, factors_row, factors_column, eps, tokens,
+    size: tl.constexpr, width: tl.constexpr, added: tl.constexpr, from_one: tl.constexpr,
+    block: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, width)
+    inside = (column < size) & (row < tokens)
+    result = normalized(
+        x, residual, weight, row, column, inside, x_row, residual_row, eps, size, added, from_one
+    )
+    tiles: tl.constexpr = width // block
+    scaled, factor = quantized(tl.reshape(rounded(result, x), [tiles, block]), values, tiles, block)
+    tile = tl.arange(0, tiles)
+    place = tile[:, None] * block + tl.arange(0, block)[None, :]
+    tl.store(values + row * size + place, scaled, mask=place < size)
+    tl.store(factors + row * factors_row + tile * factors_column, factor, mask=tile * block < size)
 
 
 @triton.jit(do_not_specialize=["pairs", "total"])
@@ -84,7 +114,7 @@ def _spread_kernel(
         for first in range(0, tl.cdiv(size, block), tiles):
             _quantize(
                 x + item.to(tl.int64) * x_row, values + place * size, factors + place * factors_row, 1,
-                first, True, size, tiles, block,
+                first, True, size, tiles, block, -1,
             )  # fmt: skip
     else:
         padded_end = end + tl.cumsum(padding, 0)
@@ -95,25 +125,60 @@ def _spread_kernel(
 
 
 _launch_quantize = Launcher(_quantize_kernel, tensors=3, numbers=4)
+_launch_norm_quantize = Launcher(_norm_quantize_kernel, tensors=5, numbers=6)
 _launch_spread = Launcher(_spread_kernel, tensors=7, numbers=4)
 
 
-def quantize(x: Tensor, rows: int, *, columns_contiguous: bool = False) -> tuple[Tensor, Tensor]:
-    """Return FP8 [rows, size], and float32 scales [rows, size / 128], of ``x`` [T, size] and zeros below."""
+def _empty(rows: int, size: int, device: torch.device, *, columns_contiguous: bool) -> tuple[Tensor, Tensor]:
+    shape = (size // BLOCK, rows) if columns_contiguous else (rows, size // BLOCK)
+    factors = torch.empty(shape, dtype=torch.float32, device=device)
+    values = torch.empty((rows, size), dtype=FP8, device=device)
+    return values, factors.t() if columns_contiguous else factors
+
+
+def quantize(
+    x: Tensor, rows: int, *, columns_contiguous: bool = False, bend: Bend | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return FP8 [rows, size], and float32 scales [rows, size / 128], of ``x`` [T, size] and zeros below.
+
+    With ``bend``, ``x`` is [T, 2 size], and what is quantised is ``bend(gate) * up``.
+    """
     tokens, size = x.shape
-    blocks = size // BLOCK
-    values = torch.empty((rows, size), dtype=FP8, device=x.device)
-    if columns_contiguous:
-        factors = torch.empty((blocks, rows), dtype=torch.float32, device=x.device).t()
-    else:
-        factors = torch.empty((rows, blocks), dtype=torch.float32, device=x.device)
+    size = size if bend is None else size // 2
+    values, factors = _empty(rows, size, x.device, columns_contiguous=columns_contiguous)
     if rows:
         _launch_quantize(
-            (rows, triton.cdiv(blocks, _MOVED), 1),
+            (rows, triton.cdiv(size // BLOCK, _MOVED), 1),
             (x, values, factors),
             (x.stride(0), factors.stride(0), factors.stride(1), tokens),
-            (size, _MOVED, BLOCK),
+            (size, _MOVED, BLOCK, -1 if bend is None else BENDS[bend]),
             4,
+        )
+    return values, factors
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    rows: int,
+    *,
+    residual: Tensor | None = None,
+    from_one: bool = False,
+    columns_contiguous: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return :func:`quantize` of ``triton_elementwise.rms_norm``, which adds to ``residual`` in place."""
+    tokens, size = x.shape
+    values, factors = _empty(rows, size, x.device, columns_contiguous=columns_contiguous)
+    addend = x if residual is None else residual
+    if rows:
+        width = max(BLOCK, triton.next_power_of_2(size))
+        _launch_norm_quantize(
+            (rows, 1, 1),
+            (x, addend, weight, values, factors),
+            (x.stride(0), addend.stride(0), factors.stride(0), factors.stride(1), eps, tokens),
+            (size, width, residual is not None, from_one, BLOCK),
+            min(16, max(1, width // ELEMENTS_PER_WARP)),
         )
     return values, factors
 

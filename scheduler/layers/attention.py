@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..execution.forward import AttentionBackend
 from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
+from .fp8_products import Quantizer, Rows
 from .linear import Linear
 from .norm import RMSNorm, normalize
 from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
@@ -88,7 +89,11 @@ class Attention(CompositeLayer):
             )
             self.qk_norms = (q_norm, k_norm)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
+    @property
+    def quantizer(self) -> Quantizer | None:
+        return self.qkv.quantizer
+
+    def forward(self, x: Rows, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         """Map [T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, rotated size / 2]."""
         shape = self.shape
         heads = shape.num_heads + 2 * shape.num_kv_heads

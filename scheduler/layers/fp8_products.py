@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..kernels import TRITON, best, self_test
+from ..kernels.attention_form import Bend
 from ..memory.device_module import nvidia_generation
 from ..memory.workspace import Workspace
 
@@ -49,6 +50,43 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     return (tiles / factors).to(torch.float8_e4m3fn).flatten(1), factors.squeeze(2)
 
 
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """Rows in FP8 as a library takes them."""
+
+    values: Tensor
+    """[rows, in], of which the first ``tokens`` count."""
+    factors: Tensor
+    """float32 [rows, in / 128]"""
+    tokens: int
+    dtype: torch.dtype
+    """That of the rows, and of products with them."""
+
+
+Rows = Tensor | Quantized
+
+
+class Quantizer:
+    """Norms and gates whose results are quantised in the same launch, for one library."""
+
+    def __init__(self, kernels: ModuleType, *, columns_contiguous: bool) -> None:
+        self._kernels, self._layout = kernels, {"columns_contiguous": columns_contiguous}
+
+    def norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, *, from_one: bool
+    ) -> Quantized:
+        rows = _multiple_of(_ROWS, len(x))
+        found = self._kernels.rms_norm(
+            x, weight, eps, rows, residual=residual, from_one=from_one, **self._layout
+        )
+        return Quantized(found[0], found[1], len(x), x.dtype)
+
+    def gate_mul(self, gate_up: Tensor, bend: Bend) -> Quantized:
+        rows = _multiple_of(_ROWS, len(gate_up))
+        found = self._kernels.quantize(gate_up, rows, bend=bend, **self._layout)
+        return Quantized(found[0], found[1], len(gate_up), gate_up.dtype)
+
+
 @cache
 def _kernels(device: torch.device) -> ModuleType | None:
     """Return ``kernels/triton_fp8.py`` if it serves on ``device``: there its values are torch's."""
@@ -67,54 +105,56 @@ def _kernels(device: torch.device) -> ModuleType | None:
     return found if failure is None else None
 
 
-def _quantized(x: Tensor, rows: int, *, columns_contiguous: bool = False) -> tuple[Tensor, Tensor]:
-    """Return :func:`quantize_tokens` of ``x``, padded to ``rows``; or scales whose columns are contiguous."""
-    kernels = _kernels(x.device)
+def _quantized(x: Rows, *, columns_contiguous: bool = False) -> Quantized:
+    """Return :func:`quantize_tokens` of ``x``, padded to a multiple of :data:`_ROWS`."""
+    if isinstance(x, Quantized):
+        return x
+    tokens, kernels = x.shape[0], _kernels(x.device)
+    rows = _multiple_of(_ROWS, tokens)
     if kernels is not None:
         values, factors = kernels.quantize(x, rows, columns_contiguous=columns_contiguous)
-        return values, factors
-    added = rows - x.shape[0]
-    values, factors = quantize_tokens(functional.pad(x, (0, 0, 0, added)) if added else x)
-    return values, factors.t().contiguous().t() if columns_contiguous else factors
+        return Quantized(values, factors, tokens, x.dtype)
+    values, factors = quantize_tokens(functional.pad(x, (0, 0, 0, rows - tokens)) if rows > tokens else x)
+    factors = factors.t().contiguous().t() if columns_contiguous else factors
+    return Quantized(values, factors, tokens, x.dtype)
 
 
 # Dense: ``x @ (weight * scales).T`` for bfloat16 ``x`` [T, in]
 
 
-def torch_hopper(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+def torch_hopper(x: Rows, weight: Tensor, scales: Tensor) -> Tensor:
     """Multiply by torch's scaled matmul (cuBLASLt's block scaling): outputs in multiples of 128."""
-    tokens = x.shape[0]
-    quantized, factors = _quantized(x, _multiple_of(_ROWS, tokens), columns_contiguous=True)
+    rows = _quantized(x, columns_contiguous=True)
     added = -scales.shape[1] % 4
     recipes = functional.ScalingType
     out: Tensor = functional.scaled_mm(
-        quantized,
+        rows.values,
         weight.t(),
-        factors,
+        rows.factors,
         recipes.BlockWise1x128,
         (functional.pad(scales, (0, added)) if added else scales).t(),
         recipes.BlockWise128x128,
-        output_dtype=x.dtype,
+        output_dtype=rows.dtype,
     )
-    return out[:tokens]
+    return out[: rows.tokens]
 
 
-def flashinfer_hopper(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+def flashinfer_hopper(x: Rows, weight: Tensor, scales: Tensor) -> Tensor:
     """Multiply by FlashInfer, which quantises the activations itself: outputs in multiples of 64."""
+    assert isinstance(x, Tensor), "it takes no quantised rows"
     out: Tensor = import_module("flashinfer.gemm").fp8_blockscale_gemm_sm90(
         x.contiguous(), weight, None, scales
     )
     return out
 
 
-def flashinfer_blackwell(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+def flashinfer_blackwell(x: Rows, weight: Tensor, scales: Tensor) -> Tensor:
     """Multiply by FlashInfer: outputs in multiples of 64."""
-    tokens = x.shape[0]
-    quantized, factors = _quantized(x, _multiple_of(_ROWS, tokens))
+    rows = _quantized(x)
     out: Tensor = import_module("flashinfer.gemm").gemm_fp8_nt_groupwise(
-        quantized, weight, factors, scales, scale_major_mode="K", out_dtype=x.dtype
+        rows.values, weight, rows.factors, scales, scale_major_mode="K", out_dtype=rows.dtype
     )
-    return out[:tokens]
+    return out[: rows.tokens]
 
 
 def _multiple_of(divisor: int, count: int) -> int:
@@ -264,7 +304,16 @@ class Dense:
     by: str
     rows: int
     """Divisor of the number of output features."""
-    compute: Callable[[Tensor, Tensor, Tensor], Tensor]
+    compute: Callable[[Rows, Tensor, Tensor], Tensor]
+    columns_contiguous: bool | None = None
+    """Layout of the scales of quantised rows; None: the library quantises."""
+
+    def quantizer(self, device: torch.device) -> Quantizer | None:
+        """Return what quantises where rows come from, or None if this library, or torch, does."""
+        kernels = _kernels(device)
+        if kernels is None or self.columns_contiguous is None:
+            return None
+        return Quantizer(kernels, columns_contiguous=self.columns_contiguous)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +328,8 @@ class Experts:
 
 DENSE = (
     (_HOPPER, Dense("flashinfer", 64, flashinfer_hopper)),
-    (_HOPPER, Dense("torch", BLOCK, torch_hopper)),
-    (_BLACKWELL + _SMALL_BLACKWELL, Dense("flashinfer", 64, flashinfer_blackwell)),
+    (_HOPPER, Dense("torch", BLOCK, torch_hopper, columns_contiguous=True)),
+    (_BLACKWELL + _SMALL_BLACKWELL, Dense("flashinfer", 64, flashinfer_blackwell, columns_contiguous=False)),
 )
 # FlashInfer refuses its grouped product on the small Blackwells, as wrong for several groups.
 EXPERTS = (

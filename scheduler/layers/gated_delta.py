@@ -18,6 +18,7 @@ from ..attention.delta_rule import HybridBackend
 from ..cache.pool import StateShape
 from ..execution.forward import AttentionBackend
 from ..kernels.delta import DeltaPlaces, DeltaWeights, Segments, delta_for
+from .fp8_products import Rows
 from .linear import Linear
 from .norm import RMSNorm, normalize
 from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
@@ -69,8 +70,11 @@ class GatedDelta(CompositeLayer):
             for each in ("log_rate", "rate_bias")
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
+    quantizer = None
+
+    def forward(self, x: Rows, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         """Map [T, hidden] to [T, hidden]; positions follow from the order of tokens: no rotation."""
+        assert isinstance(x, Tensor), "it asks for no quantised rows"
         assert isinstance(backend, HybridBackend), (
             "a model with states is computed by a backend that has them"
         )

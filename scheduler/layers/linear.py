@@ -19,6 +19,7 @@ from .parameters import Parameter, Placement, ScaleBlocks, WeightSlot
 from .sharding import Window, as_window, require_borders, sharded, stacked
 
 if TYPE_CHECKING:
+    from .fp8_products import Quantizer, Rows
     from .lora import LinearAdapters
     from .scaled_blocks import ScaledMatrix
 
@@ -70,8 +71,17 @@ class Linear:
         if place.adapters is not None:
             self.adapters = place.adapters.of(name, self._parts, self._columns, place)
 
-    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    @property
+    def quantizer(self) -> "Quantizer | None":
+        """Return what quantises rows where they come from; None: :meth:`forward` takes them as they are."""
+        matrix = self._weight
+        return None if isinstance(matrix, Matrix) or self.adapters is not None else matrix.quantizer
+
+    def forward(self, x: "Rows", out: Tensor | None = None) -> Tensor:
         """Map [T, in] to [T, out] of this rank's features; divided inputs give partial sums."""
+        if not isinstance(x, Tensor):
+            assert not isinstance(self._weight, Matrix), "quantised by its quantizer"
+            return self._weight.product(x, self.bias, out)
         out = self._weight.product(x, self.bias, out)
         if self.adapters is not None:
             self.adapters.add(x, out)

@@ -23,6 +23,7 @@ from ..kernels import TORCH, TRITON, best, elementwise, triton_for
 from ..kernels import linear as kernel
 from ..kernels.attention_form import PLAIN
 from ..kernels.decoder_layers import LatentShape
+from .fp8_products import Quantizer, Rows
 from .linear import Linear, PackedTensors, divided, scale_blocks
 from .matrix import Stored
 from .norm import RMSNorm
@@ -213,14 +214,18 @@ class LatentAttention(CompositeLayer):
         self._compiled = best("elementwise", place.device, place.dtype) not in (TORCH, TRITON)
         self._triton = triton_for("elementwise", place.device, place.dtype)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
+    @property
+    def quantizer(self) -> Quantizer | None:
+        return self._down.quantizer
+
+    def forward(self, x: Rows, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         """Map [T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, qk_rope_head_dim / 2]."""
         shape = self.shape
         latent, heads, interleaved = shape.kv_lora_rank, self.heads, shape.rope_interleave
         down = self._down.forward(x)
         q, kv = down.tensor_split([down.shape[-1] - latent - shape.qk_rope_head_dim], dim=-1)
         if self._q_up is not None and self._q_norm is not None:
-            q = self._q_up.forward(self._q_norm.forward(q))
+            q = self._q_up.forward(self._q_norm.rows(q, self._q_up.quantizer))
         q = q.unflatten(-1, (heads, -1))
         norm = self._kv_norm.weight, self._kv_norm.eps
         if self._triton is not None:
@@ -229,13 +234,13 @@ class LatentAttention(CompositeLayer):
             return self._out(backend.attend_latents(queries, self._layer))
         q_nope, q_rope = q.split([shape.qk_nope_head_dim, shape.qk_rope_head_dim], dim=-1)
         if self._compiled:  # products are written where they are read next
-            queries, keys = x.new_empty((len(x), heads, kv.shape[1])), x.new_empty((len(x), 1, kv.shape[1]))
+            queries, keys = (kv.new_empty((len(kv), count, kv.shape[1])) for count in (heads, 1))
             self._kv_up.absorb(q_nope, queries[..., :latent])
             elementwise.rotate_latents(
                 q_rope, kv, cos, sin, norm, queries, keys.squeeze(1), interleaved=interleaved
             )
             return self._attend(queries, keys, backend)
-        absorbed = x.new_empty((x.shape[0], heads, latent))
+        absorbed = kv.new_empty((len(kv), heads, latent))
         self._kv_up.absorb(q_nope, absorbed)
         queries = torch.cat((absorbed, rotate(q_rope, cos, sin, interleaved=interleaved)), dim=-1)
         k_rope = rotate(kv[:, latent:].unsqueeze(1), cos, sin, interleaved=interleaved)

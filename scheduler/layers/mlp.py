@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from ..kernels import elementwise_for
 from ..kernels.attention_form import Bend
+from .fp8_products import Quantizer, Rows
 from .linear import Linear
 from .parameters import CompositeLayer, Layer, Placement
 from .sharding import Window, first_with_pieces, in_pieces
@@ -64,15 +65,22 @@ class GatedMLP(CompositeLayer):
             f"{name}.down", inputs, {f"{prefix}.down_proj": outputs}, place=place, first_rank=first
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = torch.zeros_like(x) if self.is_empty else self._product(x)
+    @property
+    def quantizer(self) -> Quantizer | None:
+        return None if self.is_empty else self.gate_up.quantizer
+
+    def forward(self, x: Rows) -> Tensor:
+        out = torch.zeros_like(x) if self.is_empty and isinstance(x, Tensor) else self._product(x)
         if self._summing is not None:
             self._summing.all_reduce(out)
         return out
 
-    def _product(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up.forward(x)
-        if self._kernels is not None:
+    def _product(self, x: Rows) -> Tensor:
+        gate_up, quantizer = self.gate_up.forward(x), self.down.quantizer
+        gated: Rows
+        if quantizer is not None:
+            gated = quantizer.gate_mul(gate_up, self.bend)
+        elif self._kernels is not None:
             gated = self._kernels.gate_mul(gate_up, bend=self.bend)
         else:
             gate, up = gate_up.chunk(2, dim=-1)

@@ -15,6 +15,7 @@ from ..kernels import TORCH, TRITON, best, elementwise, triton_for
 from ..kernels import experts as kernel
 from ..kernels.decoder_layers import NO_GROUPS, GroupRouting
 from .experts import Experts
+from .fp8_products import Quantizer, Rows
 from .linear import Linear, PackedTensors
 from .matrix import Matrix
 from .mlp import GatedMLP
@@ -168,7 +169,12 @@ class RoutedExperts:
 class FeedForward(Layer, Protocol):
     """A feed-forward block, or the shared experts of one, which every token passes."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """What quantises the rows of :meth:`forward`, or None if it takes them as they are."""
+        ...
+
+    def forward(self, x: Rows) -> Tensor:
         """Map [T, hidden] to [T, hidden], in fresh memory."""
         ...
 
@@ -181,7 +187,10 @@ class GatedShared(CompositeLayer):
         self.mlp = mlp
         self._compiled = best("elementwise", place.device, place.dtype) not in (TORCH, TRITON)
 
-    def forward(self, x: Tensor) -> Tensor:
+    quantizer = None
+
+    def forward(self, x: Rows) -> Tensor:
+        assert isinstance(x, Tensor), "it asks for no quantised rows"
         gate = self.gate.forward(x)
         if self._compiled:
             return elementwise.sigmoid_mul(self.mlp.forward(x), gate)
@@ -214,7 +223,10 @@ class MoeBlock(CompositeLayer):
         self.router, self.experts, self.shared = router, experts, shared
         self._routing = routing
 
-    def forward(self, x: Tensor) -> Tensor:
+    quantizer = None
+
+    def forward(self, x: Rows) -> Tensor:
+        assert isinstance(x, Tensor), "it asks for no quantised rows"
         ids, weights = self.router.forward(x, self._routing.of_layer(self._layer, x.shape[0]))
         shared = None if self.shared is None else self.shared.forward(x)
         out = self.experts.forward(x, ids, weights, shared)

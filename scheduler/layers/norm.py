@@ -5,12 +5,16 @@ multiplied by the weight; with factors stored as their distance from one, everyt
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.nn import functional
 
 from ..kernels import elementwise_for
 from .parameters import Parameter, Placement, WeightSlot
+
+if TYPE_CHECKING:
+    from .fp8_products import Quantizer, Rows
 
 
 def normalize(x: Tensor, eps: float) -> Tensor:
@@ -43,6 +47,14 @@ class RMSNorm:
                 x, self._weight.data, self.eps, residual=residual, from_one=self.from_one
             )
         return self.forward(residual.add_(x))
+
+    def rows(
+        self, x: Tensor, quantizer: "Quantizer | None" = None, *, residual: Tensor | None = None
+    ) -> "Rows":
+        """Return :meth:`forward`, or :meth:`add` to ``residual``; by ``quantizer`` if there is one."""
+        if quantizer is not None:
+            return quantizer.norm(x, self._weight.data, self.eps, residual, from_one=self.from_one)
+        return self.forward(x) if residual is None else self.add(x, residual)
 
     def by_torch(self, x: Tensor) -> Tensor:
         if not self.from_one:

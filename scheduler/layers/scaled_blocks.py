@@ -32,7 +32,7 @@ from ..kernels.linear import FP8, INT8, int8_product
 from ..memory.workspace import Workspace
 from ..runtime.dtypes import torch_name
 from . import fp8_products
-from .fp8_products import BLOCK, Dense, Grouped
+from .fp8_products import BLOCK, Dense, Grouped, Quantizer, Rows
 from .parameters import CASTABLE, Parameter, Place, Placement, ScaleBlocks, WeightSlot
 
 FP8_MAX = 448.0
@@ -204,14 +204,21 @@ class ScaledMatrix:
             start, first = start + rows, first + length
         self._scale_of_row = torch.cat(of_row).to(place.device)  # of the first of ``count``
 
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """Return what quantises rows where they come from, or None if products take rows as they are."""
+        dense = self._dense
+        return None if dense is None or self._height % dense.rows else dense.quantizer(self._place.device)
+
     def product(
-        self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, first: int = 0
+        self, x: Rows, bias: Tensor | None = None, out: Tensor | None = None, *, first: int = 0
     ) -> Tensor:
         """Return ``x @ weight.T + bias`` for ``x`` [T, in]: outputs from ``first``, those of ``out``."""
         outputs, inputs = self._weight.data.shape
         if self._dense is not None:
             assert first == 0, "experts have products of their own"
             return self._multiplied(self._dense, x, bias, out)
+        assert isinstance(x, Tensor), "quantised for a library"
         if self._blocks.dtype == INT8:
             y = int8_product(x, self._weight.data, self._scales.data, bias)
             return y if out is None else out.copy_(y)
@@ -227,12 +234,13 @@ class ScaledMatrix:
                 torch.addmm(bias[start:end], x, weight.t(), out=out[:, start:end])
         return out
 
-    def _multiplied(self, dense: Dense, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    def _multiplied(self, dense: Dense, x: Rows, bias: Tensor | None, out: Tensor | None) -> Tensor:
         """Multiply on an accelerator; outputs at the end that the library refuses are dequantised."""
         outputs, inputs = self._weight.data.shape
         whole = outputs - outputs % dense.rows
         y = dense.compute(x, self._weight.data[:whole], self._scales.data[: -(-whole // BLOCK)])
         if whole < outputs:
+            assert isinstance(x, Tensor), "not quantised then"
             weight = self._place.workspace.take("fp8 weight", (outputs - whole, inputs), x.dtype, x.device)
             y = torch.cat([y, x @ self.dequantize(weight, whole).t()], dim=1)
         if bias is not None:

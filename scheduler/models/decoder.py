@@ -20,6 +20,7 @@ from ..kernels.attention_form import AttentionForm, Bend
 from ..layers.attention import Attention, AttentionShape
 from ..layers.embedding import Embedding
 from ..layers.experts import ExpertNames, Experts, SharedExperts, among_experts
+from ..layers.fp8_products import Quantizer, Rows
 from ..layers.logits_processor import LogitsProcessor
 from ..layers.mlp import GatedMLP
 from ..layers.moe import FeedForward, GatedShared, MoeBlock, RoutedExperts, Router
@@ -43,7 +44,12 @@ class AttentionBlock(Layer, Protocol):
         """Attention form over KV, or None if the block has a state per sequence instead."""
         ...
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """What quantises the rows of :meth:`forward`, or None if it takes them as they are."""
+        ...
+
+    def forward(self, x: Rows, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         """Map [T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, rotated size / 2]."""
         ...
 
@@ -95,16 +101,20 @@ class DecoderLayer:
 
         ``rotary``: of the tokens for which this rank computes attention.
         """
-        x = self.input_norm.forward(residual) if update is None else self.input_norm.add(update, residual)
+        quantizer = self.attention.quantizer if self._rows is None else None
+        rows, addend = (residual, None) if update is None else (update, residual)
+        normalized = self.input_norm.rows(rows, quantizer, residual=addend)
         if self._rows is None:
-            x = self.attention.forward(x, *rotary, backend)
+            x = self.attention.forward(normalized, *rotary, backend)
         else:
-            own = self._rows.own(x)
+            assert isinstance(normalized, Tensor), "nothing quantises them"
+            own = self._rows.own(normalized)
             x = self._rows.gather(self.attention.forward(own, *rotary, backend) if len(own) else own)
         if self.norms_behind is None:
-            return self.mlp.forward(self.mlp_norm.add(x, residual))
+            return self.mlp.forward(self.mlp_norm.rows(x, self.mlp.quantizer, residual=residual))
         behind_attention, behind_mlp = self.norms_behind
-        x = self.mlp.forward(self.mlp_norm.add(behind_attention.forward(x), residual))
+        x = behind_attention.forward(x)
+        x = self.mlp.forward(self.mlp_norm.rows(x, self.mlp.quantizer, residual=residual))
         return behind_mlp.forward(x)
 
     def layers(self) -> tuple[Layer, ...]:

@@ -115,10 +115,12 @@ def products() -> None:
 
 
 def fp8_rows() -> None:
-    from caesura.scheduler.kernels.triton_fp8 import quantize, spread
+    from caesura.scheduler.kernels.triton_fp8 import quantize, rms_norm, spread
 
     for hidden in (2048, 7168):
         quantize(zeros(3, hidden), 4, columns_contiguous=True)
+        quantize(zeros(3, 2 * hidden), 4, bend="silu")
+        rms_norm(zeros(3, hidden), zeros(hidden), 1e-6, 4, residual=zeros(3, hidden), columns_contiguous=True)
         spread(zeros(3, hidden), zeros(128, dtype=torch.int32), 128, 512)
 
 
@@ -169,6 +171,7 @@ def launches(tokens: int) -> None:
     rows = triton_experts.product(zeros(tokens, 256), ids, range(80), zeros(80, 96, 256))
     triton_experts.combine(rows, ids, range(80), weights, queries[:, 0])
     triton_fp8.quantize(zeros(tokens, 256), tokens + 3)
+    triton_fp8.rms_norm(zeros(tokens, 256), zeros(256), 1e-6, tokens + 3, residual=zeros(tokens, 256))
     triton_fp8.spread(zeros(tokens, 256), zeros(8, dtype=torch.int32), 4, tokens + 24)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import fake_flashinfer
+from support import fake_flashinfer, fake_fp8_libraries
 from support.checkpoints import make_checkpoint
 from support.forward_batches import PagedModel, Sequence, attention_shape, load_model
 from support.interpreted_triton import INTERPRETS, interpreted
@@ -28,9 +28,10 @@ from caesura.scheduler.kernels.attention_form import HeadNorms
 from caesura.scheduler.kernels.decoder_layers import GroupRouting
 from caesura.scheduler.layers import experts as experts_module
 from caesura.scheduler.layers import fp8_products, moe
-from caesura.scheduler.layers.mlp import bent
+from caesura.scheduler.layers.mlp import GatedMLP, bent
 from caesura.scheduler.layers.moe import Router
-from caesura.scheduler.layers.parameters import Placement
+from caesura.scheduler.layers.norm import RMSNorm
+from caesura.scheduler.layers.parameters import Placement, ScaleBlocks
 from caesura.scheduler.layers.rotary import RopeParameters, RotaryEmbedding, rotate
 
 DEVICE = torch.device(os.environ.get("CAESURA_TEST_DEVICE", "cpu"))
@@ -360,6 +361,58 @@ def test_tokens_are_quantised_as_torch_does(tokens, rows, size, columns_contiguo
     assert torch.equal(values.float(), expected.float())
     assert torch.equal(factors, expected_factors)
     assert (factors.stride(0) == 1) == (columns_contiguous or factors.shape[1] == 1)
+
+
+@computed
+@pytest.mark.parametrize(("tokens", "rows", "size"), [(3, 4, 128), (5, 8, 1152), (4, 4, 640)])
+@pytest.mark.parametrize("columns_contiguous", [False, True])
+def test_norms_and_gates_are_quantised_as_torch_does(tokens, rows, size, columns_contiguous):
+    layout = {"columns_contiguous": columns_contiguous}
+    for bend in ("silu", "gelu_tanh", "clamped"):
+        gate_up = torch.randn(tokens, 2 * size).bfloat16()
+        found = triton_fp8.quantize(gate_up, rows, bend=bend, **layout)
+        expected = triton_fp8.quantize(triton_elementwise.gate_mul(gate_up, bend=bend), rows, **layout)
+        assert torch.equal(found[0].float(), expected[0].float())
+        assert torch.equal(found[1], expected[1])
+        assert found[1].stride() == expected[1].stride()
+    wide, weight = torch.randn(tokens, size + 8).bfloat16(), torch.randn(size).bfloat16()
+    for from_one, added in ((False, True), (True, False)):
+        x, residual = wide[:, :size], torch.randn(tokens, size).bfloat16() if added else None
+        kept = None if residual is None else residual.clone()
+        found = triton_fp8.rms_norm(x, weight, 1e-5, rows, residual=residual, from_one=from_one, **layout)
+        normalized = triton_elementwise.rms_norm(x, weight, 1e-5, residual=kept, from_one=from_one)
+        expected = triton_fp8.quantize(normalized, rows, **layout)
+        torch.testing.assert_close(found[1], expected[1], rtol=0.01, atol=0)
+        assert (found[0].float() != expected[0].float()).float().mean() < 0.01, "of two roundings"
+        assert found[1].stride() == expected[1].stride()
+        assert residual is None or torch.equal(residual, kept)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", [1, 2])
+def test_quantised_rows_go_through_a_block_as_others(kind, monkeypatch):
+    dense, libraries = fp8_products.DENSE[kind][1], fake_fp8_libraries.MODULES
+    monkeypatch.setattr(fp8_products, "_kernels", lambda device: triton_fp8)
+    monkeypatch.setattr(fp8_products, "dense_for", lambda device: dense)
+    monkeypatch.setattr(fp8_products, "import_module", lambda name: libraries[name])
+    monkeypatch.setattr(functional, "scaled_mm", fake_fp8_libraries.scaled_mm)
+    place = Placement(torch.bfloat16, DEVICE, ScaleBlocks())
+    norm, mlp = RMSNorm("n", "n", 256, 1e-6, place=place), GatedMLP("m", "m", 256, 384, place=place)
+    weights = {slot.name: torch.randn(slot.shape) / 16 for slot in (*norm.slots(), *mlp.slots())}
+    for slot in (*norm.slots(), *mlp.slots()):
+        if not slot.name.endswith("scale_inv"):
+            slot.write(weights[slot.name], 0)
+    x, residual = torch.randn(2, 5, 256).bfloat16()
+    expected_residual = residual + x
+    rows = norm.rows(x, mlp.quantizer, residual=residual)
+    assert isinstance(rows, fp8_products.Quantized)
+    assert torch.equal(residual, expected_residual)
+    normalized = functional.rms_norm(residual.float(), (256,), weights["n.weight"], 1e-6)
+    gate, up, down = (weights[f"m.{part}_proj.weight"] for part in ("gate", "up", "down"))
+    expected = (functional.silu(normalized @ gate.t()) * (normalized @ up.t())) @ down.t()
+    found = mlp.forward(rows)
+    assert found.shape == expected.shape
+    assert (found.float() - expected).norm() / expected.norm() < 0.08  # weights are rounded, too
 
 
 @computed
