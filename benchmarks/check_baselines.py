@@ -141,7 +141,7 @@ def updated(
     return {"history": [record, *old.get("history", [])][:HISTORY]}
 
 
-def measure(folders: Sequence[Path]) -> Times:
+def measure(folders: Sequence[Path], workload: Mapping[str, Any] = WORKLOAD) -> Times:
     """Run the whole workload once on an engine of its own."""
     times: Times = {}
 
@@ -150,16 +150,14 @@ def measure(folders: Sequence[Path]) -> Times:
         work()
         times[f"end_to_end.{name}"] = 1e3 * (time.perf_counter() - started)
 
-    count, length = WORKLOAD["requests"], WORKLOAD["prompt_tokens"]
-    prompts = [
-        [3 + (31 * row + 7 * column) % 4000 for column in range(int(length))] for row in range(int(count))
-    ]
-    params = SamplingParams(max_new_tokens=int(WORKLOAD["new_tokens"]), ignore_eos=True, seed=0)
+    count, length = workload["requests"], workload["prompt_tokens"]
+    prompts = [[3 + (31 * row + 7 * column) % 4000 for column in range(length)] for row in range(count)]
+    params = SamplingParams(max_new_tokens=workload["new_tokens"], ignore_eos=True, seed=0)
     started = time.perf_counter()
     engine = launch_scheduler(
         folders[0],
         device="cpu",
-        num_threads=int(WORKLOAD["threads"]),
+        num_threads=workload["threads"],
         kv_pool_tokens=40960,
         prefix_cache=False,
         log_level="WARNING",
@@ -170,16 +168,16 @@ def measure(folders: Sequence[Path]) -> Times:
         client.generate(prompts, SamplingParams(max_new_tokens=4, ignore_eos=True))
         before = stage_seconds(client)
         timed("rollout", lambda: client.generate(prompts, params))
-        timed("cycles", lambda: cycles(client, prompts, folders))
-        timed("releases", lambda: releases(client, folders[0]))
+        timed("cycles", lambda: cycles(client, prompts, folders, workload))
+        timed("releases", lambda: releases(client, folders[0], workload["releases"]))
         after = stage_seconds(client)
     times |= {f"stage.{name}": 1e3 * (total - before.get(name, 0.0)) for name, total in after.items()}
     return times
 
 
-def measure_images(folder: Path) -> Times:
+def measure_images(folder: Path, workload: Mapping[str, Any] = WORKLOAD) -> Times:
     """Make every image of the workload once; each prompt is another, so each is encoded."""
-    work = WORKLOAD["images"]
+    work = workload["images"]
     side = image_pipelines().SHAPES[work["shape"]].side
 
     def images(prompt: str) -> None:
@@ -188,9 +186,8 @@ def measure_images(folder: Path) -> Times:
             max_sequence_length=0, sde={"type": "ode"},
         )  # fmt: skip
 
-    threads = int(WORKLOAD["threads"])
     with launch_scheduler(
-        folder, device="cpu", num_threads=threads, frozen_residency="offload", log_level="WARNING"
+        folder, device="cpu", num_threads=workload["threads"], frozen_residency="offload", log_level="WARNING"
     ) as client:
         images("warm")
         before, started = stage_seconds(client), time.perf_counter()
@@ -207,11 +204,13 @@ def image_pipelines() -> ModuleType:
     return importlib.import_module("harness.image_pipelines")
 
 
-def cycles(client: SchedulerClient, prompts: list[list[int]], folders: Sequence[Path]) -> None:
+def cycles(
+    client: SchedulerClient, prompts: list[list[int]], folders: Sequence[Path], workload: Mapping[str, Any]
+) -> None:
     """Pause, update and continue again and again while requests run; then end these."""
-    params = SamplingParams(max_new_tokens=int(WORKLOAD["load_tokens"]), ignore_eos=True, seed=1)
-    handles = [client.submit(prompt, params) for prompt in prompts[: int(WORKLOAD["load_requests"])]]
-    for number in range(int(WORKLOAD["cycles"])):
+    params = SamplingParams(max_new_tokens=workload["load_tokens"], ignore_eos=True, seed=1)
+    handles = [client.submit(prompt, params) for prompt in prompts[: workload["load_requests"]]]
+    for number in range(workload["cycles"]):
         client.pause("in_place")
         client.update_weights_from_disk(folders[(number + 1) % 2], flush_cache=False)
         client.continue_generation()
@@ -220,9 +219,9 @@ def cycles(client: SchedulerClient, prompts: list[list[int]], folders: Sequence[
         handle.result()
 
 
-def releases(client: SchedulerClient, folder: Path) -> None:
+def releases(client: SchedulerClient, folder: Path, count: int) -> None:
     """Release, resume and load everything."""
-    for _ in range(int(WORKLOAD["releases"])):
+    for _ in range(count):
         client.pause()
         client.release_memory()
         client.resume_memory()
