@@ -73,6 +73,8 @@ LEASE_S = 60.0
 DESCRIPTORS = 1
 """File descriptors of a connection; an engine has a second one while it is paused with a lease."""
 OTHER_DESCRIPTORS = 64
+PROBE_S = 2.0
+"""Seconds in which a member that is away must answer to be brought back."""
 HEALED_AT_ONCE = 16
 """Maximum number of members that are brought back at a time."""
 
@@ -208,7 +210,7 @@ class Fleet:
         self._require_descriptors()
         try:
             async with self.lock:
-                joining = [self._add(address) for address in self._addresses]
+                joining = [self._add(self._made(address)) for address in self._addresses]
                 await (take_over(self, joining, self._adopt) if self._adopt else agree(self, joining))
                 await self.adapters.restore()
             if self._adopt:
@@ -482,16 +484,23 @@ class Fleet:
     async def add(self, address: EngineAddress | str) -> Member:
         """Add a member; it serves with the fleet's weights, or raises why it cannot."""
         began = time.monotonic()
-        async with self.weights_lock:
-            member = self._add(EngineAddress.of(address))
-            try:
+        self.require_addable()
+        member = self._made(EngineAddress.of(address))
+        try:
+            await self.ask(member)  # before the lock: one that says nothing must not hold up updates
+            async with self.weights_lock:
+                self.require_addable()
+                self._add(member)
                 await self._admit(member, await catch_up(self, member))
-            except BaseException:
-                async with self.lock:
-                    await self.forget(member)
-                raise
+        except BaseException:
+            async with self.lock:
+                await self.forget(member)
+            raise
         logger.info("engine %s joined: it serves after %.1f s", member.name, time.monotonic() - began)
         return member
+
+    def require_addable(self) -> None:
+        """Raise the reason why no engine can be added now."""
 
     async def remove(self, name: str) -> None:
         """Take a member out of the fleet; its requests continue on others. The engine itself goes on, without
@@ -534,9 +543,14 @@ class Fleet:
                         )
                         healed.append(member.name)
 
+        away = [member for member in self.members if not member.serves and member.state != "joining"]
+        # before the lock: those that say nothing must not hold up updates
+        there = await ask_all(away, GetStatusReqInput(owner=""), GetStatusReqOutput, PROBE_S)
+        if not there.replies:
+            return []
         async with self.weights_lock, asyncio.TaskGroup() as work:
-            for member in self.members:
-                if not member.serves and member.state != "joining":
+            for member in there.replies:
+                if not member.serves:
                     work.create_task(heal(member))
         return healed
 
@@ -612,7 +626,7 @@ class Fleet:
                 field="members",
             )
 
-    def _add(self, address: EngineAddress) -> Member:
+    def _made(self, address: EngineAddress) -> Member:
         member = Member(
             address,
             self._socket,
@@ -620,10 +634,17 @@ class Fleet:
             keepalive_timeout=self._keepalive_timeout,
             lease_s=self._lease_s,
         )
-        if member.name in self.dispatcher.members:
-            raise InvalidRequest(f"the fleet has a member {member.name!r} already", field="name")
+        self._require_new(member)
+        return member
+
+    def _add(self, member: Member) -> Member:
+        self._require_new(member)
         self.dispatcher.members[member.name] = member
         return member
+
+    def _require_new(self, member: Member) -> None:
+        if member.name in self.dispatcher.members:
+            raise InvalidRequest(f"the fleet has a member {member.name!r} already", field="name")
 
     async def _admit(self, member: Member, reached: GetStatusReqOutput, *, healing: bool = False) -> bool:
         """Admit ``member``, unless it was removed or may not be healed now. Needs :attr:`weights_lock`."""

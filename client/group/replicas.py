@@ -131,11 +131,10 @@ class ReplicaFleet(Fleet):
         self.tp = max(1 + len(each.status.ranks) for each in self.members if each.status is not None)
         return self
 
-    async def add(self, address: EngineAddress | str) -> Member:
-        """Add an engine that runs elsewhere, or raise Busy in a weight session or a release of memory."""
+    def require_addable(self) -> None:
+        """Raise Busy in a weight session or a release of memory."""
         if self.released or self.awaits_update or self.updates.session is not None:
             raise Busy("an engine is added when the weight session or the release of memory is over")
-        return await super().add(address)
 
     async def remove(self, name: str) -> None:
         """Take out an engine that runs elsewhere; InvalidRequest for one that this process has started."""

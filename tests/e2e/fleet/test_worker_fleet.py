@@ -13,7 +13,7 @@ from support.intercepted import intercept, intercept_no_more
 from support.light_engines import LightEngines
 from support.waiting import PATIENCE_S
 
-from caesura.client import EngineError, InvalidRequest, SamplingParams
+from caesura.client import EngineDied, EngineError, InvalidRequest, SamplingParams, Unsupported
 from caesura.client.group.members import EngineAddress
 from caesura.client.group.replicas import ReplicaFleet
 from caesura.io_struct import (
@@ -36,9 +36,14 @@ def run(body: Body, number: int = 3, **options: Any) -> None:
                 asyncio.timeout(PATIENCE_S),
                 ReplicaFleet(addresses, owner="http", look_interval_s=0, **options) as fleet,
             ):
+                fleet.copy = no_copy  # type: ignore[method-assign]  # the folder is read instead
                 await body(engines, fleet)
 
     asyncio.run(main())
+
+
+async def no_copy(*_: EngineAddress) -> None:
+    raise Unsupported("a light engine sends no weights")
 
 
 def test_pauses_of_updates_have_a_lease_that_is_renewed(tmp_path, monkeypatch):
@@ -151,6 +156,41 @@ def answering(said: bytes) -> Iterable[int]:
         finally:
             server.shutdown(socket.SHUT_RDWR)
             thread.join()
+
+
+@pytest.mark.parametrize("what", ["heal", "add"])
+def test_a_silent_engine_holds_up_no_update(tmp_path, monkeypatch, what):
+    monkeypatch.setattr("caesura.client.group.fleet.PROBE_S", PATIENCE_S)
+    monkeypatch.setattr("caesura.client.group.fleet.ASK_S", PATIENCE_S)
+
+    async def body(engines: LightEngines, fleet: ReplicaFleet) -> None:
+        asked = asyncio.Event()
+        silent, name = fleet.members[2], engines.endpoints[2]
+        with contextlib.ExitStack() as opened:
+            nobody = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+            if what == "heal":
+
+                async def never(_: Callable[[], Awaitable[Any]]) -> Any:
+                    asked.set()
+                    await asyncio.Event().wait()
+
+                intercept(silent.client, GetStatusReqInput, never)
+                fleet.dispatcher.lost(silent, EngineDied("it is silent"))
+                work = asyncio.ensure_future(fleet.heal())
+                await asked.wait()
+            else:
+                await fleet.remove(name)
+                work = asyncio.ensure_future(fleet.add(f"tcp://127.0.0.1:{nobody.getsockname()[1]}"))
+                accepted, _ = await asyncio.to_thread(nobody.accept)  # and that is all that it does
+                opened.enter_context(accepted)
+            reply = await fleet.client.update_weights_from_disk(tmp_path, weight_version="new")
+            assert reply.committed
+            assert not work.done()
+            work.cancel()
+            await asyncio.wait([work])
+        assert [each.label for each in engines.engines] == ["new", "new", "initial"]
+
+    run(body)
 
 
 def test_one_engine_is_not_two_workers():
