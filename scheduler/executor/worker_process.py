@@ -228,7 +228,8 @@ class _Loop:
                 call, frames = self._connection.next_call()
                 if call.method == "stop":
                     return call
-                self._take(call, frames)
+                if call.method != "wait":
+                    self._take(call, frames)
             elif self._steps:
                 self._finish_step()
             for number, operation in list(self._concurrent.items()):

@@ -27,20 +27,14 @@ OnMade = Callable[[TensorParallel], None]
 def found(config: EngineConfig) -> tuple[str, Callable[[OnMade], TensorParallel]]:
     """Found a group; return its address, and what enters rank 0 in it. Raises ``unsupported``.
 
-    The latter calls its argument with the group, if possible before it waits for the others.
+    The latter calls its argument with the group before it waits for the others.
     """
     if torch.device(config.device).type == "cpu" and not config.tp_joined:
         memory, path = host_group.found(config.tp)
         return _SHARED + path, lambda on_made: host_group.join(memory, 0, config.tp, on_made=on_made)
     host = _LOOPBACK if config.tp_address is None else urlsplit(config.tp_address).hostname
     store, address = torch_group.listen(host or _LOOPBACK, config.tp)
-
-    def enter(on_made: OnMade) -> TensorParallel:
-        group = _enter(store, config, 0)
-        on_made(group)
-        return group
-
-    return address, enter
+    return address, lambda on_made: _enter(store, config, 0, on_made)
 
 
 def join(address: str, config: EngineConfig, rank: int) -> TensorParallel:
@@ -49,10 +43,12 @@ def join(address: str, config: EngineConfig, rank: int) -> TensorParallel:
     return _enter(address, config, rank)
 
 
-def _enter(store: Store | str, config: EngineConfig, rank: int) -> TensorParallel:
+def _enter(
+    store: Store | str, config: EngineConfig, rank: int, on_made: OnMade = lambda _: None
+) -> TensorParallel:
     auto = config.dtype == "auto"
     dtype = load_model_config(config.model_path).dtype if auto else by_torch_name(config.dtype)
-    return torch_group.join(store, rank, config.tp, torch.device(config.device), dtype)
+    return torch_group.join(store, rank, config.tp, torch.device(config.device), dtype, on_made=on_made)
 
 
 def device_of(config: EngineConfig, rank: int) -> str:

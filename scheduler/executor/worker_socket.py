@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 2_000
 DEAD_HOST_MS = 20_000
+CONNECTION_LOST = "the connection to a worker has ended"
 _LINGER_MS = 500
 
 
@@ -144,7 +145,7 @@ class WorkerSocket:
                     continue
                 connected.discard(event["value"])
                 if len(connected) < self._expected:
-                    self._on_lost("the connection to a worker has ended")
+                    self._on_lost(CONNECTION_LOST)
 
 
 def worker_command(address: str, key_file: str | None) -> list[str]:

@@ -28,7 +28,7 @@ from ..runtime.background import Wakeup
 from ..runtime.engine_config import EngineConfig
 from ..runtime.guard import EngineEndsError
 from .rpc import Answer, Join, decode_said, encode
-from .worker_socket import WorkerSocket
+from .worker_socket import CONNECTION_LOST, WorkerSocket
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,14 @@ class Workers:
             raise
 
     def require_all(self) -> None:
-        if self.lost is not None:
-            raise EngineEndsError(CaesuraError(ErrorCode.ENGINE_DIED, f"the engine ends: {self.lost}"))
+        if self.lost is None:
+            return
+        if self.lost == CONNECTION_LOST and (
+            gone := [rank for rank in self._ranks if not self._reaches(rank)]
+        ):
+            names = (f"rank {rank} (pid {self.joined[rank].pid} on {self._host_name(rank)})" for rank in gone)
+            self.lost = f"the connection to {', '.join(names)} has ended"
+        raise EngineEndsError(CaesuraError(ErrorCode.ENGINE_DIED, f"the engine ends: {self.lost}"))
 
     def await_all(self) -> None:
         """Return when every worker has joined; from then on nobody else can. Raises as :meth:`wait`."""
@@ -85,16 +91,23 @@ class Workers:
 
     def _gone(self) -> set[int]:
         """Forget the workers that have joined and ended since; return their ranks."""
-        gone = set()
-        for rank in self._ranks:
-            try:
-                self.socket.send_multipart([identity_of(rank), encode((0, "wait", ()))])
-            except zmq.ZMQError:
-                gone.add(rank)
-                logger.warning(
-                    "rank %d (pid %d) has ended before all were there", rank, self.joined.pop(rank).pid
-                )
+        gone = {rank for rank in self._ranks if not self._reaches(rank)}
+        for rank in gone:
+            logger.warning(
+                "rank %d (pid %d) has ended before all were there", rank, self.joined.pop(rank).pid
+            )
         return gone
+
+    def _reaches(self, rank: int) -> bool:
+        """Return True if there is a connection to a worker, which is told to wait for a call."""
+        try:
+            self.socket.send_multipart([identity_of(rank), encode((0, "wait", ()))])
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def _host_name(self, rank: int) -> str:
+        return self.joined[rank].host.partition("/")[0]
 
     def send(self, frames: Sequence[bytes | memoryview]) -> None:
         self.require_all()
@@ -163,10 +176,10 @@ class Workers:
                 self.socket.send_multipart([identity, encode((0, "refuse", (problem,)))])
             return
         if (before := self.joined.get(join.rank)) is not None:
-            name = before.host.partition("/")[0]
+            name = self._host_name(join.rank)
             logger.warning("rank %d joins again, instead of pid %d on %s", join.rank, before.pid, name)
         self.joined[join.rank] = join
-        logger.info("rank %d has joined: pid %d on %s", join.rank, join.pid, join.host.partition("/")[0])
+        logger.info("rank %d has joined: pid %d on %s", join.rank, join.pid, self._host_name(join.rank))
 
     def send_to(self, rank: int, frames: Sequence[bytes | memoryview]) -> None:
         try:

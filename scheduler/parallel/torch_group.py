@@ -16,7 +16,10 @@ NCCL's way is written against torch 2.13 and has not been run on several GPUs.
 
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -43,12 +46,18 @@ class TorchGroup(TensorParallel):
     def __init__(
         self, store: Store, rank: int, size: int, device: torch.device, timeout_s: float = TIMEOUT_S
     ) -> None:
-        """Enter by the store of :func:`listen`. Raises RankLostError if not all ranks came in time."""
+        """Take the store of :func:`listen`; :meth:`assemble` before anything else."""
         super().__init__(rank, size)
         self._store, self._device = store, device
         self._timeout = timedelta(seconds=timeout_s)
         self._generation = 0
-        self._backend: Any = self._make()
+        self._made: SimpleQueue[Any] = SimpleQueue()
+        """The next backend, or an error, or None if this rank gives up before."""
+        self._backend: Any = None
+
+    def assemble(self) -> None:
+        """Return when all ranks have come. RankLostError: they have not in time, or this one has given up."""
+        self._backend = self._make()
 
     def all_reduce(self, x: Tensor) -> None:
         if x.device.type == "cuda":
@@ -77,21 +86,25 @@ class TorchGroup(TensorParallel):
 
     def abort(self) -> None:
         backend, self._backend = self._backend, None
+        self._made.put(None)
         if backend is not None and self._device.type == "cuda":
             backend.abort()
 
     def reset(self) -> None:
         self.abort()
-        self._generation += 1
-        self._backend = self._make()
+        self._generation, self._made = self._generation + 1, SimpleQueue()
+        self.assemble()
 
     def close(self) -> None:
         self.abort()
 
     def _live(self) -> Any:
         if self._backend is None:
-            raise RankLostError(self.rank, None, "this rank has given up, or has seen another one fail")
+            raise self._given_up()
         return self._backend
+
+    def _given_up(self) -> RankLostError:
+        return RankLostError(self.rank, None, "this rank has given up, or has seen another one fail")
 
     def _make(self) -> Any:
         store = PrefixStore(f"ranks/{self._generation}", self._store)
@@ -101,10 +114,20 @@ class TorchGroup(TensorParallel):
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
             return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-        try:
-            return dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
-        except RuntimeError as error:
-            raise RankLostError(self.rank, None, str(error)) from error
+        made = self._made
+
+        def make() -> None:
+            try:
+                made.put(dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout))
+            except RuntimeError as error:
+                made.put(RankLostError(self.rank, None, str(error)))
+
+        # In a thread, as it waits for a rank that has ended until the timeout.
+        Thread(target=make, name="caesura-gloo", daemon=True).start()
+        found = made.get()
+        if found is None or isinstance(found, RankLostError):
+            raise found or self._given_up()
+        return found
 
     def _gathered(self, x: Tensor) -> Tensor:
         parts = x.new_empty((self.size, *x.shape))
@@ -149,10 +172,13 @@ def join(
     device: torch.device,
     dtype: torch.dtype,
     timeout_s: float = TIMEOUT_S,
+    *,
+    on_made: Callable[[TorchGroup], object] = lambda _: None,
 ) -> TorchGroup:
     """Enter a group that computes in ``dtype``, by the store of :func:`listen` (rank 0) or its address.
 
-    RankLostError: some rank is not there in time. ``unsupported``: it would compute otherwise than rank 0.
+    ``on_made`` gets the group before that, to abort the wait for a rank that has ended. RankLostError: some
+    rank is not there in time. ``unsupported``: it would compute otherwise than rank 0.
     """
     try:
         if isinstance(store, str):
@@ -170,7 +196,10 @@ def join(
             f"it computes with {mine}, rank 0 with {theirs}"
         )
         raise CaesuraError(ErrorCode.UNSUPPORTED, reason, rank=rank)
-    return TorchGroup(store, rank, size, device, timeout_s)
+    group = TorchGroup(store, rank, size, device, timeout_s)
+    on_made(group)
+    group.assemble()
+    return group
 
 
 def _as_bytes(x: Tensor) -> Tensor:

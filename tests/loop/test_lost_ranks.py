@@ -7,15 +7,34 @@ No wait here ends by itself in less than minutes. How long an engine takes is me
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import psutil
 import pytest
 import zmq
+from support import engine_template
+from support.checkpoints import make_checkpoint
+from support.deltas import SentDelta, some_changed
+from support.lanes import quick
+from support.plain_trainer import free_port, weights_of
 from support.scripted import EngineDriver
 from support.waiting import eventually
 
-from caesura.io_struct import ErrorReply, PauseGenerationReqInput, UpdateWeightFromDiskReqInput
+from caesura.client.launch.launcher import worker_command
+from caesura.io_struct import (
+    ContinueGenerationReqInput,
+    DeltaBase,
+    ErrorReply,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromTensorReqInput,
+    WeightsCheckerReqInput,
+)
+from caesura.scheduler.executor.rpc import decode_call
+from caesura.scheduler.executor.workers import Workers
 from caesura.scheduler.runtime.guard import EngineEndsError
 
 pytestmark = pytest.mark.slow  # a worker takes seconds to start
@@ -138,3 +157,137 @@ def test_a_command_that_waits_for_an_answer_is_told(driver, worker):
     assert isinstance(reply, ErrorReply)
     assert reply.code == "engine_died"
     assert "was killed by SIGKILL" in reply.message
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    paths = [tmp_path_factory.mktemp("models") / str(seed) for seed in range(2)]
+    for seed, path in enumerate(paths):
+        sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 36}
+        make_checkpoint(path, "deepseek-v3", seed=seed, **sizes)
+    return paths
+
+
+def updated(driver, models):
+    return UpdateWeightFromDiskReqInput(model_path=str(models[1]))
+
+
+def changed(driver, models):
+    weights = weights_of(models[0])
+    sent = SentDelta(weights, some_changed(weights))
+    driver.buffers = [memoryview(sent.buffer)]
+    return UpdateWeightsFromTensorReqInput(specs=sent.specs, delta=DeltaBase(base_epoch=0))
+
+
+def released(driver, models):
+    driver.pause("retract")
+    return ReleaseMemoryOccupationReqInput()
+
+
+def resumed(driver, models):
+    driver.call(released(driver, models))
+    return ResumeMemoryOccupationReqInput()
+
+
+def continued(driver, models):
+    driver.pause("in_place")
+    return ContinueGenerationReqInput()
+
+
+CALLS: dict[str, Callable[[EngineDriver, Any], Any]] = {
+    "write": updated,
+    "derive": updated,
+    "release": released,
+    "open": updated,
+    "digests": updated,
+    "swap": changed,
+    "commit_delta": changed,
+    "resume": resumed,
+    "empty": continued,
+    "synchronize": lambda driver, models: PauseGenerationReqInput(mode="in_place"),
+    "checksums": lambda driver, models: WeightsCheckerReqInput(action="checksum"),
+    "execute": lambda driver, models: None,
+}
+"""Commands in whose midst rank 0 calls the workers."""
+
+
+@pytest.fixture
+def killed_before(monkeypatch):
+    """Return a function that kills the last rank when it is called next, before the call reaches it.
+
+    No worker outlives the test.
+    """
+    workers: list[psutil.Process] = []
+
+    def kill(method: str) -> None:
+        send = Workers.send_to
+
+        def send_to(self: Workers, rank: int, frames: Any) -> None:
+            if rank == max(self.joined) and decode_call(frames[0]).method == method:
+                workers.extend(psutil.Process(self.joined[each].pid) for each in sorted(self.joined))
+                workers[-1].kill()
+            send(self, rank, frames)
+
+        monkeypatch.setattr(Workers, "send_to", send_to)
+
+    yield kill
+    assert workers
+    eventually(lambda: all(has_ended(each) for each in workers))
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture
+def start(models, killed_before):
+    """Return a function that starts an engine of three ranks, the last one over gloo if ``joins``."""
+    with ExitStack() as stack:
+
+        def started(*, joins: bool = False, **options: Any) -> EngineDriver:
+            if joins:
+                options |= {"tp_joined": 1, "tp_address": f"tcp://127.0.0.1:{free_port()}"}
+                command = worker_command("--join", options["tp_address"], "--rank", "2")
+                worker = engine_template.Process(command)
+                stack.callback(worker.wait)
+                stack.callback(worker.kill)
+            division = {"tp": 3, "ep": 3, "dp_attention": 3, "scripted": False}
+            return stack.enter_context(EngineDriver(str(models[0]), **division, **options))
+
+        yield started
+
+
+LOST = r"rank 2 \(pid \d+\) was killed by SIGKILL|the connection to rank 2 \(pid \d+ on .+\) has ended"
+
+
+@pytest.mark.parametrize("joins", quick([False, True]))
+@pytest.mark.parametrize("method", quick(CALLS, 3))
+def test_a_rank_that_is_killed_at_a_call_ends_the_engine(start, models, killed_before, method, joins):
+    driver = start(joins=joins)
+    rids = [driver.generate([1, 2, 3 + number], 100) for number in range(4)]
+    driver.tick(3)
+    driver.buffers = ()
+    message = CALLS[method](driver, models)
+    killed_before(method)
+    command = message and driver.send(message, buffers=driver.buffers)
+    with pytest.raises(EngineEndsError, match=LOST) as caught:
+        driver.engine.scheduler.run()
+    assert caught.value.error.code == "engine_died"
+    driver.collect()
+    for rid in rids:
+        assert driver.result(rid).finish_reason.code == "engine_died"
+    if message and method != "commit_delta":  # this one is not waited for: the update has been answered
+        reply = driver.replies[command]
+        assert isinstance(reply, ErrorReply)
+        assert reply.code == "engine_died"
+
+
+@pytest.mark.parametrize("joins", quick([True, False]))
+@pytest.mark.parametrize("method", quick(["start", "offer", "agree"]))
+def test_a_rank_that_is_killed_in_a_start_ends_it(start, killed_before, method, joins):
+    killed_before(method)
+    with pytest.raises(EngineEndsError, match=LOST):
+        start(joins=joins, kv_pool_tokens=None, kv_memory_fraction=0.001)

@@ -78,21 +78,38 @@ def test_server_ends_with_the_engine(joined):
     assert worker.wait() == 0
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_data_parallel_attention_over_gloo(tmp_path, size):
-    make_checkpoint(tmp_path, "deepseek-v3")
+SIX = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 36}
+DIVISIONS = {
+    "latent, rows on 2": ("deepseek-v3", {"tp": 2, "dp_attention": 2}, {}),
+    "experts on 2": ("qwen3-moe", {"tp": 2, "ep": 2}, {"num_experts": 6}),
+    "latent, both on 3": ("deepseek-v3", {"tp": 3, "ep": 3, "dp_attention": 3}, {}),
+    "experts on 3": ("qwen3-moe", {"tp": 3, "ep": 3}, {"num_experts": 6, **SIX}),
+    "latent, rows on 4": ("deepseek-v3", {"tp": 4, "dp_attention": 4}, {}),
+    "experts on 4": ("deepseek-v3", {"tp": 4, "ep": 4}, {"n_routed_experts": 12}),
+    "grouped, rows on 2": ("llama", {"tp": 2, "dp_attention": 2}, {}),
+    "grouped, rows on 3": ("qwen3", {"tp": 3, "dp_attention": 3}, {}),
+    "grouped, both on 4": ("qwen3-moe", {"tp": 4, "ep": 4, "dp_attention": 4}, {"num_experts": 8}),
+}
+"""Family, options and sizes of models whose experts, or rows of attention, are divided."""
+
+
+@pytest.mark.parametrize("division", quick(DIVISIONS, 2))
+def test_experts_and_rows_are_divided_over_gloo(tmp_path, division):
+    family, ranks, sizes = DIVISIONS[division]
+    make_checkpoint(tmp_path, family, **sizes)
     address = f"tcp://127.0.0.1:{free_port()}"
-    worker = engine_template.Process(worker_command("--join", address, "--rank", str(size - 1)))
-    ranks = {"tp": size, "dp_attention": size, "tp_joined": 1, "tp_address": address}
-    prompts = [[5 + number] * (1 + 17 * number) for number in range(2 * size)]
-    with launch_scheduler(tmp_path, **ranks, **OPTIONS) as client:
-        found = client.generate(input_ids=prompts, sampling_params=PARAMS, return_logprob=True)
+    worker = engine_template.Process(worker_command("--join", address, "--rank", str(ranks["tp"] - 1)))
+    options = {**ranks, "tp_joined": 1, "tp_address": address}
+    prompts = [[5 + number] * (1 + 17 * number) for number in range(2 * ranks["tp"])]
+    asked = {"sampling_params": PARAMS, "return_logprob": True, "return_routed_experts": "expert" in division}
+    with launch_scheduler(tmp_path, **options, **OPTIONS) as client:
+        found = client.generate(input_ids=prompts, **asked)
     assert worker.wait() == 0
     with launch_scheduler(tmp_path, **OPTIONS) as client:
-        expected = client.generate(input_ids=prompts, sampling_params=PARAMS, return_logprob=True)
+        expected = client.generate(input_ids=prompts, **asked)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.output_ids == theirs.output_ids
+        assert np.array_equal(ours.routed_experts, theirs.routed_experts)
         np.testing.assert_allclose(ours.output_logprobs, theirs.output_logprobs, atol=1e-4)
 
 

@@ -120,15 +120,20 @@ def test_logits_of_whole_experts(family: str, groups: dict[int, Ranks], tmp_path
             assert torch.equal(other, found[0])
 
 
-def test_gloo_adds_whole_experts_as_shared_memory_does(groups: dict[int, Ranks], tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3-moe", num_experts=6)
-    ranks, arguments = Ranks(2, gloo=True), (str(tmp_path), torch.float32, tokens(), True, 2)
+@pytest.mark.parametrize("size", quick([2, 3, 4]))
+def test_gloo_adds_whole_experts_as_shared_memory_does(
+    size: int, groups: dict[int, Ranks], tmp_path: Path
+) -> None:
+    sizes = SIX if size == 3 else heads(4, 4, 12, 40)
+    make_checkpoint(tmp_path, "qwen3-moe", num_experts=12, **sizes)
+    ranks, arguments = Ranks(size, gloo=True), (str(tmp_path), torch.float32, tokens(), True, size)
     try:
         found = ranks.call(logits_of, *arguments)
     finally:
         ranks.close()
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], groups[2].call(logits_of, *arguments)[0])
+    expected = groups[size].call(logits_of, *arguments)
+    for each in found:
+        assert torch.equal(each, expected[0])
 
 
 @pytest.mark.parametrize("family", quick(["qwen3-moe", "mixtral", "deepseek-v3"]))
