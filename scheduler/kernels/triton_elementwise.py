@@ -279,10 +279,8 @@ def rope_store(
     return out
 
 
-_FEW_TOKENS, _MANY_TOKENS = 16, 64
-"""Tokens whose queries a program multiplies: few up to as many as :data:`_MANY_TOKENS`, and else."""
-_ABSORBED = 64
-"""Elements of a latent that a program computes for these tokens."""
+_QUERIES, _ABSORBED = 64, 64
+"""Tokens whose queries of a head a program multiplies, and elements of the latent that it computes."""
 
 
 @triton.jit
@@ -401,14 +399,13 @@ def store_latents(
     rope = kv.shape[1] - latent
     queries = torch.empty((tokens, heads, latent + rope), dtype=q.dtype, device=q.device)
     if tokens:
-        rows = _FEW_TOKENS if tokens <= _MANY_TOKENS else _MANY_TOKENS
         nope_width = max(16, triton.next_power_of_2(nope))  # as long as a tile of a product is at least
         widths = triton.next_power_of_2(latent), triton.next_power_of_2(rope // 2)
         _launch_latents(
-            (tokens + triton.cdiv(tokens, rows) * heads * triton.cdiv(latent, _ABSORBED), 1, 1),
+            (tokens + triton.cdiv(tokens, _QUERIES) * heads * triton.cdiv(latent, _ABSORBED), 1, 1),
             (q, w_kc, kv, cos, sin, weight, slots, queries, cells),
             (q.stride(0), q.stride(1), kv.stride(0), cos.stride(0), eps, tokens),
-            (heads, nope, nope_width, latent, widths[0], rope, widths[1], rows, _ABSORBED, interleaved),
+            (heads, nope, nope_width, latent, widths[0], rope, widths[1], _QUERIES, _ABSORBED, interleaved),
             4,
         )
     return queries

@@ -1,8 +1,7 @@
 """Routed experts on CUDA, in Triton: choice, products over the rows that chose an expert, weighted sum.
 
 Invariants:
-- Nothing waits for the device. A token's choice and sum depend on that token alone; in products the order of
-  sums is that of a tile, of which there are two sizes.
+- Nothing waits for the device, and a token's results depend on that token alone: tiles have one size.
 - Whatever the logits are, NaN included, ids are of experts, each at most once: choosing compares integers.
 - No row is sorted or copied: a program finds its expert's pairs in the ids, and writes a pair's result to the
   pair's place. Pairs of experts that are not held are never written, and count in no sum.
@@ -33,8 +32,9 @@ MAX_TOKENS = 1024
 """Most tokens that :func:`product` is meant for: each program looks at the ids of all."""
 _LOOKED_AT = 128
 """Tokens whose ids a program looks at together."""
-_FEW_ROWS, _MANY_ROWS = 16, 64
-"""Rows of a tile where an expert has few on average, and else."""
+_ROWS, _QUANTIZED_ROWS = 32, 16
+"""Rows of a tile: in FP8 fewer, because each program quantises them itself."""
+_ROWS_PER_WARP = 4
 _OUTPUTS = 64
 _DEPTH_BYTES = 128
 """Bytes of a weight's row that a program multiplies at a time."""
@@ -305,7 +305,9 @@ def product(
     width = outputs if bend is None else outputs // 2
     out = torch.empty((tokens * top_k, width), dtype=x.dtype, device=x.device)
     if tokens:
-        rows = _FEW_ROWS if tokens * top_k <= _FEW_ROWS // 2 * count else _MANY_ROWS
+        rows, depth = _ROWS, _DEPTH_BYTES // weight.itemsize
+        if scales is not None:
+            rows, depth = _QUANTIZED_ROWS, BLOCK
         _launch_product(
             (triton.cdiv(width, _OUTPUTS), count, 1),
             (x, ids, weight, x if scales is None else scales, x if bias is None else bias, out),
@@ -313,9 +315,9 @@ def product(
             (
                 *(held.start, top_k, triton.next_power_of_2(top_k), tokens * top_k // len(x), size, width),
                 *(-1 if bend is None else BENDS[bend], bias is not None, scales is not None, rows, _OUTPUTS),
-                *(_DEPTH_BYTES // weight.itemsize if scales is None else BLOCK, _LOOKED_AT),
+                *(depth, _LOOKED_AT),
             ),
-            4,
+            rows // _ROWS_PER_WARP,
         )
     return out
 

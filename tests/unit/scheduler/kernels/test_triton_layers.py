@@ -332,6 +332,19 @@ def test_a_gate_within_the_product_is_that_behind_it(bend):
 
 
 @computed
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_pair_has_the_bits_that_it_has_alone(scaled):
+    ids, x = torch.rand(70, 5).argsort(-1)[:, :3].contiguous(), torch.randn(70, 256).bfloat16()
+    weight, scales = torch.randn(5, 256, 256).bfloat16(), torch.rand(5, 2, 2) if scaled else None
+    weight = weight.to(torch.float8_e4m3fn) if scaled else weight
+    together = triton_experts.product(x, ids, range(5), weight, scales, bend="silu")
+    for token in (0, 41, 69):
+        one = slice(token, token + 1)
+        alone = triton_experts.product(x[one], ids[one], range(5), weight, scales, bend="silu")
+        assert torch.equal(alone, together[3 * token : 3 * token + 3])
+
+
+@computed
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("held", [range(9), range(3, 7), range(8, 9)])
 @pytest.mark.parametrize("tokens,size", [(1, 8), (41, 1030)])
