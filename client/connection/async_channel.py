@@ -66,6 +66,12 @@ class LoopSocket(SharedSocket):
         super().__init__(self._read, self._read_no_more)
         self._turn_is_due = False
 
+    def pump(self) -> bool:
+        more = super().pump()
+        if more:
+            self.turn_soon()
+        return more
+
     def turn_soon(self) -> None:
         """Pump after a send, which may have eaten the signal of a message."""
         if not self._turn_is_due:

@@ -9,6 +9,7 @@ Invariants:
 """
 
 import itertools
+import math
 import os
 import struct
 import threading
@@ -37,6 +38,7 @@ MONITORED = (
 )
 NEVER_MS = 1 << 30
 """libzmq reconnects by itself in twelve days: its own "never" (-1) drops what was not read."""
+MOST_AT_ONCE = 1000
 
 _REPORT = struct.Struct("=Hi")
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
@@ -121,13 +123,17 @@ class SharedSocket:
         if not self._pumping and _is_readable(self._monitor):
             self.pump()
 
-    def pump(self) -> None:
-        """Deliver everything that has come, then events of connections, and look at the clock."""
+    def pump(self) -> bool:
+        """Deliver what has come, then events of connections, and look at the clock.
+
+        Return True if more messages lie there: many engines can send faster than their owner takes them, who
+        has other things to do.
+        """
         if self._users == 0:
-            return
+            return False
         self._pumping = True
         try:
-            self.drain()
+            more = self.drain(MOST_AT_ONCE)
             while self._users and _is_readable(self._monitor):
                 report, endpoint = self._monitor.recv_multipart()[:2]
                 name = self._names.get(endpoint.decode(errors="replace"))
@@ -140,15 +146,21 @@ class SharedSocket:
                 link.look_at_the_clock()
         finally:
             self._pumping = False
+        return more
 
-    def drain(self) -> None:
-        """Deliver everything that has come."""
+    def drain(self, most: float = math.inf) -> bool:
+        """Deliver everything that has come, or ``most`` messages; return True if there may be others."""
+        count = 0
         while self._users and _is_readable(self._router):
+            if count >= most:
+                return True
+            count += 1
             name, *frames = self._router.recv_multipart()
             link = self._links.get(name)
             if link is not None:
                 self._to_look[link] = None
                 link.take(frames)
+        return False
 
     def _open(self) -> None:
         context = acquire_context()

@@ -4,6 +4,7 @@ import asyncio
 import os
 import resource
 import threading
+from collections import Counter
 
 import pytest
 import zmq
@@ -85,6 +86,27 @@ def test_engines_that_die_at_any_time_lose_nothing():
     assert (found.harm, found.updates) == (0, 4)
     assert sum(found.deaths.values()) == len(found.heal_s) == 12
     assert len(found.join_s) == 3
+
+
+def test_an_update_is_six_messages_to_each_engine(tmp_path):
+    """Pause, begin, load, verify, commit and continue: its cost is that of the engines, one by one."""
+    asked: Counter[int] = Counter()
+
+    def count(number: int, _: Request) -> bool:
+        asked[number] += 1
+        return False
+
+    async def main() -> None:
+        with LightEngines(ENGINES, dies=count) as engines:
+            async with (
+                asyncio.timeout(PATIENCE_S),
+                Fleet(engines.endpoints, look_interval_s=0, lease_s=None) as fleet,
+            ):
+                asked.clear()
+                await fleet.update(model_path=tmp_path, weight_version="new")
+                assert asked == dict.fromkeys(range(ENGINES), 6)
+
+    asyncio.run(main())
 
 
 def test_a_paused_fleet_has_two_descriptors_an_engine(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ from caesura.client import (
 )
 from caesura.client.connection.client_options import ChannelOptions
 from caesura.client.connection.link import LATE_S, Link
-from caesura.client.connection.shared_socket import SharedSocket, monitored
+from caesura.client.connection.shared_socket import MOST_AT_ONCE, SharedSocket, monitored
 from caesura.io_struct import (
     WIRE_VERSION,
     ErrorCode,
@@ -400,6 +400,41 @@ def test_idle_and_stopped_clients_suspect_no_engine(endpoint):
         fake.push(status_reply(GetStatusReqInput(id="s")))
         client.until(lambda: client.received)
         assert client.lost == []
+
+
+def test_a_flood_of_messages_leaves_time_for_others(endpoint):
+    """One turn takes a number of them, whatever the engines send meanwhile; the loop takes the next turn."""
+
+    class Endless:
+        def __init__(self, router, name):
+            self.router, self.name, self.taken = router, name, 0
+
+        def get(self, option):
+            return zmq.POLLIN
+
+        def recv_multipart(self):
+            self.taken += 1
+            return [self.name, encode(Keepalive(step=1))]
+
+        def __getattr__(self, name):
+            return getattr(self.router, name)
+
+    async def main():
+        async with AsyncControlClient(endpoint) as client:
+            await client.status()
+            shared = client.channel._shared
+            flood = shared._router = Endless(shared._router, client.channel._link._name)
+            taken = []
+            for _ in range(3):
+                shared.pump()
+                taken.append(flood.taken)
+                await asyncio.sleep(0)
+            assert taken[0] == MOST_AT_ONCE
+            assert flood.taken >= 4 * MOST_AT_ONCE  # turns of the loop's own were in between
+            shared._router = flood.router
+
+    with FakeScheduler(endpoint):
+        asyncio.run(main())
 
 
 def test_an_engine_that_loads_is_waited_for(endpoint):
