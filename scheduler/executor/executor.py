@@ -180,7 +180,7 @@ class Executor:
     def _watch(self, group: TensorParallel) -> None:
         """Abort waits for a worker that ends, in a group that is made."""
         assert self._connection is not None, "there are workers"
-        self._connection.on_lost = group.abort
+        self._connection.on_lost = group.lose
         self._connection.require_all()
 
     @property

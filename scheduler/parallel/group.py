@@ -53,6 +53,10 @@ class TensorParallel:
     def abort(self) -> None:
         """Give up, and tell whoever waits for this rank, now or later. Never wait; safe in any thread."""
 
+    def lose(self) -> None:
+        """Abort as a rank is gone: :meth:`reset` cannot help any more."""
+        self.abort()
+
     def reset(self) -> None:
         """Begin anew after :meth:`abort` on some rank; return when every rank has called this."""
 

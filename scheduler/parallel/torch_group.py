@@ -54,9 +54,12 @@ class TorchGroup(TensorParallel):
         self._made: SimpleQueue[Any] = SimpleQueue()
         """The next backend, or an error, or None if this rank gives up before."""
         self._backend: Any = None
+        self._is_lost = False
 
     def assemble(self) -> None:
         """Return when all ranks have come. RankLostError: they have not in time, or this one has given up."""
+        if self._is_lost:  # looked at with the queue in place in which a loss from now on is told
+            raise self._given_up()
         self._backend = self._make()
 
     def all_reduce(self, x: Tensor) -> None:
@@ -89,6 +92,10 @@ class TorchGroup(TensorParallel):
         self._made.put(None)
         if backend is not None and self._device.type == "cuda":
             backend.abort()
+
+    def lose(self) -> None:
+        self._is_lost = True
+        self.abort()
 
     def reset(self) -> None:
         self.abort()

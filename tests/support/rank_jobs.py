@@ -93,6 +93,16 @@ def begin_anew(group: TensorParallel) -> float:
     return float(x[0])
 
 
+def lose_and_begin_anew(group: TensorParallel) -> str:
+    """Return the error of beginning anew while another rank, which is taken for lost, does not."""
+    group.lose()
+    try:
+        group.reset()
+    except RankLostError as error:
+        return error.reason
+    return "nothing"
+
+
 def leave(group: TensorParallel) -> None:
     group.close()
 

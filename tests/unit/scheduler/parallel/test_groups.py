@@ -122,6 +122,13 @@ def test_waiters_for_a_killed_rank_are_told(mortal, gloo):
     ranks.processes[1].join()
 
 
+def test_a_loss_ends_the_wait_to_begin_anew_over_gloo(mortal):
+    ranks = mortal(2, gloo=True)
+    ranks.start_on(0, rank_jobs.lose_and_begin_anew)
+    (reason,) = ranks.results([0])
+    assert "given up" in reason
+
+
 @both
 def test_all_ranks_see_one_give_up_and_can_begin_anew(mortal, gloo):
     ranks = mortal(3, gloo=gloo)
