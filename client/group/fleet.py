@@ -503,8 +503,9 @@ class Fleet:
         """Raise the reason why no engine can be added now."""
 
     async def remove(self, name: str) -> None:
-        """Take a member out of the fleet; its requests continue on others. The engine itself goes on, without
-        the session and the pause of the fleet.
+        """Take a member out of the fleet; its requests continue on others.
+
+        The engine itself goes on, without the session and the pause of the fleet.
         """
         async with self.lock:
             if (member := self.dispatcher.members.get(name)) is None:

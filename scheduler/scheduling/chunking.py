@@ -1,7 +1,8 @@
 """Limits the tokens of a step, so that steps (and pauses, which wait for a step) stay short and fit into
 memory.
 
-Time: a step is modelled as ``base + cost * prompt tokens``, both running averages of measurements. Memory:
+Time: a step is modelled as ``base + cost * prompt tokens``, both running averages of measurements. Prompts
+get a quarter of the time at least, even if the base alone takes more than the target. Memory:
 when a step runs out of it, the token limit (decoding rows plus prompt tokens) is halved until one succeeds.
 After ``patience`` good steps of about its size it is doubled again; the patience doubles if the larger limit
 fails.
@@ -36,20 +37,23 @@ class ChunkSizer:
     def budget(self, num_decode: int = 0) -> int:
         budget = self._largest
         if self._target_s != float("inf"):
-            # Prompts get a quarter of the time even if decoding alone takes all of it, so that they advance.
-            affordable = float(_FIRST_TOKENS)
-            if self._cost_s is not None:
-                affordable = max(self._target_s - self._base_s, self._target_s / 4) / self._cost_s
-            budget = int(min(max(affordable // PAGE_SIZE * PAGE_SIZE, PAGE_SIZE), self._largest))
+            budget = int(min(max(self._affordable() // PAGE_SIZE * PAGE_SIZE, PAGE_SIZE), self._largest))
         return budget if self.limit is None else max(min(budget, self.limit - num_decode), 0)
 
     def observe(self, prompt_tokens: int, seconds: float) -> None:
-        if prompt_tokens == 0:
+        # While prompts wait, no step without them tells the base: one with the fewest prompt tokens does.
+        if prompt_tokens == 0 or self._affordable() <= PAGE_SIZE:
             self._base_s += _WEIGHT * (seconds - self._base_s)
+        if prompt_tokens == 0:
             return
         self.prompt_tokens += prompt_tokens
         cost = max(seconds - self._base_s, 1e-9) / prompt_tokens
         self._cost_s = cost if self._cost_s is None else self._cost_s + _WEIGHT * (cost - self._cost_s)
+
+    def _affordable(self) -> float:
+        if self._cost_s is None:
+            return float(_FIRST_TOKENS)
+        return max(self._target_s - self._base_s, self._base_s / 3) / self._cost_s
 
     @property
     def token_s(self) -> float:

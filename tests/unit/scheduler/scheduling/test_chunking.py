@@ -31,6 +31,14 @@ def test_steps_take_the_target_within_their_bounds(base, cost):
     assert last >= min(0.2 - cost * PAGE_SIZE, longest) * 0.95
 
 
+def test_prompts_advance_where_the_base_exceeds_the_target():
+    sizer, taken = ChunkSizer(LARGEST, 0.2), []
+    for _ in range(60):  # as prompts always wait, no step is without their tokens
+        taken.append(sizer.budget())
+        sizer.observe(taken[-1], 0.4 + 1e-3 * taken[-1])
+    assert min(taken[-30:]) >= 64
+
+
 def test_one_slow_step_does_not_shrink_chunks_for_long():
     sizer = ChunkSizer(LARGEST, 0.2)
     usual = settle(sizer, 0.01, 1e-3)[-1]
