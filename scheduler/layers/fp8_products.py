@@ -60,7 +60,7 @@ class Quantized:
     """float32 [rows, in / 128]"""
     tokens: int
     dtype: torch.dtype
-    """That of the rows, and of products with them."""
+    """Type of the rows before, and of products with them."""
 
 
 Rows = Tensor | Quantized

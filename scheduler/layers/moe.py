@@ -171,7 +171,7 @@ class FeedForward(Layer, Protocol):
 
     @property
     def quantizer(self) -> Quantizer | None:
-        """What quantises the rows of :meth:`forward`, or None if it takes them as they are."""
+        """Quantizer for the rows of :meth:`forward`, or None if it takes them as they are."""
         ...
 
     def forward(self, x: Rows) -> Tensor:

@@ -46,7 +46,7 @@ class AttentionBlock(Layer, Protocol):
 
     @property
     def quantizer(self) -> Quantizer | None:
-        """What quantises the rows of :meth:`forward`, or None if it takes them as they are."""
+        """Quantizer for the rows of :meth:`forward`, or None if it takes them as they are."""
         ...
 
     def forward(self, x: Rows, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:

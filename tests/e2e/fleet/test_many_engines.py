@@ -127,7 +127,8 @@ def test_a_paused_fleet_has_two_descriptors_an_engine(tmp_path, monkeypatch):
             async with asyncio.timeout(PATIENCE_S), Fleet(addresses, look_interval_s=0) as fleet:
                 counts.append(len(os.listdir("/proc/self/fd")))
                 async with fleet.paused():
-                    while not all(each.renewals for each in [*plain.engines, *keyed.engines]):  # noqa: ASYNC110 (an engine tells nobody)
+                    engines = [*plain.engines, *keyed.engines]
+                    while not all(each.renewals for each in engines):  # noqa: ASYNC110 (an engine tells nobody)
                         await asyncio.sleep(0.01)
                     counts.append(len(os.listdir("/proc/self/fd")))
             return counts

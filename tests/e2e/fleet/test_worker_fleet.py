@@ -206,7 +206,7 @@ def test_one_engine_is_not_two_workers():
 
 @pytest.mark.parametrize("kind", [UpdateWeightFromDiskReqInput, GetStatusReqInput, EndWeightUpdateReqInput])
 def test_a_worker_restarted_in_an_update_stops_no_other(tmp_path, kind):
-    """Its new process answers, but does not know the session: that refuses no update."""
+    """A new process answers that does not know the session, which refuses no update."""
 
     async def body(engines: LightEngines, fleet: ReplicaFleet) -> None:
         victim = fleet.members[1].client
