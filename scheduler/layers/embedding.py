@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .linear import divided
 from .matrix import Matrix, scaled_matrix
 from .parameters import Parameter, Placement, WeightSlot
-from .sharding import Window, rounded_up, sharded
+from .sharding import Window, require_borders, rounded_up, sharded
 
 if TYPE_CHECKING:
     from .lora import LinearAdapters
@@ -66,8 +67,9 @@ class Embedding:
         head is not scaled.
         """
         self._checkpoint = checkpoint
-        self._window = rounded_up(vocab_size, place.parallel, "vocab_size")
-        rows, blocks = self._window.length, place.blocks if projects else None
+        self._window, self._hidden = rounded_up(vocab_size, place.parallel, "vocab_size"), hidden_size
+        self._blocks = blocks = place.blocks if projects else None
+        rows = self._window.length
         self._table: Matrix | None = None
         self._head: Matrix | ScaledMatrix
         if blocks is None or not blocks.converts(HEAD):
@@ -75,6 +77,7 @@ class Embedding:
         else:
             if checkpoint != HEAD:
                 self._table = Matrix(f"{name}.weight", rows, hidden_size, place, packed=False)
+            require_borders(HEAD, "rows", self._window, blocks.rows)
             self._head = scaled_matrix(f"{HEAD}.weight", [rows], hidden_size, blocks, place)
         self._parallel = place.parallel
         self._scale = float(torch.tensor(scale, dtype=place.dtype))
@@ -107,7 +110,8 @@ class Embedding:
     def slots(self) -> Iterator[WeightSlot]:
         head, table = self._head, self._table
         if table is None:
-            yield from head.slots(self._checkpoint, 0, self._window.length)
+            slots = head.slots(self._checkpoint, 0, self._window.length)
+            yield from divided(slots, self._window, Window.whole(self._hidden), self._blocks)
             return
         slot = table.slot(f"{self._checkpoint}.weight")
         if head is not table:

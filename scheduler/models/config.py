@@ -336,11 +336,10 @@ def _int8_blocks(config: ModelConfig, options: "EngineConfig", skipped: frozense
         "experts": config.moe is not None,
         "latent attention": config.mla is not None,
         "linear attention": config.delta is not None,
-        f"tp = {options.tp}": options.tp > 1,
         f"device {options.device}": options.device != "cpu",
     }
     if found := [what for what, is_there in refused.items() if is_there]:
-        reason = f"int8 is for dense models on one CPU rank, without {' or '.join(found)}"
+        reason = f"int8 is for dense models on the CPU, without {' or '.join(found)}"
         raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["quantization"])
     return ScaleBlocks(1, INT8_COLUMNS, skipped, INT8)
 

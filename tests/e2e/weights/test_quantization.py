@@ -20,6 +20,12 @@ from caesura.client import (
 OPTIONS = {"num_threads": 1, "kv_pool_tokens": 4096, "log_level": "WARNING"}
 PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(60)]]
 KEPT = "model.layers.0.self_attn.o_proj"
+DIVIDED = {
+    "intermediate_size": 384,  # three blocks: two ranks have two and one
+    "head_dim": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +68,18 @@ def versions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """Return a folder with two versions of a dense model in bfloat16."""
     root = tmp_path_factory.mktemp("dense")
     for seed in (0, 1):
-        make_checkpoint(root / f"{seed}", "qwen3", tied=request.param, seed=seed, dtype=torch.bfloat16)
+        make_checkpoint(
+            root / f"{seed}", "qwen3", tied=request.param, seed=seed, dtype=torch.bfloat16, **DIVIDED
+        )
     return root
 
 
-def test_an_int8_engine_computes_the_same_after_any_update(versions: Path) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_int8_engine_computes_the_same_after_any_update(versions: Path, tp: int) -> None:
     new = load_file(versions / "1" / "model.safetensors")
     with (
-        launch_scheduler(versions / "0", quantization="int8", **OPTIONS) as engine,
-        launch_scheduler(versions / "1", quantization="int8", **OPTIONS) as cold,
+        launch_scheduler(versions / "0", quantization="int8", tp=tp, **OPTIONS) as engine,
+        launch_scheduler(versions / "1", quantization="int8", tp=tp, **OPTIONS) as cold,
     ):
         before, of_cold = sampled(engine), sampled(cold)
         assert before != of_cold
@@ -84,6 +93,18 @@ def test_an_int8_engine_computes_the_same_after_any_update(versions: Path) -> No
             assert engine.check_weights("checksum").total == cold.check_weights("checksum").total
             engine.update_weights_from_disk(versions / "0")
             assert sampled(engine) == before
+
+
+def test_int8_ranks_sample_what_one_does(versions: Path) -> None:
+    options = {"quantization": "int8", "dtype": "float32", **OPTIONS}
+    with (
+        launch_scheduler(versions / "0", tp=2, **options) as ranks,
+        launch_scheduler(versions / "0", **options) as one,
+    ):
+        of_ranks, of_one = sampled(ranks), sampled(one)
+    assert [tokens for tokens, _ in of_ranks] == [tokens for tokens, _ in of_one]
+    for (_, logprobs), (_, expected) in zip(of_ranks, of_one, strict=True):
+        assert logprobs == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_tied_table_that_begins_with_zeros_has_one_head(tmp_path: Path) -> None:
@@ -125,7 +146,7 @@ def test_a_module_that_is_not_int8_keeps_its_precision(versions: Path) -> None:
         ("gpt-oss", {"quantization": "fp8"}, UnsupportedModel, "start it without quantization"),
         ("qwen3-moe", {"quantization": "int8"}, UnsupportedModel, "without experts"),
         ("deepseek-v3", {"quantization": "int8"}, UnsupportedModel, "without experts or latent attention"),
-        ("qwen3", {"quantization": "int8", "tp": 2}, UnsupportedModel, "without tp = 2"),
+        ("qwen3", {"quantization": "int8", "tp": 2}, UnsupportedModel, "cut its FP8 blocks of 128"),
     ],
 )
 def test_other_quantizations_are_refused(tmp_path, family, options, error, said):
