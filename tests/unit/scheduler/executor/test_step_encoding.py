@@ -165,6 +165,14 @@ def heard_by(workers: Workers) -> list[tuple[int, Answer]]:
     return workers.receive()
 
 
+def reaches(workers: Workers, rank: int) -> bool:
+    try:
+        workers.socket.send_multipart([identity_of(rank), b""])
+    except zmq.ZMQError:
+        return False
+    return True
+
+
 def test_only_workers_that_fit_join(workers, connect):
     for identity, said in (
         (b"rank 3", join(3)),
@@ -186,6 +194,7 @@ def test_a_rank_that_ends_before_all_are_there_joins_again(workers, connect):
     first.send(encode(join(1)))
     heard_by(workers)
     first.close(0)
+    eventually(lambda: not reaches(workers, 1))
     connect(identity_of(2)).send(encode(join(2)))
     with ThreadPoolExecutor(1) as thread:
         all_there = thread.submit(workers.await_all)
