@@ -296,7 +296,8 @@ class Link:
         )
 
     def _give_up(self, error: EngineError) -> None:
-        self._shared.drain()  # libzmq reports the disconnect after the last message, not before it
+        if self._refusal is None:
+            self._shared.drain_ended(self)  # libzmq reports the disconnect after the last message, not before
         final = self._exit_reason is not None or isinstance(error, VersionMismatch)
         self._held.clear()
         self._is_only_try = False

@@ -9,7 +9,6 @@ Invariants:
 """
 
 import itertools
-import math
 import os
 import struct
 import threading
@@ -133,7 +132,7 @@ class SharedSocket:
             return False
         self._pumping = True
         try:
-            more = self.drain(MOST_AT_ONCE)
+            more = self._drain()
             while self._users and _is_readable(self._monitor):
                 report, endpoint = self._monitor.recv_multipart()[:2]
                 name = self._names.get(endpoint.decode(errors="replace"))
@@ -148,19 +147,31 @@ class SharedSocket:
             self._pumping = False
         return more
 
-    def drain(self, most: float = math.inf) -> bool:
-        """Deliver everything that has come, or ``most`` messages; return True if there may be others."""
-        count = 0
-        while self._users and _is_readable(self._router):
-            if count >= most:
-                return True
-            count += 1
-            name, *frames = self._router.recv_multipart()
-            link = self._links.get(name)
-            if link is not None:
-                self._to_look[link] = None
-                link.take(frames)
-        return False
+    def drain_ended(self, ended: "Link") -> None:
+        """Deliver what is left of a connection that has ended; others may send without end.
+
+        libzmq reads connections in turn: none of two turns is from one that has nothing left.
+        """
+        others = 0
+        while others < 2 * len(self._links) and self._users and _is_readable(self._router):
+            others = 0 if self._deliver() is ended else others + 1
+
+    def _drain(self) -> bool:
+        """Deliver what has come, some messages at most; return True if there may be others."""
+        for _ in range(MOST_AT_ONCE):
+            if not (self._users and _is_readable(self._router)):
+                return False
+            self._deliver()
+        return self._users > 0 and _is_readable(self._router)
+
+    def _deliver(self) -> "Link | None":
+        """Deliver one message; return whose it is."""
+        name, *frames = self._router.recv_multipart()
+        link = self._links.get(name)
+        if link is not None:
+            self._to_look[link] = None
+            link.take(frames)
+        return link
 
     def _open(self) -> None:
         context = acquire_context()

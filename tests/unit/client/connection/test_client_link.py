@@ -255,17 +255,21 @@ RECONNECTS_S = 0.6
 """Longer than libzmq waits before it would reconnect by itself; nothing here depends on how much longer."""
 
 
+def unwatched():
+    return SharedSocket(lambda socket: None, lambda socket: None)
+
+
 class Pumped:
     """A link that the test drives, and all that came of it."""
 
-    def __init__(self, endpoint, connect_timeout=PATIENCE, keepalive_timeout=None):
+    def __init__(self, endpoint, connect_timeout=PATIENCE, keepalive_timeout=None, shared=None):
         self.received = []
         self.lost = []
         self.unanswered = 0
         self.link = Link(
             endpoint,
             ChannelOptions(connect_timeout, keepalive_timeout),
-            SharedSocket(lambda socket: None, lambda socket: None),
+            shared or unwatched(),
             pending=lambda: self.unanswered > 0,
             receive=lambda frames: self.received.append(decode_reply(frames[0])),
             lost=lambda error, final: self.lost.append(error),
@@ -435,6 +439,50 @@ def test_a_flood_of_messages_leaves_time_for_others(endpoint):
 
     with FakeScheduler(endpoint):
         asyncio.run(main())
+
+
+def test_a_loss_is_reported_in_a_flood_of_another_engine(endpoint):
+    """What the lost one had sent comes first, but its end does not wait for that of the flood."""
+
+    class Flooded:
+        def __init__(self, router, name):
+            self.router, self.name, self.turns = router, name, 0
+
+        def get(self, option):
+            return zmq.POLLIN
+
+        def recv_multipart(self):
+            self.turns += 1
+            assert self.turns < 100 * MOST_AT_ONCE
+            if self.turns % 2 and self.router.get(zmq.EVENTS) & zmq.POLLIN:
+                return self.router.recv_multipart()
+            return [self.name, encode(Keepalive(step=1))]
+
+        def __getattr__(self, name):
+            return getattr(self.router, name)
+
+    last_words = [Keepalive(step=step) for step in range(3 * MOST_AT_ONCE)]
+
+    def die(request):
+        yield from last_words
+        raise VanishError
+
+    shared = unwatched()
+    with (
+        FakeScheduler(f"{endpoint}-other"),
+        FakeScheduler(endpoint, die),
+        Pumped(f"{endpoint}-other", shared=shared) as other,
+        Pumped(endpoint, shared=shared) as client,
+    ):
+        other.until(lambda: other.link.incarnation)
+        client.send(GetStatusReqInput(id="s"))
+        flood = shared._router = Flooded(shared._router, other.link._name)
+        while not client.lost:
+            flood.turns = 0
+            client.link.pump()
+        assert client.received == last_words
+        assert other.lost == []
+        shared._router = flood.router
 
 
 def test_an_engine_that_loads_is_waited_for(endpoint):
