@@ -31,7 +31,7 @@ from ..messaging.message_dispatcher import Dispatcher
 from ..messaging.outbox import Outbox
 from ..messaging.router_socket import Router
 from ..messaging.stored_answers import Answers, Replies
-from ..models.config import load_model_config
+from ..models.config import load_model_config, quantized
 from ..models.registry import require_ranks
 from ..observability.memory_history import MemoryGauges, MemoryHistory, OwnBytes
 from ..observability.stage_profiler import StageProfiler
@@ -173,6 +173,8 @@ def _executor(config: EngineConfig) -> Executor:
             reason = f"tp = {config.tp}: image pipelines have one rank"
             raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="tp", value=config.tp)
         model_config = load_model_config(config.model_path, config.model_backend)
+        if config.quantization != "auto":
+            model_config = quantized(model_config, config)
         require_ranks(model_config, config.tp, config.ep, config.dp_attention)
     return Executor(config)
 
