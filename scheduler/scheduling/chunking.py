@@ -2,7 +2,7 @@
 memory.
 
 Time: a step is modelled as ``base + cost * prompt tokens``, both running averages of measurements. Prompts
-get a quarter of the time at least, even if the base alone takes more than the target. Memory:
+get a quarter of the time, but no more than the target, if the base alone takes more than it. Memory:
 when a step runs out of it, the token limit (decoding rows plus prompt tokens) is halved until one succeeds.
 After ``patience`` good steps of about its size it is doubled again; the patience doubles if the larger limit
 fails.
@@ -44,6 +44,8 @@ class ChunkSizer:
         # While prompts wait, no step without them tells the base: one with the fewest prompt tokens does.
         if prompt_tokens == 0 or self._affordable() <= PAGE_SIZE:
             self._base_s += _WEIGHT * (seconds - self._base_s)
+        elif seconds <= self._base_s:  # measured when the machine was slower
+            self._base_s = 0.0
         if prompt_tokens == 0:
             return
         self.prompt_tokens += prompt_tokens
@@ -53,7 +55,8 @@ class ChunkSizer:
     def _affordable(self) -> float:
         if self._cost_s is None:
             return float(_FIRST_TOKENS)
-        return max(self._target_s - self._base_s, self._base_s / 3) / self._cost_s
+        least = min(self._base_s / 3, self._target_s)
+        return max(self._target_s - self._base_s, least) / self._cost_s
 
     @property
     def token_s(self) -> float:

@@ -39,6 +39,16 @@ def test_prompts_advance_where_the_base_exceeds_the_target():
     assert min(taken[-30:]) >= 64
 
 
+def test_a_base_of_a_slow_moment_is_forgotten():
+    sizer, times = ChunkSizer(LARGEST, 0.2), []
+    sizer.observe(0, 20.0)
+    for _ in range(60):
+        tokens = sizer.budget()
+        times.append(0.01 + 7e-3 * tokens)
+        sizer.observe(tokens, times[-1])
+    assert max(times[-30:]) <= 0.25
+
+
 def test_one_slow_step_does_not_shrink_chunks_for_long():
     sizer = ChunkSizer(LARGEST, 0.2)
     usual = settle(sizer, 0.01, 1e-3)[-1]
