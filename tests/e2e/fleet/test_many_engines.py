@@ -128,7 +128,7 @@ def test_a_paused_fleet_has_two_descriptors_an_engine(tmp_path, monkeypatch):
                 counts.append(len(os.listdir("/proc/self/fd")))
                 async with fleet.paused():
                     engines = [*plain.engines, *keyed.engines]
-                    while not all(each.renewals for each in engines):  # noqa: ASYNC110 (an engine tells nobody)
+                    while not all(each.renewals for each in engines):  # noqa: ASYNC110 (nobody is told)
                         await asyncio.sleep(0.01)
                     counts.append(len(os.listdir("/proc/self/fd")))
             return counts

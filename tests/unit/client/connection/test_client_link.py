@@ -442,7 +442,7 @@ def test_a_flood_of_messages_leaves_time_for_others(endpoint):
 
 
 def test_a_loss_is_reported_in_a_flood_of_another_engine(endpoint):
-    """What the lost one had sent comes first, but its end does not wait for that of the flood."""
+    """Messages of the lost one come first, but its end does not wait for that of the flood."""
 
     class Flooded:
         def __init__(self, router, name):
