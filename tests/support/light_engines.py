@@ -18,8 +18,10 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, Literal, Self
 
 import msgspec
@@ -241,7 +243,7 @@ class LightEngines:
         self._ports = itertools.cycle(PORTS[(start := random.randrange(len(PORTS))) :] + PORTS[:start])
         self.engines = [self._started_anywhere(index) for index in range(number)]
         self.endpoints = [engine.endpoint for engine in self.engines]
-        self._work: deque[tuple[Callable[[], Any], threading.Event]] = deque()
+        self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._waker, self._woken = socket.socketpair()
         self._epoll.register(self._woken, select.EPOLLIN)
         self._ended = False
@@ -261,11 +263,15 @@ class LightEngines:
     def start(self, numbers: Iterable[int]) -> None:
         """Start these engines again, at their endpoints, with the weights of the start."""
 
-        def start() -> None:
-            for number in numbers:
-                self.engines[number] = self._started(number, self.endpoints[number])
+        def start(number: int) -> None:
+            self.engines[number] = self._started(number, self.endpoints[number])
 
-        self._do(start)
+        for number in numbers:
+            while True:
+                with contextlib.suppress(zmq.ZMQError):  # libzmq unbinds its predecessor in a moment
+                    self._do(partial(start, number))
+                    break
+                sleep(0.001)
 
     def close(self) -> None:
         self._do(lambda: setattr(self, "_ended", True))
@@ -299,11 +305,10 @@ class LightEngines:
             engine.socket.close(linger=0)
 
     def _do(self, work: Callable[[], Any]) -> Any:
-        done, found = threading.Event(), []
-        self._work.append((lambda: found.append(work()), done))
+        done: Future[Any] = Future()
+        self._work.append((work, done))
         self._waker.send(b"\0")
-        done.wait()
-        return found[0]
+        return done.result()
 
     def _run(self) -> None:
         alive_at = monotonic()
@@ -316,8 +321,10 @@ class LightEngines:
                     self._woken.recv(4096)
             while self._work:
                 work, done = self._work.popleft()
-                work()
-                done.set()
+                try:
+                    done.set_result(work())
+                except zmq.ZMQError as error:
+                    done.set_exception(error)
             if monotonic() - alive_at > KEEPALIVE_S:
                 alive_at = monotonic()
                 for engine in list(self._by_descriptor.values()):
