@@ -20,8 +20,13 @@ import torch
 from torch import Tensor
 
 from ..cache.pool import MLAPool
-from ..execution.forward import AttentionBackend, CapturableBackend, ForwardBatch, StepLimits
-from ..kernels.attention_form import PLAIN, AttentionForm
+from ..execution.forward import (
+    AttentionBackend,
+    CapturableBackend,
+    ForwardBatch,
+    LatentAttentionBackend,
+    StepLimits,
+)
 from ..memory.device_module import nvidia_generation
 from ..runtime.engine_config import PAGE_SIZE
 from .flashinfer import HostMemory, multiprocessors, why_not_for
@@ -62,7 +67,7 @@ def workspace_bytes(latent: int, device: torch.device) -> int:
     return 2 * multiprocessors(device) * (_TILE // 2) * (2 * latent + 4) + _SLACK
 
 
-class FlashInferLatentBackend(CapturableBackend):
+class FlashInferLatentBackend(LatentAttentionBackend, CapturableBackend):
     """Attention over an MLA pool of bfloat16 or float16."""
 
     def __init__(
@@ -122,15 +127,6 @@ class FlashInferLatentBackend(CapturableBackend):
     def _plan_rows(self, wrapper: Any, lists: tuple[Tensor, Tensor, Tensor, Tensor], *, causal: bool) -> None:
         metadata = self._library.mla.MLAPlanMetadata.csr(*lists)
         wrapper.plan(metadata=metadata, causal=causal, **self._options)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        """Store this step's latents, then attend; shapes as in :class:`~.mla.LatentBackend`."""
-        assert form.kind == PLAIN.kind, "chosen for plain forms only"
-        self.pool.store(layer, k.squeeze(1), self._kv_slots)
-        return self.attend_latents(q, layer)
-
-    def latent_cells(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.pool.layer(layer), self._kv_slots
 
     def attend_latents(self, q: Tensor, layer: int) -> Tensor:
         if self._torch is not None and self._by_torch:

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from ..cache.pool import MLAPool
-from ..execution.forward import AttentionBackend, ForwardBatch
-from ..kernels.attention_form import PLAIN, AttentionForm
+from ..execution.forward import ForwardBatch, LatentAttentionBackend
 from ..memory.workspace import Workspace
 from .rows import as_index, group_rows, workspace_bytes
 from .shape import Shape
@@ -52,7 +51,7 @@ class _Group:
     queries: list[_Queries]
 
 
-class LatentBackend(AttentionBackend):
+class LatentBackend(LatentAttentionBackend):
     def __init__(self, pool: MLAPool, shape: Shape) -> None:
         assert shape.latent is not None
         self.pool, self._heads, self._scale = pool, shape.num_heads, shape.scale
@@ -79,18 +78,6 @@ class LatentBackend(AttentionBackend):
             (rows,) = np.nonzero(q_lens == q_len)
             for chosen in group_rows(pages[rows], max_pages):
                 self.groups.append(self._plan_group(batch, rows[chosen], q_lens, kv_lens))
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
-        """Store this step's latents ``k`` [T, 1, width], then attend with absorbed and rotated ``q``.
-
-        Return [T, heads * value size]: to be projected from latents to values, head by head.
-        """
-        assert form.kind == PLAIN.kind, "chosen for plain forms only"
-        self.pool.store(layer, k.squeeze(1), self._kv_slots)
-        return self.attend_latents(q, layer)
-
-    def latent_cells(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.pool.layer(layer), self._kv_slots
 
     def attend_latents(self, q: Tensor, layer: int) -> Tensor:
         pages = self.pool.layer(layer).view(-1, self._page_cells)

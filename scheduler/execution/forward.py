@@ -21,6 +21,7 @@ from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
 from ..runtime.engine_config import PAGE_SIZE
 
 if TYPE_CHECKING:
+    from ..cache.pool import MLAPool
     from ..kernels.attention import PagedStep
 
 
@@ -431,16 +432,29 @@ class AttentionBackend(ABC):
         view of the front of k. Return [T, query heads * v's head size].
         """
 
-    def latent_cells(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's pool of latents [.., latent + rope], and this step's cells in it, int64 [T].
 
-        A kernel may write there what :meth:`forward` stores, and call :meth:`attend_latents` then.
+class LatentAttentionBackend(AttentionBackend):
+    """Attention over latents, which a kernel may store by itself before :meth:`attend_latents`."""
+
+    pool: "MLAPool"
+    _kv_slots: Tensor
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
+        """Store this step's latents ``k`` [T, 1, width], then attend with absorbed and rotated ``q``.
+
+        Return [T, heads * value size]: to be projected from latents to values, head by head.
         """
-        raise NotImplementedError("no latents that a kernel may write")
+        assert form.kind == PLAIN.kind, "chosen for plain forms only"
+        self.pool.store(layer, k.squeeze(1), self._kv_slots)
+        return self.attend_latents(q, layer)
 
+    def latent_cells(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's pool of latents [.., latent + rope], and this step's cells in it, int64 [T]."""
+        return self.pool.layer(layer), self._kv_slots
+
+    @abstractmethod
     def attend_latents(self, q: Tensor, layer: int) -> Tensor:
         """Attend as :meth:`forward` does, over latents that are in their cells."""
-        raise NotImplementedError("no latents that a kernel may write")
 
 
 class CapturableBackend(AttentionBackend):

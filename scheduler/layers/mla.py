@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..execution.forward import AttentionBackend
+from ..execution.forward import AttentionBackend, LatentAttentionBackend
 from ..kernels import TORCH, TRITON, best, elementwise, triton_for
 from ..kernels import linear as kernel
 from ..kernels.attention_form import PLAIN
@@ -229,6 +229,7 @@ class LatentAttention(CompositeLayer):
         q = q.unflatten(-1, (heads, -1))
         norm = self._kv_norm.weight, self._kv_norm.eps
         if self._triton is not None:
+            assert isinstance(backend, LatentAttentionBackend)
             cells, w_kc = backend.latent_cells(self._layer), self._kv_up.w_kc
             queries = self._triton.store_latents(q, w_kc, kv, cos, sin, norm, *cells, interleaved=interleaved)
             return self._out(backend.attend_latents(queries, self._layer))
