@@ -411,10 +411,11 @@ class WeightSender:
         if made_for != self._made_for:
             await asyncio.to_thread(self.close)
             self._made_for = made_for
-        send = self._down_the_chain if transport == "chain" else self._broadcast
         loop = asyncio.get_running_loop()
         try:
-            answers = await asyncio.to_thread(send, members, loop, timeout, given, options)
+            answers = await asyncio.to_thread(
+                self._by_group, transport, members, loop, timeout, given, options
+            )
         except EngineError as error:
             answers = Answers(
                 failed={
@@ -449,30 +450,21 @@ class WeightSender:
             )
         return self._made
 
-    def _broadcast(
+    def _by_group(
         self,
+        transport: Transport,
         members: Sequence[Member],
         loop: asyncio.AbstractEventLoop,
         timeout: float,
         tensors: Any,
         options: dict[str, Any],
     ) -> Answers:
-        from ..trainer import WeightUpdateGroup
+        from ..trainer import WeightUpdateChain, WeightUpdateGroup
 
-        group = self._create(WeightUpdateGroup, members, loop, timeout)
-        replies = group.update(tensors, timeout=timeout, **options)
-        return Answers(dict(zip(members, replies, strict=True)))
-
-    def _down_the_chain(
-        self,
-        members: Sequence[Member],
-        loop: asyncio.AbstractEventLoop,
-        timeout: float,
-        tensors: Any,
-        options: dict[str, Any],
-    ) -> Answers:
-        from ..trainer import WeightUpdateChain
-
+        if transport == "distributed":
+            group = self._create(WeightUpdateGroup, members, loop, timeout)
+            replies = group.update(tensors, timeout=timeout, **options)
+            return Answers(dict(zip(members, replies, strict=True)))
         chain = self._create(WeightUpdateChain, members, loop, timeout)
         answers = Answers()
         for member, answer in zip(members, chain.load(tensors, timeout=timeout, **options), strict=True):
