@@ -44,7 +44,7 @@ def test_a_row_is_what_the_engine_builds(name: str, rows_apart: bool) -> None:
         assert f" KiB | {found.tokens_held(memory):,} |" in part
 
 
-def test_attention_of_each_rank_pays_by_the_arithmetic_of_its_page() -> None:
+def test_scale_page_has_the_capacity_of_dp_attention() -> None:
     page, memory = DOCUMENT.with_name("scale.md").read_text(encoding="utf-8"), 40e9
     rows: dict[str, list[str]] = {}
     for dp in (1, 8):

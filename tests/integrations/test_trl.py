@@ -141,7 +141,7 @@ def test_weights_go_through_the_protocol_of_the_async_trainer(policy, client):
     assert torch.allclose(torch.tensor(scored.input_logprobs[-2:]), expected, atol=1e-4)
 
 
-def test_rollouts_of_the_async_trainer_are_tagged_by_their_oldest_token(policy, client):
+def test_async_rollouts_carry_their_oldest_weight_version(policy, client):
     from caesura.integrations.trl_async import RolloutWorker
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(policy))

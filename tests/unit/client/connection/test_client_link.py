@@ -406,28 +406,34 @@ def test_idle_and_stopped_clients_suspect_no_engine(endpoint):
         assert client.lost == []
 
 
+class Flooded:
+    """A socket on which the connection ``name`` sends without end, in turn with what others send."""
+
+    def __init__(self, router, name):
+        self.router, self.name, self.taken = router, name, 0
+
+    def get(self, option):
+        return zmq.POLLIN
+
+    def recv_multipart(self):
+        self.taken += 1
+        assert self.taken < 100 * MOST_AT_ONCE
+        if self.taken % 2 and self.router.get(zmq.EVENTS) & zmq.POLLIN:
+            return self.router.recv_multipart()
+        return [self.name, encode(Keepalive(step=1))]
+
+    def __getattr__(self, name):
+        return getattr(self.router, name)
+
+
 def test_a_flood_of_messages_leaves_time_for_others(endpoint):
     """One turn takes a number of them, whatever the engines send meanwhile; the loop takes the next turn."""
-
-    class Endless:
-        def __init__(self, router, name):
-            self.router, self.name, self.taken = router, name, 0
-
-        def get(self, option):
-            return zmq.POLLIN
-
-        def recv_multipart(self):
-            self.taken += 1
-            return [self.name, encode(Keepalive(step=1))]
-
-        def __getattr__(self, name):
-            return getattr(self.router, name)
 
     async def main():
         async with AsyncControlClient(endpoint) as client:
             await client.status()
             shared = client.channel._shared
-            flood = shared._router = Endless(shared._router, client.channel._link._name)
+            flood = shared._router = Flooded(shared._router, client.channel._link._name)
             taken = []
             for _ in range(3):
                 shared.pump()
@@ -443,24 +449,6 @@ def test_a_flood_of_messages_leaves_time_for_others(endpoint):
 
 def test_a_loss_is_reported_in_a_flood_of_another_engine(endpoint):
     """Messages of the lost one come first, but its end does not wait for that of the flood."""
-
-    class Flooded:
-        def __init__(self, router, name):
-            self.router, self.name, self.turns = router, name, 0
-
-        def get(self, option):
-            return zmq.POLLIN
-
-        def recv_multipart(self):
-            self.turns += 1
-            assert self.turns < 100 * MOST_AT_ONCE
-            if self.turns % 2 and self.router.get(zmq.EVENTS) & zmq.POLLIN:
-                return self.router.recv_multipart()
-            return [self.name, encode(Keepalive(step=1))]
-
-        def __getattr__(self, name):
-            return getattr(self.router, name)
-
     last_words = [Keepalive(step=step) for step in range(3 * MOST_AT_ONCE)]
 
     def die(request):
@@ -478,7 +466,7 @@ def test_a_loss_is_reported_in_a_flood_of_another_engine(endpoint):
         client.send(GetStatusReqInput(id="s"))
         flood = shared._router = Flooded(shared._router, other.link._name)
         while not client.lost:
-            flood.turns = 0
+            flood.taken = 0
             client.link.pump()
         assert client.received == last_words
         assert other.lost == []

@@ -81,6 +81,20 @@ def random(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def write_alike(
+    data: st.DataObject, alone: dict[str, WeightSlot], by_rank: list[dict[str, WeightSlot]]
+) -> None:
+    """Write the same weights to one rank's slots and, in pieces, to those of several, which must be equal."""
+    for name in [name for name in alone if name.endswith(".weight")]:
+        value = random(alone[name].shape, 1)
+        alone[name].write(value, 0)
+        for slots in by_rank:
+            for start, stop in cuts(data, len(value)):
+                slots[name].update(value[start:stop], start)
+    for name, slot in alone.items():
+        assert bits(assembled([slots[name] for slots in by_rank])) == bits(slot.read())
+
+
 @dataclass(frozen=True)
 class Layers:
     on: list[Layer]
@@ -186,14 +200,7 @@ def test_fp8_blocks(data: st.DataObject, size: int, by_inputs: bool, height: int
         )
 
     alone, by_rank = layer(0, 1), [layer(rank, size) for rank in range(size)]
-    for name in {"a.weight", "b.weight"} & alone.keys():
-        value = random(alone[name].shape, 1)
-        alone[name].write(value, 0)
-        for slots in by_rank:
-            for start, stop in cuts(data, len(value)):
-                slots[name].update(value[start:stop], start)
-    for name, slot in alone.items():
-        assert bits(assembled([slots[name] for slots in by_rank])) == bits(slot.read())
+    write_alike(data, alone, by_rank)
     stored = {name: slot.read().clone() for name, slot in alone.items()}
     for slots in by_rank:  # the same as it is stored
         for name, slot in slots.items():
@@ -221,14 +228,7 @@ def test_whole_blocks_of_a_width(
     assert [each.is_empty for each in ranks] == [not rows for rows in held]
     assert {each.on_all_ranks for each in ranks} == {all(held)}
     alone, by_rank = slots_of(whole), [slots_of(each) for each in ranks]
-    for name in [name for name in alone if name.endswith(".weight")]:
-        value = random(alone[name].shape, 1)
-        alone[name].write(value, 0)
-        for slots in by_rank:
-            for start, stop in cuts(data, len(value)):
-                slots[name].update(value[start:stop], start)
-    for name, slot in alone.items():
-        assert bits(assembled([slots[name] for slots in by_rank])) == bits(slot.read())
+    write_alike(data, alone, by_rank)
     x = random((3, 12), 2)
     found = torch.stack([each.forward(x) for each in ranks]).sum(0)
     torch.testing.assert_close(found, whole.forward(x), rtol=1e-4, atol=1e-4)
